@@ -1,0 +1,174 @@
+"""Checkpoints: written aside, then renamed; loaded on any number of ranks and any plan."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from recsys.errors import UserError
+from recsys.process_group import World
+
+_STATE_FILE = "state.json"
+_LATEST = "latest"
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass
+class TrainState:
+    """Where training stands, beside the tensors.
+
+    Attributes:
+        step: steps trained; epoch, consumed, rows_before: the data position after them.
+        fingerprint: of the training files; seed: of the run; global_batch_size, num_streams: of the run.
+        best_metric, best_step, bad_evaluations: early stopping.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    consumed: tuple[int, ...] = ()
+    rows_before: int = 0
+    fingerprint: str = ""
+    seed: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    bad_evaluations: int = 0
+
+
+@dataclass
+class Tensors:
+    """What a checkpoint holds: functions for the tables, because torchrec makes its state dicts anew each time."""
+
+    tables: Callable[[], dict[str, Any]]
+    table_optimizer: Callable[[], dict[str, Any]]
+    dense: torch.nn.Module
+    dense_optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all tensors by flat names, those of the tables sharded."""
+        dense = get_model_state_dict(self.dense)
+        optimizer = get_optimizer_state_dict(self.dense, self.dense_optimizer, options=_OPTIONS)
+        return {
+            **{f"tables/{name}": value for name, value in self.tables().items()},
+            **{f"table_optimizer/{name}": value for name, value in self.table_optimizer().items()},
+            **{f"dense/{name}": value for name, value in dense.items()},
+            **{f"dense_optimizer/{name}": value for name, value in optimizer.items()},
+        }
+
+    def load_dense(self, state: dict[str, Any]) -> None:
+        """Set the dense part and its optimizer; the tables' tensors are loaded in place."""
+        set_model_state_dict(self.dense, _under("dense/", state))
+        set_optimizer_state_dict(self.dense, self.dense_optimizer, _under("dense_optimizer/", state), options=_OPTIONS)
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+        folder: RUN/checkpoints.
+        keep: how many of the newest stay; the best one of early stopping stays besides.
+    """
+
+    def __init__(self, folder: Path, world: World, keep: int) -> None:
+        self.folder = folder
+        self._world = world
+        self._keep = keep
+
+    def save(self, tensors: Tensors, state: TrainState) -> Path:
+        """Write a checkpoint of step `state.step`; a crash at any point leaves the earlier ones whole."""
+        final = self.path(state.step)
+        aside = final.with_name(final.name + ".tmp")
+        self._world.from_rank_zero(lambda: shutil.rmtree(aside, ignore_errors=True))
+        try:
+            dcp.save(tensors.state_dict(), checkpoint_id=aside, process_group=self._world.host_group)
+        except CheckpointException as error:
+            raise UserError(f"checkpoint '{aside}' cannot be written: {_causes(error)}") from error
+        self._world.from_rank_zero(lambda: self._commit(aside, final, state))
+        return final
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint, or None."""
+        found = sorted(self.folder.glob(f"step-*/{_STATE_FILE}"))
+        return found[-1].parent if found else None
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
+        return self.folder / f"step-{step:09d}"
+
+    def _commit(self, aside: Path, final: Path, state: TrainState) -> None:
+        with (aside / _STATE_FILE).open("w") as file:
+            json.dump(dataclasses.asdict(state), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        marker = self.folder / (_LATEST + ".tmp")
+        marker.write_text(final.name + "\n")
+        marker.replace(self.folder / _LATEST)
+        best = None if state.best_step is None else self.path(state.best_step)
+        whole = sorted(path for path in self.folder.glob("step-*") if path.suffix != ".tmp")
+        for path in whole[: -self._keep]:
+            if path != best:
+                shutil.rmtree(path)
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the newest one of a run directory.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(path)
+    if (path / _STATE_FILE).is_file():
+        return path
+    found = sorted(path.glob(f"checkpoints/step-*/{_STATE_FILE}"))
+    if not found:
+        what = "holds no checkpoint" if path.is_dir() else "does not exist"
+        raise UserError(f"'{path}' {what}; give a run directory or one of its checkpoints/step-* folders")
+    return found[-1].parent
+
+
+def read_state(path: Path) -> TrainState:
+    """Return the training state of a checkpoint."""
+    content = json.loads((path / _STATE_FILE).read_text())
+    return TrainState(**{**content, "consumed": tuple(content["consumed"])})
+
+
+def load_tensors(path: Path, tensors: Tensors, world: World) -> None:
+    """Load tables, dense part and optimizers, whatever plan and number of ranks wrote them.
+
+    Raises:
+        UserError: the checkpoint lacks a tensor or holds one of another shape.
+    """
+    state = tensors.state_dict()
+    try:
+        dcp.load(state, checkpoint_id=path, process_group=world.host_group)
+    except CheckpointException as error:
+        raise UserError(
+            f"checkpoint '{path}' does not fit this config (tables, features and model must be those it was "
+            f"written with): {_causes(error)}"
+        ) from error
+    tensors.load_dense(state)
+
+
+def _under(prefix: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+
+
+def _causes(error: CheckpointException) -> str:
+    texts = {" ".join(str(failure[0]).split())[:200] for failure in error.failures.values()}
+    return "; ".join(sorted(texts))

@@ -1,0 +1,43 @@
+"""The configuration: dataclasses (`schema`), YAML and `key=value` loading (`load`), cross-checks (`checks`).
+
+Nothing here imports torch, so that a mistake in a config is told before the heavy imports.
+"""
+
+from recsys.config.load import load_config, save_config
+from recsys.config.schema import (
+    Config,
+    DataConfig,
+    DataType,
+    Device,
+    DLRMConfig,
+    FeatureConfig,
+    FeatureType,
+    IdMappingType,
+    NullPolicy,
+    OptimizerConfig,
+    Pooling,
+    Schedule,
+    ShardingChoice,
+    TableConfig,
+    TwoTowerConfig,
+)
+
+__all__ = [
+    "Config",
+    "DLRMConfig",
+    "DataConfig",
+    "DataType",
+    "Device",
+    "FeatureConfig",
+    "FeatureType",
+    "IdMappingType",
+    "NullPolicy",
+    "OptimizerConfig",
+    "Pooling",
+    "Schedule",
+    "ShardingChoice",
+    "TableConfig",
+    "TwoTowerConfig",
+    "load_config",
+    "save_config",
+]

@@ -1,0 +1,203 @@
+"""Checks across keys: each failure is one sentence with the full key, what is allowed and the nearest right name."""
+
+from collections.abc import Iterable
+
+from recsys.config.schema import (
+    Config,
+    DLRMConfig,
+    FeatureType,
+    IdMappingType,
+    ShardingChoice,
+    TableOptimizer,
+    TwoTowerConfig,
+)
+from recsys.errors import UserError, nearest
+
+RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
+
+
+def check_config(config: Config) -> None:
+    """Refuse a config whose parts do not fit together.
+
+    Raises:
+        UserError: names the key, what was found, what is allowed and what to do.
+    """
+    _check_numbers(config)
+    _check_features(config)
+    _check_tables(config)
+    if isinstance(config.model, TwoTowerConfig):
+        _check_two_tower(config, config.model)
+    else:
+        _check_dlrm(config, config.model)
+    _check_paths(config)
+    _check_training(config)
+
+
+def metric_names(config: Config) -> list[str]:
+    """Return the names of the metrics that an evaluation of this config's model gives."""
+    if isinstance(config.model, TwoTowerConfig):
+        return [f"{name}@{k}" for k in config.model.top_k for name in ("recall", "ndcg")]
+    return list(RANKING_METRICS)
+
+
+def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
+    """Raise a UserError unless `name`, given by config key `key`, is among `allowed`."""
+    allowed = list(allowed)
+    if name not in allowed:
+        raise UserError(
+            f"config key '{key}': there is no {what} '{name}'{nearest(name, allowed)} (known: {', '.join(allowed)})"
+        )
+
+
+def _check_numbers(config: Config) -> None:
+    data, train, optimizer = config.data, config.train, config.optimizer
+    at_least = {
+        "data.num_streams": (data.num_streams, 1),
+        "data.window_mib": (data.window_mib, 1),
+        "data.num_threads": (data.num_threads, 0),
+        "data.prefetch_batches": (data.prefetch_batches, 0),
+        "data.max_rows": (data.max_rows, 1),
+        "train.global_batch_size": (train.global_batch_size, 1),
+        "train.eval_batch_size": (train.eval_batch_size, 1),
+        "train.epochs": (train.epochs, 1),
+        "train.max_steps": (train.max_steps, 1),
+        "train.eval_every_steps": (train.eval_every_steps, 1),
+        "train.log_every_steps": (train.log_every_steps, 1),
+        "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1),
+        "train.keep_checkpoints": (train.keep_checkpoints, 1),
+        "train.early_stop.patience": (train.early_stop.patience, 1),
+        "run.num_threads": (config.run.num_threads, 1),
+        "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0),
+        "optimizer.schedule.final_factor": (optimizer.schedule.final_factor, 0),
+        "optimizer.tables.learning_rate": (optimizer.tables.learning_rate, 0),
+        "optimizer.tables.eps": (optimizer.tables.eps, 0),
+        "optimizer.dense.learning_rate": (optimizer.dense.learning_rate, 0),
+        "optimizer.dense.weight_decay": (optimizer.dense.weight_decay, 0),
+        "seed": (config.seed, 0),
+    }
+    for key, (value, least) in at_least.items():
+        if value is not None and not value >= least:
+            raise UserError(f"config key '{key}' must be at least {least}, found {value}")
+    for key, size in (
+        ("train.global_batch_size", train.global_batch_size),
+        ("train.eval_batch_size", train.eval_batch_size),
+    ):
+        if size is not None and size % data.num_streams:
+            raise UserError(
+                f"config key '{key}' must be a multiple of data.num_streams={data.num_streams}, "
+                f"found {size}; the nearest is {max(1, round(size / data.num_streams)) * data.num_streams}"
+            )
+
+
+def _check_features(config: Config) -> None:
+    if not config.features:
+        raise UserError("config key 'features' is empty, and needs at least one feature")
+    for name, feature in config.features.items():
+        key = f"features.{name}"
+        if feature.type is FeatureType.float:
+            if feature.table is not None:
+                raise UserError(f"config key '{key}.table': a float feature has no table; drop it, or set type: id")
+            continue
+        if feature.table is None:
+            raise UserError(
+                f"config key '{key}.table' is not set, and an id feature needs a table "
+                f"(known: {', '.join(config.tables)}); for a number set {key}.type=float"
+            )
+        one_of(f"{key}.table", feature.table, config.tables, "table")
+        if feature.max_length is not None and feature.max_length < 1:
+            raise UserError(f"config key '{key}.max_length' must be at least 1, found {feature.max_length}")
+
+
+def _check_tables(config: Config) -> None:
+    used = {feature.table for feature in config.features.values()}
+    for name, table in config.tables.items():
+        key = f"tables.{name}"
+        if name not in used:
+            raise UserError(
+                f"config key '{key}': no feature uses this table{nearest(name, [t for t in used if t])}"
+                " (name it in a feature's table, or remove it)"
+            )
+        least = 2 if table.mapping is IdMappingType.hash else 1
+        if table.num_embeddings < least:
+            raise UserError(f"config key '{key}.num_embeddings' must be at least {least}, found {table.num_embeddings}")
+        if table.embedding_dim < 4 or table.embedding_dim % 4:
+            raise UserError(
+                f"config key '{key}.embedding_dim' must be a multiple of 4, at least 4, found {table.embedding_dim}"
+            )
+        if table.init_range is not None and not 0 <= table.init_range < 65504:
+            raise UserError(f"config key '{key}.init_range' must be 0 or more, found {table.init_range}")
+        rowwise = config.optimizer.tables.name is TableOptimizer.rowwise_adagrad
+        if table.sharding_type is ShardingChoice.column_wise and rowwise:
+            raise UserError(
+                f"config key '{key}.sharding_type': column_wise splits the rows that rowwise_adagrad averages over, so "
+                f"what is learned would depend on the plan; use row_wise, or optimizer.tables.name=adagrad"
+            )
+
+
+def _check_dlrm(config: Config, model: DLRMConfig) -> None:
+    dims = {name: table.embedding_dim for name, table in config.tables.items()}
+    if len(set(dims.values())) > 1:
+        listed = ", ".join(f"tables.{name}.embedding_dim={dim}" for name, dim in dims.items())
+        raise UserError(f"model dlrm takes dot products of all embeddings, so they need one embedding_dim: {listed}")
+    if config.data.label_column is None:
+        raise UserError("config key 'data.label_column' is not set, and model dlrm needs a column with 0 or 1")
+    _check_dropout(model.dropout)
+
+
+def _check_two_tower(config: Config, model: TwoTowerConfig) -> None:
+    for key in ("user_features", "item_features"):
+        names = getattr(model, key)
+        if not names:
+            raise UserError(f"config key 'model.{key}' is empty, and needs at least one feature")
+        for name in names:
+            one_of(f"model.{key}", name, config.features, "feature")
+    one_of("model.item_id", model.item_id, model.item_features, "item feature")
+    both = set(model.user_features) & set(model.item_features)
+    if both:
+        raise UserError(
+            f"feature '{min(both)}' stands in model.user_features and model.item_features; keep one of them"
+        )
+    unused = set(config.features) - set(model.user_features) - set(model.item_features)
+    if unused:
+        raise UserError(
+            f"feature '{min(unused)}' is in neither model.user_features nor model.item_features; add it there, or "
+            f"remove features.{min(unused)}"
+        )
+    if config.features[model.item_id].type is not FeatureType.id:
+        raise UserError(f"config key 'model.item_id': feature '{model.item_id}' must be of type id")
+    if model.temperature <= 0:
+        raise UserError(f"config key 'model.temperature' must be above 0, found {model.temperature}")
+    if not model.top_k or min(model.top_k) < 1:
+        raise UserError(f"config key 'model.top_k' needs numbers of 1 or more, found {model.top_k}")
+    if (config.data.valid or config.data.test) and not config.data.items:
+        raise UserError("config key 'data.items' is not set, and retrieval is evaluated over a file of all items")
+    _check_dropout(model.dropout)
+
+
+def _check_dropout(dropout: float) -> None:
+    if not 0 <= dropout < 1:
+        raise UserError(f"config key 'model.dropout' must be from 0 to below 1, found {dropout}")
+
+
+def _check_paths(config: Config) -> None:
+    for key in ("train", "valid", "test", "items"):
+        value = getattr(config.data, key)
+        paths = value if isinstance(value, list) else [value]
+        if key == "train" and value is None:
+            raise UserError("config key 'data.train' is empty, and needs a path, a glob or a list of them")
+        if value is not None and not (paths and all(isinstance(path, str) and path for path in paths)):
+            raise UserError(f"config key 'data.{key}' must be a path, a glob or a list of them, found {value!r}")
+
+
+def _check_training(config: Config) -> None:
+    train, metric = config.train, config.train.early_stop.metric
+    if config.run.resume and config.run.overwrite:
+        raise UserError("run.resume=true and run.overwrite=true exclude each other; keep one of them")
+    if metric is not None:
+        one_of("train.early_stop.metric", metric, metric_names(config), "metric")
+        if not config.data.valid:
+            raise UserError("config key 'train.early_stop.metric' needs data.valid, which is not set")
+        if train.eval_every_steps is None:
+            raise UserError("config key 'train.early_stop.metric' needs train.eval_every_steps, which is not set")
+    if train.eval_every_steps is not None and not config.data.valid:
+        raise UserError("config key 'train.eval_every_steps' needs data.valid, which is not set")

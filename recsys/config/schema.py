@@ -1,0 +1,261 @@
+"""The dataclasses behind a config file: every key, its type, its default and its meaning.
+
+Enum members are named as they are written in YAML. Features and tables are mappings by name, so that
+`tables.item.embedding_dim=32` reaches them from the command line.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class FeatureType(Enum):
+    """`id`: one id or a list of ids a row, looked up in a table. `float`: one number a row."""
+
+    id = "id"
+    float = "float"
+
+
+class NullPolicy(Enum):
+    """What a null id becomes: row 0 of the table (`reserved`), no id at all (`empty`), or an error (`refuse`)."""
+
+    reserved = "reserved"
+    empty = "empty"
+    refuse = "refuse"
+
+
+class IdMappingType(Enum):
+    """`hash`: any integer or string id to rows 1..n-1, row 0 kept for null. `identity`: id i is row i."""
+
+    hash = "hash"
+    identity = "identity"
+
+
+class DataType(Enum):
+    """Storage type of a table's weights; optimizer state stays FP32."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+
+
+class Pooling(Enum):
+    """How the rows of one feature's list become one vector."""
+
+    sum = "sum"
+    mean = "mean"
+
+
+class ShardingChoice(Enum):
+    """How a table is split over the ranks; `auto` leaves it to the planner."""
+
+    auto = "auto"
+    table_wise = "table_wise"
+    row_wise = "row_wise"
+    column_wise = "column_wise"
+
+
+class TableOptimizer(Enum):
+    """Optimizers that update a table's rows inside the backward pass."""
+
+    rowwise_adagrad = "rowwise_adagrad"
+    adagrad = "adagrad"
+    sgd = "sgd"
+
+
+class DenseOptimizer(Enum):
+    """Optimizers of the dense (data-parallel) part."""
+
+    adam = "adam"
+    adamw = "adamw"
+    adagrad = "adagrad"
+    sgd = "sgd"
+
+
+class Schedule(Enum):
+    """Shape of the learning rate after the warm-up: unchanged, straight down or half a cosine."""
+
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Device(Enum):
+    """`auto` takes CUDA where there is a GPU, the CPU otherwise."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Interaction(Enum):
+    """What DLRM's top MLP reads beside the pairwise dots: the bottom output, or every vector too."""
+
+    dot = "dot"
+    dot_and_embeddings = "dot_and_embeddings"
+
+
+@dataclass
+class RunConfig:
+    """Where a run writes, and what to do when that place is taken."""
+
+    name: str | None = None  # default: the config file's stem
+    dir: str | None = None  # default: runs/NAME-TIME
+    resume: bool = False  # continue from the newest checkpoint in run.dir, or start if there is none
+    overwrite: bool = False  # replace an earlier run in run.dir
+    device: Device = Device.auto
+    num_threads: int | None = None  # OpenMP threads of a rank; default: cores / ranks on this machine
+
+
+@dataclass
+class DataConfig:
+    """Parquet files and how they are read. A path is a directory, a glob, a file, or a list of these."""
+
+    train: Any = MISSING
+    valid: Any = None  # evaluated every train.eval_every_steps and at the end
+    test: Any = None  # evaluated once, at the end
+    items: Any = None  # retrieval: every item once
+    label_column: str | None = None
+    weight_column: str | None = None
+    targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
+    seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
+    shuffle: bool = True
+    num_streams: int = 8  # V: a multiple of every number of ranks to be used
+    window_mib: int = 64  # rows of one stream that are shuffled together, in MiB of Arrow data
+    num_threads: int = 2  # decoding threads of a rank; 0 reads in the training thread
+    prefetch_batches: int = 4
+    max_rows: int | None = None  # use only the first rows of each dataset
+
+
+@dataclass
+class FeatureConfig:
+    """One input column. An `id` feature names the table that holds its vectors."""
+
+    type: FeatureType = FeatureType.id
+    column: str | None = None  # default: the feature's name
+    table: str | None = None
+    max_length: int | None = None  # of a list, its last ids are kept
+    null: NullPolicy = NullPolicy.reserved
+    fill: float = 0.0  # value of a null float
+
+
+@dataclass
+class TableConfig:
+    """One embedding table, shared by all features that name it."""
+
+    num_embeddings: int = MISSING
+    embedding_dim: int = MISSING  # a multiple of 4
+    data_type: DataType = DataType.FP32
+    pooling: Pooling = Pooling.sum
+    mapping: IdMappingType = IdMappingType.hash
+    hash_seed: int = 0
+    init_range: float | None = None  # uniform in +-init_range; default 1/sqrt(num_embeddings)
+    sharding_type: ShardingChoice = ShardingChoice.auto
+
+
+@dataclass
+class TableOptimizerConfig:
+    """Optimizer of all tables, applied in the backward pass."""
+
+    name: TableOptimizer = TableOptimizer.rowwise_adagrad
+    learning_rate: float = 0.05
+    eps: float = 1e-8
+
+
+@dataclass
+class DenseOptimizerConfig:
+    """Optimizer of the dense part. Weight decay covers the dense part only."""
+
+    name: DenseOptimizer = DenseOptimizer.adam
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+
+
+@dataclass
+class ScheduleConfig:
+    """One factor over the steps for both learning rates."""
+
+    name: Schedule = Schedule.constant
+    warmup_steps: int = 0
+    final_factor: float = 0.0  # factor at the last step of linear and cosine
+
+
+@dataclass
+class OptimizerConfig:
+    """Both optimizers and their schedule."""
+
+    tables: TableOptimizerConfig = field(default_factory=TableOptimizerConfig)
+    dense: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass
+class EarlyStopConfig:
+    """Stop when a metric of data.valid has not improved for `patience` evaluations; the best is tested."""
+
+    metric: str | None = None  # auc, recall@20 …; null: train to the end
+    patience: int = 3
+
+
+@dataclass
+class TrainConfig:
+    """How long, how much at a time, and what happens on the way."""
+
+    global_batch_size: int = 1024  # rows that a step trains, over all ranks
+    eval_batch_size: int | None = None  # the same for evaluation; default: global_batch_size
+    epochs: int = 1
+    max_steps: int | None = None  # end earlier than the epochs do
+    eval_every_steps: int | None = None  # default: at the end only
+    log_every_steps: int = 50
+    checkpoint_every_steps: int | None = None  # default: at the end only
+    keep_checkpoints: int = 2
+    init_from: str | None = None  # run directory or checkpoint to take weights and optimizer from
+    early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+
+
+@dataclass
+class DLRMConfig:
+    """DLRM ranker (Naumov et al. 2019, arXiv:1906.00091) with binary cross-entropy, over all features."""
+
+    name: str = "dlrm"
+    bottom_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is embedding_dim
+    top_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is 1
+    dropout: float = 0.0
+    interaction: Interaction = Interaction.dot
+
+
+@dataclass
+class TwoTowerConfig:
+    """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996)."""
+
+    name: str = "two_tower"
+    user_features: list[str] = MISSING
+    item_features: list[str] = MISSING
+    item_id: str = MISSING  # the item feature that tells items apart
+    user_mlp: list[int] = field(default_factory=lambda: [64])  # widths of the hidden layers
+    item_mlp: list[int] = field(default_factory=lambda: [64])
+    output_dim: int = 32
+    dropout: float = 0.0
+    normalize: bool = True  # cosine instead of dot product
+    temperature: float = 0.1
+    logq_correction: bool = True  # subtract the log of an item's share of the training rows
+    top_k: list[int] = field(default_factory=lambda: [10, 20])  # recall@K and ndcg@K
+
+
+MODELS: dict[str, type] = {"dlrm": DLRMConfig, "two_tower": TwoTowerConfig}
+
+
+@dataclass
+class Config:
+    """The whole config. `model` is the dataclass that `model.name` selects."""
+
+    model: Any = MISSING
+    features: dict[str, FeatureConfig] = MISSING
+    tables: dict[str, TableConfig] = MISSING
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = 1
+    debug: bool = False  # set by --debug

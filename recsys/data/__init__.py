@@ -1,0 +1,1 @@
+"""Parquet logs to batches: canonical order, decoding, collation, read-ahead."""

@@ -1,0 +1,61 @@
+"""Errors that end a run, and how they are told: one sentence, an exit status, the cause for the launcher."""
+
+import difflib
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from typing import NoReturn
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. The message is one sentence: what was found, what is allowed, what to do."""
+
+
+class LostPeerError(Exception):
+    """Another rank ended or does not answer; its own error is the cause."""
+
+
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return `"; did you mean 'x'?"` for the allowed name most like `name`, or an empty string."""
+    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
+    return f"; did you mean '{found[0]}'?" if found else ""
+
+
+def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
+    """Leave `message` where torchrun looks for the error of this rank, so that its summary shows it.
+
+    The file's name is given by torchrun in TORCHELASTIC_ERROR_FILE; without torchrun nothing is written. The
+    format is that of torch.distributed.elastic.multiprocessing.errors, with a plain string for a message.
+
+    Args:
+        message: what the summary shows.
+        delay_seconds: added to the time of the error. torchrun takes the earliest error, in whole seconds, for
+            the root cause, so an error that only follows from another rank's is dated later.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message, "timestamp": int(time.time()) + delay_seconds}, file)
+
+
+def end_run(error: Exception) -> NoReturn:
+    """Tell why the run failed, on standard error and to the launcher, and end this process with status 1.
+
+    A mistake of the user, or the end of another rank, is one sentence; anything else comes with its traceback.
+    """
+    if isinstance(error, UserError | LostPeerError):
+        text = f"error: {error}"
+        print(text, file=sys.stderr)
+    else:
+        text = "".join(traceback.format_exception(error))
+        print(text, end="", file=sys.stderr)
+    write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: with collectives broken, an orderly end of the process group can hang, or abort with another status.
+    os._exit(1)

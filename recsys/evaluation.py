@@ -1,0 +1,65 @@
+"""Evaluation of the model on a dataset, through the same sharded tables."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from recsys.build import build_loader, read_corpus
+from recsys.config import Config, TwoTowerConfig
+from recsys.data.parquet import Dataset
+from recsys.metrics import Evaluator, RankingEvaluator, RetrievalEvaluator
+from recsys.models.step import StepOutput
+from recsys.pipeline import build_pipeline
+from recsys.process_group import World
+
+
+class Evaluation:
+    """Evaluates a model on datasets; reads the item corpus of a retrieval model once."""
+
+    def __init__(self, config: Config, datasets: dict[str, Dataset], world: World) -> None:
+        self._config, self._datasets, self._world = config, datasets, world
+        self._corpus = None
+        if isinstance(config.model, TwoTowerConfig) and "items" in datasets:
+            self._corpus = world.agree(lambda: read_corpus(config, datasets["items"]))
+
+    def run(self, model: DistributedModelParallel, role: str) -> dict[str, float]:
+        """Return the metrics of a dataset over all ranks.
+
+        The model must be its own: a training pipeline that rewrote it is detached before.
+        """
+        model.eval()
+        try:
+            with torch.no_grad():
+                evaluator = self._evaluator(model)
+                for output in self._outputs(model, role):
+                    evaluator.update(output.outputs, output.batch)
+                return evaluator.compute(self._world)
+        finally:
+            model.train()
+
+    def _evaluator(self, model: DistributedModelParallel) -> Evaluator:
+        if isinstance(self._config.model, TwoTowerConfig):
+            return RetrievalEvaluator(self._item_vectors(model), self._config.model.top_k)
+        return RankingEvaluator()
+
+    def _item_vectors(self, model: DistributedModelParallel) -> torch.Tensor:
+        """Return the vectors of the whole corpus, [items, output_dim], on every rank."""
+        assert self._corpus is not None
+        vectors = torch.zeros(len(self._corpus), self._config.model.output_dim)
+        for output in self._outputs(model, "items"):
+            positions = output.batch.lists["position"]  # type: ignore[index]
+            real = positions.lengths() > 0  # the fill of the last batch has none
+            vectors[positions.values().cpu()] = output.outputs[1][real].float().cpu()
+        return self._world.sum(vectors).to(self._world.device)
+
+    def _outputs(self, model: DistributedModelParallel, role: str) -> Iterator[StepOutput]:
+        loader = build_loader(self._config, self._datasets[role], role, self._world, self._corpus)
+        # The pipeline asks for an optimizer, and leaves it alone in eval mode.
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        pipeline = build_pipeline(model, optimizer, self._world.device, self._config.debug)
+        with closing(loader.batches()) as batches:
+            for _ in range(loader.steps_left(loader.start(), 1)):
+                yield pipeline.progress(batches)
+        pipeline.detach()

@@ -1,0 +1,172 @@
+"""Memory by kind: predicted from the plan, measured at the end, one JSON a rank and one page for people."""
+
+import json
+import resource
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import torch
+
+from recsys.config import Config, DataType
+from recsys.config.schema import DenseOptimizer, TableOptimizer
+from recsys.process_group import World
+from recsys.tables import Shard
+
+SCHEMA_VERSION = 1
+_WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2}
+_STATE_BYTES = 4  # optimizer state is FP32
+# Per element of a parameter, and per parameter (Adam's and Adagrad's step counters, FP32).
+_DENSE_STATE_BYTES = {
+    DenseOptimizer.adam: (8, 4),
+    DenseOptimizer.adamw: (8, 4),
+    DenseOptimizer.adagrad: (4, 4),
+    DenseOptimizer.sgd: (0, 0),
+}
+
+Bytes = dict[str, int]
+
+
+def predict_tables(shards: Iterable[Shard], config: Config, rank: int) -> dict[str, Bytes]:
+    """Return, for each table with a piece on `rank`, its weight_bytes and optimizer_bytes there."""
+    predicted: dict[str, Bytes] = {}
+    for shard in shards:
+        if shard.rank != rank:
+            continue
+        rows, columns = shard.size
+        elements = {
+            TableOptimizer.sgd: 0,
+            TableOptimizer.rowwise_adagrad: rows,
+            TableOptimizer.adagrad: rows * columns,
+        }[config.optimizer.tables.name]
+        entry = predicted.setdefault(shard.table, {"weight_bytes": 0, "optimizer_bytes": 0})
+        entry["weight_bytes"] += rows * columns * _WEIGHT_BYTES[config.tables[shard.table].data_type]
+        entry["optimizer_bytes"] += elements * _STATE_BYTES
+    return predicted
+
+
+def predict_dense(model: torch.nn.Module, config: Config) -> Bytes:
+    """Return the bytes of the dense part from its parameters' shapes, before a step has been run."""
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    element, fixed = _DENSE_STATE_BYTES[config.optimizer.dense.name]
+    return {
+        "parameter_bytes": 4 * sum(sizes),
+        "gradient_bytes": 4 * sum(sizes),
+        "optimizer_bytes": element * sum(sizes) + fixed * len(sizes),
+    }
+
+
+def measure_tables(weights: dict[str, Any], states: dict[str, Any]) -> dict[str, Bytes]:
+    """Return the same as `predict_tables` from the tensors that this rank holds.
+
+    Args:
+        weights: ShardedTensors by table; states: ShardedTensors by TABLE/STATE.
+    """
+    measured: dict[str, Bytes] = {}
+    for kind, tensors in (("weight_bytes", weights), ("optimizer_bytes", states)):
+        for name, value in tensors.items():
+            for piece in value.local_shards():
+                entry = measured.setdefault(name.split("/")[0], {"weight_bytes": 0, "optimizer_bytes": 0})
+                entry[kind] += piece.tensor.numel() * piece.tensor.element_size()
+    return measured
+
+
+def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+    """Return the bytes of the dense part as its tensors are."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    states = [value for entry in optimizer.state.values() for value in entry.values()]
+    return {
+        "parameter_bytes": _num_bytes(parameters),
+        "gradient_bytes": _num_bytes(p.grad for p in parameters if p.grad is not None),
+        "optimizer_bytes": _num_bytes(value for value in states if isinstance(value, torch.Tensor)),
+    }
+
+
+def process_memory(device: torch.device) -> dict[str, int | None]:
+    """Return this process's resident memory and its peak, Arrow's peak, and the peaks of the GPU if there is one."""
+    on_gpu = device.type == "cuda"
+    return {
+        "rss_bytes": psutil.Process().memory_info().rss,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
+        "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        "device_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
+    }
+
+
+def write_report(folder: Path, world: World, tables: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
+    """Write rank_K.json on every rank and report.md on rank 0.
+
+    Args:
+        folder: RUN/memory.
+        tables: "predicted" and "measured" bytes by table; dense: the same by kind.
+
+    Returns:
+        What this rank wrote.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "rank": world.rank,
+        "world_size": world.world_size,
+        "host": socket.gethostname(),
+        "device": str(world.device),
+        "tables": tables,
+        "dense": dense,
+        "process": process_memory(world.device),
+        "totals": {
+            when: {
+                "table_weight_bytes": sum(entry["weight_bytes"] for entry in tables[when].values()),
+                "table_optimizer_bytes": sum(entry["optimizer_bytes"] for entry in tables[when].values()),
+                **{f"dense_{kind}": value for kind, value in dense[when].items()},
+            }
+            for when in ("predicted", "measured")
+        },
+    }
+    (folder / f"rank_{world.rank}.json").write_text(json.dumps(report, indent=1) + "\n")
+    reports = world.gather(report)
+    if world.rank == 0:
+        (folder / "report.md").write_text(format_report(reports))
+    return report
+
+
+def format_report(reports: list[dict[str, Any]]) -> str:
+    """Return the page for people over the reports of all ranks, as Markdown."""
+    lines = ["# Memory by rank (MiB)", ""]
+    heads = [f"rank {report['rank']}" for report in reports]
+    lines += [_row("measured (predicted)", *heads), _row("---", *["---:"] * len(heads))]
+    for kind in reports[0]["totals"]["measured"]:
+        cells = [_pair(r["totals"]["measured"][kind], r["totals"]["predicted"][kind]) for r in reports]
+        lines.append(_row(kind.removesuffix("_bytes").replace("_", " "), *cells))
+    for kind in reports[0]["process"]:
+        if any(r["process"][kind] is not None for r in reports):
+            cells = [_mib(r["process"][kind]) for r in reports]
+            lines.append(_row(kind.removesuffix("_bytes").replace("_", " "), *cells))
+    lines += ["", "## Tables: weights + optimizer state, measured", ""]
+    lines += [_row("table", *heads), _row("---", *["---:"] * len(heads))]
+    for name in sorted({name for r in reports for name in r["tables"]["measured"]}):
+        lines.append(_row(name, *[_table_cell(r["tables"]["measured"].get(name)) for r in reports]))
+    return "\n".join(lines) + "\n"
+
+
+def _table_cell(entry: Bytes | None) -> str:
+    return "–" if entry is None else f"{_mib(entry['weight_bytes'])} + {_mib(entry['optimizer_bytes'])}"
+
+
+def _pair(measured: int, predicted: int) -> str:
+    return f"{_mib(measured)} ({_mib(predicted)})"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "–" if num_bytes is None else f"{num_bytes / 2**20:,.3f}"
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,119 @@
+"""The two halves of a training step: the lookup, and the dense part on detached pooled embeddings.
+
+The dense part runs forward and backward by itself; then one small all-reduce says the sums of loss and weights
+over all ranks, gradients are divided by the sum of weights, and one backward goes into the tables. So nothing
+reaches a table before every rank has seen that the step is sound.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import KeyedTensor
+
+from recsys.data.batch import Batch
+from recsys.models.task import Task
+
+
+@dataclass
+class StepOutput:
+    """What a step leaves: `outputs` of the model for the rank's rows, and in training the sums over all ranks.
+
+    Attributes:
+        loss: mean over the global batch, weighted; stop: some rank asked to stop.
+    """
+
+    batch: Batch
+    outputs: torch.Tensor | tuple[torch.Tensor, ...]
+    loss: float = 0.0
+    stop: bool = False
+
+
+class NonFiniteLossError(Exception):
+    """The loss or a gradient of the step is not finite; no table and no weight has been changed by it."""
+
+
+class DenseHalf(nn.Module):
+    """Runs a task on detached pooled embeddings, and hands the gradient on to the tables.
+
+    Args:
+        task: its model may be wrapped in DistributedDataParallel, which averages gradients over ranks.
+        stop_requested: a list with one bool, set by a signal handler; it rides on the step's all-reduce.
+    """
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+        self.stop_requested = False
+        self._pooled: torch.Tensor | None = None
+        self._leaf: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None
+        self._output: StepOutput | None = None
+
+    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
+        values = pooled.values()
+        if not self.training:
+            outputs = self.task.model(_by_key(pooled, values), batch.floats)
+            return values.new_zeros(()), StepOutput(batch, outputs)
+        leaf = values.detach().requires_grad_()
+        outputs = self.task.model(_by_key(pooled, leaf), batch.floats)
+        loss = self.task.loss(outputs, batch)
+        loss.backward()
+        self._pooled, self._leaf = values, leaf
+        self._sums = torch.stack([loss.detach().double(), batch.weights.sum().double()])
+        self._output = StepOutput(batch, ())
+        return loss.detach(), self._output
+
+    def backward(self) -> None:
+        """Finish the step that `forward` began: agree over the ranks, scale the gradients, update the tables.
+
+        Raises:
+            NonFiniteLossError: on every rank, if the loss or a gradient is not finite on any.
+        """
+        assert self._pooled is not None and self._leaf is not None and self._output is not None
+        pooled, gradient = self._pooled, self._leaf.grad
+        loss, weight, num_bad, num_stops = self._agree(gradient)
+        self._output.loss = loss / weight if weight else 0.0
+        self._output.stop = num_stops > 0
+        self._pooled = self._leaf = self._sums = None
+        if num_bad:
+            raise NonFiniteLossError(f"the loss or its gradient is not finite (loss {self._output.loss})")
+        # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
+        # the weights of the global batch.
+        scale = dist.get_world_size() / weight if weight else 0.0
+        gradients = [p.grad for p in self.task.model.parameters() if p.grad is not None]
+        torch._foreach_mul_(gradients, scale)
+        if gradient is not None:
+            pooled.backward(gradient * scale)
+
+    def _agree(self, gradient: torch.Tensor | None) -> list[float]:
+        assert self._sums is not None
+        finite = torch.isfinite(self._sums).all()
+        for tensor in (gradient, *(p.grad for p in self.task.model.parameters())):
+            if tensor is not None:
+                finite &= torch.isfinite(tensor.sum())
+        flags = torch.stack([(~finite).double(), finite.new_tensor(self.stop_requested, dtype=torch.float64)])
+        sums = torch.cat([self._sums, flags])
+        dist.all_reduce(sums)
+        return sums.tolist()
+
+
+class TrainStep(nn.Module):
+    """Lookup, then the dense half; what torchrec shards and its pipeline traces."""
+
+    def __init__(self, embeddings: EmbeddingBagCollection, task: Task) -> None:
+        super().__init__()
+        self.embeddings = embeddings
+        self.dense = DenseHalf(task)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
+        """Return (loss of this rank, StepOutput). The pipeline then calls `dense.backward()`."""
+        pooled = self.embeddings(batch.ids)
+        return self.dense(pooled, batch)
+
+
+def _by_key(pooled: KeyedTensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    # The order of the features in `values` follows the sharding plan; by key it cannot matter.
+    return dict(zip(pooled.keys(), values.split(pooled.length_per_key(), dim=1), strict=True))

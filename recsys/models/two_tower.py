@@ -1,0 +1,104 @@
+"""Two-tower retrieval with in-batch sampled softmax."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_gather
+
+from recsys.config import TwoTowerConfig
+from recsys.data.batch import Batch
+from recsys.models.task import Pooled, Task, mlp
+
+
+class Tower(nn.Module):
+    """An MLP over the concatenated pooled embeddings and floats of one side."""
+
+    def __init__(self, features: dict[str, int], floats: list[int], hidden: list[int], config: TwoTowerConfig) -> None:
+        super().__init__()
+        self.features = list(features)
+        self.normalize = config.normalize
+        self.register_buffer("floats", torch.tensor(floats, dtype=torch.long), persistent=False)
+        self.mlp = mlp(sum(features.values()) + len(floats), hidden, config.output_dim, config.dropout)
+
+    def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
+        """Return vectors [rows, output_dim], of length 1 if the config says so."""
+        vectors = self.mlp(torch.cat([*(pooled[f] for f in self.features), floats[:, self.floats]], dim=1))
+        return F.normalize(vectors, dim=1) if self.normalize else vectors
+
+
+class TwoTower(nn.Module):
+    """User tower and item tower.
+
+    Args:
+        dims: embedding_dim of every id feature.
+        float_names: float features, in the order of a batch's columns.
+    """
+
+    def __init__(self, config: TwoTowerConfig, dims: dict[str, int], float_names: list[str]) -> None:
+        super().__init__()
+        self.user = self._tower(config, config.user_features, config.user_mlp, dims, float_names)
+        self.item = self._tower(config, config.item_features, config.item_mlp, dims, float_names)
+
+    @staticmethod
+    def _tower(
+        config: TwoTowerConfig, names: list[str], hidden: list[int], dims: dict[str, int], floats: list[str]
+    ) -> Tower:
+        ids = {name: dims[name] for name in names if name in dims}
+        return Tower(ids, [floats.index(name) for name in names if name in floats], hidden, config)
+
+    def forward(self, pooled: Pooled, floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return user vectors and item vectors, each [rows, output_dim]."""
+        return self.user(pooled, floats), self.item(pooled, floats)
+
+
+class RetrievalTask(Task):
+    """Softmax over the items of the global batch, whose rows all ranks see (Yi et al. 2019).
+
+    Each row's own item is its positive and every other row's item a negative, except rows of weight 0 and rows with
+    the same item (accidental hits). With logQ correction a score is lowered by the log of the item's share of
+    the training rows, because popular items come up as negatives that much more often.
+
+    Args:
+        model: user and item vectors.
+        item_id: the id feature whose first table row tells items apart.
+        log_q: [num_embeddings of the item's table] float32, or None for no correction.
+    """
+
+    log_q: torch.Tensor | None
+
+    def __init__(self, model: nn.Module, item_id: str, temperature: float, log_q: torch.Tensor | None) -> None:
+        super().__init__()
+        self.model = model
+        self.item_id = item_id
+        self.temperature = temperature
+        self.register_buffer("log_q", log_q, persistent=False)
+
+    def loss(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+        users, items = outputs
+        keys = _first_ids(batch, self.item_id)
+        everyones_items = torch.cat(all_gather(items))
+        others_keys = _gather(torch.where(batch.weights > 0, keys, -1))
+        own = torch.arange(len(users), device=users.device) + dist.get_rank() * len(users)
+
+        scores = users @ everyones_items.T / self.temperature  # [rows, rows of the global batch]
+        if self.log_q is not None:
+            scores = scores - self.log_q[others_keys.clamp(min=0)]
+        barred = (others_keys == -1)[None, :] | (others_keys[None, :] == keys[:, None])
+        barred[torch.arange(len(users)), own] = False
+        losses = F.cross_entropy(scores.masked_fill(barred, -torch.inf), own, reduction="none")
+        return torch.where(batch.weights > 0, losses * batch.weights, 0.0).sum()
+
+
+def _first_ids(batch: Batch, feature: str) -> torch.Tensor:
+    """Return the first table row of each list of a feature, -1 where it is empty: [rows] int64."""
+    jagged = batch.ids[feature]
+    padded = torch.cat([jagged.values(), jagged.values().new_full((1,), -1)])
+    first = jagged.offsets()[:-1].long().clamp(max=len(padded) - 1)
+    return torch.where(jagged.lengths() > 0, padded[first], -1)
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return torch.cat(gathered)

@@ -1,0 +1,119 @@
+"""What a run tells: log files, a line for people, JSON lines for machines."""
+
+import json
+import logging
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger("recsys")
+
+
+def start_logging(folder: Path, rank: int) -> None:
+    """Send the log of this rank to `folder`/rank_K.log, and rank 0's to standard output too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank_{rank}.log")]
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    if rank == 0:
+        console = logging.StreamHandler(sys.stdout)
+        console.setFormatter(logging.Formatter("%(message)s"))
+        console.addFilter(logging.Filter("recsys"))
+        handlers.append(console)
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logger.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def quiet_libraries() -> None:
+    """Keep the notices that torch and torchrec give at import, none of them about the user's run, off the screen."""
+    warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
+    for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class MetricsWriter:
+    """Appends one JSON object a line to metrics.jsonl; does nothing on ranks that have no path."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._file = path.open("a") if path else None
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        if self._file:
+            self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+class Progress:
+    """Speed, share of time spent waiting for data, and time left, since the last line and overall."""
+
+    def __init__(self, num_steps: int, first_step: int) -> None:
+        self._num_steps = num_steps
+        self._step = self._first_step = first_step
+        self._rows = self.total_rows = 0
+        self._loss = self._wait = self.total_wait = 0.0
+        self._start = self._mark = time.monotonic()
+        self._paused = 0.0
+
+    def step(self, rows: int, loss: float, wait_seconds: float) -> None:
+        """Count one step of `rows` rows over all ranks."""
+        self._step += 1
+        self._rows += rows
+        self.total_rows += rows
+        self._loss += loss
+        self._wait += wait_seconds
+        self.total_wait += wait_seconds
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time spent on evaluation or a checkpoint."""
+        self._mark += seconds
+        self._paused += seconds
+
+    def seconds(self) -> float:
+        """Return the time spent training so far."""
+        return time.monotonic() - self._start - self._paused
+
+    def line(self, steps: int) -> dict[str, Any]:
+        """Return the figures of the last `steps` steps, and begin anew."""
+        now = time.monotonic()
+        elapsed = max(now - self._mark, 1e-9)
+        speed = self.seconds() / max(1, self._step - self._first_step)
+        values = {
+            "step": self._step,
+            "loss": self._loss / max(1, steps),
+            "samples_per_s": self._rows / elapsed,
+            "wait_share": min(1.0, self._wait / elapsed),
+            "seconds_left": speed * (self._num_steps - self._step),
+        }
+        self._rows, self._loss, self._wait, self._mark = 0, 0.0, 0.0, now
+        return values
+
+    def show(self, values: dict[str, Any]) -> str:
+        """Return the line for people."""
+        left = int(values["seconds_left"])
+        clock = f"{left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
+        return (
+            f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {values['loss']:.4f}  "
+            f"{values['samples_per_s']:,.0f} samples/s  waiting for data {values['wait_share']:.0%}  left {clock}"
+        )
+
+
+def git_commit() -> str | None:
+    """Return the commit of the source tree, with `+` if it has changes, or None outside a repository."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

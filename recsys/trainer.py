@@ -1,0 +1,256 @@
+"""The training loop: steps, evaluation, checkpoints, an orderly stop."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from recsys.build import Built, build_loader
+from recsys.checkpoint import Checkpoints, TrainState, find_checkpoint, load_tensors, read_state
+from recsys.config import Config
+from recsys.data.batch import Batch
+from recsys.data.order import Position
+from recsys.data.parquet import Dataset
+from recsys.errors import UserError
+from recsys.evaluation import Evaluation
+from recsys.metrics import is_higher_better
+from recsys.models.step import NonFiniteLossError
+from recsys.observe import MetricsWriter, Progress, logger
+from recsys.optim import LearningRate
+from recsys.pipeline import build_pipeline
+from recsys.process_group import World
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+
+
+class TimedIterator(Iterator[Batch]):
+    """Passes batches on and adds up the time that the training thread waited for them."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+        self.seconds = 0.0
+
+    def __next__(self) -> Batch:
+        start = time.monotonic()
+        try:
+            return next(self._batches)
+        finally:
+            self.seconds += time.monotonic() - start
+
+
+@dataclass
+class FitResult:
+    """How the training went.
+
+    Attributes:
+        metrics: of the last evaluation of each dataset; stopped: a signal ended it early.
+        samples_per_s: over all ranks, without evaluation and checkpoints; wait_share: of that time.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    state: TrainState
+    stopped: bool
+    samples_per_s: float
+    wait_share: float
+
+
+class Trainer:
+    """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal."""
+
+    def __init__(self, config: Config, built: Built, datasets: dict[str, Dataset], world: World, run_dir: Path) -> None:
+        self._config, self._built, self._world = config, built, world
+        self._loader = build_loader(config, datasets["train"], "train", world)
+        self._datasets = datasets
+        self._evaluation = Evaluation(config, datasets, world)
+        self._checkpoints = Checkpoints(run_dir / "checkpoints", world, config.train.keep_checkpoints)
+        self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None)
+        self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
+        self._metrics: dict[str, dict[str, float]] = {}
+        self._evaluated_at: int | None = None
+        self._state = self._starting_state()
+        self._position = Position(self._state.epoch, self._state.consumed, self._state.rows_before)
+        left = self._loader.steps_left(self._position, config.train.epochs)
+        self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
+        self._learning_rate = LearningRate(
+            config.optimizer, self._num_steps, built.model.fused_optimizer, built.dense_optimizer
+        )
+        self._progress = Progress(self._num_steps, self._state.step)
+
+    def fit(self) -> FitResult:
+        """Train, evaluate, save; return how it went.
+
+        Raises:
+            UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
+        """
+        state, handlers = self._state, self._catch_signals()
+        try:
+            stopped = self._train()
+            if state.step > 0 and not (self._checkpoints.path(state.step) / "state.json").exists():
+                self._save()
+            if not stopped:
+                self._final_evaluation()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            self._writer.close()
+        seconds = max(self._progress.seconds(), 1e-9)
+        return FitResult(
+            metrics=self._metrics,
+            state=state,
+            stopped=stopped,
+            samples_per_s=self._progress.total_rows / seconds,
+            wait_share=min(1.0, self._progress.total_wait / seconds),
+        )
+
+    def _starting_state(self) -> TrainState:
+        config, dataset = self._config, self._loader.dataset
+        start = self._loader.start()
+        fresh = TrainState(
+            consumed=start.consumed,
+            fingerprint=dataset.fingerprint,
+            seed=config.seed,
+        )
+        latest = self._world.from_rank_zero(self._checkpoints.latest) if config.run.resume else None
+        if latest is not None:
+            state = read_state(latest)
+            self._check_resumable(state, latest)
+            load_tensors(latest, self._built.tensors, self._world)
+            logger.info("resumed at step %d from %s", state.step, latest)
+            return state
+        if config.train.init_from is not None:
+            source = self._world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or ""))
+            load_tensors(source, self._built.tensors, self._world)
+            logger.info("weights and optimizers taken from %s", source)
+        return fresh
+
+    def _check_resumable(self, state: TrainState, path: Path) -> None:
+        dataset = self._loader.dataset
+        if state.fingerprint != dataset.fingerprint:
+            raise UserError(
+                f"the files of data.train are not those that checkpoint '{path}' was trained on, so its position in "
+                f"them means nothing; start a new run with train.init_from={path}"
+            )
+        for key, found, saved in (
+            ("seed", self._config.seed, state.seed),
+            ("data.num_streams", self._config.data.num_streams, len(state.consumed)),
+        ):
+            if found != saved:
+                raise UserError(
+                    f"config key '{key}' is {found}, but checkpoint '{path}' has {saved}; use {key}={saved}"
+                )
+
+    def _train(self) -> bool:
+        """Train to the end; return whether a signal ended it early."""
+        state, train = self._state, self._config.train
+        batches = self._loader.batches(self._position, train.epochs)
+        with closing(batches):
+            while state.step < self._num_steps and not self._should_stop_early():
+                boundary = _next_multiple(state.step, train.eval_every_steps, self._num_steps)
+                if self._run_until(boundary, batches):
+                    return True
+                # All batches handed to the pipeline are trained here, so it holds none while the tables are read.
+                self._pipeline.detach()
+                if train.eval_every_steps and state.step % train.eval_every_steps == 0:
+                    self._evaluate_and_compare()
+        return False
+
+    def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
+        state, train = self._state, self._config.train
+        timed = TimedIterator(islice(batches, boundary - state.step))
+        steps_since_line = 0
+        while state.step < boundary:
+            self._learning_rate.set(state.step)
+            waited = timed.seconds
+            try:
+                output = self._pipeline.progress(timed)
+            except NonFiniteLossError as error:
+                raise UserError(
+                    f"step {state.step}: {error}; lower optimizer.dense.learning_rate or "
+                    f"optimizer.tables.learning_rate, or look for extreme values in the float features"
+                ) from error
+            self._advance(output.batch.position, output.loss, timed.seconds - waited)
+            steps_since_line += 1
+            last = state.step == boundary or output.stop
+            if state.step % train.log_every_steps == 0 or last:
+                self._tell(steps_since_line)
+                steps_since_line = 0
+            if output.stop:
+                logger.info("stop requested: saving step %d", state.step)
+                return True
+            if train.checkpoint_every_steps and state.step % train.checkpoint_every_steps == 0:
+                self._save()
+        return False
+
+    def _advance(self, position: Position, loss: float, waited: float) -> None:
+        rows = position.num_rows - self._position.num_rows
+        self._position = position
+        self._state.step += 1
+        self._state.epoch, self._state.consumed = position.epoch, position.consumed
+        self._state.rows_before = position.rows_before
+        self._progress.step(rows, loss, waited)
+
+    def _tell(self, steps: int) -> None:
+        values = self._progress.line(steps)
+        logger.info(self._progress.show(values))
+        self._writer.write("train", {**values, "epoch": self._state.epoch, "rows": self._position.num_rows})
+
+    def _evaluate(self, role: str) -> dict[str, float]:
+        start = time.monotonic()
+        metrics = self._evaluation.run(self._built.model, role)
+        self._metrics[role] = metrics
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
+        logger.info("%s at step %d: %s", role, self._state.step, shown)
+        self._writer.write(role, {"step": self._state.step, **metrics})
+        self._progress.pause(time.monotonic() - start)
+        return metrics
+
+    def _evaluate_and_compare(self) -> None:
+        state, metric = self._state, self._config.train.early_stop.metric
+        value = self._evaluate("valid").get(metric or "")
+        self._evaluated_at = state.step
+        if metric is None or value is None:
+            return
+        best = state.best_metric
+        if best is None or (value > best if is_higher_better(metric) else value < best):
+            state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
+            self._save()
+        else:
+            state.bad_evaluations += 1
+
+    def _should_stop_early(self) -> bool:
+        stop = self._config.train.early_stop
+        return stop.metric is not None and self._state.bad_evaluations >= stop.patience
+
+    def _final_evaluation(self) -> None:
+        best = self._state.best_step
+        if best is not None and best != self._state.step:
+            load_tensors(self._checkpoints.path(best), self._built.tensors, self._world)
+            logger.info("early stopping: back to step %d, the best by %s", best, self._config.train.early_stop.metric)
+        if "valid" in self._datasets and (best is not None or self._evaluated_at != self._state.step):
+            self._evaluate("valid")
+        if "test" in self._datasets:
+            self._evaluate("test")
+
+    def _save(self) -> None:
+        start = time.monotonic()
+        path = self._checkpoints.save(self._built.tensors, self._state)
+        logger.info("saved %s", path)
+        self._progress.pause(time.monotonic() - start)
+
+    def _catch_signals(self) -> dict[signal.Signals, Any]:
+        half = self._built.step.dense
+
+        def request_stop(number: int, frame: Any) -> None:
+            if number == signal.SIGINT and half.stop_requested:
+                raise KeyboardInterrupt  # a second Ctrl-C ends at once
+            half.stop_requested = True
+
+        return {number: signal.signal(number, request_stop) for number in _STOP_SIGNALS}
+
+
+def _next_multiple(step: int, every: int | None, end: int) -> int:
+    return end if every is None else min(end, (step // every + 1) * every)

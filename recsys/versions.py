@@ -1,0 +1,107 @@
+"""Do the installed packages go together? Asked before the heavy imports, which crash if they do not."""
+
+import platform
+import re
+from importlib import metadata
+
+from recsys.errors import UserError
+
+FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+REPORTED = ("torch", "torchrec", *FBGEMM, "pyarrow", "omegaconf", "numpy")
+
+# torchrec 1.X goes with fbgemm 1.X and torch 2.(X+5), none of which their wheels say. These X are supported:
+FIRST_MINOR, LAST_MINOR = 6, 9
+TORCH_MINOR_OFFSET = 5
+
+SETUP = "`bash scripts/setup.sh` installs a set that goes together"
+
+
+def installed_versions() -> dict[str, str]:
+    """Python's version and those of the packages that decide what a run does, for reports."""
+    versions = {"python": platform.python_version()}
+    for name in REPORTED:
+        if version := _version(name):
+            versions[name] = version
+    return versions
+
+
+def check_versions() -> None:
+    """Raise a UserError that says which packages are missing or do not go together, and what to install."""
+    versions = installed_versions()
+    missing = [name for name in ("torch", "torchrec", "pyarrow", "omegaconf") if name not in versions]
+    fbgemm = [name for name in FBGEMM if name in versions]
+    if not fbgemm:
+        missing.append("fbgemm-gpu (without a GPU fbgemm-gpu-cpu)")
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{' and '.join(missing)} {verb} not installed; {SETUP}")
+    if len(fbgemm) == 2:
+        raise UserError(
+            f"fbgemm-gpu {versions['fbgemm-gpu']} and fbgemm-gpu-cpu {versions['fbgemm-gpu-cpu']} are both "
+            f"installed and overwrite each other's files: uninstall both, then install one; {SETUP}"
+        )
+    _check_minors(versions, fbgemm[0])
+    _check_build(versions, fbgemm[0])
+
+
+def _check_minors(versions: dict[str, str], fbgemm: str) -> None:
+    names = ("torch", "torchrec", fbgemm)
+    have = [f"{name} {versions[name]}" for name in names]
+    # Every version as the X of the rule above.
+    minors = [_minor(versions["torch"], 2, TORCH_MINOR_OFFSET), *(_minor(versions[n], 1) for n in names[1:])]
+    supported = [m if m is not None and FIRST_MINOR <= m <= LAST_MINOR else None for m in minors]
+    if supported[0] is not None and len(set(supported)) == 1:
+        return
+    # What two of the three agree on, else what fits torch, the biggest to replace.
+    agreed = next((m for m in supported if m is not None and supported.count(m) == 2), supported[0])
+    if agreed is None:
+        raise UserError(
+            f"{_join(have)} are not supported: torch 2.{FIRST_MINOR + TORCH_MINOR_OFFSET} to "
+            f"2.{LAST_MINOR + TORCH_MINOR_OFFSET} are, with torchrec and {fbgemm} 1.{FIRST_MINOR} to "
+            f"1.{LAST_MINOR} in step; {SETUP}"
+        )
+    wanted = (f"torch 2.{agreed + TORCH_MINOR_OFFSET}", f"torchrec 1.{agreed}", f"{fbgemm} 1.{agreed}")
+    odd = [i for i, minor in enumerate(supported) if minor != agreed]
+    rest = [have[i] for i in range(3) if i not in odd]
+    raise UserError(
+        f"{_join([have[i] for i in odd])} {'does' if len(odd) == 1 else 'do'} not go with {_join(rest)}: "
+        f"install {_join([wanted[i] for i in odd])}; {SETUP}"
+    )
+
+
+def _check_build(versions: dict[str, str], fbgemm: str) -> None:
+    torch_build, fbgemm_build = (versions[name].partition("+")[2] for name in ("torch", fbgemm))
+    if torch_build == "cpu" and fbgemm == "fbgemm-gpu" and fbgemm_build != "cpu":
+        raise UserError(
+            f"torch {versions['torch']} is a CPU build and fbgemm-gpu {versions['fbgemm-gpu']} needs a CUDA "
+            f"build: install fbgemm-gpu-cpu in its place, or a CUDA build of torch; {SETUP}"
+        )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str, major: int, offset: int = 0) -> int | None:
+    """Of major 2, 12 for 2.12.1+cu130 or 2.12.0.dev20260401, less the offset; None for another major."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return int(match[2]) - offset if match and int(match[1]) == major else None
+
+
+def _join(parts: list[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 2 else parts)
+
+
+def main() -> None:
+    try:
+        check_versions()
+    except UserError as error:
+        raise SystemExit(f"versions: {error}") from None
+    print(*(f"{name} {version}" for name, version in installed_versions().items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

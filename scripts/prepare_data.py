@@ -1,0 +1,215 @@
+#!/usr/bin/env python
+"""Write training data as Parquet: a public data set, synthetic logs, or your own delimited files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recsys.data import delimited, movielens, prepare, synthetic  # noqa: E402
+from recsys.errors import UserError  # noqa: E402
+
+EXAMPLES = """examples:
+  python scripts/prepare_data.py movielens-100k
+  python scripts/prepare_data.py synthetic --out data/synthetic --rows 10000000 --alpha 1.1 --unseen 0.05
+  python scripts/prepare_data.py synthetic --out data/criteo-like --shape criteo --items 1000000
+  python scripts/prepare_data.py csv logs/*.csv.gz --out data/clicks --split 0.9,0.1 --split-by time:ts
+  python scripts/prepare_data.py csv ratings.dat --out data/ratings --delimiter '\\t' \\
+      --columns user_id,item_id,rating,ts --types user_id=string --label 'rating>=4' \\
+      --split 0.8,0.1,0.1 --split-by user:user_id
+
+data/README.md describes the columns that are written and the rules for your own files.
+"""
+SAMPLE = "--rows 3000 --valid-rows 500 --test-rows 500 --users 200 --items 100 --files 2 --row-group-rows 500"
+
+
+class Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with status 2."""
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one converter; the exit status: 0, or 2 for a mistake of the user."""
+    parser = Parser(
+        prog="prepare_data.py",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_movielens(commands)
+    _add_synthetic(commands)
+    _add_csv(commands)
+    args = parser.parse_args(arguments)
+    try:
+        written = args.run(args)
+        if not written:
+            print("already complete, nothing to do:")
+        print(prepare.describe(args.out))
+    except (UserError, OSError) as error:
+        print(f"prepare_data.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _add_movielens(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "movielens-100k",
+        help="MovieLens-100K out of the recbole wheel, which pip downloads",
+        description="MovieLens-100K in RecBole's splits: ctr/ (label: rating >= 4) and retrieval/.",
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "data" / "movielens-100k", help="%(default)s")
+    parser.add_argument("--cache", type=Path, default=ROOT / "data" / ".cache", help="%(default)s")
+    parser.set_defaults(run=lambda args: movielens.prepare_movielens_100k(args.out, args.cache))
+
+
+def _add_synthetic(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "synthetic",
+        help="power-law ids and a planted teacher, so that the best possible AUC is known",
+        description="Logs drawn from a known model; teacher.json holds the AUC and log loss it reaches.",
+        epilog=f"data/sample is made with:\n  prepare_data.py synthetic --out data/sample {SAMPLE} --seed 1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = synthetic.SyntheticOptions()
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--shape", choices=list(synthetic.SHAPES), default=default.shape, help="%(default)s")
+    for name, text in {
+        "rows": "training rows",
+        "valid-rows": "validation rows",
+        "test-rows": "test rows",
+        "users": "user ids alive on a day (user-item shape)",
+        "items": "item ids alive on a day; in the criteo shape the size of the largest field",
+        "alpha": "popularity of an id is rank ** -alpha",
+        "unseen": "share of the ids in valid and test that training never shows",
+        "drift": "share of the ids replaced by new ones every day",
+        "days": "days of training data; valid is the next day, test the one after",
+        "files": "files a split",
+        "row-group-rows": "rows a row group",
+        "seed": "the same seed gives the same rows",
+    }.items():
+        value = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (%(default)s)")
+    _add_overwrite(parser)
+    parser.set_defaults(run=_run_synthetic)
+
+
+def _run_synthetic(args: argparse.Namespace) -> bool:
+    names = synthetic.SyntheticOptions.__dataclass_fields__
+    options = synthetic.SyntheticOptions(**{name: getattr(args, name) for name in names})
+    return synthetic.write_synthetic(args.out, options, args.overwrite)
+
+
+def _add_csv(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "csv",
+        help="any delimited files, plain or compressed",
+        description="Delimited files, streamed into Parquet. Types are inferred from the first 4 MiB of the "
+        "first file where --types does not give them, and hold for all files. Empty fields are null.",
+    )
+    default = delimited.CsvOptions()
+    parser.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=".csv, .tsv, .csv.gz …")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--delimiter", type=_unescape, default=",", help="one character; '\\t' is a tab (,)")
+    parser.add_argument(
+        "--columns", type=_names, default=[], metavar="A,B,C", help="names, if the files have no header"
+    )
+    parser.add_argument(
+        "--types",
+        type=_pair,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=TYPE",
+        help=f"TYPE: {', '.join(delimited.TYPES)}",
+    )
+    parser.add_argument(
+        "--list",
+        type=_list_column,
+        action="append",
+        default=[],
+        metavar="NAME=SEP[:TYPE]",
+        help="split a column into a list, as in 'genres=|' or 'items= :int64' (string)",
+    )
+    parser.add_argument("--label", metavar="COND", help="add an int8 column 'label', as in 'rating>=4'")
+    parser.add_argument(
+        "--split", type=_shares, default=(), metavar="SHARES", help="train,valid,test, as in 0.8,0.1,0.1"
+    )
+    parser.add_argument(
+        "--split-by",
+        default=default.split_by,
+        metavar="RULE",
+        help="random by row; time:COLUMN, later rows go to later splits; user:COLUMN, rows of one value stay "
+        "together (%(default)s)",
+    )
+    parser.add_argument("--null-values", type=_names, default=[], metavar="A,B", help="read as null too")
+    parser.add_argument("--row-group-rows", type=int, default=default.row_group_rows, help="(%(default)s)")
+    parser.add_argument("--rows-per-file", type=int, default=default.rows_per_file, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the split (%(default)s)")
+    _add_overwrite(parser)
+    parser.set_defaults(run=_run_csv)
+
+
+def _run_csv(args: argparse.Namespace) -> bool:
+    options = delimited.CsvOptions(
+        delimiter=args.delimiter,
+        columns=args.columns,
+        types=dict(args.types),
+        lists=dict(args.list),
+        label=args.label,
+        split=args.split,
+        split_by=args.split_by,
+        null_values=args.null_values,
+        seed=args.seed,
+        row_group_rows=args.row_group_rows,
+        rows_per_file=args.rows_per_file,
+    )
+    delimited.convert_csv(args.inputs, args.out, options, args.overwrite)
+    return True
+
+
+def _add_overwrite(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace what this script wrote to --out")
+
+
+def _unescape(text: str) -> str:
+    return "\t" if text in ("\\t", "tab") else text
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.rpartition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE")
+    return name, value
+
+
+def _list_column(text: str) -> tuple[str, tuple[str, str]]:
+    match = re.fullmatch(r"([^=]+)=(.+?)(?::([a-z]+[0-9]*))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SEPARATOR or NAME=SEPARATOR:TYPE")
+    return match[1], (_unescape(match[2]), match[3] or "string")
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers separated by commas") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

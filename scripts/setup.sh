@@ -1,0 +1,111 @@
+#!/usr/bin/env bash
+# Make .venv in the repository's root and install the pinned packages of pyproject.toml into it.
+#
+#   bash scripts/setup.sh              the CUDA set if `nvidia-smi -L` lists a GPU, else the CPU set
+#   bash scripts/setup.sh cpu|cuda     that set
+#   PYTHON=/path/to/python bash scripts/setup.sh     with that Python, 3.10 to 3.14
+#
+# Does nothing when all is there and the pins are unchanged. Two at once are safe: the second waits.
+#
+# Without a GPU, PyPI's torch is still the CUDA build: it works, and is gigabytes. For the small CPU build:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash scripts/setup.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv_python=.venv/bin/python
+stamp=.venv/recsys-set.txt # what was installed; its first line alone while the installation is not finished
+
+say() { echo "setup: $*"; }
+die() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+fitting_kind() { if [[ "$(nvidia-smi -L 2>/dev/null)" == *GPU* ]]; then echo cuda; else echo cpu; fi; }
+
+# A Debian python3 has venv, but without the python3-venv package no ensurepip, and makes no usable venv.
+usable() {
+    "$1" -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' &>/dev/null
+}
+
+find_python() {
+    local python
+    if [[ -n "${PYTHON:-}" ]]; then
+        usable "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.10 to 3.14 with a working venv module."
+        echo "$PYTHON"
+        return
+    fi
+    for python in python3.11 python3.12 python3.10 python3.13 python3.14 python3; do
+        if usable "$python"; then
+            echo "$python"
+            return
+        fi
+    done
+    die "no Python 3.10 to 3.14 with a working venv module was found: install Python 3.11 (on Debian or" \
+        "Ubuntu the packages python3.11 and python3.11-venv), or name one with PYTHON=/path/to/python."
+}
+
+wanted() { "$1" scripts/requirements.py "$kind"; }
+
+first_line() { echo "${1%%$'\n'*}"; }
+
+up_to_date() {
+    [[ -f "$stamp" ]] && { [[ -z "${PYTHON:-}" ]] || usable "$PYTHON"; } &&
+        [[ "$(wanted "${PYTHON:-$venv_python}" 2>/dev/null)" == "$(<"$stamp")" ]] &&
+        "$venv_python" -m recsys.versions &>/dev/null
+}
+
+make_venv() {
+    local python
+    python=$(find_python)
+    if usable "$venv_python" && [[ -z "${PYTHON:-}" || "$("$PYTHON" -V)" == "$("$venv_python" -V)" ]]; then
+        # Another set, place or Python leaves files behind that the new packages would meet: start anew.
+        if [[ ! -f "$stamp" || "$(first_line "$(<"$stamp")")" == "$(first_line "$(wanted "$venv_python")")" ]]; then
+            return
+        fi
+    fi
+    say "making .venv with $("$python" -V) ($python)"
+    "$python" -m venv --clear .venv
+}
+
+install() {
+    local list pins
+    list=$(wanted "$venv_python")
+    first_line "$list" >"$stamp"
+    mapfile -t pins < <(grep -v '^#' <<<"$list")
+    say "installing the $kind set (minutes, the first time)"
+    local pip=("$venv_python" -m pip install -qq --disable-pip-version-check --no-input)
+    local torchrec=() others=() pin
+    for pin in "${pins[@]}"; do
+        if [[ "$pin" == torchrec==* ]]; then torchrec+=("$pin"); else others+=("$pin"); fi
+    done
+    # torchrec's dependency fbgemm-gpu is fbgemm-gpu-cpu in the CPU set; the others are among the pins.
+    "${pip[@]}" "${others[@]}" && "${pip[@]}" --no-deps "${torchrec[@]}" ||
+        die "pip could not install the $kind set, see its error above: mend that and run this again."
+    # So that scripts/*.py find the package recsys.
+    pwd >"$("$venv_python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/recsys.pth"
+}
+
+verify() {
+    "$venv_python" -m recsys.versions >/dev/null || exit 1
+    # The CUDA set may well be installed where no GPU is, as on a cluster's login node; it need not load there.
+    if [[ "$kind" == "$(fitting_kind)" ]]; then
+        say "checking that torch, fbgemm and torchrec load"
+        "$venv_python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' >/dev/null ||
+            die "the $kind set is installed but does not load, see the error above; .venv can be removed to start anew."
+    fi
+}
+
+kind=${1:-$(fitting_kind)}
+[[ $# -le 1 && "$kind" =~ ^(cpu|cuda)$ ]] || die "usage: bash scripts/setup.sh [cpu|cuda]"
+if up_to_date; then exit 0; fi
+
+# pyproject.toml is the lock: it is there in every clone. Opened for writing too, as NFS wants it for a lock.
+exec 9<>pyproject.toml
+flock --nonblock 9 || { say "waiting for another set-up to end" && flock 9; }
+if up_to_date; then exit 0; fi
+make_venv
+install
+verify
+wanted "$venv_python" >"$stamp"
+say "done"

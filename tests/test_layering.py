@@ -1,0 +1,184 @@
+"""The shape of the code, read from its syntax trees: imports go one way, and other promises of the design."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# A part (module or package of recsys) may import from the rows above its own, not from its neighbours.
+LAYERS = (
+    ("errors",),
+    ("versions", "config"),
+    ("process_group",),
+    ("id_mapping",),
+    ("tables", "data"),
+    ("models",),
+    (
+        "distributed",
+        "pipeline",
+        "optim",
+        "metrics",
+        "checkpoint",
+        "memory",
+        "compress",
+        "export",
+        "observe",
+    ),
+    ("trainer",),
+)
+SERVICES = LAYERS[6]
+LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+
+RANK_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+}
+
+
+def part_of(path: str) -> str:
+    """The part of recsys that the file belongs to; empty for recsys/__init__.py."""
+    return path.split("/")[1].removesuffix(".py").replace("__init__", "")
+
+
+def imported(tree: ast.Module, path: str) -> Iterator[tuple[int, str]]:
+    """Line and full dotted name of everything imported, wherever it stands in the file."""
+    package = path.split("/")[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *filter(None, [node.module])])
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+
+
+def wrong_imports(path: str, tree: ast.Module) -> Iterator[str]:
+    part = part_of(path)
+    if part and part not in LAYER_OF:
+        yield f"{path}: {part} is in no layer; give it a place in LAYERS"
+        return
+    for line, name in imported(tree, path):
+        top, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if top in ("train", "scripts", "tests"):
+            yield f"{path}:{line}: recsys must not import {name}"
+        if top != "recsys" or other == part or not rest:
+            continue
+        if other not in LAYER_OF:
+            yield f"{path}:{line}: {name} is of no layer; name the module that it comes from"
+        elif not part or LAYER_OF[other] >= LAYER_OF[part]:
+            yield f"{path}:{line}: {part or 'recsys'} must not import {name}"
+        elif part in SERVICES and other == "models":
+            yield f"{path}:{line}: services receive models as objects, {part} must not import {name}"
+
+
+def environment_reads(path: str, tree: ast.Module) -> Iterator[str]:
+    """Only process_group reads the environment; errors too, for the file that torchrun names there."""
+    part = part_of(path) if path.startswith("recsys/") else ""
+    if part == "process_group":
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in RANK_VARIABLES:
+            yield f"{path}:{node.lineno}: {node.value} is read by process_group alone"
+        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        if name in ("os.environ", "os.getenv") and part != "errors":
+            yield f"{path}:{node.lineno}: {name} outside process_group"
+    for line, name in imported(tree, path):
+        if name in ("os.environ", "os.getenv"):
+            yield f"{path}:{line}: {name} outside process_group"
+
+
+def names_in(node: ast.AST) -> set[str]:
+    return {getattr(n, "id", "") or getattr(n, "attr", "") for n in ast.walk(node)}
+
+
+def import_effects(path: str, tree: ast.Module) -> Iterator[str]:
+    """Statements at module level that do more than name something."""
+    harmless = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, (*harmless, ast.Assign, ast.AnnAssign)):
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        if isinstance(node, ast.If) and any(n in ast.unparse(node.test) for n in ("TYPE_CHECKING", "__name__")):
+            continue
+        yield f"{path}:{node.lineno}: importing the module must have no effect"
+
+
+def sources(*patterns: str) -> dict[str, ast.Module]:
+    paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    return {str(p.relative_to(ROOT)): ast.parse(p.read_text(encoding="utf-8")) for p in paths}
+
+
+@pytest.mark.parametrize("rule", [wrong_imports, environment_reads, import_effects])
+def test_package(rule):
+    problems = [line for path, tree in sources("recsys/**/*.py").items() for line in rule(path, tree)]
+    assert not problems, "\n".join(problems)
+
+
+def test_train_reads_no_environment():
+    problems = [line for path, tree in sources("train.py").items() for line in environment_reads(path, tree)]
+    assert not problems, "\n".join(problems)
+
+
+def test_files_stay_short():
+    folders = [path for folder in ("recsys", "tests", "scripts") for path in ROOT.glob(f"{folder}/**/*")]
+    limits = {path: 400 for path in folders if path.suffix in (".py", ".sh")}
+    limits |= {path: 100 for path in ROOT.glob("train.py")}
+    for path, limit in limits.items():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines < limit, f"{path.relative_to(ROOT)} has {lines} lines: split it before it has {limit}"
+
+
+# What each rule must find, so that none of them is true of everything.
+CAUGHT = [
+    (wrong_imports, "recsys/config/load.py", "from recsys.process_group import World"),
+    (wrong_imports, "recsys/config/load.py", "from recsys import process_group"),
+    (wrong_imports, "recsys/config/load.py", "from ..process_group import World"),
+    (wrong_imports, "recsys/errors.py", "def f():\n    import recsys.config"),
+    (wrong_imports, "recsys/tables.py", "from recsys.data.collate import Batch"),
+    (wrong_imports, "recsys/metrics.py", "from recsys.checkpoint import save"),
+    (wrong_imports, "recsys/memory/report.py", "from recsys.models.ranker import DLRM"),
+    (wrong_imports, "recsys/distributed.py", "import train"),
+    (wrong_imports, "recsys/helpers.py", "import os"),
+    (wrong_imports, "recsys/__init__.py", "from recsys.trainer import fit"),
+    (wrong_imports, "recsys/models/ranker.py", "from recsys import __version__"),
+    (environment_reads, "recsys/trainer.py", "import os\nx = os.environ.get('HOME')"),
+    (environment_reads, "recsys/trainer.py", "from os import environ"),
+    (environment_reads, "recsys/errors.py", "import os\nx = os.environ['RANK']"),
+    (environment_reads, "train.py", "import os\nx = os.getenv('LOCAL_RANK')"),
+    (import_effects, "recsys/trainer.py", "import torch\ntorch.manual_seed(0)"),
+    (import_effects, "recsys/trainer.py", "for i in range(3):\n    pass"),
+]
+ALLOWED = [
+    (wrong_imports, "recsys/config/load.py", "from recsys.config.schema import Config\nfrom . import checks"),
+    (wrong_imports, "recsys/versions.py", "from recsys.errors import UserError"),
+    (wrong_imports, "recsys/models/ranker.py", "from recsys.data import Batch\nfrom recsys.tables import x"),
+    (wrong_imports, "recsys/trainer.py", "from recsys import metrics, models\nimport torch.distributed"),
+    (environment_reads, "recsys/process_group.py", "import os\nx = os.environ['RANK']"),
+    (environment_reads, "recsys/errors.py", "import os\nx = os.environ.get('TORCHELASTIC_ERROR_FILE')"),
+    (import_effects, "recsys/trainer.py", "'''Doc.'''\nX = 1\nif __name__ == '__main__':\n    main()"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), CAUGHT)
+def test_rule_finds(rule, path, source):
+    assert list(rule(path, ast.parse(source)))
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), ALLOWED)
+def test_rule_allows(rule, path, source):
+    assert not list(rule(path, ast.parse(source)))

@@ -1,0 +1,52 @@
+"""Train a user-item model from a YAML config; `python train.py --help` tells how."""
+
+import argparse
+import sys
+
+from recsys.errors import end_run
+from recsys.versions import check_versions
+
+_EPILOG = """\
+how to start it:
+  torchrun --standalone --nproc_per_node 8 train.py configs/dlrm_movielens.yaml
+                                    eight ranks: NCCL and GPUs where there are any, gloo and the CPU otherwise
+  python train.py CONFIG            one process
+  python train.py CONFIG --debug    one process, 200 steps on the first 20,000 rows, no threads, nothing
+                                    overlapped, autograd's anomaly checks on: works under pdb and debugpy
+
+key=value changes any key of the config, the value is YAML:
+  train.epochs=3 tables.item.embedding_dim=32 data.train=/logs/2026-11-*/ data.valid=null
+  run.dir=runs/mine                 where the run writes (default runs/NAME-TIME)
+  run.resume=true                   go on from the newest checkpoint in run.dir, if there is one
+  run.overwrite=true                replace an earlier run in run.dir
+  train.init_from=runs/yesterday    start from that run's weights and optimizers, on new files
+
+SIGTERM, SIGUSR2 or Ctrl-C: save a checkpoint and exit with status 143. Status 0: the job is done.
+All keys, with their meaning and default: recsys/config/schema.py. The data: data/README.md.
+"""
+
+
+def main() -> int:
+    """Parse the command line and run; a mistake of the user is told in one sentence."""
+    parser = argparse.ArgumentParser(
+        prog="train.py", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    parser.add_argument("--debug", action="store_true", help="single-device debug mode")
+    arguments = parser.parse_intermixed_args()
+    try:
+        # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
+        check_versions()
+        from recsys.config import load_config
+
+        config = load_config(arguments.config, arguments.overrides, arguments.debug)
+        from recsys.run import run
+
+        return run(config)
+    except Exception as error:
+        end_run(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
