@@ -186,7 +186,7 @@ def build_model(config: Config, datasets: dict[str, Dataset], world: World) -> B
     task = _build_task(config, lambda: _log_q(config, datasets["train"], world))
     embeddings = build_embeddings(config)
     attach_table_optimizer(embeddings.parameters(), config.optimizer)
-    step = TrainStep(embeddings, task)
+    step = TrainStep(embeddings, task, config.seed)
     plan = plan_tables(step, config, world)
     model = shard_model(step, plan, world)
 

@@ -3,16 +3,15 @@
 from dataclasses import dataclass
 
 import torch
-import xxhash
 from torchrec.modules.embedding_configs import DataType as TorchrecDataType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from recsys.config import Config, DataType, FeatureType, Pooling, TableConfig
+from recsys.counter_random import make_key, uniform
 
 _DATA_TYPES = {DataType.FP32: TorchrecDataType.FP32, DataType.FP16: TorchrecDataType.FP16}
 _POOLINGS = {Pooling.sum: PoolingType.SUM, Pooling.mean: PoolingType.MEAN}
-_COLUMN_BITS = 12  # FBGEMM's widest row is 2048 columns
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -63,38 +62,19 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
     """Set a shard of a table to its initial weights, uniform in [-bound, bound).
 
     Element (row, column) of the table is a function of (seed, table, row, column), so any sharding gives the same
-    table, on any device: a counter goes through the SplitMix64 finalizer, 24 bits of it make the number.
+    table, on any device.
 
     Args:
         shard: [rows, columns], FP32 or FP16, set in place.
         row_offset, column_offset: where the shard begins in its table.
         seed: of the run; table: its name; bound: half width of the interval.
     """
-    rows, columns = shard.shape
-    key = _signed(xxhash.xxh3_64_intdigest(table.encode(), seed))
-    column = torch.arange(column_offset, column_offset + columns, device=shard.device)
-    chunk = max(1, _CHUNK_ELEMENTS // max(1, columns))
+    num_rows, num_columns = shard.shape
+    key = make_key(seed, "table", table)
+    columns = torch.arange(column_offset, column_offset + num_columns, device=shard.device)
+    chunk = max(1, _CHUNK_ELEMENTS // max(1, num_columns))
     with torch.no_grad():
-        for start in range(0, rows, chunk):
-            stop = min(start + chunk, rows)
-            row = torch.arange(row_offset + start, row_offset + stop, device=shard.device)
-            counter = (row[:, None] << _COLUMN_BITS) + column
-            bits = _shift_right(_mix(counter * _signed(0x9E3779B97F4A7C15) + key), 40)
-            uniform = bits.to(torch.float32) * 2.0**-23 - 1.0
-            shard[start:stop].copy_(uniform * bound)
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    # The finalizer of SplitMix64 in wrapping int64 arithmetic.
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    # torch shifts int64 arithmetically; the mask makes the shift logical.
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+        for start in range(0, num_rows, chunk):
+            stop = min(start + chunk, num_rows)
+            rows = torch.arange(row_offset + start, row_offset + stop, device=shard.device)
+            shard[start:stop].copy_((uniform(key, rows, columns) * 2 - 1) * bound)

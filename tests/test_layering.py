@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # A part (module or package of recsys) may import from the rows above its own, not from its neighbours.
 LAYERS = (
     ("errors",),
-    ("versions", "config"),
+    ("versions", "config", "counter_random"),
     ("process_group",),
     ("id_mapping",),
     ("tables", "data"),
@@ -27,7 +27,10 @@ LAYERS = (
         "export",
         "observe",
     ),
+    ("build",),
+    ("evaluation",),
     ("trainer",),
+    ("run",),
 )
 SERVICES = LAYERS[6]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

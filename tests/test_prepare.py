@@ -348,7 +348,7 @@ def test_a_mistake_gets_one_sentence_and_status_2(command, log, tmp_path, capsys
     try:
         status = cli(*[word.format(tmp=tmp_path, log=log) for word in command.split()])
     except SystemExit as end:  # argparse
-        status = end.code
+        status = int(end.code or 0)
     told = capsys.readouterr()
     assert status == 2 and not told.out
     assert told.err.count("\n") == 1 and MISTAKES[command] in told.err

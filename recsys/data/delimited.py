@@ -278,7 +278,7 @@ class _Splitter:
         if self.rule == "random":
             keys = first_row + np.arange(batch.num_rows)
         else:
-            keys = hash_column(pc.fill_null(batch[self.column].cast(pa.string()).cast(pa.binary()), b""))
+            keys = hash_column(pc.fill_null(batch[self.column].cast(pa.string()), ""))
         return np.searchsorted(self.shares, hash_uniform(keys, self.seed), side="right")
 
     def _times(self, column: pa.Array) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Loader:
         left = max(n - done for n, done in zip(self._stream_rows(), position.consumed, strict=True))
         return self._steps(left) + (num_epochs - position.epoch - 1) * self._steps(max(self._stream_rows()))
 
-    def batches(self, position: Position | None = None, num_epochs: int = 1) -> Iterator[Batch]:
+    def batches(self, position: Position | None = None, num_epochs: int = 1) -> Generator[Batch, None, None]:
         """Yield the batches from a position to the end of the epochs.
 
         Close the iterator, or exhaust it, to end its threads.

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from recsys.data.batch import Batch
-from recsys.models.task import Task
+from recsys.models.task import Task, set_dropout_keys
 
 
 @dataclass
@@ -40,12 +40,16 @@ class DenseHalf(nn.Module):
 
     Args:
         task: its model may be wrapped in DistributedDataParallel, which averages gradients over ranks.
-        stop_requested: a list with one bool, set by a signal handler; it rides on the step's all-reduce.
+        seed: of the run, for dropout.
+
+    Attributes:
+        stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, seed: int) -> None:
         super().__init__()
         self.task = task
+        self.seed = seed
         self.stop_requested = False
         self._pooled: torch.Tensor | None = None
         self._leaf: torch.Tensor | None = None
@@ -57,6 +61,8 @@ class DenseHalf(nn.Module):
         if not self.training:
             outputs = self.task.model(_by_key(pooled, values), batch.floats)
             return values.new_zeros(()), StepOutput(batch, outputs)
+        first_row = dist.get_rank() * len(batch.weights)
+        set_dropout_keys(self.task.model, self.seed, batch.position.num_rows, first_row)
         leaf = values.detach().requires_grad_()
         outputs = self.task.model(_by_key(pooled, leaf), batch.floats)
         loss = self.task.loss(outputs, batch)
@@ -103,10 +109,10 @@ class DenseHalf(nn.Module):
 class TrainStep(nn.Module):
     """Lookup, then the dense half; what torchrec shards and its pipeline traces."""
 
-    def __init__(self, embeddings: EmbeddingBagCollection, task: Task) -> None:
+    def __init__(self, embeddings: EmbeddingBagCollection, task: Task, seed: int) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.dense = DenseHalf(task)
+        self.dense = DenseHalf(task, seed)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """Return (loss of this rank, StepOutput). The pipeline then calls `dense.backward()`."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from recsys.counter_random import make_key, uniform
 from recsys.data.batch import Batch
 
 Pooled = dict[str, torch.Tensor]
@@ -25,11 +26,40 @@ class Task(nn.Module):
         raise NotImplementedError
 
 
+class RowDropout(nn.Module):
+    """Dropout whose mask is a function of (seed, step, layer, row of the global batch, column).
+
+    torch's own draws from the rank's generator, so that the number of ranks would change what is learned.
+    `set_dropout_keys` must be called before each training step.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.key = 0
+        self.first_row = 0  # of this rank, in the global batch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Zero elements of x, [rows, columns], with probability p, and scale the rest by 1 / (1 - p)."""
+        if not self.training or self.p == 0:
+            return x
+        rows = torch.arange(self.first_row, self.first_row + x.shape[0], device=x.device)
+        kept = uniform(self.key, rows, torch.arange(x.shape[1], device=x.device)) >= self.p
+        return x * kept / (1 - self.p)
+
+
+def set_dropout_keys(model: nn.Module, seed: int, step: int, first_row: int) -> None:
+    """Give every RowDropout of a model its key for one step; `step` is any number that no two steps share."""
+    for name, module in model.named_modules():
+        if isinstance(module, RowDropout) and module.p > 0:
+            module.key, module.first_row = make_key(seed, "dropout", step, name), first_row
+
+
 def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float) -> nn.Sequential:
     """Return Linear-ReLU-Dropout layers of the hidden widths, then a plain Linear if there is an output width."""
     layers: list[nn.Module] = []
     for width in hidden:
-        layers += [nn.Linear(input_dim, width), nn.ReLU(), nn.Dropout(dropout)]
+        layers += [nn.Linear(input_dim, width), nn.ReLU(), RowDropout(dropout)]
         input_dim = width
     if output_dim is not None:
         layers.append(nn.Linear(input_dim, output_dim))
