@@ -2,8 +2,9 @@
 
 import argparse
 import sys
+from typing import NoReturn
 
-from recsys.errors import end_run
+from recsys.errors import UserError, end_run
 from recsys.versions import check_versions
 
 _EPILOG = """\
@@ -26,16 +27,21 @@ All keys, with their meaning and default: recsys/config/schema.py. The data: dat
 """
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; changes are written key=value, and python train.py --help tells the rest")
+
+
 def main() -> int:
     """Parse the command line and run; a mistake of the user is told in one sentence."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train.py", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     parser.add_argument("--debug", action="store_true", help="single-device debug mode")
-    arguments = parser.parse_intermixed_args()
     try:
+        arguments = parser.parse_intermixed_args()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
         check_versions()
         from recsys.config import load_config

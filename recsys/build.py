@@ -12,10 +12,11 @@ from torchrec.distributed.types import ShardingPlan
 
 from recsys.checkpoint import Tensors
 from recsys.config import Config, DLRMConfig, FeatureType, TwoTowerConfig
-from recsys.data.collate import BatchSpec, FloatColumn, IdColumn
+from recsys.data.collate import BatchSpec, FloatColumn, IdColumn, convert
 from recsys.data.counts import count_ids
 from recsys.data.loader import Loader, LoaderOptions
-from recsys.data.parquet import Dataset, open_dataset, read_column
+from recsys.data.order import Segment
+from recsys.data.parquet import Dataset, SegmentReader, open_dataset, read_column, read_head
 from recsys.distributed import (
     for_each_local_shard,
     plan_tables,
@@ -24,7 +25,7 @@ from recsys.distributed import (
     table_tensors,
 )
 from recsys.errors import UserError
-from recsys.id_mapping import IndexMapping, build_mapping
+from recsys.id_mapping import IndexMapping, build_mapping, is_text
 from recsys.models import DLRM, RankingTask, RetrievalTask, Task, TrainStep, TwoTower
 from recsys.optim import attach_table_optimizer, build_dense_optimizer
 from recsys.process_group import World
@@ -34,7 +35,7 @@ ROLES = ("train", "valid", "test", "items")
 
 
 def open_datasets(config: Config, world: World) -> dict[str, Dataset]:
-    """Read the footers of all datasets of the config, on rank 0 for all ranks.
+    """Read the footers and the first rows of all datasets of the config, on rank 0 for all ranks.
 
     Raises:
         UserError: on every rank, for files or columns that are missing or do not fit.
@@ -42,13 +43,63 @@ def open_datasets(config: Config, world: World) -> dict[str, Dataset]:
     wanted = {role: getattr(config.data, role) for role in ROLES}
 
     def read() -> dict[str, Dataset]:
-        return {
+        datasets = {
             role: open_dataset(f"data.{role}", paths, _needed_columns(config, role), config.data.max_rows)
             for role, paths in wanted.items()
             if paths is not None
         }
+        _check_types(config, datasets)
+        _check_first_rows(config, datasets)
+        return datasets
 
     return world.from_rank_zero(read)
+
+
+def _check_types(config: Config, datasets: dict[str, Dataset]) -> None:
+    """Refuse ids of one feature that are integers in one dataset and strings in another: they hash differently."""
+    for name in id_features(config):
+        column, kinds = _column(config, name), {}
+        for role, dataset in datasets.items():
+            if column in dataset.columns:
+                kinds[role] = kind = dataset.schema.field(column).type
+                if name == getattr(config.model, "item_id", None) and pa.types.is_nested(kind):
+                    raise UserError(
+                        f"config key 'model.item_id': column '{column}' of data.{role} is {kind}, not one id a row"
+                    )
+        ids = [getattr(kind, "value_type", kind) for kind in kinds.values()]  # of a list or dictionary, its values
+        if len({is_text(kind) for kind in ids if not pa.types.is_null(kind)}) > 1:
+            found = ", ".join(f"{kind} in data.{role}" for role, kind in kinds.items())
+            raise UserError(f"config key 'features.{name}': column '{column}' is {found}; write it with one type")
+
+
+def _check_first_rows(config: Config, datasets: dict[str, Dataset]) -> None:
+    """Convert some rows of every dataset, so that what ends in an error there does so before training."""
+    corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
+    for role, dataset in datasets.items():
+        spec = batch_spec(config, role, corpus)
+        try:
+            columns = convert(read_head(dataset, 1000), spec)
+        except UserError as error:
+            raise UserError(f"config key 'data.{role}': {error} (in {dataset.row_groups[0].path})") from error
+        if spec.weight is not None:
+            _check_weights(dataset, spec.weight.column or "")
+        for part, found in zip(spec.lists, columns.lists, strict=True):
+            if part.name == "targets" and not (found.values >= 0).any():
+                raise UserError(
+                    f"config key 'data.{role}': column '{part.column}' has in its first {columns.num_rows} rows no id "
+                    f"that is in column '{_column(config, config.model.item_id)}' of data.items"
+                )
+
+
+def _check_weights(dataset: Dataset, column: str) -> None:
+    reader = SegmentReader([column])
+    for group in dataset.row_groups:  # the first one ends the search, as a rule
+        weights = reader.read(Segment(group.path, group.index, 0, group.num_rows)).column(column)
+        if pa.compute.any(pa.compute.greater(weights, 0)).as_py():
+            return
+    raise UserError(
+        f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
+    )
 
 
 def _role_features(config: Config, role: str) -> list[str]:
@@ -107,7 +158,7 @@ def batch_spec(config: Config, role: str, corpus: pa.Array | None = None) -> Bat
         assert feature.table is not None
         mapping = build_mapping(config.tables[feature.table])
         column = _column(config, name) if name in present else None
-        ids.append(IdColumn(name, column, mapping, feature.null, feature.max_length))
+        ids.append(IdColumn(name, column, mapping, feature.nulls, feature.max_length))
     floats = [
         FloatColumn(name, _column(config, name) if name in present else None, config.features[name].fill)
         for name in float_features(config)
@@ -118,8 +169,9 @@ def batch_spec(config: Config, role: str, corpus: pa.Array | None = None) -> Bat
         lists.append(IdColumn(name, column, IndexMapping(corpus)))
     label = weight = None
     if _has_label(config, role):
-        label = FloatColumn("label", config.data.label_column, None) if config.data.label_column else None
-        weight = FloatColumn("weight", config.data.weight_column, None) if config.data.weight_column else None
+        data = config.data
+        label = FloatColumn("data.label_column", data.label_column, None, binary=True) if data.label_column else None
+        weight = FloatColumn("data.weight_column", data.weight_column, None) if data.weight_column else None
     return BatchSpec(ids, floats, label, weight, lists)
 
 
@@ -144,14 +196,14 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     """Return the raw ids of all items, in file order.
 
     Raises:
-        UserError: an id is null, not a plain id, or there twice.
+        UserError: an id is null, or there twice.
     """
     column = _column(config, config.model.item_id)
     ids = read_column(items, column)
     if ids.null_count:
-        raise UserError(f"config key 'data.items': column '{column}' holds {ids.null_count} nulls, and may hold none")
-    if pa.types.is_nested(ids.type):
-        raise UserError(f"config key 'data.items': column '{column}' must hold one id a row, found {ids.type}")
+        raise UserError(
+            f"config key 'data.items': column '{column}' holds {ids.null_count} nulls, and may hold none; drop these"
+        )
     counts = ids.value_counts()
     twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))
     if len(twice):

@@ -34,8 +34,8 @@ class TrainState:
 
     Attributes:
         step: steps trained; epoch, consumed, rows_before: the data position after them.
-        fingerprint: of the training files; seed: of the run; global_batch_size, num_streams: of the run.
-        best_metric, best_step, bad_evaluations: early stopping.
+        fingerprint: of the training files; seed: of the run.
+        evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
     """
 
     step: int = 0
@@ -44,6 +44,7 @@ class TrainState:
     rows_before: int = 0
     fingerprint: str = ""
     seed: int = 0
+    evaluated_step: int | None = None
     best_metric: float | None = None
     best_step: int | None = None
     bad_evaluations: int = 0
@@ -102,8 +103,8 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint, or None."""
-        found = sorted(self.folder.glob(f"step-*/{_STATE_FILE}"))
-        return found[-1].parent if found else None
+        found = _whole(self.folder)
+        return found[-1] if found else None
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
@@ -120,14 +121,13 @@ class Checkpoints:
         marker.write_text(final.name + "\n")
         marker.replace(self.folder / _LATEST)
         best = None if state.best_step is None else self.path(state.best_step)
-        whole = sorted(path for path in self.folder.glob("step-*") if path.suffix != ".tmp")
-        for path in whole[: -self._keep]:
+        for path in _whole(self.folder)[: -self._keep]:
             if path != best:
                 shutil.rmtree(path)
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint that a path names: itself, or the newest one of a run directory.
+    """Return the checkpoint that train.init_from names: itself, or the newest one of a run directory.
 
     Raises:
         UserError: there is none.
@@ -135,17 +135,29 @@ def find_checkpoint(path: str | Path) -> Path:
     path = Path(path)
     if (path / _STATE_FILE).is_file():
         return path
-    found = sorted(path.glob(f"checkpoints/step-*/{_STATE_FILE}"))
+    found = _whole(path / "checkpoints")
     if not found:
         what = "holds no checkpoint" if path.is_dir() else "does not exist"
-        raise UserError(f"'{path}' {what}; give a run directory or one of its checkpoints/step-* folders")
-    return found[-1].parent
+        raise UserError(
+            f"config key 'train.init_from': '{path}' {what}; name a run directory or one of its checkpoints/step-*"
+        )
+    return found[-1]
 
 
 def read_state(path: Path) -> TrainState:
-    """Return the training state of a checkpoint."""
-    content = json.loads((path / _STATE_FILE).read_text())
-    return TrainState(**{**content, "consumed": tuple(content["consumed"])})
+    """Return the training state of a checkpoint.
+
+    Raises:
+        UserError: its file is damaged, or from another version of this code.
+    """
+    try:
+        content = json.loads((path / _STATE_FILE).read_text())
+        return TrainState(**{**content, "consumed": tuple(content["consumed"])})
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"'{path / _STATE_FILE}' cannot be read ({' '.join(str(error).split())}); remove '{path}' to go on from "
+            f"the checkpoint before it"
+        ) from error
 
 
 def load_tensors(path: Path, tensors: Tensors, world: World) -> None:
@@ -159,10 +171,16 @@ def load_tensors(path: Path, tensors: Tensors, world: World) -> None:
         dcp.load(state, checkpoint_id=path, process_group=world.host_group)
     except CheckpointException as error:
         raise UserError(
-            f"checkpoint '{path}' does not fit this config (tables, features and model must be those it was "
+            f"checkpoint '{path}' is damaged, or does not fit this config (tables and model must be those it was "
             f"written with): {_causes(error)}"
         ) from error
     tensors.load_dense(state)
+
+
+def _whole(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder that were written to the end, oldest first."""
+    found = sorted(file.parent for file in folder.glob(f"step-*/{_STATE_FILE}"))
+    return [path for path in found if path.suffix != ".tmp"]
 
 
 def _under(prefix: str, state: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import torch
 import xxhash
 
-COLUMN_BITS = 12  # of a counter made of a row and a column; FBGEMM's widest row is 2048 columns
+_COLUMN_BITS = 20  # of a counter made of a row and a column
 
 
 def make_key(*parts: int | str) -> int:
@@ -15,12 +15,12 @@ def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
     """Return numbers of [0, 1) with 24 random bits: the SplitMix64 generator at counter (row, column).
 
     Args:
-        key: of the stream. rows: [n] int64; columns: [m] int64, below 4096.
+        key: of the stream. rows: [n] int64; columns: [m] int64, below 2**20.
 
     Returns:
         [n, m] float32, exact on every device.
     """
-    counter = (rows[:, None] << COLUMN_BITS) + columns
+    counter = (rows[:, None] << _COLUMN_BITS) + columns
     bits = _shift_right(_mix(counter * _signed(0x9E3779B97F4A7C15) + _signed(key)), 40)
     return bits.to(torch.float32) * 2.0**-24
 

@@ -64,11 +64,20 @@ def _plan(step: nn.Module, config: Config, world: World) -> ShardingPlan:
     try:
         return planner.plan(step, [TableSharder()])
     except PlannerError as error:
-        first = " ".join(str(error).split())[:300]
+        largest = max(
+            config.tables, key=lambda name: config.tables[name].num_embeddings * config.tables[name].embedding_dim
+        )
+        table = config.tables[largest]
         raise UserError(
-            f"the tables fit under no plan for {world.world_size} ranks (tables.*.sharding_type, "
-            f"tables.*.num_embeddings; use more ranks or smaller tables): {first}"
+            f"the tables fit under no plan for {world.world_size} ranks with {_gib(topology)} GiB each; the largest is "
+            f"tables.{largest} with num_embeddings={table.num_embeddings} and embedding_dim={table.embedding_dim}: "
+            f"make it smaller, use more ranks, or leave tables.*.sharding_type=auto"
         ) from error
+
+
+def _gib(topology: Topology) -> str:
+    storage = topology.devices[0].storage
+    return f"{(storage.hbm or storage.ddr) * (1 - _RESERVED_SHARE) / 2**30:.1f}"
 
 
 def _constraints(config: Config, table: str) -> ParameterConstraints:
@@ -90,7 +99,7 @@ def _constraints(config: Config, table: str) -> ParameterConstraints:
 def shards(plan: ShardingPlan) -> Iterator[Shard]:
     """Yield every piece of every table of a plan."""
     for module in plan.plan.values():
-        for table, sharding in module.items():  # type: ignore[attr-defined]
+        for table, sharding in module.items():
             for piece in sharding.sharding_spec.shards:
                 yield Shard(
                     table,
@@ -117,13 +126,13 @@ def shard_model(step: nn.Module, plan: ShardingPlan, world: World) -> Distribute
     `step.dense.task.model` is wrapped in DistributedDataParallel of its own; torchrec's wrapping of the whole
     dense part is left out, because it would hook the tables' backward too.
     """
-    step.dense.to(world.device)  # type: ignore[operator,union-attr]
+    step.dense.to(world.device)
     model = DistributedModelParallel(
         step,
         env=ShardingEnv.from_process_group(world.group),
         device=world.device,
         plan=plan,
-        sharders=[TableSharder()],  # type: ignore[list-item]
+        sharders=[TableSharder()],
         init_data_parallel=False,
     )
     task: Any = model.module.dense.task

@@ -19,17 +19,18 @@ class LostPeerError(Exception):
     """Another rank ended or does not answer; its own error is the cause."""
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the allowed name most like `name`, or an empty string."""
-    found = difflib.get_close_matches(name, list(allowed), n=1, cutoff=0.6)
-    return f"; did you mean '{found[0]}'?" if found else ""
+def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
+    """Return `"; did you mean 'PREFIXx'?"` for the allowed name x most like `name`, or an empty string."""
+    by_lower = {other.lower(): other for other in allowed}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.65)
+    return f"; did you mean '{prefix}{by_lower[found[0]]}'?" if found else ""
 
 
 def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
     """Leave `message` where torchrun looks for the error of this rank, so that its summary shows it.
 
     The file's name is given by torchrun in TORCHELASTIC_ERROR_FILE; without torchrun nothing is written. The
-    format is that of torch.distributed.elastic.multiprocessing.errors, with a plain string for a message.
+    format is that of torch.distributed.elastic.multiprocessing.errors.
 
     Args:
         message: what the summary shows.
@@ -38,8 +39,11 @@ def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": message, "timestamp": int(time.time()) + delay_seconds}, file)
+        extra = {"timestamp": str(int(time.time()) + delay_seconds)}
+        # Aside, then renamed: torchrun may end this rank at any moment, and fails itself on half a file.
+        with open(f"{path}.tmp", "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+        os.replace(f"{path}.tmp", path)
 
 
 def end_run(error: Exception) -> NoReturn:
@@ -47,12 +51,14 @@ def end_run(error: Exception) -> NoReturn:
 
     A mistake of the user, or the end of another rank, is one sentence; anything else comes with its traceback.
     """
-    if isinstance(error, UserError | LostPeerError):
-        text = f"error: {error}"
-        print(text, file=sys.stderr)
-    else:
-        text = "".join(traceback.format_exception(error))
-        print(text, end="", file=sys.stderr)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
+        error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
+    known = isinstance(error, UserError | LostPeerError)
+    text = f"error: {error}" if known else "".join(traceback.format_exception(error)).rstrip()
+    print(text + "\n", end="", file=sys.stderr)  # in one piece, since all ranks write to the same place
+    log = logging.getLogger("recsys")
+    if log.level:  # the run's log is open; before, a library's handler would print the text a second time
+        log.error(text)
     write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
     logging.shutdown()
     sys.stdout.flush()

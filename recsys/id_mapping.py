@@ -107,12 +107,19 @@ class IndexMapping:
     """A raw id to its position in a list of distinct ids, -1 where it is not in it."""
 
     def __init__(self, values: pa.Array) -> None:
-        self.values = values
+        self.values = values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
     def __call__(self, ids: pa.Array) -> np.ndarray:
+        if pa.types.is_integer(ids.type) and pa.types.is_integer(self.values.type):
+            # A number that the list's type cannot hold is only not in the list.
+            limits = np.iinfo(self.values.type.to_pandas_dtype())
+            numbers = ids.to_numpy(zero_copy_only=False)
+            ids = pc.if_else(
+                pa.array((numbers >= limits.min) & (numbers <= limits.max)), ids, pa.scalar(None, ids.type)
+            )
         try:
             ids = ids.cast(self.values.type)
-        except pa.ArrowInvalid as error:
+        except pa.ArrowException as error:
             raise UserError(f"ids of type {ids.type} do not compare with ids of type {self.values.type}") from error
         found = pc.fill_null(pc.index_in(ids, value_set=self.values), -1)
         return found.to_numpy(zero_copy_only=False).astype(np.int64)

@@ -3,6 +3,7 @@
 import json
 import resource
 import socket
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -88,16 +89,20 @@ def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> B
 def process_memory(device: torch.device) -> dict[str, int | None]:
     """Return this process's resident memory and its peak, Arrow's peak, and the peaks of the GPU if there is one."""
     on_gpu = device.type == "cuda"
+    rss = psutil.Process().memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
-        "rss_bytes": psutil.Process().memory_info().rss,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "rss_bytes": rss,
+        "peak_rss_bytes": max(peak, rss),  # the kernel batches its counters, and the peak may lag behind
         "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
         "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         "device_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
     }
 
 
-def write_report(folder: Path, world: World, tables: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
+def write_report(
+    folder: Path, world: World, tables: dict[str, Any], dense: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
     """Write rank_K.json on every rank and report.md on rank 0.
 
     Args:
@@ -105,7 +110,7 @@ def write_report(folder: Path, world: World, tables: dict[str, Any], dense: dict
         tables: "predicted" and "measured" bytes by table; dense: the same by kind.
 
     Returns:
-        What this rank wrote.
+        What this rank wrote, and the page over all ranks.
     """
     folder.mkdir(parents=True, exist_ok=True)
     report = {
@@ -128,9 +133,10 @@ def write_report(folder: Path, world: World, tables: dict[str, Any], dense: dict
     }
     (folder / f"rank_{world.rank}.json").write_text(json.dumps(report, indent=1) + "\n")
     reports = world.gather(report)
+    page = format_report(reports)
     if world.rank == 0:
-        (folder / "report.md").write_text(format_report(reports))
-    return report
+        (folder / "report.md").write_text(page)
+    return report, page
 
 
 def format_report(reports: list[dict[str, Any]]) -> str:

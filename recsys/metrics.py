@@ -122,8 +122,10 @@ class RetrievalEvaluator:
             scores[self._members(batch, "seen", rows)] = -torch.inf
         relevant = torch.zeros_like(scores, dtype=torch.bool)
         relevant[self._members(batch, "targets", rows)] = True
-        best = scores.topk(min(max(self._top_k), scores.shape[1]), dim=1).indices
-        return relevant.gather(1, best), batch.lists["targets"].lengths()[rows]  # type: ignore[index]
+        values, best = scores.topk(min(max(self._top_k), scores.shape[1]), dim=1)
+        # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
+        hits = relevant.gather(1, best) & (values > -torch.inf)
+        return hits, batch.lists["targets"].lengths()[rows]  # type: ignore[index]
 
     @staticmethod
     def _members(batch: Batch, key: str, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,8 @@ def start_logging(folder: Path, rank: int) -> None:
     if rank == 0:
         console = logging.StreamHandler(sys.stdout)
         console.setFormatter(logging.Formatter("%(message)s"))
-        console.addFilter(logging.Filter("recsys"))
+        # Errors go to standard error when the run ends.
+        console.addFilter(lambda record: record.name == logger.name and record.levelno < logging.ERROR)
         handlers.append(console)
     root = logging.getLogger()
     for old in list(root.handlers):

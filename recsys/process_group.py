@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -161,6 +162,7 @@ def as_lost_peer(error: Exception) -> LostPeerError | None:
     """Return the error that says so when `error` is a collective broken by the end of another rank, else None."""
     text = str(error)
     if isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text:
-        first = " ".join(text.split())[:200]
-        return LostPeerError(f"another rank ended or did not answer (see its own error): {first}")
+        # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
+        first = re.sub(r"^\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
+        return LostPeerError(f"another rank ended or did not answer, see its own error ({first})")
     return None

@@ -54,7 +54,8 @@ def _run(config: Config, world: World, run_dir: Path) -> int:
     for line in describe_plan(built.plan):
         logger.info("table %s", line)
     fitted = Trainer(config, built, datasets, world, run_dir).fit()
-    memory = _write_memory(config, built, world, run_dir / "memory")
+    memory, page = _write_memory(config, built, world, run_dir / "memory")
+    logger.info("\n%s", page)
     result = _result(config, fitted, world, memory, time.monotonic() - start)
     if world.rank == 0:
         (run_dir / "result.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -68,22 +69,27 @@ def _prepare_run_dir(config: Config) -> Path:
     run_dir = Path(config.run.dir or f"runs/{config.run.name}-{stamp}")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if (run_dir / "config.yaml").exists() and not config.run.resume:
+        if not config.run.resume:
             _clear(run_dir, config.run.overwrite)
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         save_config(config, run_dir / "config.yaml")
     except OSError as error:
-        raise UserError(f"config key 'run.dir': cannot write to '{run_dir}': {error}") from error
+        raise UserError(
+            f"config key 'run.dir': cannot write to '{run_dir}' ({error.strerror}); name another folder"
+        ) from error
     return run_dir
 
 
 def _clear(run_dir: Path, overwrite: bool) -> None:
-    if not overwrite:
+    # A run that a mistake ended before its first step has left nothing to keep.
+    metrics = run_dir / "metrics.jsonl"
+    trained = any(run_dir.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
+    if trained and not overwrite:
         raise UserError(
             f"config key 'run.dir': '{run_dir}' holds an earlier run; add run.resume=true to go on with it, or "
             f"run.overwrite=true to replace it"
         )
-    for name in _WRITTEN:
+    for name in _WRITTEN if (run_dir / "config.yaml").exists() else ():
         path = run_dir / name
         if path.is_dir():
             shutil.rmtree(path)
@@ -91,7 +97,7 @@ def _clear(run_dir: Path, overwrite: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write_memory(config: Config, built: Built, world: World, folder: Path) -> dict[str, Any]:
+def _write_memory(config: Config, built: Built, world: World, folder: Path) -> tuple[dict[str, Any], str]:
     tables = {
         "predicted": predict_tables(shards(built.plan), config, world.rank),
         "measured": measure_tables(table_tensors(built.model), table_optimizer_tensors(built.model)),

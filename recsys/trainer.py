@@ -1,5 +1,6 @@
 """The training loop: steps, evaluation, checkpoints, an orderly stop."""
 
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ class Trainer:
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         self._metrics: dict[str, dict[str, float]] = {}
-        self._evaluated_at: int | None = None
+        self._saved_at: int | None = None
         self._state = self._starting_state()
         self._position = Position(self._state.epoch, self._state.consumed, self._state.rows_before)
         left = self._loader.steps_left(self._position, config.train.epochs)
@@ -89,7 +90,7 @@ class Trainer:
         state, handlers = self._state, self._catch_signals()
         try:
             stopped = self._train()
-            if state.step > 0 and not (self._checkpoints.path(state.step) / "state.json").exists():
+            if self._saved_at != state.step:
                 self._save()
             if not stopped:
                 self._final_evaluation()
@@ -119,6 +120,7 @@ class Trainer:
             state = read_state(latest)
             self._check_resumable(state, latest)
             load_tensors(latest, self._built.tensors, self._world)
+            self._saved_at = state.step
             logger.info("resumed at step %d from %s", state.step, latest)
             return state
         if config.train.init_from is not None:
@@ -148,15 +150,21 @@ class Trainer:
         state, train = self._state, self._config.train
         batches = self._loader.batches(self._position, train.epochs)
         with closing(batches):
+            self._at_boundary()
             while state.step < self._num_steps and not self._should_stop_early():
                 boundary = _next_multiple(state.step, train.eval_every_steps, self._num_steps)
                 if self._run_until(boundary, batches):
                     return True
                 # All batches handed to the pipeline are trained here, so it holds none while the tables are read.
                 self._pipeline.detach()
-                if train.eval_every_steps and state.step % train.eval_every_steps == 0:
-                    self._evaluate_and_compare()
+                self._at_boundary()
         return False
+
+    def _at_boundary(self) -> None:
+        state = self._state
+        if _is_due(state.step, self._config.train.eval_every_steps) and state.evaluated_step != state.step:
+            self._evaluate_and_compare()
+        self._save_if_due()
 
     def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
         state, train = self._state, self._config.train
@@ -181,8 +189,8 @@ class Trainer:
             if output.stop:
                 logger.info("stop requested: saving step %d", state.step)
                 return True
-            if train.checkpoint_every_steps and state.step % train.checkpoint_every_steps == 0:
-                self._save()
+            if state.step < boundary:  # there an evaluation comes first, which belongs into the checkpoint
+                self._save_if_due()
         return False
 
     def _advance(self, position: Position, loss: float, waited: float) -> None:
@@ -198,22 +206,27 @@ class Trainer:
         logger.info(self._progress.show(values))
         self._writer.write("train", {**values, "epoch": self._state.epoch, "rows": self._position.num_rows})
 
-    def _evaluate(self, role: str) -> dict[str, float]:
+    def _evaluate(self, role: str, step: int) -> dict[str, float]:
         start = time.monotonic()
         metrics = self._evaluation.run(self._built.model, role)
         self._metrics[role] = metrics
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
-        logger.info("%s at step %d: %s", role, self._state.step, shown)
-        self._writer.write(role, {"step": self._state.step, **metrics})
+        logger.info("%s at step %d: %s", role, step, shown)
+        self._writer.write(role, {"step": step, **metrics})
         self._progress.pause(time.monotonic() - start)
         return metrics
 
     def _evaluate_and_compare(self) -> None:
         state, metric = self._state, self._config.train.early_stop.metric
-        value = self._evaluate("valid").get(metric or "")
-        self._evaluated_at = state.step
+        value = self._evaluate("valid", state.step).get(metric or "")
+        state.evaluated_step = state.step
         if metric is None or value is None:
             return
+        if math.isnan(value):
+            raise UserError(
+                f"config key 'train.early_stop.metric': {metric} is not a number on data.valid, which may hold one "
+                f"class only; give data.valid other rows, or watch another metric"
+            )
         best = state.best_metric
         if best is None or (value > best if is_higher_better(metric) else value < best):
             state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
@@ -226,18 +239,24 @@ class Trainer:
         return stop.metric is not None and self._state.bad_evaluations >= stop.patience
 
     def _final_evaluation(self) -> None:
-        best = self._state.best_step
-        if best is not None and best != self._state.step:
-            load_tensors(self._checkpoints.path(best), self._built.tensors, self._world)
-            logger.info("early stopping: back to step %d, the best by %s", best, self._config.train.early_stop.metric)
-        if "valid" in self._datasets and (best is not None or self._evaluated_at != self._state.step):
-            self._evaluate("valid")
+        state, step = self._state, self._state.step
+        if state.best_step is not None and state.best_step != step:
+            step = state.best_step
+            load_tensors(self._checkpoints.path(step), self._built.tensors, self._world)
+            logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
+        if "valid" in self._datasets and state.evaluated_step != step:
+            self._evaluate("valid", step)
         if "test" in self._datasets:
-            self._evaluate("test")
+            self._evaluate("test", step)
+
+    def _save_if_due(self) -> None:
+        if _is_due(self._state.step, self._config.train.checkpoint_every_steps) and self._saved_at != self._state.step:
+            self._save()
 
     def _save(self) -> None:
         start = time.monotonic()
         path = self._checkpoints.save(self._built.tensors, self._state)
+        self._saved_at = self._state.step
         logger.info("saved %s", path)
         self._progress.pause(time.monotonic() - start)
 
@@ -250,6 +269,10 @@ class Trainer:
             half.stop_requested = True
 
         return {number: signal.signal(number, request_stop) for number in _STOP_SIGNALS}
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step > 0 and step % every == 0
 
 
 def _next_multiple(step: int, every: int | None, end: int) -> int:

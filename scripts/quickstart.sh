@@ -13,7 +13,7 @@ python scripts/prepare_data.py movielens-100k
 ranks=2
 if [[ "$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')" == 1 ]]; then ranks=1; fi
 
-# The default of one thread for each core and rank makes a busy CPU machine many times slower.
+# torchrun warns when it is not set; train.py chooses the number of threads itself (run.num_threads).
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 run=runs/quickstart

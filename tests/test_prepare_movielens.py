@@ -1,4 +1,4 @@
-"""MovieLens-100K as prepared: RecBole's rows in every split, histories of the past, all items."""
+"""MovieLens-100K as prepared: RecBole's rows in every split, histories without the row itself, all items."""
 
 import os
 from pathlib import Path
@@ -78,15 +78,16 @@ def test_ctr_history_is_what_the_user_liked_in_train_before(ml100k):
             assert row["history"] == [r["item_id"] for r in sorted(past, key=lambda r: r["timestamp"])][-50:]
 
 
-def test_retrieval_history_is_what_came_before_in_train(ml100k):
+def test_retrieval_history_is_the_rest_of_train(ml100k):
     train, test = read(ml100k / "retrieval" / "train"), read(ml100k / "retrieval" / "test")
-    for user in (1, 405, 943):
-        items: list[int] = []
+    for user in (1, 166, 405, 943):  # 166 has fewer items than a history holds
         mine = train.filter(pc.equal(train["user_id"], user)).to_pylist()
-        for row in sorted(mine, key=lambda r: r["timestamp"]):
-            assert row["history"] == items[-50:]
-            items.append(row["item_id"])
-        assert test.filter(pc.equal(test["user_id"], user))["history"][0].as_py() == items[-50:]
+        mine.sort(key=lambda r: r["timestamp"])
+        items = [row["item_id"] for row in mine]
+        assert (len(items) < movielens.HISTORY) == (user == 166)
+        for row in mine:
+            assert row["history"] == [item for item in items if item != row["item_id"]][-movielens.HISTORY :]
+        assert test.filter(pc.equal(test["user_id"], user))["history"][0].as_py() == items[-movielens.HISTORY :]
 
 
 def test_features_and_files(ml100k):

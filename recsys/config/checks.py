@@ -1,6 +1,7 @@
 """Checks across keys: each failure is one sentence with the full key, what is allowed and the nearest right name."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from recsys.config.schema import (
     Config,
@@ -14,6 +15,8 @@ from recsys.config.schema import (
 from recsys.errors import UserError, nearest
 
 RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
+_LARGE = 1e30  # still finite in FP32
+_WIDEST_ROW = 2048  # of FBGEMM's kernels
 
 
 def check_config(config: Config) -> None:
@@ -51,33 +54,42 @@ def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
 
 def _check_numbers(config: Config) -> None:
     data, train, optimizer = config.data, config.train, config.optimizer
-    at_least = {
-        "data.num_streams": (data.num_streams, 1),
-        "data.window_mib": (data.window_mib, 1),
-        "data.num_threads": (data.num_threads, 0),
-        "data.prefetch_batches": (data.prefetch_batches, 0),
-        "data.max_rows": (data.max_rows, 1),
-        "train.global_batch_size": (train.global_batch_size, 1),
-        "train.eval_batch_size": (train.eval_batch_size, 1),
-        "train.epochs": (train.epochs, 1),
-        "train.max_steps": (train.max_steps, 1),
-        "train.eval_every_steps": (train.eval_every_steps, 1),
-        "train.log_every_steps": (train.log_every_steps, 1),
-        "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1),
-        "train.keep_checkpoints": (train.keep_checkpoints, 1),
-        "train.early_stop.patience": (train.early_stop.patience, 1),
-        "run.num_threads": (config.run.num_threads, 1),
-        "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0),
-        "optimizer.schedule.final_factor": (optimizer.schedule.final_factor, 0),
-        "optimizer.tables.learning_rate": (optimizer.tables.learning_rate, 0),
-        "optimizer.tables.eps": (optimizer.tables.eps, 0),
-        "optimizer.dense.learning_rate": (optimizer.dense.learning_rate, 0),
-        "optimizer.dense.weight_decay": (optimizer.dense.weight_decay, 0),
-        "seed": (config.seed, 0),
+    limits: dict[str, tuple[float | None, float, float]] = {
+        "data.num_streams": (data.num_streams, 1, 2**20),
+        "data.window_mib": (data.window_mib, 1, 2**20),
+        "data.num_threads": (data.num_threads, 0, 1024),
+        "data.prefetch_batches": (data.prefetch_batches, 0, 2**20),
+        "data.max_rows": (data.max_rows, 1, math.inf),
+        "train.global_batch_size": (train.global_batch_size, 1, 2**31),
+        "train.eval_batch_size": (train.eval_batch_size, 1, 2**31),
+        "train.epochs": (train.epochs, 1, math.inf),
+        "train.max_steps": (train.max_steps, 1, math.inf),
+        "train.eval_every_steps": (train.eval_every_steps, 1, math.inf),
+        "train.log_every_steps": (train.log_every_steps, 1, math.inf),
+        "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1, math.inf),
+        "train.keep_checkpoints": (train.keep_checkpoints, 1, math.inf),
+        "train.early_stop.patience": (train.early_stop.patience, 1, math.inf),
+        "run.num_threads": (config.run.num_threads, 1, 1024),
+        "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0, math.inf),
+        "optimizer.schedule.final_factor": (optimizer.schedule.final_factor, 0, _LARGE),
+        "optimizer.tables.learning_rate": (optimizer.tables.learning_rate, 0, _LARGE),
+        "optimizer.tables.eps": (optimizer.tables.eps, 1e-30, _LARGE),  # 0 / 0 is the step of a row without gradient
+        "optimizer.dense.learning_rate": (optimizer.dense.learning_rate, 0, _LARGE),
+        "optimizer.dense.weight_decay": (optimizer.dense.weight_decay, 0, _LARGE),
+        "seed": (config.seed, 0, 2**63 - 1),
     }
-    for key, (value, least) in at_least.items():
-        if value is not None and not value >= least:
-            raise UserError(f"config key '{key}' must be at least {least}, found {value}")
+    for name, feature in config.features.items():
+        limits[f"features.{name}.max_length"] = (feature.max_length, 1, math.inf)
+        limits[f"features.{name}.fill"] = (feature.fill, -_LARGE, _LARGE)
+    for name, table in config.tables.items():
+        fewest = 2 if table.mapping is IdMappingType.hash else 1
+        limits[f"tables.{name}.num_embeddings"] = (table.num_embeddings, fewest, 2**40)
+        limits[f"tables.{name}.hash_seed"] = (table.hash_seed, 0, 2**63 - 1)
+        limits[f"tables.{name}.init_range"] = (table.init_range, 0, 65504)  # the largest FP16
+    for key, (value, least, most) in limits.items():
+        if value is not None and not least <= value <= most:
+            bound = f"at least {least}" if value < least or most == math.inf else f"at most {most}"
+            raise UserError(f"config key '{key}' must be {bound}, found {value}")
     for key, size in (
         ("train.global_batch_size", train.global_batch_size),
         ("train.eval_batch_size", train.eval_batch_size),
@@ -94,38 +106,42 @@ def _check_features(config: Config) -> None:
         raise UserError("config key 'features' is empty, and needs at least one feature")
     for name, feature in config.features.items():
         key = f"features.{name}"
+        _check_name(key, name)
         if feature.type is FeatureType.float:
             if feature.table is not None:
                 raise UserError(f"config key '{key}.table': a float feature has no table; drop it, or set type: id")
             continue
         if feature.table is None:
+            hint = nearest(name, [other for other in config.features if other != name], "features.")
             raise UserError(
                 f"config key '{key}.table' is not set, and an id feature needs a table "
-                f"(known: {', '.join(config.tables)}); for a number set {key}.type=float"
+                f"(known: {', '.join(config.tables)}; for a number set {key}.type=float){hint}"
             )
         one_of(f"{key}.table", feature.table, config.tables, "table")
-        if feature.max_length is not None and feature.max_length < 1:
-            raise UserError(f"config key '{key}.max_length' must be at least 1, found {feature.max_length}")
+    if all(feature.type is not FeatureType.id for feature in config.features.values()):
+        raise UserError("config key 'features' has no feature of type id, and needs at least one")
+
+
+def _check_name(key: str, name: str) -> None:
+    if not name or "." in name:
+        raise UserError(f"config key '{key}': a name must not be empty or hold a dot (a feature's column may)")
 
 
 def _check_tables(config: Config) -> None:
     used = {feature.table for feature in config.features.values()}
     for name, table in config.tables.items():
         key = f"tables.{name}"
+        _check_name(key, name)
         if name not in used:
             raise UserError(
                 f"config key '{key}': no feature uses this table{nearest(name, [t for t in used if t])}"
                 " (name it in a feature's table, or remove it)"
             )
-        least = 2 if table.mapping is IdMappingType.hash else 1
-        if table.num_embeddings < least:
-            raise UserError(f"config key '{key}.num_embeddings' must be at least {least}, found {table.num_embeddings}")
-        if table.embedding_dim < 4 or table.embedding_dim % 4:
+        if not 4 <= table.embedding_dim <= _WIDEST_ROW or table.embedding_dim % 4:
             raise UserError(
-                f"config key '{key}.embedding_dim' must be a multiple of 4, at least 4, found {table.embedding_dim}"
+                f"config key '{key}.embedding_dim' must be a multiple of 4, from 4 to {_WIDEST_ROW}, "
+                f"found {table.embedding_dim}"
             )
-        if table.init_range is not None and not 0 <= table.init_range < 65504:
-            raise UserError(f"config key '{key}.init_range' must be 0 or more, found {table.init_range}")
         rowwise = config.optimizer.tables.name is TableOptimizer.rowwise_adagrad
         if table.sharding_type is ShardingChoice.column_wise and rowwise:
             raise UserError(
@@ -141,7 +157,10 @@ def _check_dlrm(config: Config, model: DLRMConfig) -> None:
         raise UserError(f"model dlrm takes dot products of all embeddings, so they need one embedding_dim: {listed}")
     if config.data.label_column is None:
         raise UserError("config key 'data.label_column' is not set, and model dlrm needs a column with 0 or 1")
-    _check_dropout(model.dropout)
+    if not 0 <= model.embedding_dropout < 1:
+        found = model.embedding_dropout
+        raise UserError(f"config key 'model.embedding_dropout' must be from 0 to below 1, found {found}")
+    _check_layers(model.dropout, bottom_mlp=model.bottom_mlp, top_mlp=model.top_mlp)
 
 
 def _check_two_tower(config: Config, model: TwoTowerConfig) -> None:
@@ -151,6 +170,8 @@ def _check_two_tower(config: Config, model: TwoTowerConfig) -> None:
             raise UserError(f"config key 'model.{key}' is empty, and needs at least one feature")
         for name in names:
             one_of(f"model.{key}", name, config.features, "feature")
+            if names.count(name) > 1:
+                raise UserError(f"config key 'model.{key}' names '{name}' twice; name each feature once")
     one_of("model.item_id", model.item_id, model.item_features, "item feature")
     both = set(model.user_features) & set(model.item_features)
     if both:
@@ -170,13 +191,23 @@ def _check_two_tower(config: Config, model: TwoTowerConfig) -> None:
     if not model.top_k or min(model.top_k) < 1:
         raise UserError(f"config key 'model.top_k' needs numbers of 1 or more, found {model.top_k}")
     if (config.data.valid or config.data.test) and not config.data.items:
-        raise UserError("config key 'data.items' is not set, and retrieval is evaluated over a file of all items")
-    _check_dropout(model.dropout)
+        raise UserError(
+            "config key 'data.items' is not set, and data.valid and data.test are evaluated over a file of all items"
+        )
+    if config.data.label_column is not None:
+        raise UserError(
+            "config key 'data.label_column': model two_tower takes every row for a positive and reads no label; keep "
+            "the positive rows in data.train, and set data.label_column=null"
+        )
+    _check_layers(model.dropout, user_mlp=model.user_mlp, item_mlp=model.item_mlp, output_dim=[model.output_dim])
 
 
-def _check_dropout(dropout: float) -> None:
+def _check_layers(dropout: float, **widths: Sequence[int]) -> None:
     if not 0 <= dropout < 1:
         raise UserError(f"config key 'model.dropout' must be from 0 to below 1, found {dropout}")
+    for key, values in widths.items():
+        if min(values, default=1) < 1:
+            raise UserError(f"config key 'model.{key}' must be at least 1, found {min(values)}")
 
 
 def _check_paths(config: Config) -> None:

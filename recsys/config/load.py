@@ -1,13 +1,23 @@
 """YAML plus `key=value` into a checked `Config`; every mistake is one sentence that names the full key."""
 
 import dataclasses
+import os
+import types
+import typing
 from collections.abc import Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    KeyValidationError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from recsys.config.checks import check_config
 from recsys.config.schema import MODELS, Config
@@ -33,18 +43,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
         UserError: unreadable file, unknown key, wrong type, missing value, or parts that do not fit.
     """
     layers = [_read_yaml(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, overrides)]
-    _check_sections(layers)
+    name = _model_name(layers)
+    model = MODELS.get(name)
+    for layer in layers:
+        _check_keys(layer, "", Config, model)
+    if model is None:
+        found = f"there is no model '{name}'{nearest(name, MODELS)}" if name else "not set, and needs a value"
+        raise UserError(f"config key 'model.name': {found} (known: {', '.join(MODELS)})")
     schema = OmegaConf.structured(Config())
-    schema.model = OmegaConf.structured(_model_schema(layers)())
+    schema.model = OmegaConf.structured(model())
     try:
         merged = OmegaConf.merge(schema, *layers)
         config = OmegaConf.to_object(merged)
-    except ConfigKeyError as error:
-        raise UserError(_unknown_key(error)) from error
     except MissingMandatoryValue as error:
         raise UserError(_missing_value(error)) from error
     except (OmegaConfBaseException, TypeError) as error:
-        raise UserError(_wrong_value(error)) from error
+        raise UserError(_wrong_value(error, model)) from error
     assert isinstance(config, Config)
     if config.run.name is None:
         config.run.name = Path(path).stem
@@ -58,66 +72,74 @@ def save_config(config: Config, path: str | Path) -> None:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        near = [str(p) for p in sorted(path.parent.glob("*.yaml"))] if path.parent.is_dir() else []
+    if not os.path.exists(path) or path.is_dir():
+        folder = path if os.path.isdir(path) else path.parent
+        near = [str(p) for p in sorted(folder.glob("*.yaml"))]
         there = f"; there are: {', '.join(near)}" if near else ""
-        raise UserError(f"config file '{path}' does not exist{nearest(str(path), near) or there}")
+        wrong = "is a folder, not a file" if folder == path else "does not exist"
+        raise UserError(f"config file '{path}' {wrong}{nearest(str(path), near) or there}")
     try:
         # OmegaConf's loader, not plain yaml: it reads 1e-3 as a number and refuses a key given twice.
         content = OmegaConf.to_container(OmegaConf.load(path))
+    except KeyValidationError as error:
+        raise UserError(_wrong_name(error)) from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
         raise UserError(f"config file '{path}' is not readable YAML: {_one_line(error)}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"config file '{path}' must hold keys and values, found a {type(content).__name__}")
+    if not isinstance(content, dict) or not content:
+        raise UserError(f"config file '{path}' must hold keys and values, found {content or 'nothing'}")
     return {str(key): value for key, value in content.items()}
 
 
 def _parse_override(text: str) -> dict[str, Any]:
     key, separator, _ = text.partition("=")
-    if not separator or not key.strip():
+    if not separator or not all(part.strip() for part in key.split(".")) or "[" in key:
         raise UserError(f"'{text}' is not of the form key=value, such as train.epochs=3")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
+    except KeyValidationError as error:
+        raise UserError(_wrong_name(error)) from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         raise UserError(f"the value of '{text}' is not readable YAML: {_one_line(error)}") from error
     assert isinstance(parsed, dict)
     return {str(k): v for k, v in parsed.items()}
 
 
-def _model_schema(layers: Sequence[dict[str, Any]]) -> type:
-    name = None
-    for layer in layers:
-        model = layer.get("model")
-        if isinstance(model, dict):
-            name = model.get("name", name)
-    if name not in MODELS:
-        found = "it is not set" if name is None else f"'{name}' is not known"
-        hint = nearest(str(name), MODELS)
-        raise UserError(f"model.name: {found}, allowed are {', '.join(MODELS)}{hint}")
-    return MODELS[name]
+def _model_name(layers: Sequence[dict[str, Any]]) -> str:
+    names = [layer["model"].get("name", "") for layer in layers if isinstance(layer.get("model"), dict)]
+    return next((str(name) for name in reversed(names) if name), "")
 
 
-def _children(kind: Any) -> list[str]:
-    return [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+def _fields(kind: Any, model: type | None) -> dict[str, Any]:
+    """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
+    fields = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    return fields | {"model": model or dict} if kind is Config else fields
 
 
-def _all_keys() -> list[str]:
-    config = DictConfig(OmegaConf.structured(Config()))
-    sections = {name: config._get_node(name) for name in _children(Config)}
-    keys = []
-    for name, node in sections.items():
-        keys += [name] + [f"{name}.{child}" for child in (node if isinstance(node, DictConfig) else [])]
-    return keys
+def _check_keys(section: Any, key: str, kind: Any, model: type | None) -> None:
+    """Refuse a key that is not known, or a plain value where a section should be; OmegaConf is brief on the latter."""
+    fields, is_mapping = _fields(kind, model), kind is dict or typing.get_origin(kind) is dict
+    if not (fields or is_mapping):
+        return
+    if not isinstance(section, dict):
+        raise UserError(f"config key '{key}' must be a section of keys, found {_show(section)}")
+    for name, value in section.items():
+        full = f"{key}.{name}" if key else str(name)
+        if fields and name not in fields:
+            raise UserError(_unknown_key(key, str(name), list(fields)))
+        _check_keys(value, full, fields[name] if fields else (typing.get_args(kind) or [None])[-1], model)
 
 
-def _unknown_key(error: ConfigKeyError) -> str:
-    key, leaf = str(error.full_key), str(error.key)
-    allowed = _children(error.object_type)
-    elsewhere = [k for k in _all_keys() if k.rpartition(".")[2] == leaf]
-    hint = f"; did you mean '{elsewhere[0]}'?" if elsewhere else ""
-    parent = key.rpartition(".")[0]
-    listed = f"allowed under {parent}" if parent else "allowed at the top level"
-    return f"config key '{key}' is not known{nearest(leaf, allowed) or hint} ({listed}: {', '.join(allowed)})"
+def _all_keys(kind: Any = Config, prefix: str = "") -> list[str]:
+    fields = _fields(kind, None)
+    return [key for name in fields for key in (prefix + name, *_all_keys(fields[name], f"{prefix}{name}."))]
+
+
+def _unknown_key(parent: str, name: str, allowed: list[str]) -> str:
+    prefix = f"{parent}." if parent else ""
+    elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == name]
+    hint = nearest(name, allowed, prefix) or (f"; did you mean '{elsewhere[0]}'?" if elsewhere else "")
+    where = f"under {parent}" if parent else "at the top level"
+    return f"config key '{prefix}{name}' is not known{hint} (allowed {where}: {', '.join(allowed)})"
 
 
 def _missing_value(error: MissingMandatoryValue) -> str:
@@ -127,33 +149,48 @@ def _missing_value(error: MissingMandatoryValue) -> str:
     if section in ("tables", "features") and error.parent_node is not None:
         container = error.parent_node._get_parent()
         others = [str(k) for k in container if str(k) != name] if isinstance(container, DictConfig) else []
-        siblings = nearest(name, others)
+        siblings = nearest(name, others, f"{section}.")
     return f"config key '{error.full_key}' has no value, and needs one ({leaf} has no default){siblings}"
 
 
-def _wrong_value(error: Exception) -> str:
-    key = getattr(error, "full_key", None)
-    text = _one_line(error).split(" full_key:")[0].strip()
-    if key:
-        return f"config key '{key}': {text[0].lower() + text[1:]}"
-    return f"the config cannot be read: {text}"
+def _wrong_value(error: Exception, model: type) -> str:
+    key = str(getattr(error, "full_key", None) or "")
+    if isinstance(error, KeyValidationError):
+        return _wrong_name(error)
+    if isinstance(error, ValidationError) and key and not isinstance(error, InterpolationResolutionError):
+        kind = _type_of(key, model)
+        value = getattr(error, "value", None)
+        hint = nearest(str(value), kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else ""
+        return f"config key '{key}' must be {_describe(kind)}, found {_show(value)}{hint}"
+    where = f"config key '{key}'" if key else "the config cannot be read"
+    return f"{where}: {_one_line(error).split(' full_key:')[0]}"
 
 
-def _check_sections(layers: Sequence[dict[str, Any]]) -> None:
-    """Refuse a plain value where a section should be; OmegaConf does not say where it met one."""
-    for layer in layers:
-        for name, value in layer.items():
-            if name in ("seed", "debug") or name not in _children(Config):
-                continue
-            _check_section(name, value)
-            if name in ("features", "tables"):
-                for child, entry in value.items():
-                    _check_section(f"{name}.{child}", entry)
+def _wrong_name(error: KeyValidationError) -> str:
+    return f"config key '{error.full_key}': every name must be text, found {_show(error.key)}; put it in quotes"
 
 
-def _check_section(key: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise UserError(f"config key '{key}' must be a section of keys, found {value!r}")
+def _type_of(key: str, model: type) -> Any:
+    kind: Any = Config
+    for name in key.replace("[", ".[").split("."):
+        fields = _fields(kind, model)
+        kind = fields[name] if fields else typing.get_args(kind)[-1]
+    return kind
+
+
+def _describe(kind: Any) -> str:
+    optional = [part for part in typing.get_args(kind) if part is not type(None)]
+    if isinstance(kind, types.UnionType):
+        return f"{_describe(optional[0])} or null"
+    if typing.get_origin(kind) is list:
+        return f"a list, each {_describe(optional[0])}"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(kind.__members__)}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else repr(value)
 
 
 def _one_line(error: Exception) -> str:

@@ -136,7 +136,7 @@ class FeatureConfig:
     column: str | None = None  # default: the feature's name
     table: str | None = None
     max_length: int | None = None  # of a list, its last ids are kept
-    null: NullPolicy = NullPolicy.reserved
+    nulls: NullPolicy = NullPolicy.reserved  # (`null` itself would be no name in YAML, but the null)
     fill: float = 0.0  # value of a null float
 
 
@@ -221,7 +221,8 @@ class DLRMConfig:
     name: str = "dlrm"
     bottom_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is embedding_dim
     top_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is 1
-    dropout: float = 0.0
+    dropout: float = 0.0  # after each hidden layer
+    embedding_dropout: float = 0.0  # of elements of the pooled embeddings
     interaction: Interaction = Interaction.dot
 
 

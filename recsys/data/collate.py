@@ -37,6 +37,7 @@ class FloatColumn:
     name: str
     column: str | None
     fill: float | None = 0.0  # of nulls; None refuses them
+    binary: bool = False  # takes 0 and 1 only
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ def _is_list(kind: pa.DataType) -> bool:
 
 def _map_scalars(array: pa.Array, part: IdColumn) -> Jagged:
     rows = len(array)
+    if pa.types.is_null(array.type):
+        array = array.cast(pa.int64())  # some writers drop the type of a column without any value
     present = _present(array, part)
     if present is None:
         return Jagged(part.mapping(array), np.arange(rows + 1, dtype=np.int64))
@@ -207,7 +210,7 @@ def _present(array: pa.Array, part: IdColumn) -> np.ndarray | None:
     if array.null_count == 0:
         return None
     if part.null is NullPolicy.refuse:
-        raise UserError(f"{array.null_count} nulls found where null: refuse allows none; use reserved or empty")
+        raise UserError(f"{array.null_count} nulls found where nulls: refuse allows none; use reserved or empty")
     return array.is_valid().to_numpy(zero_copy_only=False)
 
 
@@ -222,17 +225,20 @@ def _float_column(table: pa.Table, part: FloatColumn) -> np.ndarray:
         return np.full(table.num_rows, part.fill or 0.0, np.float32)
     array = _array(table, part.column)
     if not (
-        pa.types.is_integer(array.type)
+        pa.types.is_null(array.type)
+        or pa.types.is_integer(array.type)
         or pa.types.is_floating(array.type)
         or pa.types.is_boolean(array.type)
         or pa.types.is_decimal(array.type)
     ):
         raise UserError(
-            f"column '{part.column}' ({part.name}) must hold numbers, found {array.type}; "
-            f"for ids use a feature of type id"
+            f"column '{part.column}' ({part.name}) must hold numbers, found {array.type}"
+            f"{'; for ids use a feature of type id' if part.fill is not None else ''}"
         )
     if array.null_count and part.fill is None:
-        raise UserError(f"column '{part.column}' ({part.name}) holds {array.null_count} nulls, and may hold none")
+        raise UserError(
+            f"column '{part.column}' ({part.name}) holds {array.null_count} nulls, and may hold none; drop such rows"
+        )
     values = pc.cast(array, pa.float32(), safe=False)
     if array.null_count:
         values = pc.fill_null(values, part.fill)
@@ -241,7 +247,13 @@ def _float_column(table: pa.Table, part: FloatColumn) -> np.ndarray:
     if not finite.all():
         raise UserError(
             f"column '{part.column}' ({part.name}) holds {numbers[~finite][0]}, and only finite numbers train; "
-            f"write null for an unknown number"
+            f"{'write null for an unknown number' if part.fill is not None else 'drop such rows'}"
+        )
+    other = (numbers != 0) & (numbers != 1)
+    if part.binary and other.any():
+        raise UserError(
+            f"column '{part.column}' ({part.name}) holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or "
+            f"1; write such a column, as scripts/prepare_data.py csv --label 'rating>=4' does"
         )
     return numbers
 
@@ -249,5 +261,5 @@ def _float_column(table: pa.Table, part: FloatColumn) -> np.ndarray:
 def _weights(table: pa.Table, part: FloatColumn) -> np.ndarray:
     weights = _float_column(table, part)
     if weights.size and weights.min() < 0:
-        raise UserError(f"column '{part.column}' (weight) holds {weights.min()}, and a weight is 0 or more")
+        raise UserError(f"column '{part.column}' ({part.name}) holds {weights.min()}, and a weight is 0 or more")
     return weights

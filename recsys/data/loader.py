@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -91,14 +91,16 @@ class Loader:
         if self._options.num_threads == 0:
             yield from self._produce(position, num_epochs, self._read_now)
             return
-        with ThreadPoolExecutor(self._options.num_threads, "decode") as pool:
-
-            def read_ahead(window: Window) -> "Future[Columns]":
-                return pool.submit(self._read, window)
-
-            batches = self._produce(position, num_epochs, read_ahead)
-            with closing(_ReadAhead(batches, self._options.prefetch_batches, self._options.pin_device)) as ahead:
-                yield from ahead
+        pool = ThreadPoolExecutor(self._options.num_threads, "decode")
+        batches = self._produce(position, num_epochs, lambda window: pool.submit(self._read, window))
+        ahead = _ReadAhead(batches, self._options.prefetch_batches, self._options.pin_device)
+        try:
+            yield from ahead
+        finally:
+            # The pool first, so that nobody waits for windows that nobody needs any more.
+            pool.shutdown(wait=False, cancel_futures=True)
+            ahead.close()
+            pool.shutdown()
 
     def _stream_rows(self) -> list[int]:
         return self._order(0).stream_rows()
@@ -141,15 +143,14 @@ class Loader:
         return Position(position.epoch, consumed, position.rows_before)
 
     def _read(self, window: Window) -> Columns:
-        table = pa.concat_tables(
-            [self._reader.read(segment) for segment in window.segments], promote_options="permissive"
-        )
+        tables = [self._reader.read(segment) for segment in window.segments]
         permutation = window.permutation()
-        if permutation is not None:
-            table = table.take(pa.array(permutation))
         try:
+            table = pa.concat_tables(tables, promote_options="permissive")
+            if permutation is not None:
+                table = table.take(pa.array(permutation))
             return convert(table, self._spec)
-        except UserError as error:
+        except (UserError, pa.ArrowException) as error:
             files = sorted({segment.path for segment in window.segments})
             raise UserError(f"{error} (in {', '.join(files[:3])}{' …' if len(files) > 3 else ''})") from error
 

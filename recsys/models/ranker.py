@@ -7,7 +7,7 @@ from torch import nn
 from recsys.config import DLRMConfig
 from recsys.config.schema import Interaction
 from recsys.data.batch import Batch
-from recsys.models.task import Pooled, Task, mlp
+from recsys.models.task import Pooled, RowDropout, Task, mlp
 
 
 class DLRM(nn.Module):
@@ -18,10 +18,13 @@ class DLRM(nn.Module):
         num_floats: float features; with any, the bottom MLP makes one more vector of them.
     """
 
+    pairs: torch.Tensor
+
     def __init__(self, config: DLRMConfig, features: list[str], num_floats: int, dim: int) -> None:
         super().__init__()
         self.features = features
         self.bottom = mlp(num_floats, config.bottom_mlp, dim, config.dropout) if num_floats else None
+        self.embedding_dropout = RowDropout(config.embedding_dropout)
         num_vectors = len(features) + (num_floats > 0)
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.keep_vectors = config.interaction is Interaction.dot_and_embeddings
@@ -32,7 +35,8 @@ class DLRM(nn.Module):
 
     def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows]."""
-        vectors = [pooled[name] for name in self.features]
+        embeddings = self.embedding_dropout(torch.cat([pooled[name] for name in self.features], dim=1))
+        vectors = list(embeddings.chunk(len(self.features), dim=1))
         if self.bottom is not None:
             vectors.insert(0, self.bottom(floats))
         stacked = torch.stack(vectors, dim=1)  # [rows, vectors, dim]

@@ -1,10 +1,11 @@
 """Two-tower retrieval with in-batch sampled softmax."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_gather
 
 from recsys.config import TwoTowerConfig
 from recsys.data.batch import Batch
@@ -13,6 +14,8 @@ from recsys.models.task import Pooled, Task, mlp
 
 class Tower(nn.Module):
     """An MLP over the concatenated pooled embeddings and floats of one side."""
+
+    floats: torch.Tensor
 
     def __init__(self, features: dict[str, int], floats: list[int], hidden: list[int], config: TwoTowerConfig) -> None:
         super().__init__()
@@ -77,7 +80,7 @@ class RetrievalTask(Task):
     def loss(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         users, items = outputs
         keys = _first_ids(batch, self.item_id)
-        everyones_items = torch.cat(all_gather(items))
+        everyones_items = _GatherRows.apply(items)
         others_keys = _gather(torch.where(batch.weights > 0, keys, -1))
         own = torch.arange(len(users), device=users.device) + dist.get_rank() * len(users)
 
@@ -96,6 +99,20 @@ def _first_ids(batch: Batch, feature: str) -> torch.Tensor:
     padded = torch.cat([jagged.values(), jagged.values().new_full((1,), -1)])
     first = jagged.offsets()[:-1].long().clamp(max=len(padded) - 1)
     return torch.where(jagged.lengths() > 0, padded[first], -1)
+
+
+class _GatherRows(torch.autograd.Function):
+    """The rows of all ranks, in order of rank; the gradient of a row is summed over the ranks that used it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return _gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,36 @@
+"""Configs load, and what a run saves loads back to the same."""
+
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+from recsys.config import DataType, ShardingChoice, load_config, save_config
+
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_is_saved_whole(path: Path, tmp_path: Path) -> None:
+    config = load_config(path, ["data.train=[a.parquet, b]", "run.name=mine"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_the_command_line_wins_over_debug_and_debug_over_the_file() -> None:
+    path = ROOT / "configs" / "dlrm_sample.yaml"
+    config = load_config(path, ["train.max_steps=7", "tables.user.data_type=FP16"], debug=True)
+    assert config.debug and config.data.num_threads == 0 and config.data.max_rows == 20_000
+    assert config.train.max_steps == 7 and config.train.log_every_steps == 10
+    assert config.tables["user"].data_type is DataType.FP16
+    assert load_config(path).train.log_every_steps == 10 and load_config(path).data.num_threads == 2
+
+
+def test_values_are_yaml(tmp_path: Path) -> None:
+    path = ROOT / "configs" / "dlrm_sample.yaml"
+    overrides = ["data.valid=null", "data.test=", "model.top_mlp=[8, 4]", "optimizer.dense.learning_rate=1e-2"]
+    config = load_config(path, [*overrides, "tables.item.sharding_type=row_wise"])
+    assert config.data.valid is None and config.data.test is None and config.model.top_mlp == [8, 4]
+    assert config.optimizer.dense.learning_rate == 0.01
+    assert config.tables["item"].sharding_type is ShardingChoice.row_wise
+    assert config.run.name == "dlrm_sample"

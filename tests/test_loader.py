@@ -1,0 +1,377 @@
+"""The loader: every row once, the same global batches for any ranks and threads, resume anywhere, orderly ends."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import recsys.data.loader as loader_module
+from recsys.data.batch import Batch
+from recsys.data.collate import BatchSpec, Columns, FloatColumn, IdColumn
+from recsys.data.loader import Loader, LoaderOptions
+from recsys.data.order import Position, Window
+from recsys.data.parquet import Dataset, SegmentReader, open_dataset
+from recsys.errors import UserError
+from recsys.id_mapping import IdentityMapping
+
+IDENTITY = IdentityMapping(1 << 20)
+SPEC = BatchSpec(
+    ids=[IdColumn("row", "row", IDENTITY), IdColumn("history", "history", IDENTITY)],
+    floats=[FloatColumn("half", "half")],
+    label=FloatColumn("label", "label", None),
+)
+OPTIONS = LoaderOptions(
+    seed=1, shuffle=True, num_streams=8, window_bytes=400, num_threads=0, prefetch_batches=2, pin_device=None
+)
+
+
+def table(first: int, count: int) -> pa.Table:
+    """Rows that can be told apart, with all that follows from their number."""
+    numbers = range(first, first + count)
+    return pa.table(
+        {
+            "row": pa.array(numbers, pa.int64()),
+            "history": pa.array([list(range(n, n + n % 4)) for n in numbers], pa.list_(pa.int64())),
+            "half": pa.array([n / 2 for n in numbers], pa.float64()),
+            "label": pa.array([n % 2 for n in numbers], pa.int8()),
+        }
+    )
+
+
+def write(folder: Path, sizes: list[list[int]]) -> Dataset:
+    """Write files with row groups of these sizes; the rows are numbered through."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = 0
+    for f, file_sizes in enumerate(sizes):
+        with pq.ParquetWriter(folder / f"part-{f:03}.parquet", table(0, 0).schema) as writer:
+            for rows in file_sizes:
+                writer.write_table(table(first, rows))
+                first += rows
+    return open_dataset("data.train", str(folder), dict.fromkeys(SPEC.columns(), "key"))
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Dataset:
+    """101 rows in five row groups of three files."""
+    return write(tmp_path_factory.mktemp("data"), [[40, 0, 13], [1], [30, 17]])
+
+
+STARTS = (0, 40, 53, 54, 84)  # its row groups' first rows
+
+
+@dataclass(frozen=True)
+class Row:
+    number: int
+    history: tuple[int, ...]
+    half: float
+    label: float
+
+
+def rows(batch: Batch) -> list[Row | None]:
+    """The rows of a batch, None for fill."""
+    number, history = (batch.ids[key].to_dense() for key in ("row", "history"))
+    result: list[Row | None] = []
+    for i, weight in enumerate(batch.weights.tolist()):
+        if weight:
+            half, label = float(batch.floats[i, 0]), float(batch.labels[i])
+            result.append(Row(int(number[i]), tuple(history[i].tolist()), half, label))
+        else:
+            assert len(number[i]) == len(history[i]) == batch.floats[i].sum() == batch.labels[i] == 0
+            result.append(None)
+    assert sum(row is not None for row in result) == batch.num_rows
+    return result
+
+
+def numbers(batch: Batch) -> list[int]:
+    return [row.number for row in rows(batch) if row]
+
+
+def build(dataset: Dataset, size: int, rank: int = 0, world_size: int = 1, **changes: Any) -> Loader:
+    return Loader(dataset, SPEC, replace(OPTIONS, **changes), size, rank, world_size)
+
+
+def read(dataset: Dataset, size: int, epochs: int = 1, **changes: Any) -> list[Batch]:
+    return list(islice(build(dataset, size, **changes).batches(num_epochs=epochs), 1000))
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith(("decode", "read-ahead"))}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert not threads()
+
+
+LAYOUTS = [
+    ([[1]], 8, 8, 400),  # row-group sizes of each file, streams, batch size, window bytes
+    ([[1], [1], [1]], 8, 16, 1),
+    ([[0], [5], [0, 0, 2]], 4, 4, 1),
+    ([[17]], 1, 1, 100),
+    ([[40, 13], [1], [30, 17]], 4, 64, 1 << 30),
+    ([[20, 20], [23]], 3, 6, 300),
+    ([[3]], 5, 500, 50),
+]
+
+
+@pytest.mark.parametrize(("sizes", "num_streams", "size", "window_bytes"), LAYOUTS)
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_row_of_an_epoch_once(tmp_path, sizes, num_streams, size, window_bytes, shuffle):
+    dataset = write(tmp_path, sizes)
+    total = sum(map(sum, sizes))
+    changes = {"num_streams": num_streams, "window_bytes": window_bytes, "shuffle": shuffle}
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    epoch = 0
+    for batch in read(dataset, size, epochs=2, **changes):
+        assert len(batch.weights) == size
+        seen[epoch] += numbers(batch)
+        epoch = batch.position.epoch
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(total))
+
+
+def test_rows_keep_together(dataset):
+    for batch in read(dataset, 16):
+        for row in filter(None, rows(batch)):
+            n = row.number
+            assert row == Row(n, tuple(range(n, n + n % 4)), n / 2, n % 2)
+
+
+def test_rows_come_in_the_canonical_order(dataset):
+    loader = build(dataset, 16)
+    first = {(group.path, group.index): start for group, start in zip(dataset.row_groups, STARTS, strict=True)}
+    streams: list[list[int]] = []
+    for v in range(8):
+        streams.append([])
+        for window in loader._order(0).windows(v):
+            found = [first[s.path, s.row_group] + row for s in window.segments for row in range(s.start, s.stop)]
+            streams[v] += [found[i] for i in np.array(window.permutation())]
+    for step, batch in enumerate(loader.batches()):
+        assert numbers(batch) == [number for each in streams for number in each[2 * step : 2 * step + 2]]
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_ranks_share_the_global_batches_of_one_rank(dataset, world_size):
+    alone = read(dataset, 16, epochs=2)
+    ranks = [read(dataset, 16, epochs=2, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for step, whole in enumerate(alone):
+        shares = [ranks[rank][step] for rank in range(world_size)]
+        assert [len(share.weights) for share in shares] == [16 // world_size] * world_size
+        assert [row for share in shares for row in rows(share)] == rows(whole)
+        assert {share.position for share in shares} == {whole.position}
+    assert {len(each) for each in ranks} == {len(alone)}
+
+
+def test_threads_change_nothing(dataset):
+    reference = read(dataset, 16, epochs=2)
+    for num_threads, prefetch in [(1, 0), (1, 1), (2, 4), (8, 100)]:
+        found = read(dataset, 16, epochs=2, num_threads=num_threads, prefetch_batches=prefetch)
+        assert [rows(batch) for batch in found] == [rows(batch) for batch in reference]
+        assert [batch.position for batch in found] == [batch.position for batch in reference]
+
+
+def test_every_batch_takes_an_equal_slice_of_every_stream(dataset):
+    batches = read(dataset, 16, shuffle=False)
+    bounds = [dataset.num_rows * v // 8 for v in range(9)]
+    for step, batch in enumerate(batches[:-1]):
+        expected = [bounds[v] + 2 * step + i for v in range(8) for i in range(2)]
+        assert numbers(batch) == expected
+
+
+def test_epochs_and_seeds_have_orders_of_their_own(dataset):
+    def order(**changes: Any) -> list[list[int]]:
+        return [numbers(batch) for batch in read(dataset, 16, epochs=2, **changes)]
+
+    first = order()
+    half = len(first) // 2
+    assert first[:half] != first[half:]
+    assert first == order()
+    assert not {tuple(each) for each in first} & {tuple(each) for each in order(seed=2)}
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_resume_from_every_position(dataset, num_threads):
+    loader = build(dataset, 16)
+    whole = list(loader.batches(num_epochs=3))
+    for step in range(len(whole)):
+        again = build(dataset, 16, num_threads=num_threads)
+        with closing(again.batches(whole[step].position, num_epochs=3)) as batches:
+            expected = whole[step + 1 :] if num_threads == 0 else whole[step + 1 : step + 3]
+            for batch, found in zip(expected, batches, strict=num_threads == 0):
+                assert rows(found) == rows(batch)
+                assert found.position == batch.position
+
+
+def test_resume_on_other_ranks(dataset):
+    whole = read(dataset, 16, epochs=2)
+    position = whole[3].position
+    ranks = [list(build(dataset, 16, rank, 4).batches(position, 2)) for rank in range(4)]
+    assert [[row for share in shares for row in rows(share)] for shares in zip(*ranks, strict=True)] == [
+        rows(batch) for batch in whole[4:]
+    ]
+
+
+def test_resume_decodes_only_the_windows_it_stands_in(dataset, monkeypatch):
+    loader = build(dataset, 8, window_bytes=1)
+    positions = [batch.position for batch in loader.batches()][:-1]
+    order = loader._order(0)
+    windows = [(v, window) for v in range(8) for window in order.windows(v)]
+    read_windows = []
+    original = Loader._read
+
+    def count(self: Loader, window: Window) -> Columns:
+        read_windows.append(window)
+        return original(self, window)
+
+    monkeypatch.setattr(Loader, "_read", count)
+    for position in positions:
+        read_windows.clear()
+        list(loader.batches(position))
+        left = [window for v, window in windows if window.start + window.num_rows > position.consumed[v]]
+        assert sorted(map(repr, read_windows)) == sorted(map(repr, left))
+    assert len(left) < len(windows)
+
+
+@pytest.mark.parametrize("size", [8, 16, 104, 800])
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_steps_left_are_those_that_come(dataset, size, world_size):
+    loader = build(dataset, size, 0, world_size)
+    batches = list(loader.batches(num_epochs=3))
+    assert loader.steps_left(loader.start(), 3) == len(batches)
+    for step, batch in enumerate(batches):
+        assert loader.steps_left(batch.position, 3) == len(batches) - step - 1
+        assert loader.steps_left(batch.position, 1) == max(0, len(batches) // 3 - step - 1)
+    assert not list(loader.batches(batches[-1].position, 3))
+
+
+def test_position_counts_trained_rows_only(dataset):
+    loader = build(dataset, 16, num_threads=2, prefetch_batches=8)
+    trained = 0
+    with closing(loader.batches(num_epochs=2)) as batches:
+        for batch in batches:
+            trained += batch.num_rows
+            assert batch.position.num_rows == trained
+    assert trained == 2 * dataset.num_rows
+    assert batch.position == Position(2, (0,) * 8, rows_before=202)
+
+
+def test_tail_is_fill(dataset):
+    last = read(dataset, 16)[-1]
+    assert 0 < last.num_rows == 101 - 16 * 6
+    assert rows(last).count(None) == 16 - last.num_rows
+    assert last.weights.tolist() == [float(row is not None) for row in rows(last)]
+
+
+def test_a_rank_without_rows_takes_as_many_steps(tmp_path):
+    dataset = write(tmp_path, [[3]])
+    ranks = [read(dataset, 8, epochs=2, rank=rank, world_size=8) for rank in range(8)]
+    assert {len(each) for each in ranks} == {2}
+    assert sorted(sum(batch.num_rows for batch in each) for each in ranks) == [0] * 5 + [2] * 3
+
+
+def test_max_rows(tmp_path):
+    write(tmp_path, [[10], [10]])
+    dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(SPEC.columns(), "key"), max_rows=13)
+    assert sorted(n for batch in read(dataset, 8) for n in numbers(batch)) == list(range(13))
+
+
+@pytest.mark.parametrize(("world_size", "streams"), [(3, 9), (16, 16), (7, 14)])
+def test_streams_that_do_not_divide_over_the_ranks(dataset, world_size, streams):
+    with pytest.raises(UserError, match=rf"multiple of the number of ranks.*use data.num_streams={streams}$"):
+        build(dataset, 16, 0, world_size)
+
+
+# Threads
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+@pytest.mark.parametrize("prefetch", [1, 100])
+def test_closing_early_ends_all_threads(dataset, taken, prefetch):
+    batches = build(dataset, 8, num_threads=3, prefetch_batches=prefetch).batches(num_epochs=10)
+    for _ in range(taken):
+        next(batches)
+    assert bool(threads()) == (taken > 0)
+    batches.close()
+    assert not threads()
+    assert not list(batches)
+
+
+def test_closing_gives_up_windows_that_wait_for_a_thread(dataset, monkeypatch):
+    second_epoch = []
+    started = threading.Event()
+    original = Loader._read
+
+    def slow(self: Loader, window: Window) -> Columns:
+        if window.seed and window.seed[1] == 1:
+            second_epoch.append(window)
+            started.set()
+            time.sleep(0.1)
+        return original(self, window)
+
+    monkeypatch.setattr(Loader, "_read", slow)
+    batches = build(dataset, 104, num_threads=1).batches(num_epochs=2)
+    next(batches)
+    assert started.wait(10)
+    batches.close()
+    assert not threads()
+    assert len(second_epoch) <= 2, "of eight or more"
+
+
+@pytest.mark.parametrize(("prefetch", "ahead"), [(0, 1), (1, 1), (3, 3)])
+def test_reading_ahead_is_bounded(dataset, monkeypatch, prefetch, ahead):
+    collated = []
+    original = loader_module.collate
+
+    def count(*args: Any) -> Batch:
+        collated.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(loader_module, "collate", count)
+    expected = 1 + ahead + 1  # one taken, those in the queue, one on its way into it
+    with closing(build(dataset, 8, num_threads=2, prefetch_batches=prefetch).batches()) as batches:
+        next(batches)
+        deadline = time.monotonic() + 5
+        while len(collated) < expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert len(collated) == expected
+    assert len(collated) <= expected + 1, "closing ends the work, not only its use"
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_error_in_a_worker_comes_out_of_next(tmp_path, num_threads):
+    dataset = write(tmp_path, [[40], [40]])
+    small = IdentityMapping(60)
+    spec = replace(SPEC, ids=[IdColumn("row", "row", small), IdColumn("history", "history", IDENTITY)])
+    options = replace(OPTIONS, num_threads=num_threads, shuffle=False, num_streams=1)
+    batches = Loader(dataset, spec, options, 20).batches()
+    if num_threads:  # without threads the next window is read together with the first
+        assert [len(next(batches).weights) for _ in range(2)] == [20, 20]
+    with pytest.raises(UserError, match=r"column 'row' .*id 60 is outside .*\(in .*part-001.parquet\)"):
+        list(batches)
+    assert not threads()
+    assert not list(batches)
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_other_errors_come_out_as_they_are(dataset, monkeypatch, num_threads):
+    monkeypatch.setattr(SegmentReader, "read", lambda self, segment: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(build(dataset, 8, num_threads=num_threads).batches())
+
+
+def test_damaged_file_comes_out_of_next(tmp_path):
+    dataset = write(tmp_path, [[40], [40]])
+    path = dataset.row_groups[1].path
+    Path(path).write_bytes(Path(path).read_bytes()[:50])
+    with pytest.raises(UserError, match=f"row group 0 of '{path}' cannot be read"):
+        list(build(dataset, 8, num_threads=2).batches())

@@ -1,0 +1,126 @@
+"""Optimizers as the config asks for them, and the learning rate by the step alone."""
+
+import math
+
+import pytest
+import torch
+from torchrec.optim.optimizers import SGD as TableSGD
+from torchrec.optim.optimizers import Adagrad as TableAdagrad
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from recsys.config import OptimizerConfig, Schedule
+from recsys.config.schema import DenseOptimizer, ScheduleConfig, TableOptimizer
+from recsys.optim import LearningRate, attach_table_optimizer, build_dense_optimizer
+
+
+class Fused(torch.optim.SGD):
+    """Stands for torchrec's fused optimizer: the rate that it trains with is the one at its last step()."""
+
+    def step(self, closure=None):
+        self.rates = [group["lr"] for group in self.param_groups]
+
+
+def parameters(count: int = 1) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2, 4)) for _ in range(count)]
+
+
+def build(num_steps: int, **schedule) -> tuple[LearningRate, Fused, torch.optim.Optimizer]:
+    config = OptimizerConfig(schedule=ScheduleConfig(**schedule))
+    config.tables.learning_rate, config.dense.learning_rate = 0.5, 0.01
+    fused = Fused([{"params": [each]} for each in parameters(2)], lr=99.0)
+    dense = torch.optim.Adam([{"params": [each]} for each in parameters(2)], lr=99.0)
+    return LearningRate(config, num_steps, fused, dense), fused, dense
+
+
+def factors(num_steps: int, count: int, **schedule) -> list[float]:
+    rate = build(num_steps, **schedule)[0]
+    return [rate.factor(step) for step in range(count)]
+
+
+def test_constant():
+    assert factors(10, 12) == [1] * 12
+    assert factors(10, 6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_linear():
+    expected = [1, 0.75, 0.5, 0.25, 0, 0]
+    assert factors(5, 6, name=Schedule.linear) == pytest.approx(expected)
+    expected = [0.5, 1, 1, 0.85, 0.7, 0.55, 0.4, 0.4]
+    assert factors(7, 8, name=Schedule.linear, warmup_steps=2, final_factor=0.4) == pytest.approx(expected)
+
+
+def test_cosine():
+    half = math.sqrt(0.5)
+    expected = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0, 0]
+    assert factors(5, 6, name=Schedule.cosine) == pytest.approx(expected)
+    expected = [1 / 3, 2 / 3, 1, 1, 0.6, 0.2, 0.2]
+    assert factors(6, 7, name=Schedule.cosine, warmup_steps=3, final_factor=0.2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", list(Schedule))
+def test_short_runs(name):
+    assert factors(1, 1, name=name) == [1]
+    assert factors(3, 3, name=name, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3])
+    assert factors(3, 3, name=name, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_set_reaches_every_group_of_both_optimizers():
+    rate, fused, dense = build(5, name=Schedule.linear)
+    rate.set(1)
+    assert fused.rates == pytest.approx([0.375, 0.375])
+    assert [group["lr"] for group in dense.param_groups] == pytest.approx([0.0075, 0.0075])
+
+
+def test_set_depends_on_the_step_alone():
+    rate, fused, dense = build(9, name=Schedule.cosine, warmup_steps=2)
+    uninterrupted = []
+    for step in range(9):
+        rate.set(step)
+        uninterrupted.append((fused.rates, [group["lr"] for group in dense.param_groups]))
+    for step in reversed(range(9)):
+        resumed, other_fused, other_dense = build(9, name=Schedule.cosine, warmup_steps=2)
+        for each, fused_part, dense_part in ((rate, fused, dense), (resumed, other_fused, other_dense)):
+            each.set(step)
+            assert (fused_part.rates, [group["lr"] for group in dense_part.param_groups]) == uninterrupted[step]
+
+
+TABLE_OPTIMIZERS = {
+    TableOptimizer.rowwise_adagrad: (RowWiseAdagrad, {"lr": 0.2, "eps": 1e-3}),
+    TableOptimizer.adagrad: (TableAdagrad, {"lr": 0.2, "eps": 1e-3}),
+    TableOptimizer.sgd: (TableSGD, {"lr": 0.2}),
+}
+
+
+@pytest.mark.parametrize("name", list(TableOptimizer))
+def test_table_optimizer_of_each_table(name):
+    config = OptimizerConfig()
+    config.tables.name, config.tables.learning_rate, config.tables.eps = name, 0.2, 1e-3
+    tables = parameters(2)
+    attach_table_optimizer(iter(tables), config)
+    # What torchrec reads when it shards the tables.
+    marks = [vars(table) for table in tables]
+    kind, settings = TABLE_OPTIMIZERS[name]
+    for mark in marks:
+        assert mark["_optimizer_classes"] == [kind]
+        assert mark["_optimizer_kwargs"] == [settings]
+    assert marks[0]["_optimizer_kwargs"][0] is not marks[1]["_optimizer_kwargs"][0]
+
+
+DENSE_OPTIMIZERS = {
+    DenseOptimizer.adam: torch.optim.Adam,
+    DenseOptimizer.adamw: torch.optim.AdamW,
+    DenseOptimizer.adagrad: torch.optim.Adagrad,
+    DenseOptimizer.sgd: torch.optim.SGD,
+}
+
+
+@pytest.mark.parametrize("name", list(DenseOptimizer))
+def test_dense_optimizer(name):
+    config = OptimizerConfig()
+    config.dense.name, config.dense.learning_rate, config.dense.weight_decay = name, 0.2, 0.125
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_dense_optimizer(model, config)
+    assert type(optimizer) is DENSE_OPTIMIZERS[name]
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.2, 0.125)
+    assert [id(each) for each in group["params"]] == [id(each) for each in model.parameters()]

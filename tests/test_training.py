@@ -1,0 +1,167 @@
+"""The main job with real processes: one config, the same numbers however it is run, and nothing lost on the way."""
+
+import json
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import ROOT, environment, run_train, train_command
+
+CONFIG = "configs/dlrm_sample.yaml"
+EACH_STEP = ("train.log_every_steps=1", "data.window_mib=1")
+
+
+def train(run_dir: Path, *overrides: str, config: str = CONFIG, nproc: int = 1) -> dict[str, Any]:
+    """Train to the end and return result.json."""
+    done = run_train(config, f"run.dir={run_dir}", *EACH_STEP, *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((run_dir / "result.json").read_text())
+
+
+def lines(run_dir: Path, kind: str = "train") -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record["kind"] == kind]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [record["loss"] for record in lines(run_dir)]
+
+
+def sharded(kind: str) -> list[str]:
+    return [f"tables.{name}.sharding_type={kind}" for name in ("user", "item", "category", "device", "hour")]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 60 steps in one process, dropout on, a checkpoint every 20."""
+    run_dir = tmp_path_factory.mktemp("reference")
+    result = train(run_dir, "train.checkpoint_every_steps=20", "train.keep_checkpoints=9", "model.dropout=0.1")
+    return run_dir, result
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_two_ranks_train_what_one_trains(kind: str, reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    run_dir, alone = reference
+    both = train(tmp_path, "model.dropout=0.1", *sharded(kind), nproc=2)
+    assert len(losses(tmp_path)) == 60
+    torch.testing.assert_close(losses(tmp_path), losses(run_dir), rtol=0, atol=1e-4)
+    for role in ("valid", "test"):
+        torch.testing.assert_close(both["metrics"][role], alone["metrics"][role], rtol=0, atol=1e-4)
+    assert both["rows_seen"] == alone["rows_seen"] == 5 * 3000
+
+
+def test_the_loss_falls(reference: tuple[Path, dict[str, Any]]) -> None:
+    values = losses(reference[0])
+    assert sum(values[-12:]) < sum(values[:12])
+
+
+def test_resumed_equals_uninterrupted(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    run_dir, whole = reference
+    options = ("model.dropout=0.1", "optimizer.schedule.name=constant")
+    train(tmp_path, *options, "train.max_steps=20")
+    resumed = train(tmp_path, *options, "run.resume=true")
+    assert losses(tmp_path) == losses(run_dir)
+    assert resumed["metrics"] == whole["metrics"]
+    assert [record["rows"] for record in lines(tmp_path)] == [record["rows"] for record in lines(run_dir)]
+
+
+def test_trained_on_two_goes_on_on_one(tmp_path: Path) -> None:
+    before = train(tmp_path, "train.max_steps=30", *sharded("row_wise"), nproc=2)
+    after = train(tmp_path, "train.max_steps=30", "run.resume=true")
+    assert after["steps"] == 30
+    torch.testing.assert_close(after["metrics"], before["metrics"], rtol=0, atol=1e-6)
+
+
+def test_optimizer_state_survives_another_plan(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    train(tmp_path, "model.dropout=0.1", "train.max_steps=20", *sharded("row_wise"), nproc=2)
+    train(tmp_path, "model.dropout=0.1", "run.resume=true", *sharded("table_wise"), nproc=2)
+    torch.testing.assert_close(losses(tmp_path), losses(reference[0]), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_other_table_optimizers_resume(optimizer: str, tmp_path: Path) -> None:
+    options = (f"optimizer.tables.name={optimizer}", "train.max_steps=12")
+    train(tmp_path / "whole", *options)
+    train(tmp_path / "parts", *options, "train.max_steps=6", nproc=2)
+    train(tmp_path / "parts", *options, "run.resume=true")
+    torch.testing.assert_close(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=0, atol=1e-4)
+
+
+def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
+    schedule = ("optimizer.schedule.name=linear", "optimizer.schedule.warmup_steps=5", "train.epochs=10")
+    arguments = (CONFIG, f"run.dir={tmp_path / 'stopped'}", *EACH_STEP, *schedule)
+    process = subprocess.Popen(
+        train_command(*arguments, nproc=2), cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and int(line.split()[1].split("/")[0]) >= 7:
+            break
+    process.send_signal(signal.SIGTERM)
+    process.stdout.read()
+    assert process.wait(timeout=60) != 0
+    result = json.loads((tmp_path / "stopped" / "result.json").read_text())
+    assert result["status"] == "stopped" and 7 <= result["steps"] < 120
+    train(tmp_path / "stopped", *schedule, "run.resume=true", nproc=2)
+    train(tmp_path / "whole", *schedule, nproc=2)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def test_warm_start_keeps_weights_and_begins_the_data_anew(
+    reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    run_dir, yesterday = reference
+    still = ("optimizer.dense.learning_rate=0", "optimizer.tables.learning_rate=0", "train.global_batch_size=504")
+    warm = train(tmp_path, "data.train=data/sample/valid", "train.epochs=1", f"train.init_from={run_dir}", *still)
+    assert warm["steps"] == 1 and warm["rows_seen"] == 500
+    assert losses(tmp_path) == pytest.approx([yesterday["metrics"]["valid"]["log_loss"]], abs=1e-5)
+
+
+def test_memory_reports_predict_what_is_measured(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    train(tmp_path, "train.max_steps=3", *sharded("row_wise"), nproc=2)
+    reports = [json.loads((tmp_path / "memory" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+    for report in reports:
+        assert report["totals"]["predicted"] == report["totals"]["measured"]
+        assert report["tables"]["predicted"] == report["tables"]["measured"]
+        assert report["process"]["peak_rss_bytes"] >= report["process"]["rss_bytes"] > 50 << 20
+    weights = sum(report["totals"]["measured"]["table_weight_bytes"] for report in reports)
+    assert weights == 8 * (1000 * 4 + 1000 * 2 + 100 * 4 + 20 * 4 + 24 * 4)
+    state = sum(report["totals"]["measured"]["table_optimizer_bytes"] for report in reports)
+    assert state == 4 * (1000 + 1000 + 100 + 20 + 24)
+    page = (tmp_path / "memory" / "report.md").read_text()
+    assert "rank 0" in page and "rank 1" in page and "peak rss" in page
+
+
+def test_run_directory_holds_what_the_readme_says(reference: tuple[Path, dict[str, Any]]) -> None:
+    run_dir, result = reference
+    for name in ("config.yaml", "metrics.jsonl", "memory/rank_0.json", "logs/rank_0.log"):
+        assert (run_dir / name).stat().st_size > 0
+    assert (run_dir / "checkpoints" / "latest").read_text().strip() == "step-000000060"
+    assert result["status"] == "done" and result["steps"] == 60 and result["samples_per_s"] > 0
+    assert 0 <= result["wait_share"] <= 1 and result["versions"]["torchrec"]
+
+
+def test_debug_mode_is_one_short_plain_process(tmp_path: Path) -> None:
+    result = train(tmp_path, "--debug", "train.max_steps=12")
+    assert result["steps"] == 12
+    train(tmp_path / "normal", "train.max_steps=12")
+    assert losses(tmp_path) == losses(tmp_path / "normal")
+
+
+def test_early_stop_tests_the_best(tmp_path: Path) -> None:
+    stop = ("train.early_stop.metric=auc", "train.early_stop.patience=2", "train.eval_every_steps=6")
+    result = train(tmp_path, *stop, "train.epochs=40", "optimizer.dense.learning_rate=0.03")
+    evaluations = lines(tmp_path, "valid")
+    best = max(evaluations, key=lambda record: record["auc"])
+    assert result["best_step"] == best["step"]
+    assert result["steps"] == best["step"] + 2 * 6 < 480
+    assert result["metrics"]["valid"]["auc"] == best["auc"]
+
+
+@pytest.mark.slow
+def test_a_hundred_short_runs_end_in_order(tmp_path: Path) -> None:
+    for number in range(100):
+        train(tmp_path / str(number), "train.max_steps=2", nproc=2)
