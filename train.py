@@ -37,7 +37,7 @@ def main() -> int:
     parser = _Parser(
         prog="train.py", description=__doc__, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/quickstart.yaml")
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     parser.add_argument("--debug", action="store_true", help="single-device debug mode")
     try:

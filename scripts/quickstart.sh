@@ -19,7 +19,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 run=runs/quickstart
 echo "quickstart: training with $ranks process(es)"
 # The address because torchrun otherwise asks the network for this host's name, and hangs where none knows it.
-torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$ranks" train.py configs/quickstart.yaml \
+torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$ranks" train.py configs/dlrm_movielens.yaml \
     "run.dir=$run" run.overwrite=true "$@"
 
 echo "quickstart: done. Results in $run/result.json, memory by rank in $run/memory/report.md," \
