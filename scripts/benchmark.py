@@ -1,0 +1,71 @@
+"""Measure: train a config with several seeds and write the mean and spread of its test metrics as JSON."""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_seed(config: str, seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
+    """Train one seed in a process of its own and return its result.json."""
+    run_dir = folder / f"seed-{seed}"
+    command = [sys.executable, "train.py", config, *overrides, f"seed={seed}", f"run.dir={run_dir}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return result
+
+
+def summarise(config: str, overrides: list[str], results: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return mean, sample standard deviation and each seed's value of every test metric, with where it was measured."""
+    first = next(iter(results.values()))
+    metrics = {}
+    for name in first["metrics"]["test"]:
+        values = [result["metrics"]["test"][name] for result in results.values()]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        metrics[name] = {"mean": statistics.mean(values), "stdev": spread, "values": values}
+    return {
+        "config": config,
+        "overrides": overrides,
+        "seeds": list(results),
+        "test": metrics,
+        "seconds": [result["seconds"] for result in results.values()],
+        "samples_per_s": [result["samples_per_s"] for result in results.values()],
+        "machine": {"processor": platform.machine(), "system": platform.system(), "device": first["device"]},
+        "versions": first["versions"],
+        "git_commit": first["git_commit"],
+    }
+
+
+def main() -> None:
+    """Parse the command line, train each seed, print and write the summary."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    seeds = commands.add_parser("seeds", help="test metrics over seeds")
+    seeds.add_argument("config", metavar="CONFIG")
+    seeds.add_argument("overrides", metavar="key=value", nargs="*")
+    seeds.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    seeds.add_argument("--out", type=Path, help="JSON file to write")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        results = {}
+        for seed in arguments.seeds:
+            results[seed] = run_seed(arguments.config, seed, arguments.overrides, Path(folder))
+            shown = {name: round(value, 4) for name, value in results[seed]["metrics"]["test"].items()}
+            print(f"seed {seed}: {shown}", flush=True)
+    summary = summarise(arguments.config, arguments.overrides, results)
+    for name, values in summary["test"].items():
+        print(f"{name}: {values['mean']:.4f} ± {values['stdev']:.4f}")
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(summary, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
