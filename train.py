@@ -9,11 +9,11 @@ from recsys.versions import check_versions
 
 _EPILOG = """\
 how to start it:
-  torchrun --standalone --nproc_per_node 8 train.py configs/dlrm_movielens.yaml
+  torchrun --standalone --nproc_per_node 8 train.py CONFIG
                                     eight ranks: NCCL and GPUs where there are any, gloo and the CPU otherwise
   python train.py CONFIG            one process
-  python train.py CONFIG --debug    one process, 200 steps on the first 20,000 rows, no threads, nothing
-                                    overlapped, autograd's anomaly checks on: works under pdb and debugpy
+  python train.py CONFIG --debug    one process, 200 steps on the first 20,000 rows, no loader threads,
+                                    nothing overlapped, autograd's anomaly checks on: works under pdb and debugpy
 
 key=value changes any key of the config, the value is YAML:
   train.epochs=3 tables.item.embedding_dim=32 data.train=/logs/2026-11-*/ data.valid=null
@@ -22,7 +22,8 @@ key=value changes any key of the config, the value is YAML:
   run.overwrite=true                replace an earlier run in run.dir
   train.init_from=runs/yesterday    start from that run's weights and optimizers, on new files
 
-SIGTERM, SIGUSR2 or Ctrl-C: save a checkpoint and exit with status 143. Status 0: the job is done.
+SIGTERM, SIGUSR2 or Ctrl-C: save a checkpoint and exit with status 143 (torchrun's own status is then 1, and it
+passes on SIGUSR2 only with --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2). Status 0: the job is done.
 All keys, with their meaning and default: recsys/config/schema.py. The data: data/README.md.
 """
 
@@ -51,6 +52,8 @@ def main() -> int:
 
         return run(config)
     except Exception as error:
+        if "--debug" in sys.argv and not isinstance(error, UserError):
+            raise  # to the debugger
         end_run(error)
 
 

@@ -56,20 +56,30 @@ def open_datasets(config: Config, world: World) -> dict[str, Dataset]:
 
 
 def _check_types(config: Config, datasets: dict[str, Dataset]) -> None:
-    """Refuse ids of one feature that are integers in one dataset and strings in another: they hash differently."""
-    for name in id_features(config):
-        column, kinds = _column(config, name), {}
-        for role, dataset in datasets.items():
-            if column in dataset.columns:
-                kinds[role] = kind = dataset.schema.field(column).type
-                if name == getattr(config.model, "item_id", None) and pa.types.is_nested(kind):
-                    raise UserError(
-                        f"config key 'model.item_id': column '{column}' of data.{role} is {kind}, not one id a row"
-                    )
-        ids = [getattr(kind, "value_type", kind) for kind in kinds.values()]  # of a list or dictionary, its values
-        if len({is_text(kind) for kind in ids if not pa.types.is_null(kind)}) > 1:
-            found = ", ".join(f"{kind} in data.{role}" for role, kind in kinds.items())
-            raise UserError(f"config key 'features.{name}': column '{column}' is {found}; write it with one type")
+    """Refuse a table whose ids are integers in one column and strings in another: they hash to different rows."""
+    for table in config.tables:
+        kinds: dict[str, pa.DataType] = {}  # of the ids; of a list or dictionary, its values
+        for name in id_features(config):
+            if config.features[name].table != table:
+                continue
+            column = _column(config, name)
+            for role, dataset in datasets.items():
+                if column in dataset.columns:
+                    kind = dataset.schema.field(column).type
+                    if name == getattr(config.model, "item_id", None) and pa.types.is_nested(kind):
+                        raise UserError(
+                            f"config key 'model.item_id': column '{column}' of data.{role} is {kind}, not one id a row"
+                        )
+                    kinds[f"'{column}' of data.{role}"] = getattr(kind, "value_type", kind)
+        known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
+        texts = [place for place, kind in known.items() if is_text(kind)]
+        numbers = [place for place in known if place not in texts]
+        if texts and numbers:
+            raise UserError(
+                f"config key 'tables.{table}': its ids are {known[texts[0]]} in column {texts[0]} and "
+                f"{known[numbers[0]]} in column {numbers[0]}; write both with one type (a list: "
+                f"scripts/prepare_data.py csv --list 'NAME=SEPARATOR:int64')"
+            )
 
 
 def _check_first_rows(config: Config, datasets: dict[str, Dataset]) -> None:

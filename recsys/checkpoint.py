@@ -34,7 +34,7 @@ class TrainState:
 
     Attributes:
         step: steps trained; epoch, consumed, rows_before: the data position after them.
-        fingerprint: of the training files; seed: of the run.
+        fingerprint: of the training files; seed, shuffle, window_mib: what the order of the rows depends on besides.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
     """
 
@@ -44,6 +44,8 @@ class TrainState:
     rows_before: int = 0
     fingerprint: str = ""
     seed: int = 0
+    shuffle: bool = True
+    window_mib: int = 0
     evaluated_step: int | None = None
     best_metric: float | None = None
     best_step: int | None = None
@@ -71,9 +73,16 @@ class Tensors:
         }
 
     def load_dense(self, state: dict[str, Any]) -> None:
-        """Set the dense part and its optimizer; the tables' tensors are loaded in place."""
+        """Set the dense part and its optimizer's state; the tables' tensors are loaded in place.
+
+        The optimizer's settings (weight decay …) stay those of this run's config.
+        """
+        groups = self.dense_optimizer.param_groups
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         set_model_state_dict(self.dense, _under("dense/", state))
         set_optimizer_state_dict(self.dense, self.dense_optimizer, _under("dense_optimizer/", state), options=_OPTIONS)
+        for group, setting in zip(self.dense_optimizer.param_groups, settings, strict=True):
+            group.update(setting)
 
 
 class Checkpoints:
@@ -108,15 +117,18 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
-        return self.folder / f"step-{step:09d}"
+        return self.folder / _name(step)
 
     def _commit(self, aside: Path, final: Path, state: TrainState) -> None:
         with (aside / _STATE_FILE).open("w") as file:
             json.dump(dataclasses.asdict(state), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        shutil.rmtree(final, ignore_errors=True)
+        old = final.with_name(final.name + ".old.tmp")
+        if final.exists():  # the same step again, with a later evaluation in its state
+            final.rename(old)
         aside.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
         marker = self.folder / (_LATEST + ".tmp")
         marker.write_text(final.name + "\n")
         marker.replace(self.folder / _LATEST)
@@ -127,7 +139,7 @@ class Checkpoints:
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """Return the checkpoint that train.init_from names: itself, or the newest one of a run directory.
+    """Return the checkpoint that train.init_from names: itself, or of a run directory the best, else the newest.
 
     Raises:
         UserError: there is none.
@@ -141,7 +153,12 @@ def find_checkpoint(path: str | Path) -> Path:
         raise UserError(
             f"config key 'train.init_from': '{path}' {what}; name a run directory or one of its checkpoints/step-*"
         )
-    return found[-1]
+    best = read_state(found[-1]).best_step
+    return next((each for each in found if best is not None and each.name == _name(best)), found[-1])
+
+
+def _name(step: int) -> str:
+    return f"step-{step:09d}"
 
 
 def read_state(path: Path) -> TrainState:

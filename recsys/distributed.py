@@ -93,6 +93,7 @@ def _constraints(config: Config, table: str) -> ParameterConstraints:
         sharding_types=types,
         compute_kernels=[EmbeddingComputeKernel.FUSED.value],
         pooling_factors=[1.0] * num_features,
+        stochastic_rounding=False,  # on GPUs the default, and what it draws depends on the plan
     )
 
 

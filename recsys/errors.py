@@ -58,7 +58,8 @@ def end_run(error: Exception) -> NoReturn:
     print(text + "\n", end="", file=sys.stderr)  # in one piece, since all ranks write to the same place
     log = logging.getLogger("recsys")
     if log.level:  # the run's log is open; before, a library's handler would print the text a second time
-        log.error(text)
+        # In the file the whole story, also of a collective that broke.
+        log.error(text, exc_info=error if isinstance(error, LostPeerError) else None)
     write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
     logging.shutdown()
     sys.stdout.flush()

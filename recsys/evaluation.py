@@ -1,6 +1,6 @@
 """Evaluation of the model on a dataset, through the same sharded tables."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import torch
@@ -15,20 +15,29 @@ from recsys.pipeline import build_pipeline
 from recsys.process_group import World
 
 
+class EvaluationStopped(Exception):
+    """A signal ended an evaluation before its last batch."""
+
+
 class Evaluation:
     """Evaluates a model on datasets; reads the item corpus of a retrieval model once."""
 
     def __init__(self, config: Config, datasets: dict[str, Dataset], world: World) -> None:
         self._config, self._datasets, self._world = config, datasets, world
         self._corpus = None
+        self._stop_requested: Callable[[], bool] = lambda: False
         if isinstance(config.model, TwoTowerConfig) and "items" in datasets:
             self._corpus = world.agree(lambda: read_corpus(config, datasets["items"]))
 
-    def run(self, model: DistributedModelParallel, role: str) -> dict[str, float]:
+    def run(self, model: DistributedModelParallel, role: str, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Return the metrics of a dataset over all ranks.
 
         The model must be its own: a training pipeline that rewrote it is detached before.
+
+        Raises:
+            EvaluationStopped: on every rank, soon after `stop_requested` says so on any.
         """
+        self._stop_requested = stop_requested
         model.eval()
         try:
             with torch.no_grad():
@@ -61,5 +70,11 @@ class Evaluation:
         pipeline = build_pipeline(model, optimizer, self._world.device, self._config.debug)
         with closing(loader.batches()) as batches:
             for _ in range(loader.steps_left(loader.start(), 1)):
+                self._stop_if_requested()
                 yield pipeline.progress(batches)
         pipeline.detach()
+
+    def _stop_if_requested(self) -> None:
+        # Evaluation may outlast the time between a signal and the kill that follows it.
+        if self._world.sum(torch.tensor(float(self._stop_requested()))) > 0:
+            raise EvaluationStopped

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import subprocess
 import sys
 import time
@@ -40,20 +41,55 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-class MetricsWriter:
-    """Appends one JSON object a line to metrics.jsonl; does nothing on ranks that have no path."""
+def to_json(values: Any, indent: int | None = None) -> str:
+    """Return JSON, with null for numbers that it does not know (NaN and infinity)."""
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("a") if path else None
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
+class MetricsWriter:
+    """Appends one JSON object a line to metrics.jsonl; does nothing on ranks that have no path.
+
+    Args:
+        step: where the run goes on; lines of later steps, from before a crash, are dropped.
+    """
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._file = None
+        if path is not None:
+            _drop_later(path, step)
+            self._file = path.open("a")
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
-            self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
+            self._file.write(to_json({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
             self._file.flush()
 
     def close(self) -> None:
         if self._file:
             self._file.close()
+
+
+def _drop_later(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):  # the last line of a killed process may be cut
+            continue
+    aside = path.with_name(path.name + ".tmp")
+    aside.write_text("".join(kept))
+    aside.replace(path)
 
 
 class Progress:

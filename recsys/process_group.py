@@ -18,6 +18,16 @@ from recsys.errors import LostPeerError, UserError
 
 T = TypeVar("T")
 
+# What gloo, NCCL and the store say when the other side is gone; all else keeps its traceback.
+_LOST_PEER_SIGNS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Timed out waiting",
+    "Socket closed",
+)
+
 
 @dataclass(frozen=True)
 class World:
@@ -161,7 +171,7 @@ def _init_process_group(device: torch.device) -> None:
 def as_lost_peer(error: Exception) -> LostPeerError | None:
     """Return the error that says so when `error` is a collective broken by the end of another rank, else None."""
     text = str(error)
-    if isinstance(error, dist.DistError) or "gloo" in text or "Connection closed by peer" in text:
+    if any(sign in text for sign in _LOST_PEER_SIGNS):
         # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
         first = re.sub(r"^\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
         return LostPeerError(f"another rank ended or did not answer, see its own error ({first})")

@@ -17,7 +17,7 @@ from recsys.data.batch import Batch
 from recsys.data.order import Position
 from recsys.data.parquet import Dataset
 from recsys.errors import UserError
-from recsys.evaluation import Evaluation
+from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.metrics import is_higher_better
 from recsys.models.step import NonFiniteLossError
 from recsys.observe import MetricsWriter, Progress, logger
@@ -68,11 +68,11 @@ class Trainer:
         self._datasets = datasets
         self._evaluation = Evaluation(config, datasets, world)
         self._checkpoints = Checkpoints(run_dir / "checkpoints", world, config.train.keep_checkpoints)
-        self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         self._metrics: dict[str, dict[str, float]] = {}
         self._saved_at: int | None = None
         self._state = self._starting_state()
+        self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
         self._position = Position(self._state.epoch, self._state.consumed, self._state.rows_before)
         left = self._loader.steps_left(self._position, config.train.epochs)
         self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
@@ -93,7 +93,7 @@ class Trainer:
             if self._saved_at != state.step:
                 self._save()
             if not stopped:
-                self._final_evaluation()
+                stopped = self._final_evaluation()
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -114,6 +114,8 @@ class Trainer:
             consumed=start.consumed,
             fingerprint=dataset.fingerprint,
             seed=config.seed,
+            shuffle=config.data.shuffle,
+            window_mib=config.data.window_mib,
         )
         latest = self._world.from_rank_zero(self._checkpoints.latest) if config.run.resume else None
         if latest is not None:
@@ -133,12 +135,14 @@ class Trainer:
         dataset = self._loader.dataset
         if state.fingerprint != dataset.fingerprint:
             raise UserError(
-                f"the files of data.train are not those that checkpoint '{path}' was trained on, so its position in "
-                f"them means nothing; start a new run with train.init_from={path}"
+                f"the files or columns of data.train are not those that checkpoint '{path}' was trained on, so its "
+                f"position in them means nothing; start a new run with train.init_from={path}"
             )
         for key, found, saved in (
             ("seed", self._config.seed, state.seed),
             ("data.num_streams", self._config.data.num_streams, len(state.consumed)),
+            ("data.shuffle", self._config.data.shuffle, state.shuffle),
+            ("data.window_mib", self._config.data.window_mib, state.window_mib),
         ):
             if found != saved:
                 raise UserError(
@@ -150,21 +154,28 @@ class Trainer:
         state, train = self._state, self._config.train
         batches = self._loader.batches(self._position, train.epochs)
         with closing(batches):
-            self._at_boundary()
+            if self._at_boundary():
+                return True
             while state.step < self._num_steps and not self._should_stop_early():
                 boundary = _next_multiple(state.step, train.eval_every_steps, self._num_steps)
                 if self._run_until(boundary, batches):
                     return True
                 # All batches handed to the pipeline are trained here, so it holds none while the tables are read.
                 self._pipeline.detach()
-                self._at_boundary()
+                if self._at_boundary():
+                    return True
         return False
 
-    def _at_boundary(self) -> None:
+    def _at_boundary(self) -> bool:
+        """Evaluate and save if it is time; return whether a signal came meanwhile (resuming evaluates then)."""
         state = self._state
-        if _is_due(state.step, self._config.train.eval_every_steps) and state.evaluated_step != state.step:
-            self._evaluate_and_compare()
+        try:
+            if _is_due(state.step, self._config.train.eval_every_steps) and state.evaluated_step != state.step:
+                self._evaluate_and_compare()
+        except EvaluationStopped:
+            return True
         self._save_if_due()
+        return False
 
     def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
         state, train = self._state, self._config.train
@@ -208,7 +219,7 @@ class Trainer:
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
         start = time.monotonic()
-        metrics = self._evaluation.run(self._built.model, role)
+        metrics = self._evaluation.run(self._built.model, role, lambda: bool(self._built.step.dense.stop_requested))
         self._metrics[role] = metrics
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
         logger.info("%s at step %d: %s", role, step, shown)
@@ -238,16 +249,21 @@ class Trainer:
         stop = self._config.train.early_stop
         return stop.metric is not None and self._state.bad_evaluations >= stop.patience
 
-    def _final_evaluation(self) -> None:
+    def _final_evaluation(self) -> bool:
+        """Evaluate what the run is about, the best step or the last; return whether a signal ended it early."""
         state, step = self._state, self._state.step
         if state.best_step is not None and state.best_step != step:
             step = state.best_step
             load_tensors(self._checkpoints.path(step), self._built.tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
-        if "valid" in self._datasets and state.evaluated_step != step:
-            self._evaluate("valid", step)
-        if "test" in self._datasets:
-            self._evaluate("test", step)
+        try:
+            if "valid" in self._datasets and (state.evaluated_step != step or "valid" not in self._metrics):
+                self._evaluate("valid", step)
+            if "test" in self._datasets:
+                self._evaluate("test", step)
+        except EvaluationStopped:
+            return True
+        return False
 
     def _save_if_due(self) -> None:
         if _is_due(self._state.step, self._config.train.checkpoint_every_steps) and self._saved_at != self._state.step:

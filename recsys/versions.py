@@ -2,6 +2,7 @@
 
 import platform
 import re
+import sys
 from importlib import metadata
 
 from recsys.errors import UserError
@@ -34,7 +35,9 @@ def check_versions() -> None:
         missing.append("fbgemm-gpu (without a GPU fbgemm-gpu-cpu)")
     if missing:
         verb = "is" if len(missing) == 1 else "are"
-        raise UserError(f"{' and '.join(missing)} {verb} not installed; {SETUP}")
+        raise UserError(
+            f"{' and '.join(missing)} {verb} not installed for {sys.executable}; {SETUP}, in .venv/bin/python"
+        )
     if len(fbgemm) == 2:
         raise UserError(
             f"fbgemm-gpu {versions['fbgemm-gpu']} and fbgemm-gpu-cpu {versions['fbgemm-gpu-cpu']} are both "

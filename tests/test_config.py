@@ -6,6 +6,7 @@ import pytest
 from launch import ROOT
 
 from recsys.config import DataType, ShardingChoice, load_config, save_config
+from recsys.errors import UserError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -34,3 +35,14 @@ def test_values_are_yaml(tmp_path: Path) -> None:
     assert config.optimizer.dense.learning_rate == 0.01
     assert config.tables["item"].sharding_type is ShardingChoice.row_wise
     assert config.run.name == "dlrm_sample"
+
+
+def test_dlrm_needs_two_vectors_to_multiply(tmp_path: Path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(
+        "{data: {train: x, label_column: y}, features: {a: {table: t}}, model: {name: dlrm},"
+        " tables: {t: {num_embeddings: 9, embedding_dim: 8}}}"
+    )
+    with pytest.raises(UserError, match="needs two features"):
+        load_config(path)
+    assert load_config(path, ["model.interaction=dot_and_embeddings"]).model.name == "dlrm"

@@ -286,7 +286,7 @@ def test_max_rows(tmp_path):
 
 @pytest.mark.parametrize(("world_size", "streams"), [(3, 9), (16, 16), (7, 14)])
 def test_streams_that_do_not_divide_over_the_ranks(dataset, world_size, streams):
-    with pytest.raises(UserError, match=rf"multiple of the number of ranks.*use data.num_streams={streams}$"):
+    with pytest.raises(UserError, match=rf"multiple of the number of ranks.*use data.num_streams={streams} "):
         build(dataset, 16, 0, world_size)
 
 

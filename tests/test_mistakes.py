@@ -57,6 +57,7 @@ KEYS = {
         ["'tables.x': no feature uses this table"],
     ),
     "dot in a name": ("features={a.b: {table: user}}", ["'features.a.b'", "dot"]),
+    "items for a ranker": ("data.items=x", ["'data.items'", "dlrm"]),
     "metric": ("train.early_stop.metric=acu", ["there is no metric 'acu'", "did you mean 'auc'?"]),
     "no label column": ("data.label_column=null", ["'data.label_column' is not set"]),
 }
@@ -167,7 +168,12 @@ DATA: dict[str, tuple[Edit, list[str], list[str]]] = {
     "other type than valid": (
         column("user_id", STRINGS),
         [],
-        ["'features.user_id'", "string in data.train, int64 in data.valid"],
+        ["'tables.user'", "string in column 'user_id' of data.train and int64 in column 'user_id' of data.valid"],
+    ),
+    "a table of two types": (
+        column("history", [["a"]] * 3000),
+        ["data.valid=null", "data.test=null"],
+        ["'tables.item'", "string in column 'history' of data.train and int64 in column 'item_id' of data.train"],
     ),
     "column misspelt": (lambda table: [table], ["data.label_column=lable"], ["did you mean 'label'?", "it has: label"]),
     "column in capitals": (
@@ -245,7 +251,11 @@ USERS = pa.table({"user_id": [1, 2], "targets": [ITEMS["item_id"].to_pylist()[:2
 RETRIEVAL = {
     "item twice": (pa.concat_tables([ITEMS, ITEMS.slice(0, 1)]), USERS, ["is there 2 times", "'data.items'"]),
     "item null": (pa.table({"item_id": [1, None]}), USERS, ["holds 1 nulls"]),
-    "items of another type": (ITEMS.cast(pa.schema([("item_id", pa.string())])), USERS, ["string in data.items"]),
+    "items of another type": (
+        ITEMS.cast(pa.schema([("item_id", pa.string())])),
+        USERS,
+        ["string in column 'item_id' of data.items"],
+    ),
     "list of items": (pa.table({"item_id": [[1], [2]]}), USERS, ["'model.item_id'", "not one id a row"]),
     "no targets column": (ITEMS, USERS.drop_columns(["targets"]), ["'data.targets_column'", "no column 'targets'"]),
     "targets of strings": (ITEMS, USERS.set_column(1, "targets", [[["a"], []]]), ["do not compare"]),

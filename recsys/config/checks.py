@@ -8,6 +8,7 @@ from recsys.config.schema import (
     DLRMConfig,
     FeatureType,
     IdMappingType,
+    Interaction,
     ShardingChoice,
     TableOptimizer,
     TwoTowerConfig,
@@ -155,6 +156,13 @@ def _check_dlrm(config: Config, model: DLRMConfig) -> None:
     if len(set(dims.values())) > 1:
         listed = ", ".join(f"tables.{name}.embedding_dim={dim}" for name, dim in dims.items())
         raise UserError(f"model dlrm takes dot products of all embeddings, so they need one embedding_dim: {listed}")
+    if config.data.items is not None:
+        raise UserError("config key 'data.items': model dlrm ranks rows, and reads no item corpus; remove it")
+    if len(config.features) == 1 and model.interaction is Interaction.dot:
+        raise UserError(
+            "model dlrm with interaction=dot needs two features to take dot products of; add a feature, or set "
+            "model.interaction=dot_and_embeddings"
+        )
     if config.data.label_column is None:
         raise UserError("config key 'data.label_column' is not set, and model dlrm needs a column with 0 or 1")
     if not 0 <= model.embedding_dropout < 1:

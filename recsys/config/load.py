@@ -27,7 +27,7 @@ from recsys.errors import UserError, nearest
 DEBUG_OVERRIDES = {
     "debug": True,
     "data": {"num_threads": 0, "prefetch_batches": 0, "max_rows": 20_000},
-    "train": {"max_steps": 200, "log_every_steps": 10},
+    "train": {"max_steps": 200, "epochs": 200, "log_every_steps": 10},
 }
 
 

@@ -122,7 +122,7 @@ class DataConfig:
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     shuffle: bool = True
     num_streams: int = 8  # V: a multiple of every number of ranks to be used
-    window_mib: int = 64  # rows of one stream that are shuffled together, in MiB of Arrow data
+    window_mib: int = 64  # rows of a stream shuffled together, in MiB before compression; two are held for each stream
     num_threads: int = 2  # decoding threads of a rank; 0 reads in the training thread
     prefetch_batches: int = 4
     max_rows: int | None = None  # use only the first rows of each dataset

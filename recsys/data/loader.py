@@ -57,7 +57,7 @@ class Loader:
             raise UserError(
                 f"config key 'data.num_streams' must be a multiple of the number of ranks, found "
                 f"{options.num_streams} streams for {world_size} ranks; use data.num_streams="
-                f"{-(-options.num_streams // world_size) * world_size}"
+                f"{-(-options.num_streams // world_size) * world_size} and batch sizes that are multiples of it"
             )
         self.dataset = dataset
         self.global_batch_size = global_batch_size

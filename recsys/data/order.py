@@ -147,9 +147,9 @@ class Position:
 
 
 def fingerprint(row_groups: Sequence[RowGroup]) -> str:
-    """Return a digest of the files' names and row counts, to notice that the data are not those of a checkpoint."""
+    """Return a digest of the files' names, row counts and sizes, to notice that the order is not a checkpoint's."""
     # Names without their folders: the same data may be mounted elsewhere when a run goes on.
-    content = [(group.path.rsplit("/", 1)[-1], group.index, group.num_rows) for group in row_groups]
+    content = [(g.path.rsplit("/", 1)[-1], g.index, g.num_rows, g.num_bytes) for g in row_groups]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

@@ -18,8 +18,6 @@ class DLRM(nn.Module):
         num_floats: float features; with any, the bottom MLP makes one more vector of them.
     """
 
-    pairs: torch.Tensor
-
     def __init__(self, config: DLRMConfig, features: list[str], num_floats: int, dim: int) -> None:
         super().__init__()
         self.features = features
@@ -30,8 +28,6 @@ class DLRM(nn.Module):
         self.keep_vectors = config.interaction is Interaction.dot_and_embeddings
         num_kept = num_vectors if self.keep_vectors else int(num_floats > 0)
         self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, 1, config.dropout)
-        pairs = torch.tril_indices(num_vectors, num_vectors, offset=-1)
-        self.register_buffer("pairs", pairs, persistent=False)
 
     def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows]."""
@@ -40,7 +36,9 @@ class DLRM(nn.Module):
         if self.bottom is not None:
             vectors.insert(0, self.bottom(floats))
         stacked = torch.stack(vectors, dim=1)  # [rows, vectors, dim]
-        dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+        # No buffer: DistributedDataParallel would broadcast it at every step.
+        pairs = torch.tril_indices(len(vectors), len(vectors), offset=-1, device=stacked.device)
+        dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, pairs[0], pairs[1]]
         kept = [stacked.flatten(1)] if self.keep_vectors else vectors[:1] if self.bottom is not None else []
         return self.top(torch.cat([*kept, dots], dim=1)).squeeze(1)
 

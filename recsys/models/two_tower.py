@@ -15,18 +15,17 @@ from recsys.models.task import Pooled, Task, mlp
 class Tower(nn.Module):
     """An MLP over the concatenated pooled embeddings and floats of one side."""
 
-    floats: torch.Tensor
-
     def __init__(self, features: dict[str, int], floats: list[int], hidden: list[int], config: TwoTowerConfig) -> None:
         super().__init__()
         self.features = list(features)
         self.normalize = config.normalize
-        self.register_buffer("floats", torch.tensor(floats, dtype=torch.long), persistent=False)
+        self.floats = floats
         self.mlp = mlp(sum(features.values()) + len(floats), hidden, config.output_dim, config.dropout)
 
     def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
         """Return vectors [rows, output_dim], of length 1 if the config says so."""
-        vectors = self.mlp(torch.cat([*(pooled[f] for f in self.features), floats[:, self.floats]], dim=1))
+        inputs = [*(pooled[name] for name in self.features), *(floats[:, i : i + 1] for i in self.floats)]
+        vectors = self.mlp(torch.cat(inputs, dim=1))
         return F.normalize(vectors, dim=1) if self.normalize else vectors
 
 

@@ -1,0 +1,104 @@
+"""The run directory, its records and what a checkpoint brings back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, run_train
+
+from recsys.build import build_model, open_datasets
+from recsys.checkpoint import Tensors, TrainState, find_checkpoint
+from recsys.config import Device, load_config
+from recsys.errors import UserError
+from recsys.evaluation import Evaluation, EvaluationStopped
+from recsys.observe import MetricsWriter, to_json
+from recsys.process_group import open_world
+from recsys.run import _prepare_run_dir
+
+SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+    (tmp_path / "logs").mkdir()
+    for option in ("run.overwrite=true", "run.resume=true", "run.overwrite=false"):
+        with pytest.raises(UserError, match="is not empty and holds no run"):
+            _prepare_run_dir(load_config(SAMPLE, [f"run.dir={tmp_path}", option]))
+    assert (tmp_path / "config.yaml").read_text() == "mine" and (tmp_path / "logs").exists()
+
+
+def test_an_earlier_run_is_kept_unless_told(tmp_path: Path) -> None:
+    run_dir = _prepare_run_dir(load_config(SAMPLE, [f"run.dir={tmp_path / 'run'}"]))
+    (run_dir / "checkpoints" / "step-000000001").mkdir()
+    with pytest.raises(UserError, match=r"holds an earlier run; add run\.resume=true"):
+        _prepare_run_dir(load_config(SAMPLE, [f"run.dir={run_dir}"]))
+    _prepare_run_dir(load_config(SAMPLE, [f"run.dir={run_dir}", "run.resume=true"]))
+    assert (run_dir / "checkpoints" / "step-000000001").exists()
+    _prepare_run_dir(load_config(SAMPLE, [f"run.dir={run_dir}", "run.overwrite=true"]))
+    assert not any((run_dir / "checkpoints").iterdir())
+    assert not load_config(run_dir / "config.yaml").run.overwrite
+
+
+def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(SAMPLE)
+    assert len({_prepare_run_dir(config) for _ in range(3)}) == 3
+
+
+def test_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 10}\n{"kind": "train", "step": 20}\n{"kind": "tr')
+    writer = MetricsWriter(path, 10)
+    writer.write("train", {"step": 20, "loss": float("nan")})
+    writer.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == [10, 20] and records[1]["loss"] is None
+    assert to_json({"a": [float("inf"), 1.5]}) == '{"a": [null, 1.5]}'
+
+
+def test_loading_keeps_the_settings_of_the_config() -> None:
+    def tensors(weight_decay: float) -> Tensors:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=weight_decay)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return Tensors(dict, dict, model, optimizer)
+
+    old, new = tensors(0.0), tensors(0.5)
+    new.load_dense(old.state_dict())
+    assert new.dense_optimizer.param_groups[0]["weight_decay"] == 0.5
+    assert torch.equal(next(new.dense.parameters()), next(old.dense.parameters()))
+    weight = next(new.dense.parameters())
+    assert torch.equal(
+        new.dense_optimizer.state[weight]["exp_avg"], old.dense_optimizer.state[next(old.dense.parameters())]["exp_avg"]
+    )
+
+
+def test_a_warm_start_takes_the_best_checkpoint(tmp_path: Path) -> None:
+    for step, best in ((10, 10), (20, 20), (30, 20)):
+        folder = tmp_path / "checkpoints" / f"step-{step:09d}"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text(to_json(vars(TrainState(step=step, best_step=best))))
+    (tmp_path / "checkpoints" / "step-000000040.tmp").mkdir()
+    assert find_checkpoint(tmp_path).name == "step-000000020"
+    assert find_checkpoint(tmp_path / "checkpoints" / "step-000000030").name == "step-000000030"
+
+
+def test_another_window_on_resume_is_refused(tmp_path: Path) -> None:
+    arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.max_steps=3")
+    assert run_train(*arguments).returncode == 0
+    done = run_train(*arguments, "run.resume=true", "data.window_mib=32")
+    assert done.returncode == 1 and "'data.window_mib' is 32" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_signal_ends_an_evaluation() -> None:
+    config = load_config(SAMPLE, ["train.eval_batch_size=64", "data.num_threads=0"])
+    answers = iter([False, False, True])
+    with open_world(Device.cpu) as world:
+        datasets = open_datasets(config, world)
+        evaluation = Evaluation(config, datasets, world)
+        model = build_model(config, datasets, world).model
+        with pytest.raises(EvaluationStopped):
+            evaluation.run(model, "valid", lambda: next(answers))
+        assert model.training
