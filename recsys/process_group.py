@@ -34,14 +34,13 @@ class World:
     """This process among the others.
 
     Attributes:
-        rank, world_size: of all processes; local_rank, local_world_size: of those on this machine.
+        rank, world_size: of all processes; local_world_size: how many of them are on this machine.
         device: where this rank computes.
         host_group: gloo group over all ranks, for objects and tensors in host memory.
     """
 
     rank: int
     world_size: int
-    local_rank: int
     local_world_size: int
     device: torch.device
     host_group: dist.ProcessGroup
@@ -130,7 +129,7 @@ def open_world(device: Device = Device.auto, num_threads: int | None = None) -> 
     _init_process_group(torch_device)
     host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo")
     assert host_group is not None
-    world = World(dist.get_rank(), dist.get_world_size(), local_rank, local_world_size, torch_device, host_group)
+    world = World(dist.get_rank(), dist.get_world_size(), local_world_size, torch_device, host_group)
     yield world
     # Only in success: after an error other ranks may be gone, and the barrier would wait for them.
     gc.collect()
