@@ -1,6 +1,7 @@
 """The main job with real processes: one config, the same numbers however it is run, and nothing lost on the way."""
 
 import json
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -42,15 +43,31 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str,
     return run_dir, result
 
 
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
-def test_two_ranks_train_what_one_trains(kind: str, reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    run_dir, alone = reference
-    both = train(tmp_path, "model.dropout=0.1", *sharded(kind), nproc=2)
-    assert len(losses(tmp_path)) == 60
-    torch.testing.assert_close(losses(tmp_path), losses(run_dir), rtol=0, atol=1e-4)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The same run on two ranks with every table split by rows."""
+    run_dir = tmp_path_factory.mktemp("pair")
+    options = ("train.checkpoint_every_steps=20", "train.keep_checkpoints=9", "model.dropout=0.1")
+    return run_dir, train(run_dir, *options, *sharded("row_wise"), nproc=2)
+
+
+def assert_same_run(run_dir: Path, result: dict[str, Any], other_dir: Path, other: dict[str, Any]) -> None:
+    assert len(losses(run_dir)) == 60
+    torch.testing.assert_close(losses(run_dir), losses(other_dir), rtol=0, atol=1e-4)
     for role in ("valid", "test"):
-        torch.testing.assert_close(both["metrics"][role], alone["metrics"][role], rtol=0, atol=1e-4)
-    assert both["rows_seen"] == alone["rows_seen"] == 5 * 3000
+        torch.testing.assert_close(result["metrics"][role], other["metrics"][role], rtol=0, atol=1e-4)
+    assert result["rows_seen"] == other["rows_seen"] == 5 * 3000
+
+
+def test_two_ranks_row_wise_train_what_one_trains(
+    pair: tuple[Path, dict[str, Any]], reference: tuple[Path, dict[str, Any]]
+) -> None:
+    assert_same_run(*pair, *reference)
+
+
+def test_two_ranks_table_wise_train_what_one_trains(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    both = train(tmp_path, "model.dropout=0.1", *sharded("table_wise"), nproc=2)
+    assert_same_run(tmp_path, both, *reference)
 
 
 def test_the_loss_falls(reference: tuple[Path, dict[str, Any]]) -> None:
@@ -68,17 +85,22 @@ def test_resumed_equals_uninterrupted(reference: tuple[Path, dict[str, Any]], tm
     assert [record["rows"] for record in lines(tmp_path)] == [record["rows"] for record in lines(run_dir)]
 
 
-def test_trained_on_two_goes_on_on_one(tmp_path: Path) -> None:
-    before = train(tmp_path, "train.max_steps=30", *sharded("row_wise"), nproc=2)
-    after = train(tmp_path, "train.max_steps=30", "run.resume=true")
-    assert after["steps"] == 30
+def test_trained_on_two_is_evaluated_alike_on_one(pair: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    run_dir, before = pair
+    shutil.copytree(run_dir, tmp_path / "run")
+    after = train(tmp_path / "run", "model.dropout=0.1", "run.resume=true")
+    assert after["steps"] == 60
     torch.testing.assert_close(after["metrics"], before["metrics"], rtol=0, atol=1e-6)
 
 
-def test_optimizer_state_survives_another_plan(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    train(tmp_path, "model.dropout=0.1", "train.max_steps=20", *sharded("row_wise"), nproc=2)
-    train(tmp_path, "model.dropout=0.1", "run.resume=true", *sharded("table_wise"), nproc=2)
-    torch.testing.assert_close(losses(tmp_path), losses(reference[0]), rtol=0, atol=1e-4)
+def test_another_plan_goes_on_from_a_checkpoint(
+    pair: tuple[Path, dict[str, Any]], reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(pair[0], tmp_path / "run")
+    for step in (40, 60):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{step:09d}")
+    result = train(tmp_path / "run", "model.dropout=0.1", "run.resume=true", *sharded("table_wise"), nproc=2)
+    assert_same_run(tmp_path / "run", result, *reference)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
@@ -120,9 +142,9 @@ def test_warm_start_keeps_weights_and_begins_the_data_anew(
     assert losses(tmp_path) == pytest.approx([yesterday["metrics"]["valid"]["log_loss"]], abs=1e-5)
 
 
-def test_memory_reports_predict_what_is_measured(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    train(tmp_path, "train.max_steps=3", *sharded("row_wise"), nproc=2)
-    reports = [json.loads((tmp_path / "memory" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
+def test_memory_reports_predict_what_is_measured(pair: tuple[Path, dict[str, Any]]) -> None:
+    run_dir = pair[0]
+    reports = [json.loads((run_dir / "memory" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
     for report in reports:
         assert report["totals"]["predicted"] == report["totals"]["measured"]
         assert report["tables"]["predicted"] == report["tables"]["measured"]
@@ -131,7 +153,7 @@ def test_memory_reports_predict_what_is_measured(reference: tuple[Path, dict[str
     assert weights == 8 * (1000 * 4 + 1000 * 2 + 100 * 4 + 20 * 4 + 24 * 4)
     state = sum(report["totals"]["measured"]["table_optimizer_bytes"] for report in reports)
     assert state == 4 * (1000 + 1000 + 100 + 20 + 24)
-    page = (tmp_path / "memory" / "report.md").read_text()
+    page = (run_dir / "memory" / "report.md").read_text()
     assert "rank 0" in page and "rank 1" in page and "peak rss" in page
 
 
