@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from recsys.data.order import Cut, Position
 from recsys.errors import UserError
 from recsys.process_group import World
 
@@ -33,15 +34,15 @@ class TrainState:
     """Where training stands, beside the tensors.
 
     Attributes:
-        step: steps trained; epoch, consumed, rows_before: the data position after them.
+        position: in the data, after `step` steps trained.
+        epoch_rows: for each epoch begun, the rows trained and the rows left out as bad, as counted in the batches.
         fingerprint: of the training files; seed, shuffle, window_mib: what the order of the rows depends on besides.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
     """
 
+    position: Position
     step: int = 0
-    epoch: int = 0
-    consumed: tuple[int, ...] = ()
-    rows_before: int = 0
+    epoch_rows: list[list[int]] = field(default_factory=list)
     fingerprint: str = ""
     seed: int = 0
     shuffle: bool = True
@@ -169,7 +170,9 @@ def read_state(path: Path) -> TrainState:
     """
     try:
         content = json.loads((path / _STATE_FILE).read_text())
-        return TrainState(**{**content, "consumed": tuple(content["consumed"])})
+        position = content["position"]
+        cuts = tuple(Cut(tuple(cut["shares"]), tuple(cut["consumed"])) for cut in position["cuts"])
+        return TrainState(**{**content, "position": Position(position["epoch"], cuts, position["rows_before"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"'{path / _STATE_FILE}' cannot be read ({' '.join(str(error).split())}); remove '{path}' to go on from "

@@ -6,13 +6,11 @@ from contextlib import closing
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys.build import build_loader, read_corpus
-from recsys.config import Config, TwoTowerConfig
-from recsys.data.parquet import Dataset
+from recsys.config import TwoTowerConfig
+from recsys.inputs import Inputs
 from recsys.metrics import Evaluator, RankingEvaluator, RetrievalEvaluator
 from recsys.models.step import StepOutput
 from recsys.pipeline import build_pipeline
-from recsys.process_group import World
 
 
 class EvaluationStopped(Exception):
@@ -20,14 +18,11 @@ class EvaluationStopped(Exception):
 
 
 class Evaluation:
-    """Evaluates a model on datasets; reads the item corpus of a retrieval model once."""
+    """Evaluates a model on datasets."""
 
-    def __init__(self, config: Config, datasets: dict[str, Dataset], world: World) -> None:
-        self._config, self._datasets, self._world = config, datasets, world
-        self._corpus = None
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs, self._config, self._world = inputs, inputs.config, inputs.world
         self._stop_requested: Callable[[], bool] = lambda: False
-        if isinstance(config.model, TwoTowerConfig) and "items" in datasets:
-            self._corpus = world.agree(lambda: read_corpus(config, datasets["items"]))
 
     def run(self, model: DistributedModelParallel, role: str, stop_requested: Callable[[], bool]) -> dict[str, float]:
         """Return the metrics of a dataset over all ranks.
@@ -55,8 +50,8 @@ class Evaluation:
 
     def _item_vectors(self, model: DistributedModelParallel) -> torch.Tensor:
         """Return the vectors of the whole corpus, [items, output_dim], on every rank."""
-        assert self._corpus is not None
-        vectors = torch.zeros(len(self._corpus), self._config.model.output_dim)
+        assert self._inputs.corpus is not None
+        vectors = torch.zeros(len(self._inputs.corpus), self._config.model.output_dim)
         for output in self._outputs(model, "items"):
             positions = output.batch.lists["position"]  # type: ignore[index]
             real = positions.lengths() > 0  # the fill of the last batch has none
@@ -64,7 +59,7 @@ class Evaluation:
         return self._world.sum(vectors).to(self._world.device)
 
     def _outputs(self, model: DistributedModelParallel, role: str) -> Iterator[StepOutput]:
-        loader = build_loader(self._config, self._datasets[role], role, self._world, self._corpus)
+        loader = self._inputs.loader(role)
         # The pipeline asks for an optimizer, and leaves it alone in eval mode.
         optimizer = torch.optim.SGD([torch.zeros(1)])
         pipeline = build_pipeline(model, optimizer, self._world.device, self._config.debug)

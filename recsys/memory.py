@@ -101,13 +101,14 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
 
 
 def write_report(
-    folder: Path, world: World, tables: dict[str, Any], dense: dict[str, Any]
+    folder: Path, world: World, tables: dict[str, Any], dense: dict[str, Any], loader: Bytes
 ) -> tuple[dict[str, Any], str]:
     """Write rank_K.json on every rank and report.md on rank 0.
 
     Args:
         folder: RUN/memory.
         tables: "predicted" and "measured" bytes by table; dense: the same by kind.
+        loader: host memory of the loader by kind, measured.
 
     Returns:
         What this rank wrote, and the page over all ranks.
@@ -121,6 +122,7 @@ def write_report(
         "device": str(world.device),
         "tables": tables,
         "dense": dense,
+        "loader": loader,
         "process": process_memory(world.device),
         "totals": {
             when: {
@@ -147,10 +149,11 @@ def format_report(reports: list[dict[str, Any]]) -> str:
     for kind in reports[0]["totals"]["measured"]:
         cells = [_pair(r["totals"]["measured"][kind], r["totals"]["predicted"][kind]) for r in reports]
         lines.append(_row(kind.removesuffix("_bytes").replace("_", " "), *cells))
-    for kind in reports[0]["process"]:
-        if any(r["process"][kind] is not None for r in reports):
-            cells = [_mib(r["process"][kind]) for r in reports]
-            lines.append(_row(kind.removesuffix("_bytes").replace("_", " "), *cells))
+    for section, prefix in (("loader", "loader "), ("process", "")):
+        for kind in reports[0][section]:
+            if any(r[section][kind] is not None for r in reports):
+                cells = [_mib(r[section][kind]) for r in reports]
+                lines.append(_row(prefix + kind.removesuffix("_bytes").replace("_", " "), *cells))
     lines += ["", "## Tables: weights + optimizer state, measured", ""]
     lines += [_row("table", *heads), _row("---", *["---:"] * len(heads))]
     for name in sorted({name for r in reports for name in r["tables"]["measured"]}):

@@ -4,22 +4,25 @@ import shutil
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from recsys.build import Built, build_model, open_datasets
+from recsys.build import Built, build_model
+from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
-from recsys.data.parquet import Dataset
 from recsys.distributed import describe_plan, shards, table_optimizer_tensors, table_tensors
 from recsys.errors import UserError
+from recsys.inputs import Inputs, learn_facts, open_inputs
 from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables, write_report
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
 from recsys.process_group import World, as_lost_peer, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer
 from recsys.versions import installed_versions
 
-_WRITTEN = ("config.yaml", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs")
+_WRITTEN = ("config.yaml", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs", "vocabulary", "footers")
+_FOOTERS = "footers"
 _MARKER = ".recsys-run"
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
 
@@ -34,35 +37,56 @@ def run(config: Config) -> int:
     quiet_libraries()
     if config.debug and world_size_from_environment() > 1:
         raise UserError("--debug runs one process; start it with `python train.py CONFIG --debug`")
-    with open_world(config.run.device, config.run.num_threads) as world:
+    with open_world(config.run.device, config.run.num_threads) as world, TemporaryDirectory() as scratch:
         try:
             # The data first: a mistake in them leaves no run directory behind.
-            datasets = open_datasets(config, world)
+            footers = Path(scratch) / _FOOTERS
+            inputs = open_inputs(config, world, footers, _kept_footers(config))
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config))
             start_logging(run_dir / "logs", world.rank)
-            return _run(config, world, run_dir, datasets)
+            return _run(inputs, run_dir, footers)
         except RuntimeError as error:
             raise (as_lost_peer(error) or error) from error
 
 
-def _run(config: Config, world: World, run_dir: Path, datasets: dict[str, Dataset]) -> int:
+def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
     start = time.monotonic()
+    config, world = inputs.config, inputs.world
     if config.debug:
         torch.autograd.set_detect_anomaly(True)
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, run_dir)
-    for role, dataset in datasets.items():
+    for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
-    built = build_model(config, datasets, world)
+    inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
+    config = inputs.config
+    built = build_model(inputs)
     for line in describe_plan(built.plan):
         logger.info("table %s", line)
-    fitted = Trainer(config, built, datasets, world, run_dir).fit()
-    memory, page = _write_memory(config, built, world, run_dir / "memory")
+    trainer = Trainer(inputs, built, run_dir)
+    # Not before the data are known to be those of the checkpoint, if there is one.
+    world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
+    fitted = trainer.fit()
+    memory, page = _write_memory(config, built, fitted, world, run_dir / "memory")
     logger.info("\n%s", page)
-    result = _result(config, fitted, world, memory, time.monotonic() - start)
+    result = _result(inputs, fitted, memory, time.monotonic() - start)
+    for name, found in result["data"]["ids"].items():
+        logger.info("ids of %s: %s", name, _describe_ids(found))
     if world.rank == 0:
         (run_dir / "result.json").write_text(to_json(result, indent=1) + "\n")
     logger.info("%s: %s", "stopped" if fitted.stopped else "done", run_dir / "result.json")
     return STOPPED_STATUS if fitted.stopped else 0
+
+
+def _kept_footers(config: Config) -> Path | None:
+    """Return where the run that is resumed keeps what the footers say."""
+    return Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
+
+
+def _weights_source(config: Config, world: World) -> Path | None:
+    """Return the run directory that train.init_from takes weights of."""
+    if config.train.init_from is None:
+        return None
+    return world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or "")).parent.parent
 
 
 def _prepare_run_dir(config: Config) -> Path:
@@ -120,7 +144,9 @@ def _clear(run_dir: Path, overwrite: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write_memory(config: Config, built: Built, world: World, folder: Path) -> tuple[dict[str, Any], str]:
+def _write_memory(
+    config: Config, built: Built, fitted: FitResult, world: World, folder: Path
+) -> tuple[dict[str, Any], str]:
     tables = {
         "predicted": predict_tables(shards(built.plan), config, world.rank),
         "measured": measure_tables(table_tensors(built.model), table_optimizer_tensors(built.model)),
@@ -129,10 +155,11 @@ def _write_memory(config: Config, built: Built, world: World, folder: Path) -> t
         "predicted": predict_dense(built.dense_model, config),
         "measured": measure_dense(built.dense_model, built.dense_optimizer),
     }
-    return write_report(folder, world, tables, dense)
+    return write_report(folder, world, tables, dense, fitted.loader_bytes)
 
 
-def _result(config: Config, fitted: FitResult, world: World, memory: dict[str, Any], seconds: float) -> dict[str, Any]:
+def _result(inputs: Inputs, fitted: FitResult, memory: dict[str, Any], seconds: float) -> dict[str, Any]:
+    config, world = inputs.config, inputs.world
     peaks = world.gather(memory["process"])
     return {
         "status": "stopped" if fitted.stopped else "done",
@@ -140,8 +167,9 @@ def _result(config: Config, fitted: FitResult, world: World, memory: dict[str, A
         "metrics": fitted.metrics,
         "steps": fitted.state.step,
         "best_step": fitted.state.best_step,
-        "rows_seen": fitted.state.rows_before + sum(fitted.state.consumed),
-        "epochs": fitted.state.epoch,
+        "rows_seen": sum(seen for seen, _ in fitted.state.epoch_rows),
+        "epochs": fitted.state.position.epoch,
+        "data": _data_report(inputs, fitted),
         "samples_per_s": round(fitted.samples_per_s, 1),
         "wait_share": round(fitted.wait_share, 4),
         "seconds": round(seconds, 2),
@@ -154,4 +182,29 @@ def _result(config: Config, fitted: FitResult, world: World, memory: dict[str, A
         "git_commit": git_commit(),
         "optimizer": {"tables": config.optimizer.tables.name.name, "dense": config.optimizer.dense.name.name},
         "state": asdict(fitted.state),
+    }
+
+
+def _describe_ids(found: dict[str, Any]) -> str:
+    shares = f"{found['occupancy']:.1%} of {found['rows']:,} rows in use, {found['collision_rate']:.1%} share a row"
+    unknown = found["out_of_vocabulary_share"]
+    distinct = f"{'' if found['exact'] else 'about '}{found['distinct_ids']:,.0f} distinct"
+    return f"{distinct}, {shares}" + (f", {unknown:.1%} of all out of vocabulary" if unknown else "")
+
+
+def _data_report(inputs: Inputs, fitted: FitResult) -> dict[str, Any]:
+    """Return for each epoch the rows to be trained, those that were, and the bad ones; and the ids by feature."""
+    train, position = inputs.datasets["train"], fitted.state.position
+    epochs = []
+    for epoch, (seen, bad) in enumerate(fitted.state.epoch_rows):
+        unfinished = epoch == position.epoch
+        expected = position.num_rows - position.rows_before if unfinished else train.num_rows
+        epochs.append({"expected": expected, "seen": seen, "bad": bad})
+    return {
+        "rows": train.num_rows,
+        "files": train.num_files,
+        "bad_files": list(train.bad_files),
+        "filter": train.filter,
+        "epochs": epochs,
+        "ids": inputs.id_report(),
     }

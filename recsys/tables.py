@@ -50,7 +50,8 @@ def build_embeddings(config: Config) -> EmbeddingBagCollection:
         )
         for name, table in config.tables.items()
     ]
-    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+    weighted = any(feature.weights is not None for feature in config.features.values())
+    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=weighted)
 
 
 def init_range(table: TableConfig) -> float:

@@ -10,20 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from recsys.build import Built, build_loader
+from recsys.build import Built
 from recsys.checkpoint import Checkpoints, TrainState, find_checkpoint, load_tensors, read_state
-from recsys.config import Config
 from recsys.data.batch import Batch
-from recsys.data.order import Position
-from recsys.data.parquet import Dataset
+from recsys.data.footer_cache import changed_files
 from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
+from recsys.inputs import Inputs
 from recsys.metrics import is_higher_better
-from recsys.models.step import NonFiniteLossError
+from recsys.models.step import NonFiniteLossError, StepOutput
 from recsys.observe import MetricsWriter, Progress, logger
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
-from recsys.process_group import World
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 
@@ -50,6 +48,7 @@ class FitResult:
     Attributes:
         metrics: of the last evaluation of each dataset; stopped: a signal ended it early.
         samples_per_s: over all ranks, without evaluation and checkpoints; wait_share: of that time.
+        loader_bytes: host memory of this rank's loader of data.train, by kind.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -57,24 +56,25 @@ class FitResult:
     stopped: bool
     samples_per_s: float
     wait_share: float
+    loader_bytes: dict[str, int]
 
 
 class Trainer:
     """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal."""
 
-    def __init__(self, config: Config, built: Built, datasets: dict[str, Dataset], world: World, run_dir: Path) -> None:
+    def __init__(self, inputs: Inputs, built: Built, run_dir: Path) -> None:
+        config, world = inputs.config, inputs.world
         self._config, self._built, self._world = config, built, world
-        self._loader = build_loader(config, datasets["train"], "train", world)
-        self._datasets = datasets
-        self._evaluation = Evaluation(config, datasets, world)
+        self._loader = inputs.loader("train")
+        self._datasets = inputs.datasets
+        self._evaluation = Evaluation(inputs)
         self._checkpoints = Checkpoints(run_dir / "checkpoints", world, config.train.keep_checkpoints)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         self._metrics: dict[str, dict[str, float]] = {}
         self._saved_at: int | None = None
         self._state = self._starting_state()
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
-        self._position = Position(self._state.epoch, self._state.consumed, self._state.rows_before)
-        left = self._loader.steps_left(self._position, config.train.epochs)
+        left = self._loader.steps_left(self._state.position, config.train.epochs)
         self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
         self._learning_rate = LearningRate(
             config.optimizer, self._num_steps, built.model.fused_optimizer, built.dense_optimizer
@@ -105,13 +105,13 @@ class Trainer:
             stopped=stopped,
             samples_per_s=self._progress.total_rows / seconds,
             wait_share=min(1.0, self._progress.total_wait / seconds),
+            loader_bytes=self._loader.host_bytes,
         )
 
     def _starting_state(self) -> TrainState:
         config, dataset = self._config, self._loader.dataset
-        start = self._loader.start()
         fresh = TrainState(
-            consumed=start.consumed,
+            position=self._loader.start(),
             fingerprint=dataset.fingerprint,
             seed=config.seed,
             shuffle=config.data.shuffle,
@@ -124,6 +124,7 @@ class Trainer:
             load_tensors(latest, self._built.tensors, self._world)
             self._saved_at = state.step
             logger.info("resumed at step %d from %s", state.step, latest)
+            self._resume_order(state)
             return state
         if config.train.init_from is not None:
             source = self._world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or ""))
@@ -134,13 +135,14 @@ class Trainer:
     def _check_resumable(self, state: TrainState, path: Path) -> None:
         dataset = self._loader.dataset
         if state.fingerprint != dataset.fingerprint:
+            kept = path.parent.parent / "footers" / "train.footers"
             raise UserError(
-                f"the files or columns of data.train are not those that checkpoint '{path}' was trained on, so its "
-                f"position in them means nothing; start a new run with train.init_from={path}"
+                f"the files or columns of data.train are not those that checkpoint '{path}' was trained on"
+                f"{changed_files(kept, dataset)}, so its position in them means nothing; start a new run with "
+                f"train.init_from={path}"
             )
         for key, found, saved in (
             ("seed", self._config.seed, state.seed),
-            ("data.num_streams", self._config.data.num_streams, len(state.consumed)),
             ("data.shuffle", self._config.data.shuffle, state.shuffle),
             ("data.window_mib", self._config.data.window_mib, state.window_mib),
         ):
@@ -149,10 +151,21 @@ class Trainer:
                     f"config key '{key}' is {found}, but checkpoint '{path}' has {saved}; use {key}={saved}"
                 )
 
+    def _resume_order(self, state: TrainState) -> None:
+        saved = state.position
+        state.position = self._loader.resume(saved)
+        if state.position != saved:
+            logger.info(
+                "rows left of epoch %d are cut anew into %d streams for %d ranks: each comes once, in another order",
+                saved.epoch,
+                self._loader.num_streams,
+                self._world.world_size,
+            )
+
     def _train(self) -> bool:
         """Train to the end; return whether a signal ended it early."""
         state, train = self._state, self._config.train
-        batches = self._loader.batches(self._position, train.epochs)
+        batches = self._loader.batches(state.position, train.epochs)
         with closing(batches):
             if self._at_boundary():
                 return True
@@ -191,7 +204,7 @@ class Trainer:
                     f"step {state.step}: {error}; lower optimizer.dense.learning_rate or "
                     f"optimizer.tables.learning_rate, or look for extreme values in the float features"
                 ) from error
-            self._advance(output.batch.position, output.loss, timed.seconds - waited)
+            self._advance(output, timed.seconds - waited)
             steps_since_line += 1
             last = state.step == boundary or output.stop
             if state.step % train.log_every_steps == 0 or last:
@@ -204,18 +217,32 @@ class Trainer:
                 self._save_if_due()
         return False
 
-    def _advance(self, position: Position, loss: float, waited: float) -> None:
-        rows = position.num_rows - self._position.num_rows
-        self._position = position
-        self._state.step += 1
-        self._state.epoch, self._state.consumed = position.epoch, position.consumed
-        self._state.rows_before = position.rows_before
-        self._progress.step(rows, loss, waited)
+    def _advance(self, output: StepOutput, waited: float) -> None:
+        state = self._state
+        while len(state.epoch_rows) <= state.position.epoch:
+            state.epoch_rows.append([0, 0])
+        counts = state.epoch_rows[state.position.epoch]
+        counts[0] += output.num_rows
+        counts[1] += output.num_bad_rows
+        state.position = output.batch.position
+        state.step += 1
+        self._progress.step(output.num_rows, output.loss, waited)
+        self._check_bad_rows(counts[1])
+
+    def _check_bad_rows(self, num_bad: int) -> None:
+        most = self._config.data.max_bad_rows
+        if num_bad > most:  # the same number on every rank, so all of them end here
+            raise UserError(
+                f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
+                f"up to step {self._state.step} (the files are named in the logs of the ranks); mend them, or raise it"
+            )
 
     def _tell(self, steps: int) -> None:
         values = self._progress.line(steps)
         logger.info(self._progress.show(values))
-        self._writer.write("train", {**values, "epoch": self._state.epoch, "rows": self._position.num_rows})
+        self._writer.write(
+            "train", {**values, "epoch": self._state.position.epoch, "rows": self._state.position.num_rows}
+        )
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
         start = time.monotonic()

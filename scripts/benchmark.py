@@ -1,4 +1,4 @@
-"""Measure: train a config with several seeds and write the mean and spread of its test metrics as JSON."""
+"""Measure: test metrics of a config over seeds, the cost of the loader, shuffling, training. Results are JSON."""
 
 import argparse
 import json
@@ -9,6 +9,10 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import benchmark_loader
+import benchmark_shuffle
+import benchmark_training
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,7 +48,7 @@ def summarise(config: str, overrides: list[str], results: dict[int, dict[str, An
 
 
 def main() -> None:
-    """Parse the command line, train each seed, print and write the summary."""
+    """Parse the command line and measure."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     seeds = commands.add_parser("seeds", help="test metrics over seeds")
@@ -52,7 +56,29 @@ def main() -> None:
     seeds.add_argument("overrides", metavar="key=value", nargs="*")
     seeds.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     seeds.add_argument("--out", type=Path, help="JSON file to write")
+    loader = commands.add_parser("loader", help="the loader's CPU time against bare decoding; the last line is JSON")
+    benchmark_loader.add_arguments(loader)
+    shuffle = commands.add_parser("shuffle", help="how far apart neighbours of a file are trained")
+    benchmark_shuffle.add_arguments(shuffle)
+    training = commands.add_parser("training", help="speed of a DLRM of 8 ids, and its share of time waiting for data")
+    benchmark_training.add_arguments(training)
     arguments = parser.parse_args()
+    measure = {
+        "seeds": measure_seeds,
+        "loader": benchmark_loader.run,
+        "shuffle": benchmark_shuffle.run,
+        "training": benchmark_training.run,
+    }
+    result = measure[arguments.command](arguments)
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.command == "loader":
+        print(json.dumps(result))
+
+
+def measure_seeds(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train each seed, print and return the summary."""
     with tempfile.TemporaryDirectory() as folder:
         results = {}
         for seed in arguments.seeds:
@@ -62,9 +88,7 @@ def main() -> None:
     summary = summarise(arguments.config, arguments.overrides, results)
     for name, values in summary["test"].items():
         print(f"{name}: {values['mean']:.4f} ± {values['stdev']:.4f}")
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(summary, indent=1) + "\n")
+    return summary
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.config import NullPolicy
-from recsys.data.collate import IdColumn
+from recsys.data.convert import IdColumn
 from recsys.data.counts import count_ids
 from recsys.data.parquet import open_dataset
 from recsys.id_mapping import IdentityMapping

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 from launch import run_train
+from rows import SPEC, build, rows, write
+
+from recsys.data.parquet import open_dataset
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,3 +45,18 @@ def test_debug_mode_and_device_peaks(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "memory" / "rank_0.json").read_text())
     assert report["totals"]["predicted"] == report["totals"]["measured"]
     assert report["process"]["device_peak_allocated_bytes"] > report["totals"]["measured"]["table_weight_bytes"]
+
+
+def test_page_locked_batches_are_written_again_only_after_their_copy(tmp_path: Path) -> None:
+    write(tmp_path, [[400, 400], [301]])
+    dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(SPEC.columns(), "key"))
+    device = torch.device("cuda", 0)
+    expected = [rows(batch) for batch in build(dataset, 16).batches()]
+    stream, copies = torch.cuda.Stream(), []
+    for batch in build(dataset, 16, num_threads=2, pin_device=device).batches():
+        assert all(t.is_pinned() for t in (batch.ids.values(), batch.ids.lengths(), batch.floats, batch.weights))
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)  # the copy lags behind
+            copies.append(batch.to(device, non_blocking=True))
+    torch.cuda.synchronize()
+    assert [rows(copy.to(torch.device("cpu"))) for copy in copies] == expected

@@ -27,6 +27,7 @@ LAYERS = (
         "export",
         "observe",
     ),
+    ("inputs",),
     ("build",),
     ("evaluation",),
     ("trainer",),

@@ -1,110 +1,23 @@
-"""The loader: every row once, the same global batches for any ranks and threads, resume anywhere, orderly ends."""
+"""The loader: every row once, the same global batches for any ranks and threads, resume anywhere."""
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
-from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
+from rows import SPEC, STARTS, Row, build, numbers, read, rows, threads, write
 
-import recsys.data.loader as loader_module
-from recsys.data.batch import Batch
-from recsys.data.collate import BatchSpec, Columns, FloatColumn, IdColumn
-from recsys.data.loader import Loader, LoaderOptions
-from recsys.data.order import Position, Window
-from recsys.data.parquet import Dataset, SegmentReader, open_dataset
-from recsys.errors import UserError
-from recsys.id_mapping import IdentityMapping
-
-IDENTITY = IdentityMapping(1 << 20)
-SPEC = BatchSpec(
-    ids=[IdColumn("row", "row", IDENTITY), IdColumn("history", "history", IDENTITY)],
-    floats=[FloatColumn("half", "half")],
-    label=FloatColumn("label", "label", None),
-)
-OPTIONS = LoaderOptions(
-    seed=1, shuffle=True, num_streams=8, window_bytes=400, num_threads=0, prefetch_batches=2, pin_device=None
-)
-
-
-def table(first: int, count: int) -> pa.Table:
-    """Rows that can be told apart, with all that follows from their number."""
-    numbers = range(first, first + count)
-    return pa.table(
-        {
-            "row": pa.array(numbers, pa.int64()),
-            "history": pa.array([list(range(n, n + n % 4)) for n in numbers], pa.list_(pa.int64())),
-            "half": pa.array([n / 2 for n in numbers], pa.float64()),
-            "label": pa.array([n % 2 for n in numbers], pa.int8()),
-        }
-    )
-
-
-def write(folder: Path, sizes: list[list[int]]) -> Dataset:
-    """Write files with row groups of these sizes; the rows are numbered through."""
-    folder.mkdir(parents=True, exist_ok=True)
-    first = 0
-    for f, file_sizes in enumerate(sizes):
-        with pq.ParquetWriter(folder / f"part-{f:03}.parquet", table(0, 0).schema) as writer:
-            for rows in file_sizes:
-                writer.write_table(table(first, rows))
-                first += rows
-    return open_dataset("data.train", str(folder), dict.fromkeys(SPEC.columns(), "key"))
+from recsys.data.loader import Loader
+from recsys.data.order import Cut, Position, Window
+from recsys.data.parquet import Dataset, open_dataset
+from recsys.data.window import Columns
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Dataset:
     """101 rows in five row groups of three files."""
     return write(tmp_path_factory.mktemp("data"), [[40, 0, 13], [1], [30, 17]])
-
-
-STARTS = (0, 40, 53, 54, 84)  # its row groups' first rows
-
-
-@dataclass(frozen=True)
-class Row:
-    number: int
-    history: tuple[int, ...]
-    half: float
-    label: float
-
-
-def rows(batch: Batch) -> list[Row | None]:
-    """The rows of a batch, None for fill."""
-    number, history = (batch.ids[key].to_dense() for key in ("row", "history"))
-    result: list[Row | None] = []
-    for i, weight in enumerate(batch.weights.tolist()):
-        if weight:
-            half, label = float(batch.floats[i, 0]), float(batch.labels[i])
-            result.append(Row(int(number[i]), tuple(history[i].tolist()), half, label))
-        else:
-            assert len(number[i]) == len(history[i]) == batch.floats[i].sum() == batch.labels[i] == 0
-            result.append(None)
-    assert sum(row is not None for row in result) == batch.num_rows
-    return result
-
-
-def numbers(batch: Batch) -> list[int]:
-    return [row.number for row in rows(batch) if row]
-
-
-def build(dataset: Dataset, size: int, rank: int = 0, world_size: int = 1, **changes: Any) -> Loader:
-    return Loader(dataset, SPEC, replace(OPTIONS, **changes), size, rank, world_size)
-
-
-def read(dataset: Dataset, size: int, epochs: int = 1, **changes: Any) -> list[Batch]:
-    return list(islice(build(dataset, size, **changes).batches(num_epochs=epochs), 1000))
-
-
-def threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith(("decode", "read-ahead"))}
 
 
 @pytest.fixture(autouse=True)
@@ -148,11 +61,12 @@ def test_rows_keep_together(dataset):
 
 def test_rows_come_in_the_canonical_order(dataset):
     loader = build(dataset, 16)
-    first = {(group.path, group.index): start for group, start in zip(dataset.row_groups, STARTS, strict=True)}
+    groups = [dataset.row_groups.segment(i) for i in range(len(dataset.row_groups))]
+    first = {(group.path, group.row_group): start for group, start in zip(groups, STARTS, strict=True)}
     streams: list[list[int]] = []
     for v in range(8):
         streams.append([])
-        for window in loader._order(0).windows(v):
+        for window in (span.window for span in loader._order(loader.start()).spans(v)):
             found = [first[s.path, s.row_group] + row for s in window.segments for row in range(s.start, s.stop)]
             streams[v] += [found[i] for i in np.array(window.permutation())]
     for step, batch in enumerate(loader.batches()):
@@ -223,8 +137,11 @@ def test_resume_on_other_ranks(dataset):
 def test_resume_decodes_only_the_windows_it_stands_in(dataset, monkeypatch):
     loader = build(dataset, 8, window_bytes=1)
     positions = [batch.position for batch in loader.batches()][:-1]
-    order = loader._order(0)
-    windows = [(v, window) for v in range(8) for window in order.windows(v)]
+    order = loader._order(loader.start())
+    windows = []  # with the rows of the stream up to their ends
+    for v in range(8):
+        spans = list(order.spans(v))
+        windows += [(v, spans[i].window, sum(s.num_rows for s in spans[: i + 1])) for i in range(len(spans))]
     read_windows = []
     original = Loader._read
 
@@ -236,7 +153,7 @@ def test_resume_decodes_only_the_windows_it_stands_in(dataset, monkeypatch):
     for position in positions:
         read_windows.clear()
         list(loader.batches(position))
-        left = [window for v, window in windows if window.start + window.num_rows > position.consumed[v]]
+        left = [window for v, window, end in windows if end > position.cuts[-1].consumed[v]]
         assert sorted(map(repr, read_windows)) == sorted(map(repr, left))
     assert len(left) < len(windows)
 
@@ -261,7 +178,7 @@ def test_position_counts_trained_rows_only(dataset):
             trained += batch.num_rows
             assert batch.position.num_rows == trained
     assert trained == 2 * dataset.num_rows
-    assert batch.position == Position(2, (0,) * 8, rows_before=202)
+    assert batch.position == Position(2, (Cut((1,) * 8, (0,) * 8),), rows_before=202)
 
 
 def test_tail_is_fill(dataset):
@@ -282,96 +199,3 @@ def test_max_rows(tmp_path):
     write(tmp_path, [[10], [10]])
     dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(SPEC.columns(), "key"), max_rows=13)
     assert sorted(n for batch in read(dataset, 8) for n in numbers(batch)) == list(range(13))
-
-
-@pytest.mark.parametrize(("world_size", "streams"), [(3, 9), (16, 16), (7, 14)])
-def test_streams_that_do_not_divide_over_the_ranks(dataset, world_size, streams):
-    with pytest.raises(UserError, match=rf"multiple of the number of ranks.*use data.num_streams={streams} "):
-        build(dataset, 16, 0, world_size)
-
-
-# Threads
-
-
-@pytest.mark.parametrize("taken", [0, 1, 5])
-@pytest.mark.parametrize("prefetch", [1, 100])
-def test_closing_early_ends_all_threads(dataset, taken, prefetch):
-    batches = build(dataset, 8, num_threads=3, prefetch_batches=prefetch).batches(num_epochs=10)
-    for _ in range(taken):
-        next(batches)
-    assert bool(threads()) == (taken > 0)
-    batches.close()
-    assert not threads()
-    assert not list(batches)
-
-
-def test_closing_gives_up_windows_that_wait_for_a_thread(dataset, monkeypatch):
-    second_epoch = []
-    started = threading.Event()
-    original = Loader._read
-
-    def slow(self: Loader, window: Window) -> Columns:
-        if window.seed and window.seed[1] == 1:
-            second_epoch.append(window)
-            started.set()
-            time.sleep(0.1)
-        return original(self, window)
-
-    monkeypatch.setattr(Loader, "_read", slow)
-    batches = build(dataset, 104, num_threads=1).batches(num_epochs=2)
-    next(batches)
-    assert started.wait(10)
-    batches.close()
-    assert not threads()
-    assert len(second_epoch) <= 2, "of eight or more"
-
-
-@pytest.mark.parametrize(("prefetch", "ahead"), [(0, 1), (1, 1), (3, 3)])
-def test_reading_ahead_is_bounded(dataset, monkeypatch, prefetch, ahead):
-    collated = []
-    original = loader_module.collate
-
-    def count(*args: Any) -> Batch:
-        collated.append(args)
-        return original(*args)
-
-    monkeypatch.setattr(loader_module, "collate", count)
-    expected = 1 + ahead + 1  # one taken, those in the queue, one on its way into it
-    with closing(build(dataset, 8, num_threads=2, prefetch_batches=prefetch).batches()) as batches:
-        next(batches)
-        deadline = time.monotonic() + 5
-        while len(collated) < expected and time.monotonic() < deadline:
-            time.sleep(0.01)
-        time.sleep(0.05)
-        assert len(collated) == expected
-    assert len(collated) <= expected + 1, "closing ends the work, not only its use"
-
-
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-def test_error_in_a_worker_comes_out_of_next(tmp_path, num_threads):
-    dataset = write(tmp_path, [[40], [40]])
-    small = IdentityMapping(60)
-    spec = replace(SPEC, ids=[IdColumn("row", "row", small), IdColumn("history", "history", IDENTITY)])
-    options = replace(OPTIONS, num_threads=num_threads, shuffle=False, num_streams=1)
-    batches = Loader(dataset, spec, options, 20).batches()
-    if num_threads:  # without threads the next window is read together with the first
-        assert [len(next(batches).weights) for _ in range(2)] == [20, 20]
-    with pytest.raises(UserError, match=r"column 'row' .*id 60 is outside .*\(in .*part-001.parquet\)"):
-        list(batches)
-    assert not threads()
-    assert not list(batches)
-
-
-@pytest.mark.parametrize("num_threads", [0, 2])
-def test_other_errors_come_out_as_they_are(dataset, monkeypatch, num_threads):
-    monkeypatch.setattr(SegmentReader, "read", lambda self, segment: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        list(build(dataset, 8, num_threads=num_threads).batches())
-
-
-def test_damaged_file_comes_out_of_next(tmp_path):
-    dataset = write(tmp_path, [[40], [40]])
-    path = dataset.row_groups[1].path
-    Path(path).write_bytes(Path(path).read_bytes()[:50])
-    with pytest.raises(UserError, match=f"row group 0 of '{path}' cannot be read"):
-        list(build(dataset, 8, num_threads=2).batches())

@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys import metrics
 from recsys.config import Device
 from recsys.data.batch import Batch
+from recsys.data.buffers import Fence
 from recsys.data.order import Position
 from recsys.metrics import (
     RankingEvaluator,
@@ -75,7 +76,10 @@ def batch_of(labels: Any, weights: Any, lists: dict[str, Lists] | None = None) -
         weights=torch.tensor(np.asarray(weights), dtype=torch.float32),
         lists=None if lists is None else keyed(lists),
         num_rows=len(weights),
-        position=Position(0, (0,)),
+        num_bad_rows=0,
+        micro_batches=(0, len(weights)),
+        position=Position(0, ()),
+        fence=Fence(),
     )
 
 

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, run_train
 
-from recsys.build import build_loader, open_datasets, read_corpus
-from recsys.config import Device, TwoTowerConfig, load_config
+from recsys.config import Device, load_config
 from recsys.errors import UserError
+from recsys.inputs import open_inputs
 from recsys.process_group import World, open_world
 
 RANKER = "configs/dlrm_sample.yaml"
@@ -48,7 +48,26 @@ KEYS = {
     "infinite rate": ("optimizer.dense.learning_rate=.inf", ["must be at most", "found inf"]),
     "no eps": ("optimizer.tables.eps=0", ["'optimizer.tables.eps' must be at least"]),
     "width": ("model.top_mlp=[0]", ["'model.top_mlp' must be at least 1"]),
-    "batch size": ("train.global_batch_size=100", ["must be a multiple of data.num_streams=8", "nearest is 96"]),
+    "batch size": ("train.global_batch_size=7", ["must be at least data.num_streams=8", "found 7"]),
+    "nulls of a float": ("features.price.nulls=empty", ["'features.price.nulls' of a float", "mean or refuse"]),
+    "nulls of an id": ("features.hour.nulls=mean", ["'features.hour.nulls' of an id", "empty or refuse"]),
+    "clip of an id": ("features.hour.clip=[0, 1]", ["'features.hour.clip' is for features of type float"]),
+    "log of an id": ("features.hour.log1p=true", ["'features.hour.log1p' is for features of type float"]),
+    "clip": ("features.price.clip=[3, 1]", ["'features.price.clip' must be a least and a greater value, found [3"]),
+    "length of a float": ("features.price.max_length=3", ["'features.price.max_length' is for features of type id"]),
+    "boundaries": ("features.hour.boundaries=[3, 1]", ["'features.hour.boundaries' must be ascending numbers"]),
+    "end of a list": ("features.history.keep=lats", ["must be one of first, last", "did you mean 'last'?"]),
+    "hashes of identity": ("tables.hour.num_hashes=2", ["'tables.hour.num_hashes' is for mapping: hash"]),
+    "count of a hash": (
+        "tables.user.min_count=2",
+        ["'tables.user.min_count' is for mapping: vocabulary", "found hash"],
+    ),
+    "quotient": ("tables.user.mapping=quotient_remainder", ["'tables.user.num_ids' is not set"]),
+    "mapping": ("tables.user.mapping=vocab", ["must be one of hash, identity, vocabulary"]),
+    "filter": ("data.filter=3", ["'data.filter' must be an expression", "found 3"]),
+    "filter of": ("data.filter={trian: a}", ["'data.filter': there is no dataset 'trian'", "did you mean 'train'?"]),
+    "bad rows": ("data.max_bad_rows=-1", ["'data.max_bad_rows' must be at least 0"]),
+    "micro-batch": ("train.micro_batch_ids=0", ["'train.micro_batch_ids' must be at least 1"]),
     "dimension": ("tables.user.embedding_dim=6", ["must be a multiple of 4", "found 6"]),
     "row count": ("tables.user.num_embeddings=0", ["'tables.user.num_embeddings' must be at least 2"]),
     "unknown table": ("features.user_id.table=users", ["'features.user_id.table'", "did you mean 'user'?"]),
@@ -78,6 +97,11 @@ FILES = {
         TOWER.replace("num_streams: 4", "num_streams: 4, label_column: label").encode(),
         ["'data.label_column'", "reads no label"],
     ),
+    "item of several rows": (
+        TOWER.replace("item: {num_embeddings: 100,", "item: {num_embeddings: 100, num_hashes: 2,").encode(),
+        ["'model.item_id': table 'item' gives an id several rows"],
+    ),
+    "softmax in parts": (TOWER.replace("256}", "256, micro_batch_size: 8}").encode(), ["'train.micro_batch_size'"]),
     "feature twice": (TOWER.replace("[user_id]", "[user_id, user_id]").encode(), ["names 'user_id' twice"]),
     "both towers": (TOWER.replace("[user_id]", "[user_id, item_id]").encode(), ["'item_id' stands in"]),
 }
@@ -154,7 +178,7 @@ DATA: dict[str, tuple[Edit, list[str], list[str]]] = {
     "weights all zero": (column("weight", 0.0), [], ["(data.weight_column) is 0 in every row"]),
     "float of strings": (column("price", STRINGS), [], ["'price' (price) must hold numbers, found string"]),
     "float not finite": (column("price", float("inf"), slice(9, 10)), [], ["holds inf", "only finite numbers"]),
-    "id of floats": (column("user_id", 1.5), [], ["'user_id'", "ids must be integers or strings, found double"]),
+    "id of floats": (column("user_id", 1.5), [], ["'user_id'", "ids must be whole numbers, found 1.5"]),
     "id of structs": (column("user_id", [{"a": 1}] * 3000), [], ["ids must be integers or strings, found struct"]),
     "nested lists": (column("history", [[[1]]] * 3000), [], ["ids must be integers or strings, found list"]),
     "id out of range": (column("hour", 24, slice(9, 10)), [], ["id 24 is outside 0 … 23", "raise num_embeddings"]),
@@ -201,11 +225,9 @@ def world() -> Iterator[World]:
 
 def read_all(config_path: Path | str, overrides: list[str], world: World) -> None:
     """Do with the data what a run does, without training."""
-    config = load_config(config_path, overrides)
-    datasets = open_datasets(config, world)
-    corpus = read_corpus(config, datasets["items"]) if isinstance(config.model, TwoTowerConfig) else None
-    for role, dataset in datasets.items():
-        for _ in build_loader(config, dataset, role, world, corpus).batches():
+    inputs = open_inputs(load_config(config_path, overrides), world)
+    for role in inputs.datasets:
+        for _ in inputs.loader(role).batches():
             pass
 
 
@@ -340,7 +362,10 @@ def test_two_ranks_with_each_data(edit: Edit, overrides: list[str], said: list[s
 RUNS = {
     "device": (["run.device=cuda"], ["'run.device' is cuda"]),
     "debug": (["--debug"], ["--debug runs one process"]),
-    "streams": (["data.num_streams=7", "train.global_batch_size=7"], ["use data.num_streams=8"]),
+    "streams": (
+        ["data.num_streams=7", "train.global_batch_size=7"],
+        ["a step of 7 rows cannot take one of each of 8 streams"],
+    ),
     "no checkpoint": (["train.init_from=configs"], ["'configs' holds no checkpoint"]),
     "learning rate": (["optimizer.dense.learning_rate=1e29"], ["is not finite", "lower optimizer.dense.learning_rate"]),
     "memory": (["tables.user.num_embeddings=100000000000"], ["fit under no plan"]),

@@ -1,28 +1,50 @@
 """The canonical order: every row once, evenly over the streams, the same wherever it is computed."""
 
 import hashlib
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from recsys.data.order import EpochOrder, Position, RowGroup, Window, fingerprint, limit_rows
+from recsys.data.order import (
+    Cut,
+    EpochOrder,
+    Position,
+    RowGroups,
+    Window,
+    drop_rows,
+    fingerprint,
+    limit_rows,
+    shares,
+)
 
 Row = tuple[str, int, int]  # file, row group, row
 
 
-def row_groups(sizes: list[list[int]], bytes_per_row: int = 8) -> list[RowGroup]:
+def row_groups(sizes: list[list[int]], bytes_per_row: int = 8, folder: str = "/logs") -> RowGroups:
     """One list of row-group sizes a file."""
-    return [
-        RowGroup(f"/logs/part-{f}.parquet", i, rows, rows * bytes_per_row)
-        for f, file_sizes in enumerate(sizes)
-        for i, rows in enumerate(file_sizes)
-    ]
+    table = [(f, i, rows) for f, file_sizes in enumerate(sizes) for i, rows in enumerate(file_sizes)]
+    file, index, num_rows = np.array(table, np.int64).reshape(-1, 3).T
+    paths = tuple(f"{folder}/part-{f}.parquet" for f in range(len(sizes)))
+    return RowGroups(paths, file.astype(np.int32), index.astype(np.int32), num_rows, num_rows * bytes_per_row)
 
 
-def epoch_order(sizes: list[list[int]], **changes) -> EpochOrder:
-    order = EpochOrder(row_groups(sizes), seed=1, epoch=0, shuffle=True, num_streams=4, window_bytes=400)
+def even(num_streams: int) -> tuple[Cut, ...]:
+    return (Cut((1,) * num_streams, (0,) * num_streams),)
+
+
+def epoch_order(sizes: list[list[int]], num_streams: int = 4, **changes) -> EpochOrder:
+    order = EpochOrder(row_groups(sizes), seed=1, epoch=0, shuffle=True, cuts=even(num_streams), window_bytes=400)
     return replace(order, **changes)
+
+
+def num_streams_of(order: EpochOrder) -> int:
+    return len(order.cuts[-1].shares)
+
+
+def windows_of(order: EpochOrder, v: int) -> list[Window]:
+    return [span.window for span in order.spans(v)]
 
 
 def window_rows(window: Window) -> list[Row]:
@@ -32,15 +54,18 @@ def window_rows(window: Window) -> list[Row]:
 
 
 def stream(order: EpochOrder, v: int) -> list[Row]:
-    return [row for window in order.windows(v) for row in window_rows(window)]
+    return [row for span in order.spans(v) for row in window_rows(span.window)[span.start : span.stop]]
 
 
 def streams(order: EpochOrder) -> list[list[Row]]:
-    return [stream(order, v) for v in range(order.num_streams)]
+    return [stream(order, v) for v in range(num_streams_of(order))]
 
 
 def all_rows(order: EpochOrder) -> list[Row]:
-    return [(group.path, group.index, row) for group in order.row_groups for row in range(group.num_rows)]
+    groups = order.row_groups
+    return [
+        (s.path, s.row_group, row) for i in range(len(groups)) for s in [groups.segment(i)] for row in range(s.stop)
+    ]
 
 
 def layouts() -> list[tuple[list[list[int]], int, int]]:
@@ -72,7 +97,7 @@ def test_streams_are_equal_within_one_row():
     for sizes, num_streams, window_bytes in layouts():
         order = epoch_order(sizes, num_streams=num_streams, window_bytes=window_bytes)
         lengths = [len(each) for each in streams(order)]
-        assert lengths == order.stream_rows()
+        assert lengths == order.cuts[0].stream_rows(order.row_groups.total_rows)
         assert max(lengths) - min(lengths) <= 1
 
 
@@ -80,20 +105,22 @@ def test_windows_follow_each_other_within_their_bytes():
     for sizes, num_streams, window_bytes in layouts():
         order = epoch_order(sizes, num_streams=num_streams, window_bytes=window_bytes)
         for v in range(num_streams):
-            start = 0
-            for window in order.windows(v):
-                assert window.start == start
+            for window in windows_of(order, v):
                 assert all(segment.num_rows for segment in window.segments)
                 assert len(window.segments) == 1 or window.num_rows * 8 <= window_bytes
-                start += window.num_rows
+
+
+def test_windows_of_many_small_row_groups_are_bounded_by_their_number():
+    windows = windows_of(epoch_order([[1]] * 100, num_streams=1, window_bytes=1 << 20), 0)
+    assert [len(window.segments) for window in windows] == [32, 32, 32, 4]
 
 
 def test_windows_are_not_cut_without_need():
-    windows = epoch_order([[10] * 20], num_streams=1, window_bytes=400).windows(0)
+    windows = windows_of(epoch_order([[10] * 20], num_streams=1, window_bytes=400), 0)
     assert [window.num_rows for window in windows] == [50] * 4
     # A piece of a row group counts with its share of the bytes.
     order = epoch_order([[30] * 4], num_streams=3, window_bytes=320)
-    assert [len(order.windows(v)) for v in range(3)] == [1, 1, 1]
+    assert [len(windows_of(order, v)) for v in range(3)] == [1, 1, 1]
 
 
 def test_without_shuffle_the_streams_joined_are_the_files():
@@ -103,9 +130,9 @@ def test_without_shuffle_the_streams_joined_are_the_files():
 
 def test_shuffle_moves_row_groups_and_rows():
     order = epoch_order([[10] * 30])
-    first = [segment.row_group for window in order.windows(0) for segment in window.segments]
+    first = [segment.row_group for window in windows_of(order, 0) for segment in window.segments]
     assert first != sorted(first)
-    rows = window_rows(order.windows(0)[0])
+    rows = window_rows(windows_of(order, 0)[0])
     inside = [rows.index(row) for row in sorted(rows)]
     assert inside != sorted(inside)
     assert len({group for _, group, _ in rows[:10]}) > 1, "row groups are mixed within a window"
@@ -114,7 +141,7 @@ def test_shuffle_moves_row_groups_and_rows():
 def test_order_is_a_function_of_seed_epoch_and_footers():
     order = epoch_order([[10] * 30, [7] * 5])
     assert streams(order) == streams(epoch_order([[10] * 30, [7] * 5]))
-    moved = replace(order, row_groups=[replace(g, path=g.path.replace("/logs", "/mnt")) for g in order.row_groups])
+    moved = replace(order, row_groups=row_groups([[10] * 30, [7] * 5], folder="/mnt"))
     assert streams(moved) == [[(path.replace("/logs", "/mnt"), i, row) for path, i, row in s] for s in streams(order)]
 
 
@@ -122,7 +149,9 @@ def test_order_is_a_function_of_seed_epoch_and_footers():
 def test_seed_and_epoch_change_row_groups_and_rows(change):
     order = epoch_order([[10] * 30])
     other = replace(order, **change)
-    groups = [[s.row_group for v in range(4) for w in each.windows(v) for s in w.segments] for each in (order, other)]
+    groups = [
+        [s.row_group for v in range(4) for w in windows_of(each, v) for s in w.segments] for each in (order, other)
+    ]
     assert groups[0] != groups[1]
     one = epoch_order([[100]], num_streams=1)
     assert stream(one, 0) != stream(replace(one, **change), 0)
@@ -137,7 +166,7 @@ def test_seed_and_epoch_do_not_stand_for_each_other():
 
 def test_streams_and_windows_have_permutations_of_their_own():
     order = epoch_order([[50] * 8], num_streams=4, window_bytes=400)
-    permutations = [tuple(np.array(w.permutation()).tolist()) for v in range(4) for w in order.windows(v)]
+    permutations = [tuple(np.array(w.permutation()).tolist()) for v in range(4) for w in windows_of(order, v)]
     assert len(permutations) == 8
     assert len(set(permutations)) == 8
 
@@ -150,32 +179,85 @@ def test_order_is_that_of_earlier_versions():
 
 @pytest.mark.parametrize("max_rows", [1, 4, 5, 6, 13, 14, 100, None])
 def test_limit_rows_keeps_the_first_rows(max_rows):
-    groups = row_groups([[5, 0, 8], [1]], bytes_per_row=10)
+    groups = row_groups([[5, 8], [1]], bytes_per_row=10)
     kept = limit_rows(groups, max_rows)
     everything = all_rows(replace(epoch_order([]), row_groups=groups))
     assert all_rows(replace(epoch_order([]), row_groups=kept)) == everything[:max_rows]
-    assert all(group.num_bytes == 10 * group.num_rows for group in kept)
+    assert (kept.num_bytes == 10 * kept.num_rows).all()
+    assert (kept.num_rows > 0).all()
 
 
 def test_limited_row_groups_are_trained_from_their_beginning():
-    order = replace(epoch_order([]), row_groups=limit_rows(row_groups([[100], [100]]), 130), num_streams=3)
+    order = replace(epoch_order([], num_streams=3), row_groups=limit_rows(row_groups([[100], [100]]), 130))
     expected = [(f"/logs/part-{f}.parquet", 0, i) for f, rows in ((0, 100), (1, 30)) for i in range(rows)]
     assert sorted(row for each in streams(order) for row in each) == expected
 
 
 def test_fingerprint_knows_files_by_name_and_rows():
-    groups = row_groups([[5, 8], [1]])
-    assert fingerprint(groups) == fingerprint([replace(g, path=g.path.replace("/logs", "/mnt/x")) for g in groups])
+    sizes = [[5, 8], [1]]
+    groups = row_groups(sizes)
+    assert fingerprint(groups) == fingerprint(row_groups(sizes, folder="/mnt/x"))
     others = [
         row_groups([[5, 9], [1]]),
         row_groups([[8, 5], [1]]),
         row_groups([[5], [8, 1]]),
         row_groups([[5, 8]]),
-        [replace(g, path=g.path.replace("part-1", "part-2")) for g in groups],
+        replace(groups, paths=(groups.paths[0], "/logs/part-2.parquet")),
+        replace(groups, num_bytes=groups.num_bytes + 1),
     ]
-    assert len({fingerprint(each) for each in [groups, *others]}) == 6
+    assert len({fingerprint(each) for each in [groups, *others]}) == 7
 
 
-def test_position_counts_rows_of_all_epochs():
-    assert Position(0, (0, 0)).num_rows == 0
-    assert Position(2, (3, 4), rows_before=100).num_rows == 107
+@pytest.mark.parametrize(("num_rows", "num_streams"), [(16, 4), (10, 3), (7, 7), (1024, 9)])
+def test_shares_add_up_and_differ_by_one_at_most(num_rows, num_streams):
+    found = shares(num_rows, num_streams)
+    assert sum(found) == num_rows and len(found) == num_streams
+    assert max(found) - min(found) == (num_rows % num_streams > 0)
+
+
+def test_streams_are_cut_in_proportion():
+    cut = Cut((1, 2, 1), (0, 0, 0))
+    assert cut.bounds(8) == [0, 2, 6, 8]
+    assert cut.stream_rows(1 << 62) == [1 << 60, 1 << 61, 1 << 60], "in whole numbers, past 64 bits"
+
+
+# Cut anew
+
+
+def test_rows_left_are_cut_anew_each_once():
+    generator = np.random.default_rng(3)
+    for sizes, num_streams, window_bytes in layouts():
+        order = epoch_order(sizes, num_streams=num_streams, window_bytes=window_bytes)
+        trained: list[Row] = []
+        for _ in range(3):  # a chain of restarts, each of which trains some of every stream
+            lengths = [len(each) for each in streams(order)]
+            consumed = tuple(int(generator.integers(0, n + 1)) for n in lengths)
+            trained += [row for each, n in zip(streams(order), consumed, strict=True) for row in each[:n]]
+            cuts = (*order.cuts[:-1], replace(order.cuts[-1], consumed=consumed))
+            fresh = Cut(tuple(generator.integers(1, 4, generator.integers(1, 9)).tolist()), ())
+            order = replace(order, cuts=(*cuts, replace(fresh, consumed=(0,) * len(fresh.shares))))
+            assert [len(each) for each in streams(order)] == Position(0, order.cuts).stream_rows(
+                order.row_groups.total_rows
+            )
+        assert Counter([*trained, *(row for each in streams(order) for row in each)]) == Counter(all_rows(order))
+
+
+def test_cutting_anew_keeps_the_order_of_what_is_left():
+    order = epoch_order([[10] * 8], num_streams=2)
+    left = [*stream(order, 0)[15:], *stream(order, 1)[20:]]
+    cut = replace(order, cuts=(Cut((1, 1), (15, 20)), Cut((1, 1, 1), (0, 0, 0))))
+    assert [row for each in streams(cut) for row in each] == left
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 9, 10, 11, 39, 40])
+def test_drop_rows(dropped):
+    order = epoch_order([[10] * 4], num_streams=1, window_bytes=80)
+    kept = [row for s in drop_rows(order.spans(0), dropped) for row in window_rows(s.window)[s.start : s.stop]]
+    assert kept == stream(order, 0)[dropped:]
+
+
+def test_position_counts_rows_of_all_cuts_and_epochs():
+    assert Position(0, even(2)).num_rows == 0
+    cuts = (Cut((1, 1), (3, 4)), Cut((1, 1, 1), (2, 0, 1)))
+    assert Position(2, cuts, rows_before=100).num_rows == 110
+    assert Position(2, cuts).stream_rows(16) == [3, 3, 3]

@@ -1,6 +1,7 @@
-"""Finding files, reading footers and row groups, and what a user is told when they do not fit."""
+"""Reading footers and row groups, types that differ from file to file, and what a user is told."""
 
 import os
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.data.order import Segment
-from recsys.data.parquet import Dataset, SegmentReader, find_files, open_dataset, read_column, read_head
+from recsys.data import decode
+from recsys.data.decode import Decoder
+from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
 from recsys.errors import UserError
 
 USER = {"user": "config key 'features.user'"}
@@ -21,10 +23,6 @@ def write(path: Path, table: pa.Table | dict | None = None, row_group_rows: int 
     data = {"user": [1, 2, 3]} if table is None else table
     pq.write_table(pa.table(data), path, row_group_size=row_group_rows, write_page_checksum=True)
     return path
-
-
-def names(files: list[str], folder: Path) -> list[str]:
-    return [os.path.relpath(file, folder) for file in files]
 
 
 def open_users(*paths: Path, max_rows: int | None = None) -> Dataset:
@@ -40,92 +38,6 @@ def refusal(action) -> str:
     return message
 
 
-# Finding
-
-
-def test_find_searches_folders_in_depth_sorted_without_markers(tmp_path):
-    for name in ("b.parquet", "a/z.parquet", "a/c.parquet", ".hidden.parquet", "_meta.parquet", "_tmp/x.parquet"):
-        write(tmp_path / name)
-    (tmp_path / "_SUCCESS").touch()
-    (tmp_path / "notes.txt").touch()
-    assert names(find_files("data.train", str(tmp_path)), tmp_path) == ["a/c.parquet", "a/z.parquet", "b.parquet"]
-
-
-def test_find_below_a_hidden_folder(tmp_path):
-    write(tmp_path / "_logs" / ".day" / "a.parquet")
-    assert len(find_files("data.train", str(tmp_path / "_logs" / ".day"))) == 1
-
-
-def test_find_takes_folders_that_are_named_like_files(tmp_path):
-    write(tmp_path / "day.parquet" / "part-0.parquet")
-    assert names(find_files("data.train", str(tmp_path)), tmp_path) == ["day.parquet/part-0.parquet"]
-
-
-def test_find_keeps_the_order_of_a_list(tmp_path):
-    for name in ("new/a.parquet", "old/a.parquet", "one.pq"):
-        write(tmp_path / name)
-    paths = [str(tmp_path / name) for name in ("old", "one.pq", "new/*.parquet")]
-    assert names(find_files("data.train", paths), tmp_path) == ["old/a.parquet", "one.pq", "new/a.parquet"]
-
-
-def test_glob_matches_files_and_folders_sorted_without_markers(tmp_path):
-    for name in ("2026-02/b.parquet", "2026-01/b.parquet", "2026-01/a.parquet", "2025-12/a.parquet", "2026-c.parquet"):
-        write(tmp_path / name)
-    found = names(find_files("data.train", str(tmp_path / "2026-*")), tmp_path)
-    assert found == ["2026-01/a.parquet", "2026-01/b.parquet", "2026-02/b.parquet", "2026-c.parquet"]
-    (tmp_path / "2026-01" / "_SUCCESS").touch()
-    found = names(find_files("data.train", str(tmp_path / "2026-01" / "*")), tmp_path)
-    assert found == ["2026-01/a.parquet", "2026-01/b.parquet"]
-
-
-def test_a_file_whose_name_looks_like_a_glob(tmp_path):
-    file = write(tmp_path / "day[1].parquet")
-    assert find_files("data.train", str(file)) == [str(file)]
-
-
-def test_home_is_expanded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    file = write(tmp_path / "logs" / "a.parquet")
-    assert find_files("data.train", "~/logs") == [str(file)]
-
-
-@pytest.mark.parametrize("again", ["logs/a.parquet", "logs", "logs/*.parquet", "logs/../logs/a.parquet"])
-def test_a_file_given_twice(tmp_path, again):
-    file = write(tmp_path / "logs" / "a.parquet")
-    message = refusal(lambda: find_files("data.valid", [str(file), str(tmp_path / again)]))
-    assert "'data.valid'" in message and str(file) in message and "twice" in message
-
-
-def test_path_that_does_not_exist_names_the_nearest(tmp_path):
-    write(tmp_path / "logs" / "train" / "a.parquet")
-    message = refusal(lambda: find_files("data.train", str(tmp_path / "logs" / "trian")))
-    assert "'data.train'" in message and "does not exist" in message
-    assert f"did you mean '{tmp_path / 'logs' / 'train'}'?" in message
-    # The first folder that is wrong is the one to mend.
-    message = refusal(lambda: find_files("data.train", str(tmp_path / "lgos" / "train" / "a.parquet")))
-    assert f"did you mean '{tmp_path / 'logs'}'?" in message
-    assert "did you mean" not in refusal(lambda: find_files("data.train", str(tmp_path / "zzz")))
-
-
-def test_relative_path_that_does_not_exist(tmp_path, monkeypatch):
-    write(tmp_path / "train.parquet")
-    monkeypatch.chdir(tmp_path)
-    assert "did you mean 'train.parquet'?" in refusal(lambda: find_files("data.train", "trian.parquet"))
-
-
-def test_folder_without_parquet(tmp_path):
-    assert "it is empty" in refusal(lambda: find_files("data.train", str(tmp_path)))
-    (tmp_path / "clicks.csv").touch()
-    message = refusal(lambda: find_files("data.train", str(tmp_path)))
-    assert str(tmp_path) in message and "no *.parquet file" in message and "it holds clicks.csv" in message
-
-
-def test_glob_without_match(tmp_path):
-    pattern = str(tmp_path / "2026-*" / "*.parquet")
-    message = refusal(lambda: find_files("data.test", pattern))
-    assert "'data.test'" in message and f"no file matches '{pattern}'" in message
-
-
 # Footers
 
 
@@ -137,7 +49,11 @@ def test_row_groups_of_all_files_in_order_without_empty_ones(tmp_path):
         for rows in ([1], [], [2, 3]):
             writer.write_table(pa.table({"user": pa.array(rows, pa.int64())}))
     dataset = open_users(tmp_path)
-    found = [(os.path.basename(group.path), group.index, group.num_rows) for group in dataset.row_groups]
+    groups = dataset.row_groups
+    found = [
+        (os.path.basename(groups.paths[file]), index, rows)
+        for file, index, rows in zip(groups.file, groups.index, groups.num_rows, strict=True)
+    ]
     assert found == [
         ("a.parquet", 0, 1),
         ("b.parquet", 0, 2),
@@ -149,19 +65,22 @@ def test_row_groups_of_all_files_in_order_without_empty_ones(tmp_path):
     assert (dataset.num_rows, dataset.num_files) == (9, 3)
 
 
-def test_bytes_are_those_of_the_columns_read(tmp_path):
+def test_bytes_are_those_of_a_window_with_the_columns_read(tmp_path):
+    # Repetitive columns are small in the file, and each value takes 4 bytes in a window all the same.
     table = {
-        "user": list(range(1000)),
-        "his.tory": [[i] * 20 for i in range(1000)],
-        "unused": ["x" * 100 + str(i) for i in range(1000)],
+        "user": [7] * 1000,
+        "his.tory": [[5] * 20] * 999 + [None],
+        "name": ["x" * 100] * 1000,
+        "unused": list(range(1000)),
     }
-    pq.write_table(pa.table(table), tmp_path / "a.parquet", use_dictionary=False)
+    pq.write_table(pa.table(table), tmp_path / "a.parquet", row_group_size=1000)
 
     def num_bytes(*columns: str) -> int:
-        return open_dataset("data.train", str(tmp_path), dict.fromkeys(columns, "key")).row_groups[0].num_bytes
+        dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(columns, "key"), filter="unused >= 0")
+        return int(dataset.row_groups.num_bytes[0])
 
-    assert 8_000 <= num_bytes("user") < 9_000
-    assert num_bytes("his.tory") >= 160_000
+    assert num_bytes("user") == num_bytes("name") == 4000
+    assert num_bytes("his.tory") == 4 * (999 * 20 + 1) + 4000
     assert num_bytes("user", "his.tory") == num_bytes("user") + num_bytes("his.tory")
 
 
@@ -169,7 +88,7 @@ def test_max_rows(tmp_path):
     for name in "ab":
         write(tmp_path / f"{name}.parquet", {"user": list(range(10))}, row_group_rows=4)
     dataset = open_users(tmp_path, max_rows=13)
-    assert [group.num_rows for group in dataset.row_groups] == [4, 4, 2, 3]
+    assert dataset.row_groups.num_rows.tolist() == [4, 4, 2, 3]
     assert read_column(dataset, "user").to_pylist() == [*range(10), 0, 1, 2]
     assert open_users(tmp_path, max_rows=1000).num_rows == 20
 
@@ -209,59 +128,77 @@ def test_files_without_rows(tmp_path):
     assert "'data.train'" in message and str(tmp_path) in message and "no rows" in message
 
 
-def test_schema_holds_the_types_of_all_files(tmp_path):
-    for name, kind in (("a", pa.null()), ("b", pa.int8()), ("c", pa.int64()), ("d", pa.null())):
-        write(tmp_path / f"{name}.parquet", {"user": pa.array([None], kind)})
-    assert open_users(tmp_path).schema == pa.schema([("user", pa.int64())])
-
-
-def test_types_that_do_not_go_together(tmp_path):
-    write(tmp_path / "a.parquet", {"user": pa.array([1], pa.int32())})
-    write(tmp_path / "b.parquet", {"user": pa.array([1], pa.int64())})
-    bad = write(tmp_path / "c.parquet", {"user": ["1"]})
-    message = refusal(lambda: open_users(tmp_path))
-    assert f"column 'user' is string in '{bad}', but int64 in the files before it" in message
-
-
 # Rows
 
 
+def open_all(path: Path, **options) -> Dataset:
+    files = [path] if path.suffix else sorted(path.glob("*.parquet"))
+    names = pq.read_schema(files[0]).names
+    return open_dataset("data.train", str(path), dict.fromkeys(names, "key"), **options)
+
+
 def test_reader_gives_the_rows_of_a_segment(tmp_path):
-    file = str(write(tmp_path / "a.parquet", {"user": list(range(10)), "other": ["x"] * 10}, row_group_rows=4))
-    table = SegmentReader(["user"]).read(Segment(file, 1, 1, 3))
-    assert table.column_names == ["user"]
-    assert table.column("user").to_pylist() == [5, 6]
+    file = write(tmp_path / "a.parquet", {"user": list(range(10)), "other": ["x"] * 10}, row_group_rows=4)
+    dataset = open_users(file)
+    table = SegmentReader(dataset).read(dataset.row_groups.segment(1, 1, 3))
+    assert table.to_pydict() == {"user": [5, 6]}
+
+
+def test_reader_gives_the_columns_asked_for_in_their_order(tmp_path):
+    write(tmp_path / "a.parquet", {"a": [1], "a.b": [2], "c": [3]})
+    columns = {"c": "key", "a": "key"}
+    dataset = pickle.loads(pickle.dumps(open_dataset("data.train", str(tmp_path), columns)))
+    assert SegmentReader(dataset).read(dataset.row_groups.segment(0)).to_pydict() == {"c": [3], "a": [1]}
+    assert SegmentReader(dataset, ["a"]).read(dataset.row_groups.segment(0)).to_pydict() == {"a": [1]}
+    assert list(SegmentReader(dataset).read(dataset.row_groups.segment(0)).column_names) == ["c", "a"]
 
 
 def test_streams_in_one_row_group_decode_it_once(tmp_path, monkeypatch):
-    file = str(write(tmp_path / "a.parquet", {"user": list(range(80))}))
+    file = write(tmp_path / "a.parquet", {"user": list(range(80))})
     decoded = []
     start = threading.Barrier(8)
-    original = SegmentReader._decode
+    original = Decoder.table
 
-    def count(reader: SegmentReader, path: str, index: int) -> pa.Table:
+    def count(decoder: Decoder, path: str, index: int) -> pa.Table:
         decoded.append((path, index))
-        return original(reader, path, index)
+        return original(decoder, path, index)
 
-    monkeypatch.setattr(SegmentReader, "_decode", count)
-    reader = SegmentReader(["user"])
+    monkeypatch.setattr(Decoder, "table", count)
+    dataset = open_users(file)
+    reader = SegmentReader(dataset)
 
     def read(i: int) -> list[int]:
         start.wait(10)
-        return reader.read(Segment(file, 0, 10 * i, 10 * i + 10)).column("user").to_pylist()
+        return reader.read(dataset.row_groups.segment(0, 10 * i, 10 * i + 10)).column("user").to_pylist()
 
     with ThreadPoolExecutor(8) as pool:
         pieces = list(pool.map(read, range(8)))
     assert [user for piece in pieces for user in piece] == list(range(80))
-    assert decoded == [(file, 0)]
+    assert decoded == [(str(file), 0)]
 
 
 def test_reader_keeps_few_row_groups(tmp_path):
-    file = str(write(tmp_path / "a.parquet", {"user": list(range(100))}, row_group_rows=1))
-    reader = SegmentReader(["user"])
-    values = [reader.read(Segment(file, i % 100, 0, 1)).column("user")[0].as_py() for i in range(150)]
-    assert values == [i % 100 for i in range(150)]
-    assert len(reader._recent) <= 4
+    dataset = open_users(write(tmp_path / "a.parquet", {"user": list(range(100))}, row_group_rows=2))
+    reader = SegmentReader(dataset)
+    values = [reader.read(dataset.row_groups.segment(i % 50, 1, 2)).column("user")[0].as_py() for i in range(80)]
+    assert values == [2 * (i % 50) + 1 for i in range(80)]
+    assert len(reader._recent) == 2
+    for i in range(50):  # nobody else wants rows of these
+        reader.read(dataset.row_groups.segment(i))
+    assert list(reader._recent) == [(dataset.row_groups.paths[0], i) for i in (28, 29)]
+
+
+def test_reader_keeps_few_footers_and_parses_them_once(tmp_path, monkeypatch):
+    for i in range(30):
+        write(tmp_path / f"{i:02}.parquet", {"user": [i, i]}, row_group_rows=1)
+    dataset = open_users(tmp_path)
+    reader = SegmentReader(dataset)
+    monkeypatch.setattr(decode, "_KEPT_FOOTER_BYTES", 3 * pq.read_metadata(tmp_path / "00.parquet").serialized_size)
+    values = [reader.read(dataset.row_groups.segment(i)).column("user")[0].as_py() for i in range(60)]
+    assert values == [i // 2 for i in range(60)]
+    kept = reader._decoder._footers
+    assert [os.path.basename(path) for path, _, _ in kept] == ["27.parquet", "28.parquet", "29.parquet"]
+    assert reader._decoder._footer_bytes == sum(footer.serialized_size for footer in kept.values())
 
 
 def test_damaged_row_group_is_named(tmp_path):
@@ -270,10 +207,13 @@ def test_damaged_row_group_is_named(tmp_path):
     content = bytearray(file.read_bytes())
     content[(footer.dictionary_page_offset or footer.data_page_offset) + footer.total_compressed_size - 1] ^= 1
     file.write_bytes(content)
-    reader = SegmentReader(["user"])
-    assert reader.read(Segment(str(file), 0, 0, 50)).num_rows == 50
-    message = refusal(lambda: reader.read(Segment(str(file), 1, 0, 50)))
-    assert f"row group 1 of '{file}' cannot be read" in message
+    dataset = open_users(file)
+    reader = SegmentReader(dataset)
+    assert reader.read(dataset.row_groups.segment(0)).num_rows == 50
+    message = refusal(lambda: reader.read(dataset.row_groups.segment(1)))
+    assert f"column 'user' of row group 1 of '{file}' cannot be read (the checksum of a page is wrong)" in message
+    unchecked = open_dataset("data.train", str(file), USER, options=ReadOptions(verify_checksums=False))
+    assert SegmentReader(unchecked).read(unchecked.row_groups.segment(1)).num_rows == 50
 
 
 def test_read_column_joins_files_and_types(tmp_path):
@@ -300,9 +240,95 @@ def test_read_head_of_a_damaged_file(tmp_path):
     file = write(tmp_path / "a.parquet")
     dataset = open_users(file)
     file.write_bytes(b"")
-    assert f"'{file}' cannot be read" in refusal(lambda: read_head(dataset, 1))
+    assert f"'{file}' is not what it was" in refusal(lambda: read_head(dataset, 1))
 
 
-def test_a_path_that_is_neither_file_nor_folder(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    assert "'data.train'" in refusal(lambda: find_files("data.train", str(tmp_path / "pipe")))
+def test_read_head_stops_early(tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet", {"user": list(range(1000)), "name": [str(i % 7) for i in range(1000)]})
+    dataset = open_dataset("data.train", str(tmp_path), {"user": "k", "name": "k"}, filter="name == '3'")
+    assert read_head(dataset, 3).to_pydict() == {"user": [3, 10, 17], "name": ["3", "3", "3"]}
+    whole = [i for i in range(1000) if i % 7 == 3]
+    assert read_head(dataset, 10_000).column("user").to_pylist() == whole
+
+
+# Types that differ from file to file
+
+D = pa.dictionary(pa.int32(), pa.string())
+DRIFTS = [
+    ([pa.array([1, 2], pa.int32()), pa.array([2**40], pa.int64())], pa.int64(), [1, 2, 2**40]),
+    ([pa.array([1], pa.uint8()), pa.array([-1], pa.int8())], pa.int16(), [1, -1]),
+    ([pa.array([0.5], pa.float32()), pa.array([0.1])], pa.float64(), [0.5, 0.1]),
+    ([pa.array([2**60 + 1]), pa.array([0.5])], pa.float64(), [float(2**60 + 1), 0.5]),
+    ([pa.array(["a"]), pa.array(["b"], pa.large_string())], pa.string(), ["a", "b"]),
+    ([pa.array(["a"]), pa.array(["b"], pa.string_view())], pa.string(), ["a", "b"]),
+    ([pa.array(["a"]), pa.array(["b", None]).dictionary_encode(), pa.array(["c"])], pa.string(), ["a", "b", None, "c"]),
+    ([pa.array(["b"]).dictionary_encode(), pa.array(["a"], pa.large_string())], pa.string(), ["b", "a"]),
+    ([pa.array([[1], None]), pa.array([[2]], pa.large_list(pa.int64()))], pa.list_(pa.int64()), [[1], None, [2]]),
+    (
+        [pa.array([[1], []]), pa.array([[2, 3], None], pa.list_(pa.int64(), 2))],
+        pa.list_(pa.int64()),
+        [[1], [], [2, 3], None],
+    ),
+    (
+        [pa.array([[1, 2]], pa.list_(pa.int32(), 2)), pa.array([[3]], pa.list_(pa.int64(), 1))],
+        pa.list_(pa.int64()),
+        [[1, 2], [3]],
+    ),
+    ([pa.array([["a"]]), pa.array([["b"]], pa.list_(D))], pa.list_(pa.string()), [["a"], ["b"]]),
+    ([pa.array([1], pa.timestamp("s")), pa.array([1], pa.timestamp("us"))], pa.timestamp("us"), None),
+    (
+        [pa.array([1], pa.timestamp("us", "UTC")), pa.array([1], pa.timestamp("us", "Asia/Tokyo"))],
+        pa.timestamp("us", "UTC"),
+        None,
+    ),
+    ([pa.nulls(2), pa.array([3])], pa.int64(), [None, None, 3]),
+    ([pa.array([[3]]), pa.nulls(1)], pa.list_(pa.int64()), [[3], None]),
+    ([pa.nulls(1), pa.array(["x"])], pa.string(), [None, "x"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "kind", "values"), DRIFTS, ids=[str(kind) + str(i) for i, (_, kind, _) in enumerate(DRIFTS)]
+)
+def test_types_that_differ(tmp_path, arrays, kind, values):
+    for i, array in enumerate(arrays):
+        write(tmp_path / f"{i}.parquet", {"user": array})
+    dataset = open_users(tmp_path)
+    assert dataset.schema.field("user").type == kind
+    column = read_column(dataset, "user")
+    assert column.type == kind
+    if values is None:
+        values = pa.chunked_array([array.cast(kind) for array in arrays]).to_pylist()
+    assert column.to_pylist() == values
+    for i, array in enumerate(arrays):
+        found = SegmentReader(dataset).read(dataset.row_groups.segment(i)).schema.field("user").type
+        assert decode.plain_type(found) == kind
+        assert Decoder(dataset, ["user"]).head(dataset.row_groups.paths[i], 0, 9).num_rows == len(array)
+
+
+INCOMPATIBLE = [
+    (pa.array([1]), pa.array(["1"])),
+    (pa.array([1]), pa.array([[1]])),
+    (pa.array([True]), pa.array([1])),
+    (pa.array([1], pa.timestamp("us")), pa.array([1], pa.timestamp("us", "UTC"))),
+    (pa.array([1], pa.timestamp("us")), pa.array([1], pa.date32())),
+    (pa.array([["a"]]), pa.array([[1]])),
+    (pa.array([{"a": 1}]), pa.array([1])),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), INCOMPATIBLE)
+def test_types_that_do_not_go_together(tmp_path, first, second):
+    write(tmp_path / "a.parquet", {"user": first})
+    write(tmp_path / "b.parquet", {"user": pa.nulls(1)})
+    bad = write(tmp_path / "c.parquet", {"user": second})
+    message = refusal(lambda: open_users(tmp_path))
+    plain = [decode.plain_type(array.type) for array in (first, second)]
+    assert f"column 'user' is {plain[1]} in '{bad}', but {plain[0]} in the files before it" in message
+
+
+def test_a_value_that_no_common_type_holds(tmp_path):
+    write(tmp_path / "a.parquet", {"user": pa.array([-1])})
+    bad = write(tmp_path / "b.parquet", {"user": pa.array([2**63], pa.uint64())})
+    message = refusal(lambda: read_column(open_users(tmp_path), "user"))
+    assert f"column 'user' of row group 0 of '{bad}' is uint64" in message and "none of int64" in message

@@ -13,6 +13,7 @@ from launch import run_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.data.batch import Batch
+from recsys.data.buffers import Fence
 from recsys.data.order import Position
 from recsys.models import RetrievalTask
 from recsys.process_group import open_world
@@ -90,7 +91,7 @@ def test_the_loss_by_hand() -> None:
     log_q = torch.log(torch.arange(1, 11) / 55)
     lengths = torch.tensor([1, 1, 1, 1, 1], dtype=torch.int32)
     ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor(item_rows), lengths=lengths)
-    batch = Batch(ids, torch.zeros(5, 0), torch.zeros(5), weights, None, 4, Position(0, (4,)))
+    batch = Batch(ids, torch.zeros(5, 0), torch.zeros(5), weights, None, 4, 0, (0, 5), Position(0, ()), Fence())
 
     expected = 0.0
     for i in range(4):

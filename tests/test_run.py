@@ -1,17 +1,20 @@
 """The run directory, its records and what a checkpoint brings back."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 from launch import ROOT, run_train
 
-from recsys.build import build_model, open_datasets
+from recsys.build import build_model
 from recsys.checkpoint import Tensors, TrainState, find_checkpoint
 from recsys.config import Device, load_config
+from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
+from recsys.inputs import open_inputs
 from recsys.observe import MetricsWriter, to_json
 from recsys.process_group import open_world
 from recsys.run import _prepare_run_dir
@@ -79,7 +82,8 @@ def test_a_warm_start_takes_the_best_checkpoint(tmp_path: Path) -> None:
     for step, best in ((10, 10), (20, 20), (30, 20)):
         folder = tmp_path / "checkpoints" / f"step-{step:09d}"
         folder.mkdir(parents=True)
-        (folder / "state.json").write_text(to_json(vars(TrainState(step=step, best_step=best))))
+        state = TrainState(Position(0, ()), step=step, best_step=best)
+        (folder / "state.json").write_text(to_json(asdict(state)))
     (tmp_path / "checkpoints" / "step-000000040.tmp").mkdir()
     assert find_checkpoint(tmp_path).name == "step-000000020"
     assert find_checkpoint(tmp_path / "checkpoints" / "step-000000030").name == "step-000000030"
@@ -96,9 +100,9 @@ def test_a_signal_ends_an_evaluation() -> None:
     config = load_config(SAMPLE, ["train.eval_batch_size=64", "data.num_threads=0"])
     answers = iter([False, False, True])
     with open_world(Device.cpu) as world:
-        datasets = open_datasets(config, world)
-        evaluation = Evaluation(config, datasets, world)
-        model = build_model(config, datasets, world).model
+        inputs = open_inputs(config, world)
+        evaluation = Evaluation(inputs)
+        model = build_model(inputs).model
         with pytest.raises(EvaluationStopped):
             evaluation.run(model, "valid", lambda: next(answers))
         assert model.training

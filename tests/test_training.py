@@ -103,7 +103,7 @@ def test_another_plan_goes_on_from_a_checkpoint(
     assert_same_run(tmp_path / "run", result, *reference)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adagrad", marks=pytest.mark.slow)])
 def test_other_table_optimizers_resume(optimizer: str, tmp_path: Path) -> None:
     options = (f"optimizer.tables.name={optimizer}", "train.max_steps=12")
     train(tmp_path / "whole", *options)

@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 from recsys.config.schema import (
     Config,
     DLRMConfig,
+    FeatureConfig,
     FeatureType,
     IdMappingType,
     Interaction,
+    NullPolicy,
     ShardingChoice,
+    TableConfig,
     TableOptimizer,
     TwoTowerConfig,
 )
@@ -34,6 +38,7 @@ def check_config(config: Config) -> None:
     else:
         _check_dlrm(config, config.model)
     _check_paths(config)
+    _check_filter(config)
     _check_training(config)
 
 
@@ -61,7 +66,12 @@ def _check_numbers(config: Config) -> None:
         "data.num_threads": (data.num_threads, 0, 1024),
         "data.prefetch_batches": (data.prefetch_batches, 0, 2**20),
         "data.max_rows": (data.max_rows, 1, math.inf),
+        "data.retries": (data.retries, 0, 100),
+        "data.max_bad_files": (data.max_bad_files, 0, math.inf),
+        "data.max_bad_rows": (data.max_bad_rows, 0, math.inf),
         "train.global_batch_size": (train.global_batch_size, 1, 2**31),
+        "train.micro_batch_size": (train.micro_batch_size, 1, math.inf),
+        "train.micro_batch_ids": (train.micro_batch_ids, 1, math.inf),
         "train.eval_batch_size": (train.eval_batch_size, 1, 2**31),
         "train.epochs": (train.epochs, 1, math.inf),
         "train.max_steps": (train.max_steps, 1, math.inf),
@@ -82,10 +92,16 @@ def _check_numbers(config: Config) -> None:
     for name, feature in config.features.items():
         limits[f"features.{name}.max_length"] = (feature.max_length, 1, math.inf)
         limits[f"features.{name}.fill"] = (feature.fill, -_LARGE, _LARGE)
+        for i, number in enumerate([*(feature.clip or []), *(feature.boundaries or [])]):
+            limits[f"features.{name}.{'clip' if feature.clip else 'boundaries'}[{i}]"] = (number, -_LARGE, _LARGE)
     for name, table in config.tables.items():
-        fewest = 2 if table.mapping is IdMappingType.hash else 1
+        fewest = {IdMappingType.identity: 1, IdMappingType.hash: 2}.get(table.mapping, 3)
         limits[f"tables.{name}.num_embeddings"] = (table.num_embeddings, fewest, 2**40)
         limits[f"tables.{name}.hash_seed"] = (table.hash_seed, 0, 2**63 - 1)
+        limits[f"tables.{name}.num_hashes"] = (table.num_hashes, 1, 16)
+        limits[f"tables.{name}.num_ids"] = (table.num_ids, 1, 2**62)
+        limits[f"tables.{name}.min_count"] = (table.min_count, 1, math.inf)
+        limits[f"tables.{name}.num_buckets"] = (table.num_buckets, 1, max(1, table.num_embeddings - 2))
         limits[f"tables.{name}.init_range"] = (table.init_range, 0, 65504)  # the largest FP16
     for key, (value, least, most) in limits.items():
         if value is not None and not least <= value <= most:
@@ -95,10 +111,10 @@ def _check_numbers(config: Config) -> None:
         ("train.global_batch_size", train.global_batch_size),
         ("train.eval_batch_size", train.eval_batch_size),
     ):
-        if size is not None and size % data.num_streams:
+        if size is not None and size < data.num_streams:
             raise UserError(
-                f"config key '{key}' must be a multiple of data.num_streams={data.num_streams}, "
-                f"found {size}; the nearest is {max(1, round(size / data.num_streams)) * data.num_streams}"
+                f"config key '{key}' must be at least data.num_streams={data.num_streams}, so that a step takes a row "
+                f"of each stream, found {size}"
             )
 
 
@@ -111,7 +127,9 @@ def _check_features(config: Config) -> None:
         if feature.type is FeatureType.float:
             if feature.table is not None:
                 raise UserError(f"config key '{key}.table': a float feature has no table; drop it, or set type: id")
+            _check_float(key, feature)
             continue
+        _check_id(key, feature)
         if feature.table is None:
             hint = nearest(name, [other for other in config.features if other != name], "features.")
             raise UserError(
@@ -121,6 +139,33 @@ def _check_features(config: Config) -> None:
         one_of(f"{key}.table", feature.table, config.tables, "table")
     if all(feature.type is not FeatureType.id for feature in config.features.values()):
         raise UserError("config key 'features' has no feature of type id, and needs at least one")
+
+
+def _check_float(key: str, feature: FeatureConfig) -> None:
+    for name in ("max_length", "weights", "boundaries"):
+        if getattr(feature, name) is not None:
+            raise UserError(f"config key '{key}.{name}' is for features of type id; drop it, or set type: id")
+    if feature.nulls is NullPolicy.empty:
+        raise UserError(
+            f"config key '{key}.nulls' of a float feature is reserved (its fill), mean or refuse, found empty"
+        )
+    if feature.clip is not None and (len(feature.clip) != 2 or not feature.clip[0] < feature.clip[1]):
+        raise UserError(f"config key '{key}.clip' must be a least and a greater value, found {feature.clip}")
+
+
+def _check_id(key: str, feature: FeatureConfig) -> None:
+    for name, given in (
+        ("clip", feature.clip is not None),
+        ("log1p", feature.log1p),
+        ("standardise", feature.standardise),
+    ):
+        if given:
+            raise UserError(f"config key '{key}.{name}' is for features of type float; drop it, or set type: float")
+    if feature.nulls is NullPolicy.mean:
+        raise UserError(f"config key '{key}.nulls' of an id feature is reserved, empty or refuse, found mean")
+    bounds = feature.boundaries
+    if bounds is not None and (not bounds or any(a >= b for a, b in pairwise(bounds))):
+        raise UserError(f"config key '{key}.boundaries' must be ascending numbers, one at least, found {bounds}")
 
 
 def _check_name(key: str, name: str) -> None:
@@ -143,11 +188,39 @@ def _check_tables(config: Config) -> None:
                 f"config key '{key}.embedding_dim' must be a multiple of 4, from 4 to {_WIDEST_ROW}, "
                 f"found {table.embedding_dim}"
             )
+        _check_mapping(config, name, table)
         rowwise = config.optimizer.tables.name is TableOptimizer.rowwise_adagrad
         if table.sharding_type is ShardingChoice.column_wise and rowwise:
             raise UserError(
                 f"config key '{key}.sharding_type': column_wise splits the rows that rowwise_adagrad averages over, so "
                 f"what is learned would depend on the plan; use row_wise, or optimizer.tables.name=adagrad"
+            )
+
+
+def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
+    default = TableConfig(num_embeddings=table.num_embeddings, embedding_dim=table.embedding_dim)
+    for key, mapping in (
+        ("num_hashes", IdMappingType.hash),
+        ("num_ids", IdMappingType.quotient_remainder),
+        ("min_count", IdMappingType.vocabulary),
+        ("num_buckets", IdMappingType.vocabulary),
+        ("vocabulary", IdMappingType.vocabulary),
+    ):
+        if getattr(table, key) != getattr(default, key) and table.mapping is not mapping:
+            raise UserError(
+                f"config key 'tables.{name}.{key}' is for mapping: {mapping.name}, found {table.mapping.name}; drop "
+                f"it, or set tables.{name}.mapping={mapping.name}"
+            )
+    if table.mapping is IdMappingType.quotient_remainder and table.num_ids is None:
+        raise UserError(
+            f"config key 'tables.{name}.num_ids' is not set, and mapping: quotient_remainder needs the number of ids "
+            f"that are to be told apart"
+        )
+    for feature, settings in config.features.items():
+        if settings.table == name and settings.boundaries and table.mapping is IdMappingType.vocabulary:
+            raise UserError(
+                f"config key 'tables.{name}.mapping': feature '{feature}' has boundaries, so its ids are 0 … "
+                f"{len(settings.boundaries)}; use mapping: identity with num_embeddings={len(settings.boundaries) + 1}"
             )
 
 
@@ -192,8 +265,20 @@ def _check_two_tower(config: Config, model: TwoTowerConfig) -> None:
             f"feature '{min(unused)}' is in neither model.user_features nor model.item_features; add it there, or "
             f"remove features.{min(unused)}"
         )
+    for key in ("micro_batch_size", "micro_batch_ids"):
+        if getattr(config.train, key) is not None:
+            raise UserError(
+                f"config key 'train.{key}': the in-batch softmax of model two_tower is over all rows of a batch, and "
+                f"not computed in parts; drop it, or lower train.global_batch_size"
+            )
     if config.features[model.item_id].type is not FeatureType.id:
         raise UserError(f"config key 'model.item_id': feature '{model.item_id}' must be of type id")
+    table = config.tables[config.features[model.item_id].table or ""]
+    if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
+        raise UserError(
+            f"config key 'model.item_id': table '{config.features[model.item_id].table}' gives an id several rows, and "
+            f"items are told apart by one; use mapping: hash with num_hashes=1, vocabulary or identity"
+        )
     if model.temperature <= 0:
         raise UserError(f"config key 'model.temperature' must be above 0, found {model.temperature}")
     if not model.top_k or min(model.top_k) < 1:
@@ -226,6 +311,21 @@ def _check_paths(config: Config) -> None:
             raise UserError("config key 'data.train' is empty, and needs a path, a glob or a list of them")
         if value is not None and not (paths and all(isinstance(path, str) and path for path in paths)):
             raise UserError(f"config key 'data.{key}' must be a path, a glob or a list of them, found {value!r}")
+
+
+def _check_filter(config: Config) -> None:
+    given = config.data.filter
+    roles = ("train", "valid", "test", "items")
+    if isinstance(given, dict):
+        for role in given:
+            one_of("data.filter", str(role), roles, "dataset")
+    expressions = list(given.values()) if isinstance(given, dict) else [given]
+    for text in expressions:
+        if text is not None and not (isinstance(text, str) and text.strip()):
+            raise UserError(
+                f"config key 'data.filter' must be an expression such as \"day >= '2026-11-01'\", for data.train, or a "
+                f"section of these by dataset ({', '.join(roles)}), found {text!r}"
+            )
 
 
 def _check_training(config: Config) -> None:

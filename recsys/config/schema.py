@@ -19,18 +19,37 @@ class FeatureType(Enum):
 
 
 class NullPolicy(Enum):
-    """What a null id becomes: row 0 of the table (`reserved`), no id at all (`empty`), or an error (`refuse`)."""
+    """What a null becomes.
+
+    Of an id: row 0 of the table (`reserved`), no id at all (`empty`), or an error (`refuse`). Of a float: the feature's
+    `fill` (`reserved`), the mean of data.train (`mean`), or an error (`refuse`).
+    """
 
     reserved = "reserved"
     empty = "empty"
+    mean = "mean"
     refuse = "refuse"
 
 
+class Keep(Enum):
+    """Which end of a list longer than `max_length` is kept."""
+
+    first = "first"
+    last = "last"
+
+
 class IdMappingType(Enum):
-    """`hash`: any integer or string id to rows 1..n-1, row 0 kept for null. `identity`: id i is row i."""
+    """How raw ids become rows of a table; row 0 is kept for null except under `identity`.
+
+    `hash`: any id to rows 1..n-1. `identity`: id i is row i. `vocabulary`: the ids that data.train shows at least
+    `min_count` times have a row each, the rest share `num_buckets` rows. `quotient_remainder`: ids hashed to `num_ids`
+    numbers, each the sum of two rows (Shi et al. 2020, arXiv:1909.02107).
+    """
 
     hash = "hash"
     identity = "identity"
+    vocabulary = "vocabulary"
+    quotient_remainder = "quotient_remainder"
 
 
 class DataType(Enum):
@@ -122,10 +141,16 @@ class DataConfig:
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     shuffle: bool = True
     num_streams: int = 8  # V: a multiple of every number of ranks to be used
-    window_mib: int = 64  # rows of a stream shuffled together, in MiB before compression; two are held for each stream
+    window_mib: int = 64  # rows of a stream shuffled together, in MiB as held in memory; two are held for each stream
+    drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
     num_threads: int = 2  # decoding threads of a rank; 0 reads in the training thread
     prefetch_batches: int = 4
     max_rows: int | None = None  # use only the first rows of each dataset
+    filter: Any = None  # rows of data.train to use, such as "day >= '2026-11-01'"; or {train: …, valid: …, test: …}
+    verify_checksums: bool = True  # of pages that have one, as our own writers' do
+    retries: int = 3  # of a read from a remote file system
+    max_bad_files: int = 0  # files whose footer cannot be read: leave out up to so many, in place of an error
+    max_bad_rows: int = 0  # rows of row groups that cannot be decoded: give up to so many weight 0, likewise
 
 
 @dataclass
@@ -135,21 +160,32 @@ class FeatureConfig:
     type: FeatureType = FeatureType.id
     column: str | None = None  # default: the feature's name
     table: str | None = None
-    max_length: int | None = None  # of a list, its last ids are kept
+    max_length: int | None = None  # of a list
+    keep: Keep = Keep.last  # which end of a longer list
+    weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
+    boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
     nulls: NullPolicy = NullPolicy.reserved  # (`null` itself would be no name in YAML, but the null)
     fill: float = 0.0  # value of a null float
+    clip: list[float] | None = None  # float: least and greatest value. First clip, then log1p, then standardise
+    log1p: bool = False  # float: log(1 + x)
+    standardise: bool = False  # float: (x - mean) / standard deviation, both of data.train
 
 
 @dataclass
 class TableConfig:
     """One embedding table, shared by all features that name it."""
 
-    num_embeddings: int = MISSING
+    num_embeddings: int = MISSING  # rows; of a vocabulary at most so many, fewer where the data have fewer ids
     embedding_dim: int = MISSING  # a multiple of 4
     data_type: DataType = DataType.FP32
     pooling: Pooling = Pooling.sum
     mapping: IdMappingType = IdMappingType.hash
     hash_seed: int = 0
+    num_hashes: int = 1  # hash: the vector of an id is the sum of so many rows, each by a hash of its own
+    num_ids: int | None = None  # quotient_remainder: how many ids are told apart
+    min_count: int = 1  # vocabulary: rarer ids have no row of their own
+    num_buckets: int = 1  # vocabulary: rows for the ids that have none of their own, by hash
+    vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
     init_range: float | None = None  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     sharding_type: ShardingChoice = ShardingChoice.auto
 
@@ -203,6 +239,8 @@ class TrainConfig:
     """How long, how much at a time, and what happens on the way."""
 
     global_batch_size: int = 1024  # rows that a step trains, over all ranks
+    micro_batch_size: int | None = None  # rows of a rank whose dense part is computed at a time; default: all
+    micro_batch_ids: int | None = None  # ids in the lists of these rows, at most: long lists make smaller micro-batches
     eval_batch_size: int | None = None  # the same for evaluation; default: global_batch_size
     epochs: int = 1
     max_steps: int | None = None  # end earlier than the epochs do

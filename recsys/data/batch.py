@@ -6,6 +6,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from recsys.data.buffers import Fence
 from recsys.data.order import Position
 
 
@@ -14,12 +15,16 @@ class Batch(Pipelineable):
     """One rank's rows of a step. Rows of weight 0 fill up the last batch of an epoch; their lists are empty.
 
     Attributes:
-        ids: table rows of the id features, jagged, keys in config order; values int64, lengths int32.
+        ids: table rows of the id features, jagged, keys in config order; values int64, lengths int32, and weights
+            float32 if any feature is weighted.
         floats: [rows, float features] float32.
         labels, weights: [rows] float32.
         lists: retrieval's `targets` and `seen` as positions in the item corpus (-1: not in it), or None.
-        num_rows: rows of the data in this batch, without the fill.
+        num_rows: rows of the data in this batch, without the fill and the bad ones.
+        num_bad_rows: rows that could not be read; they have become fill.
+        micro_batches: bounds of the rows that the dense part computes together, from 0 to the number of rows.
         position: where training stands once this batch is trained (host only).
+        fence: of the host memory that the tensors lie in.
     """
 
     ids: KeyedJaggedTensor
@@ -28,10 +33,13 @@ class Batch(Pipelineable):
     weights: torch.Tensor
     lists: KeyedJaggedTensor | None
     num_rows: int
+    num_bad_rows: int
+    micro_batches: tuple[int, ...]
     position: Position
+    fence: Fence
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        return replace(
+        copy = replace(
             self,
             ids=self.ids.to(device, non_blocking=non_blocking),
             floats=self.floats.to(device, non_blocking=non_blocking),
@@ -39,6 +47,14 @@ class Batch(Pipelineable):
             weights=self.weights.to(device, non_blocking=non_blocking),
             lists=None if self.lists is None else self.lists.to(device, non_blocking=non_blocking),
         )
+        if device.type == "cuda" and self.floats.device.type == "cpu":
+            self.fence.record()  # until then the loader must not write into the memory that is being copied
+        return copy
+
+    def dense_rows(self, start: int, stop: int) -> "Batch":
+        """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
+        floats, labels, weights = (t[start:stop] for t in (self.floats, self.labels, self.weights))
+        return replace(self, floats=floats, labels=labels, weights=weights)
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.ids.record_stream(stream)
@@ -46,14 +62,3 @@ class Batch(Pipelineable):
             tensor.record_stream(stream)
         if self.lists is not None:
             self.lists.record_stream(stream)
-
-    def pin_memory(self) -> "Batch":
-        """Return a copy in page-locked memory. Every tensor: one that is left out makes its copy wait."""
-        return replace(
-            self,
-            ids=self.ids.pin_memory(),
-            floats=self.floats.pin_memory(),
-            labels=self.labels.pin_memory(),
-            weights=self.weights.pin_memory(),
-            lists=None if self.lists is None else self.lists.pin_memory(),
-        )

@@ -1,100 +1,16 @@
-"""Arrow columns to arrays, and slices of these to a `Batch`.
-
-A list column becomes its values and offsets; ids are mapped a whole column at a time; nothing goes row by row.
-"""
+"""Slices of windows to a `Batch`: every value is copied once, into one block of memory that is used again."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.config import NullPolicy
 from recsys.data.batch import Batch
+from recsys.data.buffers import Block, BlockPool, padded
 from recsys.data.order import Position
-from recsys.errors import UserError
-from recsys.id_mapping import NULL_ROW, IdMapping
-
-
-@dataclass(frozen=True)
-class IdColumn:
-    """How a column of ids, or of lists of ids, becomes table rows. `column` None: always empty."""
-
-    name: str
-    column: str | None
-    mapping: IdMapping
-    null: NullPolicy = NullPolicy.reserved
-    max_length: int | None = None
-
-
-@dataclass(frozen=True)
-class FloatColumn:
-    """How a column of numbers becomes float32. `column` None: always `fill`."""
-
-    name: str
-    column: str | None
-    fill: float | None = 0.0  # of nulls; None refuses them
-    binary: bool = False  # takes 0 and 1 only
-
-
-@dataclass(frozen=True)
-class BatchSpec:
-    """What a batch is made of. Label and weight are None where the data have none (0 and 1 are used)."""
-
-    ids: Sequence[IdColumn]
-    floats: Sequence[FloatColumn]
-    label: FloatColumn | None = None
-    weight: FloatColumn | None = None
-    lists: Sequence[IdColumn] = ()
-
-    def columns(self) -> list[str]:
-        """Return the names of the columns to read, each once."""
-        ends = [part for part in (self.label, self.weight) if part]
-        parts: list[IdColumn | FloatColumn] = [*self.ids, *self.floats, *self.lists, *ends]
-        return list(dict.fromkeys(part.column for part in parts if part.column is not None))
-
-
-@dataclass(frozen=True)
-class Jagged:
-    """Lists of table rows: `values` int64 [total], `offsets` int64 [rows + 1]."""
-
-    values: np.ndarray
-    offsets: np.ndarray
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Converted columns of some rows, in the order of the spec: `floats` [rows, float features] float32."""
-
-    num_rows: int
-    ids: list[Jagged]
-    lists: list[Jagged]
-    floats: np.ndarray
-    labels: np.ndarray
-    weights: np.ndarray
-
-
-def convert(table: pa.Table, spec: BatchSpec) -> Columns:
-    """Convert decoded rows to arrays.
-
-    Raises:
-        UserError: names the column whose type or values do not fit the spec.
-    """
-    rows = table.num_rows
-    floats = np.zeros((rows, len(spec.floats)), np.float32)
-    for i, part in enumerate(spec.floats):
-        floats[:, i] = _float_column(table, part)
-    return Columns(
-        num_rows=rows,
-        ids=[_id_column(table, part) for part in spec.ids],
-        lists=[_id_column(table, part) for part in spec.lists],
-        floats=floats,
-        labels=_float_column(table, spec.label) if spec.label else np.zeros(rows, np.float32),
-        weights=_weights(table, spec.weight) if spec.weight else np.ones(rows, np.float32),
-    )
+from recsys.data.window import BatchSpec, Columns, Ragged
 
 
 @dataclass(frozen=True)
@@ -106,8 +22,50 @@ class Piece:
     stop: int
     at: int
 
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
 
-def collate(pieces: Sequence[Piece], num_rows: int, spec: BatchSpec, position: Position) -> Batch:
+    @property
+    def rows(self) -> slice:
+        """Its rows in the batch."""
+        return slice(self.at, self.at + self.num_rows)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How many rows, and how many ids in their lists, the dense part computes together at most; None: any number."""
+
+    max_rows: int | None = None
+    max_ids: int | None = None
+
+    def bounds(self, lengths: np.ndarray) -> tuple[int, ...]:
+        """Return the bounds of micro-batches in order, as few as can be; a row with more ids is one of its own.
+
+        Args:
+            lengths: ids of each feature and row, [features, rows].
+        """
+        num_rows = lengths.shape[1]
+        if self.max_ids is None:
+            step = self.max_rows or num_rows
+            return (*range(0, num_rows, step), num_rows)
+        ends, bounds = np.cumsum(lengths.sum(axis=0), dtype=np.int64), [0]
+        while bounds[-1] < num_rows:
+            start = bounds[-1]
+            before = int(ends[start - 1]) if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, before + self.max_ids, side="right")))
+            bounds.append(min(stop, num_rows, start + (self.max_rows or num_rows)))
+        return tuple(bounds)
+
+
+def collate(
+    pieces: Sequence[Piece],
+    num_rows: int,
+    spec: BatchSpec,
+    position: Position,
+    pool: BlockPool,
+    micro_batches: MicroBatches,
+) -> Batch:
     """Join pieces into a batch of `num_rows` rows; rows that no piece fills have weight 0 and empty lists.
 
     Args:
@@ -115,151 +73,136 @@ def collate(pieces: Sequence[Piece], num_rows: int, spec: BatchSpec, position: P
         num_rows: rows of the batch.
         spec: the one that the columns were converted with.
         position: where training stands after this batch.
+        pool: where the memory of the batch is taken from.
+        micro_batches: bounds of what the dense part computes together.
     """
-    lists = _join_jagged([p.name for p in spec.lists], [p.columns.lists for p in pieces], pieces, num_rows)
+    ids = _Jagged([part.name for part in spec.ids], [p.columns.ids for p in pieces], pieces, num_rows, spec.weighted)
+    lists = _Jagged([part.name for part in spec.lists], [p.columns.lists for p in pieces], pieces, num_rows, False)
+    num_floats = len(spec.floats)
+    block = pool.take(ids.num_bytes + lists.num_bytes + padded(4 * num_rows * num_floats) + 2 * padded(4 * num_rows))
+    floats = block.array((num_rows, num_floats), np.float32)
+    labels, weights = (block.array((num_rows,), np.float32) for _ in range(2))
+    if sum(piece.num_rows for piece in pieces) < num_rows:
+        for array in (floats, labels, weights):
+            array[:] = 0
+    for piece in pieces:
+        source = piece.columns.floats[:, piece.start : piece.stop]
+        floats[piece.rows] = source[:-2].T
+        labels[piece.rows] = source[-2]
+        weights[piece.rows] = source[-1]
+    num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
+    keyed = ids.build(block)
     return Batch(
-        ids=_join_jagged([p.name for p in spec.ids], [p.columns.ids for p in pieces], pieces, num_rows),
-        floats=_join([p.columns.floats for p in pieces], pieces, (num_rows, len(spec.floats))),
-        labels=_join([p.columns.labels for p in pieces], pieces, (num_rows,)),
-        weights=_join([p.columns.weights for p in pieces], pieces, (num_rows,)),
-        lists=lists if spec.lists else None,
-        num_rows=sum(piece.stop - piece.start for piece in pieces),
+        ids=keyed,
+        floats=torch.from_numpy(floats),
+        labels=torch.from_numpy(labels),
+        weights=torch.from_numpy(weights),
+        lists=lists.build(block) if spec.lists else None,
+        num_rows=sum(piece.num_rows for piece in pieces) - num_bad,
+        num_bad_rows=num_bad,
+        micro_batches=micro_batches.bounds(keyed.lengths().numpy().reshape(len(spec.ids), num_rows)),
         position=position,
+        fence=block.fence,
     )
 
 
-def _join(columns: Sequence[np.ndarray], pieces: Sequence[Piece], shape: tuple[int, ...]) -> torch.Tensor:
-    joined = np.zeros(shape, np.float32)
-    for values, piece in zip(columns, pieces, strict=True):
-        joined[piece.at : piece.at + piece.stop - piece.start] = values[piece.start : piece.stop]
-    return torch.from_numpy(joined)
+class _Jagged:
+    """A KeyedJaggedTensor under construction.
 
+    It is feature-major: all rows of the first key, then of the second … Neighbouring features that have one id in
+    every row of the batch are copied as one.
+    """
 
-def _join_jagged(
-    keys: list[str], columns: Sequence[list[Jagged]], pieces: Sequence[Piece], num_rows: int
-) -> KeyedJaggedTensor:
-    # Feature-major, as a KeyedJaggedTensor is: all rows of the first key, then of the second …
-    lengths = np.zeros((len(keys), num_rows), np.int32)
-    values: list[np.ndarray] = [np.zeros(0, np.int64)]
-    for k in range(len(keys)):
-        for lists, piece in zip(columns, pieces, strict=True):
-            offsets = lists[k].offsets[piece.start : piece.stop + 1]
-            lengths[k, piece.at : piece.at + len(offsets) - 1] = np.diff(offsets)
-            values.append(lists[k].values[offsets[0] : offsets[-1]])
-    return KeyedJaggedTensor(
-        keys=keys,
-        values=torch.from_numpy(np.concatenate(values)),
-        lengths=torch.from_numpy(lengths.reshape(-1)),
-    )
+    def __init__(
+        self,
+        keys: list[str],
+        columns: Sequence[Sequence[int | Ragged]],
+        pieces: Sequence[Piece],
+        num_rows: int,
+        weighted: bool,
+    ) -> None:
+        self._keys, self._columns, self._pieces, self._num_rows = keys, columns, pieces, num_rows
+        self._filled = sum(piece.num_rows for piece in pieces)
+        self._weighted = weighted
+        self._scalar = [all(isinstance(part, int) for part in parts) for parts in zip(*columns, strict=True)]
+        if not pieces:
+            self._scalar = [True] * len(keys)
+        self._runs = self._find_runs()
+        self._total = sum(self._num_values(run) for run in self._runs)
 
+    @property
+    def num_bytes(self) -> int:
+        """What `build` takes of a block."""
+        weights = padded(4 * self._total) if self._weighted else 0
+        return padded(8 * self._total) + padded(4 * len(self._keys) * self._num_rows) + weights
 
-def _array(table: pa.Table, column: str) -> pa.Array:
-    array = table.column(column).combine_chunks()
-    # An empty ChunkedArray combines to a ChunkedArray in some versions of Arrow.
-    return array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks)
-
-
-def _id_column(table: pa.Table, part: IdColumn) -> Jagged:
-    if part.column is None:
-        return Jagged(np.zeros(0, np.int64), np.zeros(table.num_rows + 1, np.int64))
-    array = _array(table, part.column)
-    try:
-        if _is_list(array.type):
-            return _map_lists(array, part)
-        return _map_scalars(array, part)
-    except UserError as error:
-        raise UserError(f"column '{part.column}' (feature '{part.name}'): {error}") from error
-    except TypeError as error:
-        raise UserError(f"column '{part.column}' (feature '{part.name}'): {error}") from error
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-
-
-def _map_scalars(array: pa.Array, part: IdColumn) -> Jagged:
-    rows = len(array)
-    if pa.types.is_null(array.type):
-        array = array.cast(pa.int64())  # some writers drop the type of a column without any value
-    present = _present(array, part)
-    if present is None:
-        return Jagged(part.mapping(array), np.arange(rows + 1, dtype=np.int64))
-    mapped = part.mapping(array.filter(pa.array(present)))
-    if part.null is NullPolicy.empty:
-        return Jagged(mapped, _offsets(present))
-    values = np.full(rows, NULL_ROW, np.int64)
-    values[present] = mapped
-    return Jagged(values, np.arange(rows + 1, dtype=np.int64))
-
-
-def _map_lists(array: pa.Array, part: IdColumn) -> Jagged:
-    # A null list is an empty one; flatten() leaves out what lies under it.
-    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
-    values = array.flatten()
-    if part.max_length is not None and lengths.size and lengths.max() > part.max_length:
-        from_end = np.repeat(np.cumsum(lengths), lengths) - np.arange(len(values))
-        values = values.filter(pa.array(from_end <= part.max_length))
-        lengths = np.minimum(lengths, part.max_length)
-    mapped = _map_scalars(values, part)
-    # Nulls inside a list may have been dropped, so the offsets of the lists go through those of their elements.
-    return Jagged(mapped.values, mapped.offsets[_offsets(lengths)])
-
-
-def _present(array: pa.Array, part: IdColumn) -> np.ndarray | None:
-    """Return a mask of the elements that are not null, or None when all are there."""
-    if array.null_count == 0:
-        return None
-    if part.null is NullPolicy.refuse:
-        raise UserError(f"{array.null_count} nulls found where nulls: refuse allows none; use reserved or empty")
-    return array.is_valid().to_numpy(zero_copy_only=False)
-
-
-def _offsets(lengths: np.ndarray) -> np.ndarray:
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _float_column(table: pa.Table, part: FloatColumn) -> np.ndarray:
-    if part.column is None:
-        return np.full(table.num_rows, part.fill or 0.0, np.float32)
-    array = _array(table, part.column)
-    if not (
-        pa.types.is_null(array.type)
-        or pa.types.is_integer(array.type)
-        or pa.types.is_floating(array.type)
-        or pa.types.is_boolean(array.type)
-        or pa.types.is_decimal(array.type)
-    ):
-        raise UserError(
-            f"column '{part.column}' ({part.name}) must hold numbers, found {array.type}"
-            f"{'; for ids use a feature of type id' if part.fill is not None else ''}"
+    def build(self, block: Block) -> KeyedJaggedTensor:
+        values = block.array((self._total,), np.int64)
+        lengths = block.array((len(self._keys), self._num_rows), np.int32)
+        weights = block.array((self._total,), np.float32) if self._weighted else None
+        if self._filled < self._num_rows:
+            lengths[:] = 0
+        at = 0
+        for run in self._runs:
+            stop = at + self._num_values(run)
+            if self._scalar[run.start]:
+                self._copy_scalars(run, values[at:stop].reshape(len(run), self._filled), lengths)
+                if weights is not None:
+                    weights[at:stop] = 1
+            else:
+                self._copy_lists(
+                    run.start, values[at:stop], lengths[run.start], None if weights is None else weights[at:stop]
+                )
+            at = stop
+        return KeyedJaggedTensor(
+            keys=self._keys,
+            values=torch.from_numpy(values),
+            lengths=torch.from_numpy(lengths.reshape(-1)),
+            weights=None if weights is None else torch.from_numpy(weights),
         )
-    if array.null_count and part.fill is None:
-        raise UserError(
-            f"column '{part.column}' ({part.name}) holds {array.null_count} nulls, and may hold none; drop such rows"
-        )
-    values = pc.cast(array, pa.float32(), safe=False)
-    if array.null_count:
-        values = pc.fill_null(values, part.fill)
-    numbers = values.to_numpy(zero_copy_only=False)
-    finite = np.isfinite(numbers)
-    if not finite.all():
-        raise UserError(
-            f"column '{part.column}' ({part.name}) holds {numbers[~finite][0]}, and only finite numbers train; "
-            f"{'write null for an unknown number' if part.fill is not None else 'drop such rows'}"
-        )
-    other = (numbers != 0) & (numbers != 1)
-    if part.binary and other.any():
-        raise UserError(
-            f"column '{part.column}' ({part.name}) holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or "
-            f"1; write such a column, as scripts/prepare_data.py csv --label 'rating>=4' does"
-        )
-    return numbers
 
+    def _find_runs(self) -> list[range]:
+        runs: list[range] = []
+        for k in range(len(self._keys)):
+            if runs and self._scalar[k] and self._scalar[k - 1]:
+                runs[-1] = range(runs[-1].start, k + 1)
+            else:
+                runs.append(range(k, k + 1))
+        return runs
 
-def _weights(table: pa.Table, part: FloatColumn) -> np.ndarray:
-    weights = _float_column(table, part)
-    if weights.size and weights.min() < 0:
-        raise UserError(f"column '{part.column}' ({part.name}) holds {weights.min()}, and a weight is 0 or more")
-    return weights
+    def _num_values(self, run: range) -> int:
+        if self._scalar[run.start]:
+            return len(run) * self._filled
+        total = 0
+        for piece, columns in zip(self._pieces, self._columns, strict=True):
+            part = columns[run.start]
+            total += (
+                piece.num_rows if isinstance(part, int) else int(part.offsets[piece.stop] - part.offsets[piece.start])
+            )
+        return total
+
+    def _copy_scalars(self, run: range, values: np.ndarray, lengths: np.ndarray) -> None:
+        at = 0
+        for piece, columns in zip(self._pieces, self._columns, strict=True):
+            first = columns[run.start]
+            assert isinstance(first, int)
+            source = piece.columns.scalars[first : first + len(run), piece.start : piece.stop]
+            values[:, at : at + piece.num_rows] = source
+            lengths[run.start : run.stop, piece.rows] = 1
+            at += piece.num_rows
+
+    def _copy_lists(self, k: int, values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None) -> None:
+        at = 0
+        for piece, columns in zip(self._pieces, self._columns, strict=True):
+            part = columns[k]
+            if isinstance(part, int):
+                source, given = piece.columns.scalars[part, piece.start : piece.stop], None
+                lengths[piece.rows] = 1
+            else:
+                inside = slice(part.offsets[piece.start], part.offsets[piece.stop])
+                source, given = part.values[inside], None if part.weights is None else part.weights[inside]
+                lengths[piece.rows] = part.lengths[piece.start : piece.stop]
+            values[at : at + len(source)] = source
+            if weights is not None:
+                weights[at : at + len(source)] = 1 if given is None else given
+            at += len(source)

@@ -1,19 +1,23 @@
 """How often each table row occurs in a dataset."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from recsys.data.collate import BatchSpec, IdColumn, convert
-from recsys.data.order import Segment
+from recsys.data.convert import IdColumn
 from recsys.data.parquet import Dataset, SegmentReader
+from recsys.data.window import BatchSpec, Ragged, convert_table
 
 
 def count_ids(dataset: Dataset, part: IdColumn, num_embeddings: int, rank: int, world_size: int) -> np.ndarray:
     """Return how often a column holds each table row: int64 [num_embeddings], over this rank's share of the data."""
     assert part.column is not None
-    reader = SegmentReader([part.column])
-    spec = BatchSpec(ids=[part], floats=[])
+    reader = SegmentReader(dataset, [part.column])
+    spec = BatchSpec(ids=[replace(part, statistics=None)], floats=[])
     counts = np.zeros(num_embeddings, np.int64)
-    for group in dataset.row_groups[rank::world_size]:
-        table = reader.read(Segment(group.path, group.index, 0, group.num_rows))
-        counts += np.bincount(convert(table, spec).ids[0].values, minlength=num_embeddings)
+    for i in range(rank, len(dataset.row_groups), world_size):
+        columns = convert_table(reader.read(dataset.row_groups.segment(i)), spec)
+        found = columns.ids[0]
+        rows = found.values if isinstance(found, Ragged) else columns.scalars[found]
+        counts += np.bincount(rows, minlength=num_embeddings)
     return counts

@@ -5,15 +5,16 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-import pyarrow as pa
 import torch
 
 from recsys.data.batch import Batch
-from recsys.data.collate import BatchSpec, Columns, Piece, collate, convert
-from recsys.data.order import EpochOrder, Position, Window
+from recsys.data.buffers import BlockPool
+from recsys.data.collate import MicroBatches, Piece, collate
+from recsys.data.order import Cut, EpochOrder, Position, Span, Window, drop_rows, shares
 from recsys.data.parquet import Dataset, SegmentReader
+from recsys.data.window import BatchSpec, Columns, load_window
 from recsys.errors import UserError
 
 WindowSource = Callable[[Window], "Future[Columns]"]
@@ -30,18 +31,24 @@ class LoaderOptions:
     num_threads: int
     prefetch_batches: int
     pin_device: torch.device | None  # the GPU that batches are pinned for
+    drop_last: bool = False
+    skip_bad: bool = False
+    micro_batches: MicroBatches = field(default_factory=MicroBatches)
 
 
 class Loader:
     """Gives one rank its equal share of every step.
 
+    Where the number of ranks divides the number of streams, steps train the same rows on any such number of ranks.
+    Otherwise the rows are cut into more streams, so that it does.
+
     Args:
         dataset: files and footers. spec: what a batch is made of. options: how to read.
-        global_batch_size: rows of a step over all ranks, a multiple of the number of streams.
-        rank, world_size: the number of streams must be a multiple of the world size.
+        global_batch_size: rows of a step over all ranks, at least one for each stream.
+        rank, world_size: of this process.
 
     Raises:
-        UserError: the streams do not divide over the ranks.
+        UserError: a step has fewer rows than there are streams.
     """
 
     def __init__(
@@ -53,34 +60,51 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if options.num_streams % world_size:
-            raise UserError(
-                f"config key 'data.num_streams' must be a multiple of the number of ranks, found "
-                f"{options.num_streams} streams for {world_size} ranks; use data.num_streams="
-                f"{-(-options.num_streams // world_size) * world_size} and batch sizes that are multiples of it"
-            )
         self.dataset = dataset
         self.global_batch_size = global_batch_size
+        self.num_streams = -(-options.num_streams // world_size) * world_size
+        if global_batch_size < self.num_streams:
+            raise UserError(
+                f"config key 'train.global_batch_size': a step of {global_batch_size} rows cannot take one of each of "
+                f"{self.num_streams} streams; use at least {self.num_streams}"
+                f"{'' if self.num_streams == world_size else ', or fewer data.num_streams'}"
+            )
         self._spec = spec
         self._options = options
-        self._rows_per_stream = global_batch_size // options.num_streams
-        share = options.num_streams // world_size
-        self._streams = range(rank * share, (rank + 1) * share)
-        self._reader = SegmentReader(dataset.columns)
+        self._shares = shares(global_batch_size, self.num_streams)
+        per_rank = self.num_streams // world_size
+        self._streams = range(rank * per_rank, (rank + 1) * per_rank)
+        self.batch_size = max(sum(self._shares[v : v + per_rank]) for v in range(0, self.num_streams, per_rank))
+        self._reader = SegmentReader(dataset)
+        self._windows = BlockPool()
+        self._batches = BlockPool(pin=options.pin_device is not None)
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes of host memory that windows and batches take; page-locked are the batches, with a GPU."""
+        return {"window_bytes": self._windows.num_bytes, "batch_bytes": self._batches.num_bytes}
 
     def start(self) -> Position:
         """Return the position before the first row."""
-        return Position(0, (0,) * self._options.num_streams)
+        return Position(0, (self._whole(),))
+
+    def resume(self, position: Position) -> Position:
+        """Return the position from which this number of ranks goes on: the same, or with what is left cut anew."""
+        if position.cuts[-1].shares == self._whole().shares:
+            return position
+        if position.num_rows == position.rows_before:  # nothing of this epoch has been trained
+            return replace(position, cuts=(self._whole(),))
+        return replace(position, cuts=(*position.cuts, self._whole()))
 
     def steps_left(self, position: Position, num_epochs: int) -> int:
-        """Return how many batches lie between a position and the end of the epochs, on every rank alike."""
+        """Return how many batches lie between a position (of `start` or `resume`) and the end of the epochs."""
         if position.epoch >= num_epochs:
             return 0
-        left = max(n - done for n, done in zip(self._stream_rows(), position.consumed, strict=True))
-        return self._steps(left) + (num_epochs - position.epoch - 1) * self._steps(max(self._stream_rows()))
+        per_epoch = self._steps(self.start())
+        return self._steps(position) + (num_epochs - position.epoch - 1) * per_epoch
 
     def batches(self, position: Position | None = None, num_epochs: int = 1) -> Generator[Batch, None, None]:
-        """Yield the batches from a position to the end of the epochs.
+        """Yield the batches from a position (of `start` or `resume`) to the end of the epochs.
 
         Close the iterator, or exhaust it, to end its threads.
 
@@ -89,10 +113,11 @@ class Loader:
         """
         position = position or self.start()
         if self._options.num_threads == 0:
-            yield from self._produce(position, num_epochs, self._read_now)
+            yield from self._produce(position, num_epochs, self._read_now, num_ahead=0)
             return
-        pool = ThreadPoolExecutor(self._options.num_threads, "decode")
-        batches = self._produce(position, num_epochs, lambda window: pool.submit(self._read, window))
+        # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
+        pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
+        batches = self._produce(position, num_epochs, lambda window: pool.submit(self._read, window), num_ahead=1)
         ahead = _ReadAhead(batches, self._options.prefetch_batches, self._options.pin_device)
         try:
             yield from ahead
@@ -102,57 +127,72 @@ class Loader:
             ahead.close()
             pool.shutdown()
 
-    def _stream_rows(self) -> list[int]:
-        return self._order(0).stream_rows()
+    def _whole(self) -> Cut:
+        even = len(set(self._shares)) == 1
+        return Cut((1,) * self.num_streams if even else self._shares, (0,) * self.num_streams)
 
-    def _steps(self, rows: int) -> int:
-        return -(-rows // self._rows_per_stream)
+    def _left(self, position: Position) -> list[int]:
+        lengths = position.stream_rows(self.dataset.num_rows)
+        return [rows - done for rows, done in zip(lengths, position.cuts[-1].consumed, strict=True)]
 
-    def _order(self, epoch: int) -> EpochOrder:
+    def _steps(self, position: Position) -> int:
+        """Return the number of steps to the end of the epoch."""
+        left = self._left(position)
+        if self._options.drop_last:
+            return min(rows // share for rows, share in zip(left, self._shares, strict=True))
+        return max(-(-rows // share) for rows, share in zip(left, self._shares, strict=True))
+
+    def _order(self, position: Position) -> EpochOrder:
         options = self._options
         return EpochOrder(
             self.dataset.row_groups,
             options.seed,
-            epoch,
+            position.epoch,
             options.shuffle,
-            options.num_streams,
+            position.cuts,
             options.window_bytes,
         )
 
-    def _produce(self, position: Position, num_epochs: int, source: WindowSource) -> Iterator[Batch]:
+    def _produce(self, position: Position, num_epochs: int, source: WindowSource, num_ahead: int) -> Iterator[Batch]:
+        readers = [_StreamReader(self._spans(position, num_epochs, v), source, num_ahead) for v in self._streams]
         while position.epoch < num_epochs:
-            order = self._order(position.epoch)
-            stream_rows = order.stream_rows()
-            readers = [
-                _StreamReader(order.windows(stream), position.consumed[stream], source) for stream in self._streams
-            ]
-            while position.epoch == order.epoch:
-                pieces = [
-                    piece
-                    for i, reader in enumerate(readers)
-                    for piece in reader.take(self._rows_per_stream, at=i * self._rows_per_stream)
-                ]
-                position = self._advance(position, stream_rows)
-                yield collate(pieces, len(readers) * self._rows_per_stream, self._spec, position)
+            if self._steps(position) == 0:  # drop_last, and less than a batch is left
+                position = self._next_epoch(position)
+                continue
+            epoch, position = position.epoch, self._advance(position)
+            # No name for the pieces, which would keep windows that are used up.
+            yield self._collate(self._pieces(readers, epoch), position)
 
-    def _advance(self, position: Position, stream_rows: list[int]) -> Position:
-        step = self._rows_per_stream
-        consumed = tuple(min(done + step, rows) for done, rows in zip(position.consumed, stream_rows, strict=True))
-        if consumed == tuple(stream_rows):
-            return Position(position.epoch + 1, (0,) * len(consumed), position.rows_before + sum(consumed))
-        return Position(position.epoch, consumed, position.rows_before)
+    def _collate(self, pieces: list[Piece], position: Position) -> Batch:
+        micro_batches = self._options.micro_batches
+        return collate(pieces, self.batch_size, self._spec, position, self._batches, micro_batches)
+
+    def _pieces(self, readers: "list[_StreamReader]", epoch: int) -> list[Piece]:
+        pieces: list[Piece] = []
+        at = 0
+        for v, reader in zip(self._streams, readers, strict=True):
+            pieces += reader.take(epoch, self._shares[v], at)
+            at += self._shares[v]
+        return pieces
+
+    def _spans(self, position: Position, num_epochs: int, stream: int) -> Iterator[tuple[int, Span]]:
+        """Yield (epoch, span) of one stream to the end of the epochs."""
+        while position.epoch < num_epochs:
+            for span in drop_rows(self._order(position).spans(stream), position.cuts[-1].consumed[stream]):
+                yield position.epoch, span
+            position = self._next_epoch(position)
+
+    def _next_epoch(self, position: Position) -> Position:
+        return Position(position.epoch + 1, (self._whole(),), position.num_rows)
+
+    def _advance(self, position: Position) -> Position:
+        steps = zip(position.cuts[-1].consumed, self._left(position), self._shares, strict=True)
+        cut = replace(position.cuts[-1], consumed=tuple(done + min(left, share) for done, left, share in steps))
+        position = replace(position, cuts=(*position.cuts[:-1], cut))
+        return position if self._steps(position) else self._next_epoch(position)
 
     def _read(self, window: Window) -> Columns:
-        tables = [self._reader.read(segment) for segment in window.segments]
-        permutation = window.permutation()
-        try:
-            table = pa.concat_tables(tables, promote_options="permissive")
-            if permutation is not None:
-                table = table.take(pa.array(permutation))
-            return convert(table, self._spec)
-        except (UserError, pa.ArrowException) as error:
-            files = sorted({segment.path for segment in window.segments})
-            raise UserError(f"{error} (in {', '.join(files[:3])}{' …' if len(files) > 3 else ''})") from error
+        return load_window(window, self._reader.read, self._spec, self._windows, self._options.skip_bad)
 
     def _read_now(self, window: Window) -> "Future[Columns]":
         future: Future[Columns] = Future()
@@ -161,29 +201,48 @@ class Loader:
 
 
 class _StreamReader:
-    """Takes rows of one stream, window after window, with the next window on its way."""
+    """Takes rows of one stream, window after window, with the next windows on their way."""
 
-    def __init__(self, windows: list[Window], consumed: int, source: WindowSource) -> None:
-        left = [window for window in windows if window.start + window.num_rows > consumed]
-        self._row = consumed - left[0].start if left else 0  # the next row of the current window
-        self._windows = iter(left)
+    def __init__(self, spans: Iterator[tuple[int, Span]], source: WindowSource, num_ahead: int) -> None:
+        self._spans = spans
         self._source = source
-        self._current = self._request()
-        self._next = self._request()
+        self._pending: list[tuple[int, Span, Future[Columns]]] = []
+        self._num_ahead = num_ahead
+        self._row = 0  # of the current window's rows
+        for _ in range(num_ahead):
+            self._request()
 
-    def take(self, rows: int, at: int) -> Iterator[Piece]:
-        """Yield pieces of up to `rows` rows in all, for the rows of a batch from `at` on."""
-        while rows and self._current is not None:
-            columns = self._current.result()
-            stop = min(self._row + rows, columns.num_rows)
-            yield Piece(columns, self._row, stop, at)
-            rows, at, self._row = rows - (stop - self._row), at + stop - self._row, stop
-            if stop == columns.num_rows:
-                self._current, self._next, self._row = self._next, self._request(), 0
+    def take(self, epoch: int, rows: int, at: int) -> Iterator[Piece]:
+        """Yield pieces of up to `rows` rows of an epoch in all, for the rows of a batch from `at` on."""
+        while rows:
+            self._drop_before(epoch)
+            if not self._pending:
+                self._request()
+            if not self._pending or self._pending[0][0] != epoch:
+                return
+            _, span, future = self._pending[0]
+            if len(self._pending) <= self._num_ahead:
+                self._request()
+            start = max(self._row, span.start)
+            stop = min(start + rows, span.stop)
+            yield Piece(future.result(), start, stop, at)
+            rows, at, self._row = rows - (stop - start), at + stop - start, stop
+            if stop == span.stop:
+                self._pending.pop(0)
+                self._row = 0
 
-    def _request(self) -> "Future[Columns] | None":
-        window = next(self._windows, None)
-        return None if window is None else self._source(window)
+    def _drop_before(self, epoch: int) -> None:
+        # What drop_last has left of an earlier epoch, and perhaps requested already.
+        while self._pending and self._pending[0][0] < epoch:
+            self._pending.pop(0)
+            self._row = 0
+            self._request()
+
+    def _request(self) -> None:
+        following = next(self._spans, None)
+        if following is not None:
+            epoch, span = following
+            self._pending.append((epoch, span, self._source(span.window)))
 
 
 class _ReadAhead:
@@ -202,6 +261,7 @@ class _ReadAhead:
             if isinstance(item, Exception):
                 raise item
             yield item
+            del item  # its memory is used again as soon as nobody holds it
 
     def close(self) -> None:
         """End the thread; batches not taken are dropped."""
@@ -216,7 +276,8 @@ class _ReadAhead:
             if self._pin_device is not None:
                 torch.cuda.set_device(self._pin_device)  # else pinning starts a context on GPU 0
             for batch in self._batches:
-                self._queue.put(batch.pin_memory() if self._pin_device is not None else batch)
+                self._queue.put(batch)
+                del batch
                 if self._stopped.is_set():
                     return
             self._queue.put(None)

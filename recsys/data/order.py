@@ -1,27 +1,54 @@
 """The canonical order of an epoch: a function of (seed, epoch, file footers) alone.
 
-Row groups are permuted and laid end to end; the rows are cut by count into V equal *streams*; a stream is cut
-into *windows* of whole row-group pieces bounded by bytes, and each window is shuffled by row. Every global batch
-takes an equal slice of every stream, and of W ranks rank r reads streams r*V/W … (r+1)*V/W - 1. So step t trains
-the same rows on any number of ranks.
+Row groups are permuted and laid end to end; the rows are cut by count into V equal *streams*; a stream is cut into
+*windows* of whole row-group pieces, bounded by bytes, and each window is shuffled by row. Every global batch takes an
+equal slice of every stream, and of W ranks rank r reads streams r*V/W … (r+1)*V/W - 1. So step t trains the same rows
+on any number of ranks that divides V.
+
+Where the number of ranks does not divide V, the rows that are still untrained are *cut anew* into a number of streams
+that it does divide: what is left of every stream is laid end to end and cut again. Each row comes once all the same.
 """
 
 import hashlib
-import json
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 
+# Of a window, so that a data set of many small files does not open them all before its first batch.
+_MOST_SEGMENTS = 32
 
-@dataclass(frozen=True)
-class RowGroup:
-    """One row group of a file, as its footer describes it. `num_bytes` is uncompressed, of the columns read."""
 
-    path: str
-    index: int
-    num_rows: int
-    num_bytes: int
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """Row groups of files, as their footers describe them, in columns, because there may be a million.
+
+    Attributes:
+        paths: of all files, in order.
+        file: int32 [n], position in `paths`; index: int32 [n], the row group within its file.
+        num_rows: int64 [n], above 0; of a filter, the rows that match.
+        num_bytes: int64 [n], what these rows take in a window of the loader.
+    """
+
+    paths: tuple[str, ...]
+    file: np.ndarray
+    index: np.ndarray
+    num_rows: np.ndarray
+    num_bytes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @property
+    def total_rows(self) -> int:
+        return int(self.num_rows.sum())
+
+    def segment(self, i: int, start: int = 0, stop: int | None = None) -> "Segment":
+        """Return rows `start` … `stop` - 1 of the i-th row group, all of them by default."""
+        stop = int(self.num_rows[i]) if stop is None else stop
+        return Segment(self.paths[self.file[i]], int(self.index[i]), start, stop)
 
 
 @dataclass(frozen=True)
@@ -43,11 +70,9 @@ class Window:
     """Consecutive segments of a stream that are shuffled together.
 
     Attributes:
-        start: rows of the stream before this window.
         seed: of the permutation; None leaves the rows in order.
     """
 
-    start: int
     segments: tuple[Segment, ...]
     seed: tuple[int, ...] | None
 
@@ -63,104 +88,191 @@ class Window:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Rows `start` … `stop` - 1 of a window's order."""
+
+    window: Window
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A division of rows into streams, and how much of each has been trained.
+
+    Attributes:
+        shares: the streams' lengths are in this proportion, all 1 for equal ones.
+        consumed: rows of each stream that have been trained.
+    """
+
+    shares: tuple[int, ...]
+    consumed: tuple[int, ...]
+
+    def bounds(self, num_rows: int) -> list[int]:
+        """Return where the streams of `num_rows` rows begin and end, [streams + 1]."""
+        total = sum(self.shares)
+        return [num_rows * end // total for end in accumulate(self.shares, initial=0)]
+
+    def stream_rows(self, num_rows: int) -> list[int]:
+        """Return the length of each stream of `num_rows` rows."""
+        bounds = self.bounds(num_rows)
+        return [stop - start for start, stop in pairwise(bounds)]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands in the order of its rows.
+
+    Attributes:
+        cuts: of this epoch; the first is of all its rows, each further one of what the one before left untrained.
+        rows_before: rows trained in earlier epochs.
+    """
+
+    epoch: int
+    cuts: tuple[Cut, ...]
+    rows_before: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Rows trained since the start of the run."""
+        return self.rows_before + sum(sum(cut.consumed) for cut in self.cuts)
+
+    def stream_rows(self, num_rows: int) -> list[int]:
+        """Return the length of each stream of the last cut, in an epoch of `num_rows` rows."""
+        for cut in self.cuts[:-1]:
+            num_rows -= sum(cut.consumed)
+        return self.cuts[-1].stream_rows(num_rows)
+
+
+@dataclass(frozen=True)
 class EpochOrder:
     """The order of one epoch's rows.
 
     Attributes:
         row_groups: as the footers list them, files sorted by name.
         seed, epoch: of the permutations; shuffle: False keeps the order of the files.
-        num_streams: V. window_bytes: bound of a window; a single segment may exceed it.
+        cuts: as in `Position`; what they have consumed matters of all but the last.
+        window_bytes: bound of a window; a single segment may exceed it.
     """
 
-    row_groups: Sequence[RowGroup]
+    row_groups: RowGroups
     seed: int
     epoch: int
     shuffle: bool
-    num_streams: int
+    cuts: tuple[Cut, ...]
     window_bytes: int
 
-    @property
-    def num_rows(self) -> int:
-        return sum(group.num_rows for group in self.row_groups)
+    def spans(self, stream: int) -> Iterator[Span]:
+        """Yield the pieces of windows that a stream of the last cut consists of, in order."""
+        if len(self.cuts) > 1:
+            return iter(self._cut_anew[stream])
+        return (Span(window, 0, window.num_rows) for window in self._windows(stream))
 
-    def stream_rows(self) -> list[int]:
-        """Return the number of rows of each stream; they differ by one at most."""
-        bounds = self._bounds()
-        return [bounds[v + 1] - bounds[v] for v in range(self.num_streams)]
+    @cached_property
+    def _permuted(self) -> np.ndarray:
+        """Row groups in the order of the epoch."""
+        if not self.shuffle:
+            return np.arange(len(self.row_groups))
+        return np.random.Generator(np.random.PCG64((self.seed, self.epoch))).permutation(len(self.row_groups))
 
-    def windows(self, stream: int) -> list[Window]:
-        """Return the windows of one stream, in order."""
-        windows: list[Window] = []
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """The rows up to the end of each row group, in the order of the epoch."""
+        return np.cumsum(self.row_groups.num_rows[self._permuted])
+
+    def _windows(self, stream: int) -> Iterator[Window]:
         pending: list[Segment] = []
-        start = size = 0
+        size = number = 0
+        most = _MOST_SEGMENTS if self.shuffle else 1  # rows in file order have nothing to be mixed with
         for segment, num_bytes in self._segments(stream):
-            if pending and size + num_bytes > self.window_bytes:
-                windows.append(self._window(stream, len(windows), start, pending))
-                start += windows[-1].num_rows
-                pending, size = [], 0
+            full = size + num_bytes > self.window_bytes or len(pending) == most
+            if pending and full:
+                yield self._window(stream, number, pending)
+                pending, size, number = [], 0, number + 1
             pending.append(segment)
             size += num_bytes
         if pending:
-            windows.append(self._window(stream, len(windows), start, pending))
-        return windows
+            yield self._window(stream, number, pending)
 
-    def _bounds(self) -> list[int]:
-        return [self.num_rows * v // self.num_streams for v in range(self.num_streams + 1)]
+    def _window(self, stream: int, number: int, segments: list[Segment]) -> Window:
+        return Window(tuple(segments), (self.seed, self.epoch, stream, number) if self.shuffle else None)
 
-    def _permuted(self) -> list[RowGroup]:
-        if not self.shuffle:
-            return list(self.row_groups)
-        generator = np.random.Generator(np.random.PCG64((self.seed, self.epoch)))
-        return [self.row_groups[i] for i in generator.permutation(len(self.row_groups))]
-
-    def _segments(self, stream: int) -> list[tuple[Segment, int]]:
-        low, high = self._bounds()[stream : stream + 2]
-        segments, first = [], 0
-        for group in self._permuted():
-            start, stop = max(low - first, 0), min(high - first, group.num_rows)
-            first += group.num_rows
+    def _segments(self, stream: int) -> Iterator[tuple[Segment, int]]:
+        groups = self.row_groups
+        low, high = self.cuts[0].bounds(groups.total_rows)[stream : stream + 2]
+        if low == high:
+            return
+        first, last = np.searchsorted(self._ends, (low, high - 1), side="right")
+        for place in range(first, last + 1):
+            i = self._permuted[place]
+            rows, end = int(groups.num_rows[i]), int(self._ends[place])
+            start, stop = max(low - (end - rows), 0), min(high - (end - rows), rows)
             if start < stop:
-                share = group.num_bytes * (stop - start) // group.num_rows
-                segments.append((Segment(group.path, group.index, start, stop), share))
-        return segments
+                yield groups.segment(i, start, stop), int(groups.num_bytes[i]) * (stop - start) // rows
 
-    def _window(self, stream: int, index: int, start: int, segments: list[Segment]) -> Window:
-        seed = (self.seed, self.epoch, stream, index) if self.shuffle else None
-        return Window(start, tuple(segments), seed)
-
-
-@dataclass(frozen=True)
-class Position:
-    """Where training stands: `consumed[v]` rows of stream v of `epoch` have been trained.
-
-    `rows_before` counts the rows trained in earlier epochs.
-    """
-
-    epoch: int
-    consumed: tuple[int, ...]
-    rows_before: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Rows trained since the start of the run."""
-        return self.rows_before + sum(self.consumed)
+    @cached_property
+    def _cut_anew(self) -> list[list[Span]]:
+        before = EpochOrder(self.row_groups, self.seed, self.epoch, self.shuffle, self.cuts[:-1], self.window_bytes)
+        left: list[Span] = []
+        for stream, consumed in enumerate(before.cuts[-1].consumed):
+            left += drop_rows(before.spans(stream), consumed)
+        streams = []
+        for rows in self.cuts[-1].stream_rows(sum(span.num_rows for span in left)):
+            taken, left = _split(left, rows)
+            streams.append(taken)
+        return streams
 
 
-def fingerprint(row_groups: Sequence[RowGroup]) -> str:
+def drop_rows(spans: Iterator[Span], num_rows: int) -> Iterator[Span]:
+    """Yield spans without their first `num_rows` rows."""
+    for span in spans:
+        dropped = min(num_rows, span.num_rows)
+        num_rows -= dropped
+        if dropped < span.num_rows:
+            yield Span(span.window, span.start + dropped, span.stop)
+
+
+def _split(spans: list[Span], num_rows: int) -> tuple[list[Span], list[Span]]:
+    taken: list[Span] = []
+    for i, span in enumerate(spans):
+        if num_rows == 0:
+            return taken, spans[i:]
+        stop = min(span.stop, span.start + num_rows)
+        taken.append(Span(span.window, span.start, stop))
+        num_rows -= stop - span.start
+        if stop < span.stop:
+            return taken, [Span(span.window, stop, span.stop), *spans[i + 1 :]]
+    return taken, []
+
+
+def fingerprint(row_groups: RowGroups) -> str:
     """Return a digest of the files' names, row counts and sizes, to notice that the order is not a checkpoint's."""
     # Names without their folders: the same data may be mounted elsewhere when a run goes on.
-    content = [(g.path.rsplit("/", 1)[-1], g.index, g.num_rows, g.num_bytes) for g in row_groups]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    digest = hashlib.sha256("\n".join(path.rsplit("/", 1)[-1] for path in row_groups.paths).encode())
+    for column in (row_groups.file, row_groups.index, row_groups.num_rows, row_groups.num_bytes):
+        digest.update(column.astype("<i8").tobytes())
+    return digest.hexdigest()[:16]
 
 
-def limit_rows(row_groups: Sequence[RowGroup], max_rows: int | None) -> list[RowGroup]:
+def limit_rows(row_groups: RowGroups, max_rows: int | None) -> RowGroups:
     """Return the leading row groups up to `max_rows` rows, the last one cut short."""
-    if max_rows is None:
-        return list(row_groups)
-    kept, left = [], max_rows
-    for group in row_groups:
-        rows = min(left, group.num_rows)
-        if rows:
-            kept.append(RowGroup(group.path, group.index, rows, group.num_bytes * rows // group.num_rows))
-        left -= rows
-    return kept
+    if max_rows is None or row_groups.total_rows <= max_rows:
+        return row_groups
+    ends = np.cumsum(row_groups.num_rows)
+    count = int(np.searchsorted(ends, max_rows)) + 1
+    num_rows = row_groups.num_rows[:count].copy()
+    num_bytes = row_groups.num_bytes[:count].copy()
+    num_rows[-1] -= ends[count - 1] - max_rows
+    num_bytes[-1] = num_bytes[-1] * num_rows[-1] // row_groups.num_rows[count - 1]
+    file = row_groups.file[:count]
+    return RowGroups(row_groups.paths[: file[-1] + 1], file, row_groups.index[:count], num_rows, num_bytes)
+
+
+def shares(num_rows: int, num_streams: int) -> tuple[int, ...]:
+    """Return how many of a step's `num_rows` rows each stream gives; they differ by one at most."""
+    bounds = [num_rows * v // num_streams for v in range(num_streams + 1)]
+    return tuple(stop - start for start, stop in pairwise(bounds))

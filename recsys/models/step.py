@@ -5,7 +5,10 @@ over all ranks, gradients are divided by the sum of weights, and one backward go
 reaches a table before every rank has seen that the step is sound.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,12 +26,15 @@ class StepOutput:
 
     Attributes:
         loss: mean over the global batch, weighted; stop: some rank asked to stop.
+        num_rows, num_bad_rows: of the global batch, as in `Batch`.
     """
 
     batch: Batch
     outputs: torch.Tensor | tuple[torch.Tensor, ...]
     loss: float = 0.0
     stop: bool = False
+    num_rows: int = 0
+    num_bad_rows: int = 0
 
 
 class NonFiniteLossError(Exception):
@@ -52,7 +58,7 @@ class DenseHalf(nn.Module):
         self.seed = seed
         self.stop_requested = False
         self._pooled: torch.Tensor | None = None
-        self._leaf: torch.Tensor | None = None
+        self._gradient: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
         self._output: StepOutput | None = None
 
@@ -61,16 +67,32 @@ class DenseHalf(nn.Module):
         if not self.training:
             outputs = self.task.model(_by_key(pooled, values), batch.floats)
             return values.new_zeros(()), StepOutput(batch, outputs)
-        first_row = dist.get_rank() * len(batch.weights)
-        set_dropout_keys(self.task.model, self.seed, batch.position.num_rows, first_row)
-        leaf = values.detach().requires_grad_()
-        outputs = self.task.model(_by_key(pooled, leaf), batch.floats)
-        loss = self.task.loss(outputs, batch)
-        loss.backward()
-        self._pooled, self._leaf = values, leaf
-        self._sums = torch.stack([loss.detach().double(), batch.weights.sum().double()])
+        loss, gradient = self._forward_backward(pooled, batch)
+        self._pooled, self._gradient = values, gradient
+        self._sums = torch.stack([loss.double(), batch.weights.sum().double()])
         self._output = StepOutput(batch, ())
-        return loss.detach(), self._output
+        return loss, self._output
+
+    def _forward_backward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the loss and its gradient by the pooled embeddings; one micro-batch's activations live at a time."""
+        values, model = pooled.values(), cast(Any, self.task.model)
+        bounds = list(pairwise(batch.micro_batches))
+        losses, gradients = [], []
+        for start, stop in bounds:
+            # Gradients of the dense part add up, and are exchanged with the last micro-batch.
+            last = stop == bounds[-1][1]
+            with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+                first_row = dist.get_rank() * len(batch.weights) + start
+                set_dropout_keys(model, self.seed, batch.position.num_rows, first_row)
+                leaf = values[start:stop].detach().requires_grad_()
+                part = batch.dense_rows(start, stop)
+                loss = self.task.loss(model(_by_key(pooled, leaf), part.floats), part)
+                loss.backward()
+            losses.append(loss.detach())
+            gradients.append(leaf.grad)
+        if any(gradient is None for gradient in gradients):
+            return torch.stack(losses).sum(), None
+        return torch.stack(losses).sum(), gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
     def backward(self) -> None:
         """Finish the step that `forward` began: agree over the ranks, scale the gradients, update the tables.
@@ -78,12 +100,13 @@ class DenseHalf(nn.Module):
         Raises:
             NonFiniteLossError: on every rank, if the loss or a gradient is not finite on any.
         """
-        assert self._pooled is not None and self._leaf is not None and self._output is not None
-        pooled, gradient = self._pooled, self._leaf.grad
-        loss, weight, num_bad, num_stops = self._agree(gradient)
+        assert self._pooled is not None and self._output is not None
+        pooled, gradient = self._pooled, self._gradient
+        loss, weight, num_bad, num_stops, num_rows, num_bad_rows = self._agree(gradient)
         self._output.loss = loss / weight if weight else 0.0
         self._output.stop = num_stops > 0
-        self._pooled = self._leaf = self._sums = None
+        self._output.num_rows, self._output.num_bad_rows = round(num_rows), round(num_bad_rows)
+        self._pooled = self._gradient = self._sums = None
         if num_bad:
             raise NonFiniteLossError(f"the loss or its gradient is not finite (loss {self._output.loss})")
         # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
@@ -95,13 +118,14 @@ class DenseHalf(nn.Module):
             pooled.backward(gradient * scale)
 
     def _agree(self, gradient: torch.Tensor | None) -> list[float]:
-        assert self._sums is not None
+        assert self._sums is not None and self._output is not None
         finite = torch.isfinite(self._sums).all()
         for tensor in (gradient, *(p.grad for p in self.task.model.parameters())):
             if tensor is not None:
                 finite &= torch.isfinite(tensor.sum())
-        flags = torch.stack([(~finite).double(), finite.new_tensor(self.stop_requested, dtype=torch.float64)])
-        sums = torch.cat([self._sums, flags])
+        batch = self._output.batch
+        counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
+        sums = torch.cat([self._sums, (~finite).double()[None], self._sums.new_tensor(counts)])
         dist.all_reduce(sums)
         return sums.tolist()
 

@@ -1,0 +1,118 @@
+"""Blocks of host memory that are used again and again: windows of rows, and page-locked batches.
+
+A block is free when nothing views it any more, neither an array nor a tensor, and its last copy to the GPU is done.
+So whoever keeps a batch keeps its values, and a loop that lets go of them runs in constant memory.
+"""
+
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 64
+
+
+class Fence:
+    """Marks the end of the last copy out of a block."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+
+    def record(self) -> None:
+        """Note that the block is read by what has been queued on the current CUDA stream so far."""
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        """Return when the copy is done."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
+class Block:
+    """Cuts arrays out of one piece of memory.
+
+    Args:
+        memory: uint8 [bytes]. fence: of its copies.
+    """
+
+    def __init__(self, memory: np.ndarray, fence: Fence) -> None:
+        self._memory = memory
+        self._used = 0
+        self.fence = fence
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Return the next part of the block as an array of this shape and type, not initialised."""
+        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        start, self._used = self._used, self._used + padded(num_bytes)
+        assert start + num_bytes <= len(self._memory)
+        return self._memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def padded(num_bytes: int) -> int:
+    """Return what an array of so many bytes takes of a block."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class BlockPool:
+    """Gives out blocks, free ones again before new ones; safe to call from several threads.
+
+    Args:
+        pin: page-locked memory of a GPU machine.
+    """
+
+    def __init__(self, pin: bool = False) -> None:
+        self._pin = pin
+        self._memories: list[np.ndarray] = []
+        self._fences: list[Fence] = []
+        self._lock = threading.Lock()
+        self._unused = self._num_references([np.empty(0, np.uint8)], 0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, in use or free."""
+        with self._lock:
+            return sum(len(memory) for memory in self._memories)
+
+    def take(self, num_bytes: int) -> Block:
+        """Return a block of at least `num_bytes` bytes."""
+        # What is asked for differs a little from time to time. CUDA's allocator locks a power of two anyway; of other
+        # memory, pages that were never written to take none.
+        size = 1 << max(12, (num_bytes - 1).bit_length())
+        with self._lock:
+            free = [i for i in range(len(self._memories)) if self._num_references(self._memories, i) <= self._unused]
+            i = next((i for i in free if len(self._memories[i]) == size), None)
+            if i is None:
+                self._drop_surplus(free)
+                i = len(self._memories)
+                self._memories.append(self._allocate(size))
+                self._fences.append(Fence())
+            self._fences[i].wait()
+            return Block(self._memories[i], self._fences[i])
+
+    def _drop_surplus(self, free: list[int]) -> None:
+        """Drop the greatest free blocks, of sizes not in demand, until there are no more free bytes than used ones."""
+        sizes = [len(memory) for memory in self._memories]
+        num_free = sum(sizes[i] for i in free)
+        used, dropped = sum(sizes) - num_free, set()
+        for i in sorted(free, key=lambda i: -sizes[i]):
+            if num_free > used:
+                self._fences[i].wait()
+                dropped.add(i)
+                num_free -= sizes[i]
+        self._memories = [memory for i, memory in enumerate(self._memories) if i not in dropped]
+        self._fences = [fence for i, fence in enumerate(self._fences) if i not in dropped]
+
+    def _allocate(self, size: int) -> np.ndarray:
+        if self._pin:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        return np.empty(size, np.uint8)
+
+    @staticmethod
+    def _num_references(memories: list[np.ndarray], i: int) -> int:
+        # Every array that is cut out of a block refers to it; how many references there are without any is measured
+        # in the same way, since Python's versions count differently.
+        return sys.getrefcount(memories[i])

@@ -1,0 +1,302 @@
+"""Decoding of whole row groups: the columns asked for, in the dataset's types, of the rows that match the filter."""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recsys.data.dataset import Dataset
+from recsys.data.filters import parse_filter
+from recsys.data.footers import Layout, plain_type
+from recsys.data.sources import BadDataError, partition_keys, reason
+
+_KEPT_FOOTER_BYTES = 4 << 20  # as in the files; parsed they take ten times as much
+_UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How to read files of one layout.
+
+    Attributes:
+        stored: columns to read from the file. constant: columns whose value is in the path.
+        dictionaries: Parquet columns to read as dictionaries.
+        leaves: of each stored column that is flat or a plain list, its one Parquet column.
+        is_filtered: whether rows are to be left out, so that the columns include those of the filter.
+    """
+
+    stored: list[str]
+    constant: list[str]
+    dictionaries: list[str]
+    leaves: dict[str, int]
+    is_filtered: bool
+
+
+class Decoder:
+    """Decodes row groups of a dataset; safe to call from several threads.
+
+    Args:
+        columns: the columns to return, of those of the dataset.
+    """
+
+    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
+        groups = dataset.row_groups
+        self._dataset, self._columns = dataset, list(columns)
+        self._file_of = {path: i for i, path in enumerate(groups.paths)}
+        self._keys = _keys(groups.file, groups.index)
+        self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
+        self._types = {field.name: field.type for field in (*dataset.filter_schema, *dataset.schema)}
+        self._plans: dict[tuple[int, bool], _Plan] = {}
+        self._casts: dict[pa.Schema, list[tuple[int, pa.DataType]]] = {}
+        self._footers: OrderedDict[tuple[str, int, int], pq.FileMetaData] = OrderedDict()
+        self._footer_bytes = 0
+        self._lock = threading.Lock()
+
+    def num_rows(self, path: str, index: int) -> int:
+        """Return how many rows of a row group match the filter, as counted before."""
+        return int(self._dataset.row_groups.num_rows[self._position(path, index)])
+
+    def table(self, path: str, index: int) -> pa.Table:
+        """Return the columns of a row group, of the rows that match the filter.
+
+        Raises:
+            BadDataError: names the file, row group and column that cannot be read, or the file that has changed.
+        """
+        position = self._position(path, index)
+        matching = int(self._dataset.row_groups.num_rows[position])
+        is_filtered = self._condition is not None and matching < self._dataset.stored_rows[position]
+        table = self._matching(self._read(path, index, position, is_filtered), is_filtered)
+        if table.num_rows < matching:
+            raise _changed(path, index, f"{table.num_rows} rows match the filter, and {matching} did")
+        return table
+
+    def count(self, path: str, index: int) -> int:
+        """Return how many rows of a row group match the filter. Raises BadDataError as `table`."""
+        table = self._read(path, index, self._position(path, index), is_filtered=True)
+        return 0 if self._condition is None else pc.sum(self._condition.mask(table)).as_py() or 0
+
+    def head(self, path: str, index: int, num_rows: int) -> pa.Table:
+        """Return up to `num_rows` rows from the start of a row group, without decoding all of it.
+
+        Raises:
+            BadDataError: as `table`.
+        """
+        position, is_filtered = self._position(path, index), self._condition is not None
+        plan = self._plan(position, is_filtered)
+        if not plan.stored:
+            return self.table(path, index).slice(0, num_rows)
+        pieces: list[pa.Table] = []
+        try:
+            with self._open(path, index, position, plan) as file:
+                batches = file.iter_batches(num_rows, row_groups=[index], columns=plan.stored, use_threads=False)
+                while sum(piece.num_rows for piece in pieces) < num_rows and (batch := next(batches, None)) is not None:
+                    table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
+                    pieces.append(self._matching(self._completed(table, path, index, plan, len(batch)), is_filtered))
+        except _UNREADABLE as error:
+            raise self._blame(path, index, position, plan, error) from error
+        return pa.concat_tables(pieces, promote_options="permissive").slice(0, num_rows)
+
+    def _matching(self, table: pa.Table, is_filtered: bool) -> pa.Table:
+        chosen = table.select(self._columns)
+        return chosen.filter(self._condition.mask(table)) if is_filtered and self._condition is not None else chosen
+
+    def _position(self, path: str, index: int) -> int:
+        return int(np.searchsorted(self._keys, _keys(self._file_of[path], index)))
+
+    def _plan(self, position: int, is_filtered: bool) -> _Plan:
+        number = int(self._dataset.file_layouts[self._dataset.row_groups.file[position]])
+        key = (number, is_filtered)
+        if key not in self._plans:
+            self._plans[key] = self._plan_for(self._dataset.layouts[number], is_filtered)
+        return self._plans[key]
+
+    def _plan_for(self, layout: Layout, is_filtered: bool) -> _Plan:
+        of_filter = self._dataset.filter_schema.names if is_filtered else []
+        columns = list(dict.fromkeys([*self._columns, *of_filter]))
+        numbers = {name: i for i, name in enumerate(layout.schema.names)}
+        stored = [column for column in columns if column in numbers]
+        leaves = {column: layout.leaves[numbers[column]] for column in stored}
+        dictionaries = [
+            path for path in layout.dictionaries if any(path == c or path.startswith(f"{c}.") for c in stored)
+        ]
+        constant = [column for column in columns if column not in numbers]
+        single = {column: many[0] for column, many in leaves.items() if len(many) == 1}
+        return _Plan(stored, constant, dictionaries, single, is_filtered)
+
+    def _read(self, path: str, index: int, position: int, is_filtered: bool) -> pa.Table:
+        plan, rows = self._plan(position, is_filtered), int(self._dataset.stored_rows[position])
+        if not plan.stored:
+            return self._completed(pa.table({}), path, index, plan, rows)
+        try:
+            table = self._dataset.storage.retrying(lambda: self._stored(path, index, position, plan, plan.stored))
+        except _UNREADABLE as error:
+            raise self._blame(path, index, position, plan, error) from error
+        return self._completed(table, path, index, plan, rows)
+
+    def _stored(self, path: str, index: int, position: int, plan: _Plan, columns: list[str]) -> pa.Table:
+        with self._open(path, index, position, plan) as file:
+            table = file.read_row_group(index, columns=columns, use_threads=False)
+            group = file.metadata.row_group(index)
+        if table.column_names != columns:  # in the file's order, and with a column 'a.b' beside 'a'
+            absent = [column for column in columns if column not in table.column_names]
+            if absent:
+                raise _changed(path, index, f"it has no column '{absent[0]}' any more")
+            table = table.select(columns)
+        self._check(table, group, plan)
+        return table.replace_schema_metadata()
+
+    @contextmanager
+    def _open(self, path: str, index: int, position: int, plan: _Plan) -> Iterator[pq.ParquetFile]:
+        storage, number = self._dataset.storage, self._dataset.row_groups.file[position]
+        with storage.open(path) as source:
+            size, expected = source.size(), int(self._dataset.file_sizes[number])
+            if size != expected >= 0:
+                raise _changed(path, index, f"it has {size:,} bytes, and had {expected:,}")
+            key = (path, size, 0 if storage.root else os.stat(path).st_mtime_ns)
+            known = self._footers.get(key)
+            try:
+                file = pq.ParquetFile(
+                    source,
+                    metadata=known,
+                    read_dictionary=plan.dictionaries,
+                    page_checksum_verification=self._dataset.options.verify_checksums,
+                )
+            except KeyError as error:  # of read_dictionary
+                raise _changed(path, index, "its columns are others") from error
+            if known is None:
+                self._keep(key, file.metadata)
+            rows = file.metadata.row_group(index).num_rows if index < file.metadata.num_row_groups else 0
+            if rows != self._dataset.stored_rows[position]:
+                raise _changed(
+                    path, index, f"it has {rows:,} rows there, and had {self._dataset.stored_rows[position]:,}"
+                )
+            yield file
+
+    def _keep(self, key: tuple[str, int, int], footer: pq.FileMetaData) -> None:
+        # Parsing the footer of a file with many row groups takes longer than decoding one of them.
+        with self._lock:
+            if key not in self._footers:
+                self._footers[key] = footer
+                self._footer_bytes += footer.serialized_size
+            while self._footer_bytes > _KEPT_FOOTER_BYTES and len(self._footers) > 1:
+                self._footer_bytes -= self._footers.popitem(last=False)[1].serialized_size
+
+    def _check(self, table: pa.Table, group: pq.RowGroupMetaData, plan: _Plan) -> None:
+        """Compare what was decoded with the footer: page headers have no checksum, and say how many values there are.
+
+        Raises:
+            OSError: they differ.
+        """
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if len(column) != group.num_rows:
+                raise OSError(f"it holds {len(column)} rows, and the footer says {group.num_rows}")
+            if not all(map(_is_in_dictionary, column.chunks)):
+                raise OSError("it refers to entries that its dictionary does not have")
+            if not self._dataset.options.verify_checksums or name not in plan.leaves:
+                continue
+            chunk = group.column(plan.leaves[name])
+            if _is_plain_list(column.type):
+                if (found := sum(map(_num_values, column.chunks))) != chunk.num_values:
+                    raise OSError(f"it holds {found} values, and the footer says {chunk.num_values}")
+            elif not pa.types.is_nested(column.type):
+                known = chunk.statistics
+                if known is not None and known.has_null_count and known.null_count != column.null_count:
+                    raise OSError(f"it holds {column.null_count} nulls, and the footer says {known.null_count}")
+
+    def _blame(self, path: str, index: int, position: int, plan: _Plan, error: Exception) -> BadDataError:
+        """Return the error of a row group that cannot be read, with the column's name if it is one column's fault."""
+        if isinstance(error, FileNotFoundError):
+            return _changed(path, index, "it does not exist any more")
+        advice = "write the file anew, or copy it again"
+        try:
+            with self._open(path, index, position, plan):
+                pass
+        except _UNREADABLE as wrong:
+            return BadDataError(f"'{path}' cannot be read ({reason(wrong)}); {advice}", path, index)
+        for column in plan.stored:
+            try:
+                self._stored(path, index, position, plan, [column])
+            except _UNREADABLE as wrong:
+                return BadDataError(
+                    f"column '{column}' of row group {index} of '{path}' cannot be read ({reason(wrong)}); {advice}",
+                    path,
+                    index,
+                )
+        return BadDataError(f"row group {index} of '{path}' cannot be read ({reason(error)}); {advice}", path, index)
+
+    def _completed(self, table: pa.Table, path: str, index: int, plan: _Plan, num_rows: int) -> pa.Table:
+        """Cast columns to the types of the dataset, and add those whose value is in the path."""
+        schema = table.schema
+        if schema not in self._casts:
+            self._casts[schema] = [
+                (i, self._types[field.name])
+                for i, field in enumerate(schema)
+                if plain_type(field.type) != self._types[field.name]
+            ]
+        for i, kind in self._casts[schema]:
+            column, name = table.column(i), schema.names[i]
+            try:
+                cast = column.cast(kind, safe=not pa.types.is_floating(kind))
+            except pa.ArrowException as error:
+                raise BadDataError(
+                    f"column '{name}' of row group {index} of '{path}' is {column.type} and holds values that are none "
+                    f"of {kind}, the type in other files; write it with one type",
+                    path,
+                    index,
+                ) from error
+            table = table.set_column(i, name, cast)
+        if plan.constant:
+            keys = partition_keys(path)
+            for name in plan.constant:
+                column = _constant(keys[name], self._types[name], num_rows)
+                table = table.append_column(name, column) if table.num_columns else pa.table({name: column})
+        return table
+
+
+def _keys(file: np.ndarray | int, index: np.ndarray | int) -> np.ndarray:
+    """Return one number for each (file, row group), int64, in the order of both."""
+    return (np.asarray(file, np.int64) << 32) | np.asarray(index, np.int64)
+
+
+def _changed(path: str, index: int, how: str) -> BadDataError:
+    return BadDataError(
+        f"row group {index} of '{path}' is not what it was when the run began ({how}); start the run again, and write "
+        f"new data under new names",
+        path,
+        index,
+    )
+
+
+def _is_plain_list(kind: pa.DataType) -> bool:
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    return is_list and (pa.types.is_dictionary(kind.value_type) or not pa.types.is_nested(kind.value_type))
+
+
+def _is_in_dictionary(array: pa.Array) -> bool:
+    # Arrow does not look when it reads a column as a dictionary, and who looks an entry up reads any memory.
+    values = array.flatten() if _is_plain_list(array.type) else array
+    if not pa.types.is_dictionary(values.type):
+        return True
+    ends = pc.min_max(values.indices).as_py()
+    return ends["max"] is None or (ends["min"] >= 0 and ends["max"] < len(values.dictionary))
+
+
+def _num_values(array: pa.Array) -> int:
+    """Return how many values Parquet stores for lists: their elements, and one for each that is empty or null."""
+    offsets = array.offsets.to_numpy()
+    return int(offsets[-1] - offsets[0]) + int(np.count_nonzero(offsets[1:] == offsets[:-1]))
+
+
+def _constant(value: str | None, kind: pa.DataType, num_rows: int) -> pa.Array:
+    if value is None:
+        return pa.nulls(num_rows, kind)
+    if pa.types.is_string(kind):
+        return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([value], kind))
+    return pa.repeat(pa.scalar(value).cast(kind), num_rows)

@@ -1,0 +1,146 @@
+"""What has to be known of the training data before a model is built: vocabularies, means and deviations.
+
+One pass over the columns concerned, each rank over its share of the row groups; kept with the run.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.data.arrow import decoded, drop_nulls, is_list, plain, to_numbers
+from recsys.data.convert import FloatColumn, Transform, convert_floats, transform_numbers
+from recsys.data.parquet import Dataset, SegmentReader
+from recsys.errors import UserError
+from recsys.id_mapping import IdCounter, choose_vocabulary, read_vocabulary, write_vocabulary
+from recsys.process_group import World
+
+_FLOATS = "floats.json"
+
+
+@dataclass(frozen=True)
+class FloatFacts:
+    """Of a float feature's values that are not null: `raw_mean` as they are in the file, `mean` and `std` (of the
+    population) once clipped and taken the logarithm of."""
+
+    raw_mean: float = 0.0
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Vocabularies by table, each a list of distinct ids, the most frequent first; figures of float features."""
+
+    vocabularies: dict[str, pa.Array] = field(default_factory=dict)
+    floats: dict[str, FloatFacts] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Write RUN/vocabulary: one Parquet file a table, and floats.json."""
+        if not (self.vocabularies or self.floats):
+            return
+        folder.mkdir(exist_ok=True)
+        for table, ids in self.vocabularies.items():
+            write_vocabulary(folder / f"{table}.parquet", ids)
+        (folder / _FLOATS).write_text(json.dumps({name: asdict(each) for name, each in self.floats.items()}, indent=1))
+
+    @staticmethod
+    def load(folder: Path, tables: Sequence[str], floats: Sequence[str]) -> "Facts":
+        """Read what an earlier run has saved of these tables and float features.
+
+        Raises:
+            UserError: it is not there, or cannot be read.
+        """
+        vocabularies = {table: read_vocabulary(folder / f"{table}.parquet") for table in tables}
+        try:
+            content = json.loads((folder / _FLOATS).read_text()) if floats else {}
+            return Facts(vocabularies, {name: FloatFacts(**content[name]) for name in floats})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"'{folder / _FLOATS}' lacks the figures of {', '.join(floats)} ({error!r})") from error
+
+
+@dataclass(frozen=True)
+class VocabularyRequest:
+    """A vocabulary to be made of the ids in some columns: those that occur `min_count` times, `max_size` at most."""
+
+    columns: tuple[str, ...]
+    min_count: int
+    max_size: int
+
+
+def measure(
+    dataset: Dataset, vocabularies: dict[str, VocabularyRequest], floats: Sequence[FloatColumn], world: World
+) -> Facts:
+    """Pass over a dataset; the result is the same on every rank, and for every number of ranks.
+
+    Args:
+        vocabularies: by table.
+        floats: features whose figures are asked for; of their transforms, clip and log1p are applied.
+
+    Raises:
+        UserError: on every rank, if data cannot be read on any.
+    """
+    if not vocabularies and not floats:
+        return Facts()
+    counters, moments = world.agree(lambda: _pass(dataset, vocabularies, floats, world))
+    gathered = world.gather({table: counter.to_table() for table, counter in counters.items()})
+    chosen = {
+        table: choose_vocabulary([each[table] for each in gathered], request.min_count, request.max_size)
+        for table, request in vocabularies.items()
+    }
+    # Added up in the order of the row groups, so that rounding does not tell how many ranks there were.
+    by_group = dict(sorted(pair for part in world.gather(moments) for pair in part.items()))
+    figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
+    return Facts(chosen, figures)
+
+
+def _pass(
+    dataset: Dataset, vocabularies: dict[str, VocabularyRequest], floats: Sequence[FloatColumn], world: World
+) -> tuple[dict[str, IdCounter], dict[int, list[np.ndarray]]]:
+    columns = [column for request in vocabularies.values() for column in request.columns]
+    columns += [part.column for part in floats if part.column is not None]
+    reader = SegmentReader(dataset, list(dict.fromkeys(columns)))
+    counters = {table: IdCounter() for table in vocabularies}
+    moments: dict[int, list[np.ndarray]] = {}
+    for i in range(world.rank, len(dataset.row_groups), world.world_size):
+        rows = reader.read(dataset.row_groups.segment(i))
+        for table, request in vocabularies.items():
+            for column in request.columns:
+                for chunk in rows.column(column).chunks:
+                    counters[table].add(_flat(chunk))
+        moments[i] = [_moments(rows.column(part.column or ""), part) for part in floats]
+    return counters, moments
+
+
+def _flat(ids: pa.Array) -> pa.Array:
+    ids = plain(ids)
+    while is_list(ids.type):
+        ids = plain(ids.flatten())
+    return drop_nulls(ids) if ids.null_count else ids
+
+
+def _moments(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
+    """Return count, sum of raw values, sum and sum of squares of transformed ones, [4] float64."""
+    given = part.transform or Transform()
+    total = np.zeros(4)
+    for chunk in values.chunks:
+        convert_floats(chunk, FloatColumn(part.name, part.column))  # refuses what is no finite number
+        numbers = decoded(chunk)
+        numbers = drop_nulls(numbers) if numbers.null_count else numbers
+        raw = to_numbers(numbers).astype(np.float64)
+        done = raw.copy()
+        transform_numbers(done, Transform(given.clip, given.log1p), part)
+        total += (len(raw), raw.sum(), done.sum(), (done**2).sum())
+    return total
+
+
+def _figures(moments: list[np.ndarray]) -> FloatFacts:
+    count, raw, done, squares = (math.fsum(group[i] for group in moments) for i in range(4))
+    if count == 0:
+        return FloatFacts()
+    mean = done / count
+    return FloatFacts(raw / count, mean, math.sqrt(max(0.0, squares / count - mean**2)) or 1.0)

@@ -1,0 +1,116 @@
+"""Facts of footers and counts of a filter, kept in a file so that a resumed run need not find them again."""
+
+import base64
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys.data.dataset import Dataset
+from recsys.data.footers import FileKey, Footer, Layout
+
+logger = logging.getLogger("recsys")
+
+_VERSION = 1
+_LISTS = ("num_rows", "num_bytes", "matching")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an earlier run found: footers of files that had this (name, size, time), and the types of the filter."""
+
+    footers: Mapping[FileKey, Footer] = field(default_factory=dict)
+    layouts: Sequence[Layout] = ()
+    filter_schema: pa.Schema | None = None
+
+
+def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
+    """Return what `save_footers` wrote for the same columns and filter; nothing if there is no such file.
+
+    A file that is damaged counts as none, since all of it can be found again.
+    """
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+        header = json.loads((table.schema.metadata or {})[b"footers"])
+        if header["made_for"] != _made_for(columns, text):
+            return Known()
+        layouts = [
+            Layout(_decoded(schema), tuple(map(tuple, leaves)), tuple(dictionaries))
+            for schema, leaves, dictionaries in header["layouts"]
+        ]
+        names, sizes, times, numbers, *lists = (column.to_pylist() for column in table.columns)
+        keys = zip(names, sizes, times, strict=True)
+        footers = {
+            key: Footer(number, num_rows, num_bytes, matching=matching)
+            for key, number, num_rows, num_bytes, matching in zip(keys, numbers, *lists, strict=True)
+            if 0 <= number < len(layouts) and (matching is not None or text is None)
+        }
+        return Known(footers, layouts, _decoded(header["filter_schema"]))
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("'%s' is damaged; the footers of the data are read again", path)
+        return Known()
+
+
+def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Known) -> None:
+    """Write footers for `load_footers`; the file appears whole or not at all, and a full disk ends no run."""
+    layouts = [(_encoded(each.schema), each.leaves, each.dictionaries) for each in found.layouts]
+    header = {
+        "made_for": _made_for(columns, text),
+        "layouts": layouts,
+        "filter_schema": _encoded(found.filter_schema or pa.schema([])),
+    }
+    footers = found.footers.values()
+    names, sizes, times = ([key[i] for key in found.footers] for i in range(3))
+    data = {
+        "name": pa.array(names, pa.string()),
+        "size": pa.array(sizes, pa.int64()),
+        "time": pa.array(times, pa.int64()),
+        "layout": pa.array([footer.layout for footer in footers], pa.int64()),
+        **{name: pa.array([getattr(footer, name) for footer in footers], pa.list_(pa.int64())) for name in _LISTS},
+    }
+    table = pa.table(data).replace_schema_metadata({"footers": json.dumps(header)})
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning("'%s' cannot be written (%s); a resumed run reads the footers again", path, error)
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def changed_files(path: Path, dataset: Dataset) -> str:
+    """Return, for a message, how the files differ from those in a file of `save_footers`; empty if it does not tell."""
+    try:
+        table = pq.read_table(path, columns=["name", "num_rows"])
+    except (pa.ArrowException, OSError):
+        return ""
+    before = {name: sum(rows) for name, rows in zip(*(c.to_pylist() for c in table.columns), strict=True) if sum(rows)}
+    totals = np.bincount(dataset.row_groups.file, weights=dataset.stored_rows, minlength=dataset.num_files)
+    now = dict(zip(dataset.row_groups.paths, totals.astype(np.int64).tolist(), strict=True))
+    found = [f"'{name}' is gone" for name in before if name not in now]
+    found += [f"'{name}' is new" for name in now if name not in before]
+    found += [f"'{name}' has {now[name]:,} rows, and had {n:,}" for name, n in before.items() if now.get(name, n) != n]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return f" ({'; '.join(found[:3])}{more})" if found else ""
+
+
+def _made_for(columns: Sequence[str], text: str | None) -> list[object]:
+    return [_VERSION, list(columns), text]
+
+
+def _encoded(schema: pa.Schema) -> str:
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def _decoded(text: str) -> pa.Schema:
+    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))

@@ -1,0 +1,366 @@
+"""Footers of Parquet files: what they say of the columns wanted, read once each and quickly."""
+
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow._parquet import ParquetReader
+
+from recsys.data.sources import BadDataError, Files, Storage, partition_keys, reason
+from recsys.errors import UserError, nearest
+
+logger = logging.getLogger("recsys")
+
+FileKey = tuple[str, int, int]
+Statistics = tuple[Any, Any, int | None]
+
+_TAIL_BYTES = 16 << 10  # read at once from a file's end; most footers are shorter
+_REMOTE_TAIL_BYTES = 64 << 10
+_THREADS = 2  # more of them fight over the interpreter
+_WAITING_THREADS = 32  # where most of the time is spent waiting for a server or disk
+_SLOW_SECONDS = 0.5e-3  # a local read that takes longer waits
+# A string column whose values take fewer bytes than this in the file repeats itself, and is decoded as a dictionary.
+# Above it (100,000 ids of 21 characters in 200,000 rows) that costs up to three times as much as plain strings.
+_DICTIONARY_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the columns wanted lie in a file; most files of a dataset share one.
+
+    Attributes:
+        schema: the columns that the file has, with plain types (see `plain_type`).
+        leaves: of each column, the numbers of its Parquet columns.
+        dictionaries: paths of Parquet columns to read as dictionaries.
+    """
+
+    schema: pa.Schema
+    leaves: tuple[tuple[int, ...], ...]
+    dictionaries: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Footer:
+    """What is wanted of one footer; the lists have one entry for each row group.
+
+    Attributes:
+        layout: number in `FooterParser.layouts`.
+        num_rows: rows. num_bytes: what the wanted columns take in a window of the loader.
+        statistics: for each column of the filter (least, most, number of nulls), each None where unknown; no column
+            if an earlier run has counted the rows that match.
+        matching: these rows.
+    """
+
+    layout: int
+    num_rows: list[int]
+    num_bytes: list[int]
+    statistics: dict[str, list[Statistics]] = field(default_factory=dict)
+    matching: list[int] | None = None
+
+
+class FooterParser:
+    """Takes what is wanted from footers, in threads. A Parquet schema is converted to Arrow when it is first seen.
+
+    Args:
+        key: config key that names the files.
+        columns: column that is needed → config key that asks for it. filtered: the same of the filter's columns.
+        layouts: those that an earlier run found.
+    """
+
+    def __init__(
+        self, key: str, columns: Mapping[str, str], filtered: Mapping[str, str], layouts: Sequence[Layout] = ()
+    ) -> None:
+        self.key, self.layouts = key, list(layouts)
+        self.wanted = {**filtered, **columns}
+        self._columns, self._filtered = columns, filtered
+        self._seen: list[tuple[pq.ParquetSchema, _Columns]] = []
+        self._lock = threading.Lock()
+
+    def parse(self, name: str, metadata: pq.FileMetaData) -> Footer:
+        """Return what is wanted of a footer.
+
+        Raises:
+            UserError: a column is missing or there twice.
+            OSError: the footer contradicts itself.
+        """
+        columns = self._of_schema(name, metadata.schema)
+        if columns.missing:
+            self._check_missing(name, columns)
+        num_rows, num_bytes, sizes = [], [], [0] * len(columns.strings)
+        statistics: dict[str, list[Statistics]] = {column: [] for column, _, _ in columns.ordered}
+        for i in range(metadata.num_row_groups):
+            group = metadata.row_group(i)
+            rows = group.num_rows
+            numbers = rows * columns.per_row + sum(group.column(leaf).num_values for leaf in columns.elements)
+            for k, (leaf, _) in enumerate(columns.strings):
+                chunk = group.column(leaf)
+                sizes[k] += chunk.total_uncompressed_size - _DICTIONARY_BYTES * chunk.num_values
+            for column, leaf, kind in columns.ordered:
+                statistics[column].append(_statistics(group.column(leaf).statistics, kind))
+            num_rows.append(rows)
+            num_bytes.append(4 * numbers)
+        if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
+            raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
+        dictionaries = tuple(path for (_, path), size in zip(columns.strings, sizes, strict=True) if size < 0)
+        return Footer(self._layout(columns, dictionaries), num_rows, num_bytes, statistics)
+
+    def _of_schema(self, name: str, schema: pq.ParquetSchema) -> "_Columns":
+        with self._lock:
+            for seen, columns in reversed(self._seen):
+                if seen.equals(schema):
+                    return columns
+            columns = self._convert(name, schema)
+            self._seen.append((schema, columns))
+            return columns
+
+    def _convert(self, name: str, schema: pq.ParquetSchema) -> "_Columns":
+        arrow = schema.to_arrow_schema()
+        found: dict[str, tuple[pa.DataType, tuple[int, ...]]] = {}
+        end = 0
+        for column in arrow:
+            start, end = end, end + _num_leaves(column.type)
+            if column.name in found and column.name in self.wanted:
+                count = arrow.names.count(column.name)
+                raise UserError(
+                    f"{self.wanted[column.name]}: file '{name}' has {count} columns '{column.name}', and may have one"
+                )
+            found[column.name] = (plain_type(column.type), tuple(range(start, end)))
+        wanted = {column: found[column] for column in self.wanted if column in found}
+        missing = tuple(column for column in self.wanted if column not in found)
+        held = [wanted.get(column, (pa.null(), ())) for column in self._columns]
+        elements = [leaf for kind, many in held for leaf in many if pa.types.is_nested(kind)]
+        strings = [(many[0], schema.column(many[0]).path) for kind, many in wanted.values() if _holds_strings(kind)]
+        ordered = [
+            (column, many[0], kind)
+            for column, (kind, many) in wanted.items()
+            if column in self._filtered and not pa.types.is_nested(kind)
+        ]
+        return _Columns(arrow.names, wanted, missing, elements, len(held), strings, ordered)
+
+    def _check_missing(self, name: str, columns: "_Columns") -> None:
+        keys = partition_keys(name)
+        for column in columns.missing:
+            if column not in keys:
+                have = list(dict.fromkeys([*columns.names, *keys]))
+                raise UserError(
+                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
+                    f"(it has: {_listed(have)})"
+                )
+
+    def _layout(self, columns: "_Columns", dictionaries: tuple[str, ...]) -> int:
+        with self._lock:
+            if dictionaries not in columns.layouts:
+                schema = pa.schema([(column, kind) for column, (kind, _) in columns.wanted.items()])
+                columns.layouts[dictionaries] = len(self.layouts)
+                self.layouts.append(
+                    Layout(schema, tuple(leaves for _, leaves in columns.wanted.values()), dictionaries)
+                )
+            return columns.layouts[dictionaries]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns wanted in one Parquet schema.
+
+    Attributes:
+        names: of all columns. wanted: name → (type, Parquet columns). missing: names of those that are not there.
+        elements: Parquet columns of lists that windows hold. per_row: numbers that windows hold for each row: values,
+            of partition keys too, and lengths of lists.
+        strings: (Parquet column, its path). ordered: (name, Parquet column, type) of those with statistics.
+        layouts: numbers by columns read as dictionaries.
+    """
+
+    names: list[str]
+    wanted: dict[str, tuple[pa.DataType, tuple[int, ...]]]
+    missing: tuple[str, ...]
+    elements: list[int]
+    per_row: int
+    strings: list[tuple[int, str]]
+    ordered: list[tuple[str, int, pa.DataType]]
+    layouts: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return a type without what only says how its values are held.
+
+    Dictionaries, views, extensions, 64-bit offsets, fixed sizes of lists and names of time zones are left out. Readers
+    give the values as the file's Arrow schema has them.
+    """
+    if pa.types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return plain_type(kind.storage_type)
+    if pa.types.is_nested(kind) and hasattr(kind, "value_type"):  # a list of any kind
+        return pa.list_(plain_type(kind.value_type))
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        return pa.timestamp(kind.unit, "UTC")
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.string()
+    return pa.binary() if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) else kind
+
+
+def _num_leaves(kind: pa.DataType) -> int:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _num_leaves(kind.storage_type)
+    if pa.types.is_dictionary(kind) or not pa.types.is_nested(kind):
+        return 1
+    return sum(_num_leaves(kind.field(i).type) for i in range(kind.num_fields))
+
+
+def _holds_strings(kind: pa.DataType) -> bool:
+    values = kind.value_type if pa.types.is_list(kind) else kind
+    return pa.types.is_string(values) or pa.types.is_binary(values)
+
+
+def _statistics(found: pq.Statistics | None, kind: pa.DataType) -> Statistics:
+    if found is None:
+        return None, None, None
+    nulls = found.null_count if found.has_null_count else None
+    if not found.has_min_max:
+        return None, None, nulls
+    try:
+        # Of times the number of units, because Python's have no nanoseconds.
+        ends = (found.min_raw, found.max_raw) if pa.types.is_timestamp(kind) else (found.min, found.max)
+    except (ValueError, OverflowError):  # a string cut within a character, a date outside of Python's
+        return None, None, nulls
+    least, most = (None if isinstance(end, float) and math.isnan(end) else end for end in ends)
+    return least, most, nulls
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def read_footers(
+    files: Files, parser: FooterParser, max_bad: int, known: Mapping[FileKey, Footer] | None = None
+) -> tuple[list[Footer | None], list[str]]:
+    """Read the footers of files, each once.
+
+    Args:
+        max_bad: files whose footer cannot be read are left out, up to so many.
+        known: footers of an earlier run, taken for files that have not changed since.
+
+    Returns:
+        Footers in the order of the files, None for those left out; and the names of those left out.
+
+    Raises:
+        UserError: a column is missing or there twice.
+        BadDataError: more than `max_bad` footers cannot be read.
+    """
+    footers = [None if known is None else known.get(key) for key in file_keys(files)]
+    bad: dict[str, str] = {}
+    for i, footer in _read_all(files, parser, [i for i, footer in enumerate(footers) if footer is None]):
+        if isinstance(footer, Footer):
+            footers[i] = footer
+        else:
+            bad[files.names[i]] = reason(footer)
+    if len(bad) > max_bad:
+        (first, why), more = next(iter(bad.items())), len(bad) - 1
+        others = f", nor are {more} more, of {len(files.names)} files in all" if more else ""
+        advice = f"or leave such files out with data.max_bad_files={len(bad)}"
+        raise BadDataError(
+            f"config key '{parser.key}': '{first}' is not a readable Parquet file ({why}){others}; write it anew, "
+            f"convert delimited text with scripts/prepare_data.py csv, {advice}",
+            first,
+        )
+    for name, why in bad.items():
+        logger.warning("config key '%s': left out '%s', which is no readable Parquet file (%s)", parser.key, name, why)
+    return footers, list(bad)
+
+
+def file_keys(files: Files) -> list[FileKey]:
+    """Return what tells whether a file has changed: (name, size, time of the last change)."""
+    return list(zip(files.names, files.sizes.tolist(), files.times.tolist(), strict=True))
+
+
+def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterator[tuple[int, Footer | Exception]]:
+    """Yield footers, or why they cannot be read, in order.
+
+    Many threads hide what remote and cold files wait for. A few help always, since Arrow parses without the lock of the
+    interpreter.
+    """
+
+    def read(i: int) -> Footer | Exception:
+        name, size = files.names[i], int(files.sizes[i])
+        try:
+            return parser.parse(name, files.storage.retrying(lambda: read_metadata(files.storage, name, size)))
+        except (pa.ArrowException, OSError) as error:
+            return error
+
+    threads = _WAITING_THREADS if files.storage.root or _is_slow(files, numbers[:: len(numbers) // 8 + 1]) else _THREADS
+    step = max(1, min(64, len(numbers) // (4 * threads)))
+    left = deque(numbers[i : i + step] for i in range(0, len(numbers), step))
+    running: deque[tuple[list[int], Future[list[Footer | Exception]]]] = deque()
+    with ThreadPoolExecutor(threads, "footers") as pool:
+        while left or running:
+            while left and len(running) < 2 * threads:
+                running.append((left[0], pool.submit(lambda some: [read(i) for i in some], left.popleft())))
+            some, future = running.popleft()
+            yield from zip(some, future.result(), strict=True)
+
+
+def _is_slow(files: Files, numbers: list[int]) -> bool:
+    start = time.perf_counter()
+    for i in numbers:
+        with suppress(OSError):
+            _read_tail(files.storage, files.names[i], int(files.sizes[i]))
+    return time.perf_counter() - start > _SLOW_SECONDS * len(numbers)
+
+
+def read_metadata(storage: Storage, name: str, size: int) -> pq.FileMetaData:
+    """Return the parsed footer of a file.
+
+    Args:
+        size: of the file in bytes, -1 if unknown.
+
+    Raises:
+        OSError, pa.ArrowException: it cannot be read, is damaged, or the file does not end as a Parquet file does.
+    """
+    tail = _read_tail(storage, name, size)
+    # As pq.ParquetFile does, without its table of column paths. (Unpickling a FileMetaData is quicker still, but ends
+    # the process on a damaged footer: nothing there takes the exception of C++.)
+    reader = ParquetReader()
+    reader.open(pa.BufferReader(_without_arrow_schema(tail)))
+    return reader.metadata
+
+
+def _without_arrow_schema(tail: bytes) -> bytes:
+    # Decoding the schema that Arrow adds to Parquet's takes as long as half of the rest. What it tells beyond is how
+    # values are held (see `plain_type`), so its key is renamed: a string of 12 bytes, followed by a string.
+    place = tail.rfind(b"\x18\x0cARROW:schema\x18")
+    return tail if place < 0 else tail[: place + 2] + b"arrow" + tail[place + 7 :]
+
+
+def _read_tail(storage: Storage, name: str, size: int) -> bytes:
+    if size == 0:
+        raise OSError("it is empty")
+    if storage.root:
+        with storage.open(name) as file:
+            return _tail(file.size(), file.read_at, _REMOTE_TAIL_BYTES)
+    with open(name, "rb", buffering=0) as local:
+        number = local.fileno()
+        return _tail(size, lambda count, start: os.pread(number, count, start), _TAIL_BYTES)
+
+
+def _tail(size: int, read: Callable[[int, int], bytes], at_once: int) -> bytes:
+    """Return the end of a file, at least its footer."""
+    tail = read(min(size, at_once), max(0, size - at_once))
+    if tail[-4:] == b"PARE":
+        raise OSError("it is encrypted")
+    if tail[-4:] != b"PAR1" or size < 12:
+        begins = "it begins as one, but is cut off" if read(4, 0) == b"PAR1" else "it does not end as one does"
+        raise OSError(begins)
+    length = int.from_bytes(tail[-8:-4], "little")
+    if length > size - 12:
+        raise OSError("its footer is longer than the file")
+    return tail if length + 8 <= len(tail) else read(length + 8, size - 8 - length)

@@ -1,0 +1,377 @@
+"""Where Parquet files lie: local paths and URIs, listing, Hive partitions in paths, reading with retries."""
+
+import glob
+import os
+import re
+import stat
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as fs
+
+from recsys.errors import UserError, nearest
+
+T = TypeVar("T")
+
+SCHEMES = ("s3", "gs", "hdfs", "file")
+_FIRST_WAIT_SECONDS = 0.1
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+
+
+class BadDataError(UserError):
+    """A file, or a row group of it, that cannot be read.
+
+    Attributes:
+        path: of the file. row_group: its number in the file, or None if the whole file is meant.
+    """
+
+    def __init__(self, message: str, path: str, row_group: int | None = None) -> None:
+        super().__init__(message)
+        self.path, self.row_group = path, row_group
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, int | None]]:
+        return BadDataError, (str(self), self.path, self.row_group)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The file system of a dataset, opened anew in each process that it is sent to.
+
+    Attributes:
+        root: URI without a path, such as `s3://bucket?region=eu-west-1`, or empty for local files.
+        retries: of a read from a remote file system.
+    """
+
+    root: str = ""
+    retries: int = 0
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return Storage, (self.root, self.retries)
+
+    @cached_property
+    def remote(self) -> tuple[fs.FileSystem, str]:
+        """The remote file system, and what stands before its paths in place of `shown`."""
+        return filesystem_of(self.root, self.retries)
+
+    @property
+    def shown(self) -> str:
+        """What stands before the paths of a remote file system in messages: the root without secrets and options."""
+        return re.sub("//.*@", "//", self.root.partition("?")[0])
+
+    def path(self, name: str) -> str:
+        """Return the path in the file system of a file named in messages as `name`."""
+        return self.remote[1].rstrip("/") + name.removeprefix(self.shown) if self.root else name
+
+    def name(self, path: str) -> str:
+        """Return how messages name the file at a path of the file system."""
+        return self.shown + path.removeprefix(self.remote[1].rstrip("/")) if self.root else path
+
+    def open(self, name: str) -> pa.NativeFile:
+        """Open a file for reading at any place. Raises OSError."""
+        return self.remote[0].open_input_file(self.path(name)) if self.root else pa.OSFile(name)
+
+    def retrying(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns; remote, an OSError is retried after 0.1, 0.2, 0.4 … seconds."""
+        for attempt in range(self.retries if self.root else 0):
+            try:
+                return action()
+            except FileNotFoundError:
+                raise
+            except OSError:
+                time.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
+        return action()
+
+
+def filesystem_of(root: str, retries: int) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a URI without a path, and the path there that the URI stands for.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+    authority, mark, options = root.partition("?")
+    try:
+        filesystem, path = fs.FileSystem.from_uri(f"{authority}/{mark}{options}")
+        if isinstance(filesystem, fs.S3FileSystem):
+            # from_uri takes no retry strategy, so once more, with the options that pickling would use.
+            strategy = fs.AwsStandardS3RetryStrategy(max_attempts=retries + 1)
+            filesystem = fs.S3FileSystem(**filesystem.__reduce__()[1][0], retry_strategy=strategy)
+    except (pa.ArrowException, OSError) as error:
+        host = re.sub("//.*@", "//", authority)
+        raise UserError(f"the file system of '{host}' cannot be opened ({reason(error)})") from error
+    return filesystem, path
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """The files of a dataset.
+
+    Attributes:
+        names: as messages name them, in order.
+        sizes: bytes, int64 [files], -1 where unknown. times: of the last change, ns, int64 [files], 0 where unknown.
+    """
+
+    storage: Storage
+    names: tuple[str, ...]
+    sizes: np.ndarray
+    times: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> "Files":
+        """Return some of the files: a mask, or their numbers."""
+        numbers = np.arange(len(self.names))[chosen]
+        names = tuple(self.names[i] for i in numbers.tolist())
+        return Files(self.storage, names, self.sizes[numbers], self.times[numbers])
+
+
+@dataclass(frozen=True)
+class _Found:
+    name: str
+    size: int
+    time: int
+
+
+def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
+    """Return the Parquet files of directories (searched in depth), globs, file names and URIs, sorted within each.
+
+    Hidden files and those that begin with `_` (markers of other tools) are left out. The names in a URI are taken as
+    they are, without %20 and the like, and `?` begins its options (`s3://bucket/logs?region=eu-west-1`). Credentials
+    are found as the tools of the file system do.
+
+    Args:
+        key: config key of `paths`, for messages. retries: of reads from a remote file system.
+
+    Raises:
+        UserError: a path that does not exist, a glob or directory without Parquet files, a file given twice, files
+            of several file systems, or a file system that is unknown or does not answer.
+    """
+    given = [_split(key, path) for path in ([paths] if isinstance(paths, str) else paths)]
+    roots = sorted({root for root, _ in given})
+    if len(roots) > 1:
+        shown = " and ".join(f"'{root}'" if root else "local files" for root in roots[:2])
+        raise UserError(f"config key '{key}' names files in {shown}; keep the files of one key in one place")
+    storage = Storage(roots[0], retries)
+    found = [file for _, path in given for file in _expand(key, storage, path)]
+    names = tuple(file.name for file in found)
+    if len(given) > 1:
+        counts = Counter(names if storage.root else map(os.path.abspath, names))
+        twice = [name for name, count in counts.items() if count > 1]
+        if twice:
+            raise UserError(f"config key '{key}' names the file '{min(twice)}' twice; name each file once")
+    sizes, times = ([getattr(file, what) for file in found] for what in ("size", "time"))
+    return Files(storage, names, np.array(sizes, np.int64), np.array(times, np.int64))
+
+
+def _split(key: str, path: str) -> tuple[str, str]:
+    """Return the root of a path's file system and the name of the file there; local paths have an empty root."""
+    uri = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?]*@)?([^/?]*)([^?]*)(\?.*)?$", path)
+    if uri is None:
+        return "", os.path.expanduser(path)
+    scheme, user, host, name, options = (part or "" for part in uri.groups())
+    if scheme not in SCHEMES:
+        raise UserError(
+            f"config key '{key}': files cannot be read from '{scheme}://'{nearest(scheme, SCHEMES)}; give a local path "
+            f"or a URI that begins with {', '.join(f'{known}://' for known in SCHEMES)}"
+        )
+    if scheme == "file":
+        if host not in ("", "localhost"):
+            raise UserError(f"config key '{key}': '{path}' names the computer '{host}'; write file:///{host}{name}")
+        return "", unquote(name)
+    return f"{scheme}://{user}{host}{options}", f"{scheme}://{host}{name.rstrip('/')}"
+
+
+def _expand(key: str, storage: Storage, path: str) -> list[_Found]:
+    try:
+        if storage.root:
+            return storage.retrying(lambda: _expand_remote(key, storage, path))
+        return _expand_local(key, path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"config key '{key}': '{path}' cannot be listed ({reason(error)})") from error
+
+
+def _expand_local(key: str, path: str) -> list[_Found]:
+    if os.path.isdir(path):
+        found = sorted(_below(path, frozenset()), key=lambda file: file.name)
+        if not found:
+            raise UserError(_nothing_in(key, path, os.listdir(path)))
+        return found
+    if os.path.isfile(path):
+        return [_of_stat(path, os.stat(path))]
+    if not glob.has_magic(path):
+        wrong = "is no regular file" if os.path.exists(path) else "does not exist"
+        raise UserError(f"config key '{key}': '{path}' {wrong}{_near_path(path)}")
+    matches = sorted(glob.glob(path, recursive=True))
+    if not os.path.basename(path).startswith("_"):
+        matches = [match for match in matches if not os.path.basename(match).startswith("_")]
+    by_name = {file.name: file for match in matches for file in _file_or_below(match)}
+    if not by_name:
+        raise UserError(f"config key '{key}': no file matches '{path}'")
+    return list(by_name.values())
+
+
+def _file_or_below(path: str) -> list[_Found]:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:  # a link to nowhere, which is told when it is read
+        return [_Found(path, -1, 0)]
+    if stat.S_ISDIR(status.st_mode):
+        return sorted(_below(path, frozenset()), key=lambda file: file.name)
+    return [_of_stat(path, status)]
+
+
+def _below(folder: str, above: frozenset[str]) -> Iterator[_Found]:
+    # Some writers name a folder of files like a file. Links to folders are followed, but not in circles.
+    here = os.path.realpath(folder)
+    if here in above:
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith((".", "_")):
+                continue
+            if entry.is_dir():
+                yield from _below(entry.path, above | {here})
+            elif entry.name.endswith(".parquet"):
+                try:
+                    yield _of_stat(entry.path, entry.stat())
+                except FileNotFoundError:
+                    yield _Found(entry.path, -1, 0)
+
+
+def _of_stat(path: str, status: os.stat_result) -> _Found:
+    # A pipe or device has no bytes that could be read from its end.
+    size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return _Found(path, size, status.st_mtime_ns)
+
+
+def _nothing_in(key: str, folder: str, names: Iterable[str]) -> str:
+    others = sorted(names)[:3]
+    holds = f"it holds {', '.join(others)}" if others else "it is empty"
+    return f"config key '{key}': the folder '{folder}' has no *.parquet file; {holds}"
+
+
+def _near_path(path: str) -> str:
+    # Name the deepest folder that exists, and what in it is most like the missing part.
+    parent = Path(path)
+    missing = parent.name
+    while not os.path.exists(parent) and parent != parent.parent:
+        missing, parent = parent.name, parent.parent
+    names = [child.name for child in parent.iterdir()] if parent.is_dir() else []
+    prefix = "" if str(parent) == "." else f"{parent}/"
+    return nearest(missing, names, prefix)
+
+
+def _expand_remote(key: str, storage: Storage, name: str) -> list[_Found]:
+    filesystem = storage.remote[0]
+    info = filesystem.get_file_info(storage.path(name))
+    if info.type == fs.FileType.File:
+        return [_of_info(storage, info)]
+    if info.type == fs.FileType.Directory:
+        below = _listing(storage, name)
+        found = [file for file in below if _is_data(_parts(file.name, name))]
+        if not found:
+            raise UserError(_nothing_in(key, name, {_parts(file.name, name)[0] for file in below}))
+        return found
+    if not glob.has_magic(name):
+        raise UserError(f"config key '{key}': '{name}' does not exist{_near_remote(storage, name)}")
+    fixed = name[: re.search(r"[*?[]", name).start()].rpartition("/")[0]  # type: ignore[union-attr]
+    pattern = _parts(name, fixed)
+    found = [file for file in _listing(storage, fixed) if _is_match(_parts(file.name, fixed), pattern)]
+    if not found:
+        raise UserError(f"config key '{key}': no file matches '{name}'")
+    return found
+
+
+def _listing(storage: Storage, folder: str) -> list[_Found]:
+    selector = fs.FileSelector(storage.path(folder), allow_not_found=True, recursive=True)
+    infos = storage.remote[0].get_file_info(selector)
+    files = [_of_info(storage, info) for info in infos if info.type == fs.FileType.File]
+    return sorted(files, key=lambda file: file.name)
+
+
+def _of_info(storage: Storage, info: fs.FileInfo) -> _Found:
+    return _Found(storage.name(info.path), -1 if info.size is None else info.size, info.mtime_ns or 0)
+
+
+def _near_remote(storage: Storage, name: str) -> str:
+    names: list[str] = []
+    missing, parent = "", name
+    while not names and len(parent) > len(storage.shown):
+        parent, _, missing = parent.rpartition("/")
+        selector = fs.FileSelector(storage.path(parent), allow_not_found=True)
+        names = [info.base_name for info in storage.remote[0].get_file_info(selector)]
+    return nearest(missing, names, f"{parent}/")
+
+
+def _parts(name: str, folder: str) -> list[str]:
+    return name[len(folder) :].strip("/").split("/")
+
+
+def _is_hidden(part: str) -> bool:
+    return part.startswith((".", "_"))
+
+
+def _is_data(parts: Sequence[str]) -> bool:
+    return parts[-1].endswith(".parquet") and not any(map(_is_hidden, parts))
+
+
+def _is_match(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Whether a glob matches a file, or a folder that holds it; a wildcard matches within a name, ** over folders."""
+    if not pattern:
+        return not parts or _is_data(parts)
+    first, rest = pattern[0], pattern[1:]
+    if first == "**":
+        return _is_match(parts, rest) or (
+            bool(parts) and not _is_hidden(parts[0]) and (_is_match(parts[1:], pattern) or _is_match(parts[1:], rest))
+        )
+    if not parts or (_is_hidden(parts[0]) and not _is_hidden(first)):
+        return False
+    return fnmatchcase(parts[0], first) and _is_match(parts[1:], rest)
+
+
+def partition_keys(name: str) -> dict[str, str | None]:
+    """Return the Hive partition keys in a path, such as {"day": "2026-11-01"} of logs/day=2026-11-01/part-0.parquet.
+
+    Values are percent-decoded, and __HIVE_DEFAULT_PARTITION__ is None.
+    """
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder)
+    return {unquote(key): None if value == _NULL_PARTITION else unquote(value) for key, _, value in pairs}
+
+
+def partition_type(values: Iterable[str | None]) -> pa.DataType:
+    """Return the type of a partition key with these values as pyarrow.dataset infers it: int32 or string."""
+    try:
+        pa.array(sorted({value for value in values if value is not None}), pa.string()).cast(pa.int32())
+    except pa.ArrowInvalid:
+        return pa.string()
+    return pa.int32()
+
+
+def reason(error: Exception) -> str:
+    """Return why something cannot be read, without what Arrow and the operating system say around it."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist"
+    if isinstance(error, PermissionError):
+        return "there is no permission to read it"
+    text = " ".join(str(error).split())
+    for pattern, meaning in _MEANINGS:
+        if re.search(pattern, text):
+            return meaning
+    return re.split(r"\. |\.? Detail: |; Details: ", text)[0].rstrip(".") or type(error).__name__
+
+
+_MEANINGS = (
+    ("CRC checksum", "the checksum of a page is wrong"),
+    ("Deserializing page header failed", "a page header is damaged"),
+    ("deserialize thrift|TProtocolException|invalid TType", "its structure is damaged"),
+    ("Unable to load lib(jvm|hdfs)", "libhdfs needs Java and Hadoop, with JAVA_HOME and CLASSPATH set"),
+    ("NETWORK_CONNECTION|Couldn't resolve host", "the server cannot be reached"),
+)

@@ -1,0 +1,289 @@
+"""A window of rows, decoded, mapped and put into the order of training, column by column."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys.data.buffers import BlockPool
+from recsys.data.convert import FloatColumn, IdColumn, Ids, convert_floats, convert_ids
+from recsys.data.order import Segment, Window
+from recsys.data.sources import BadDataError
+from recsys.errors import UserError
+
+logger = logging.getLogger("recsys")
+_PERMUTED_AT_ONCE = 1 << 16  # lists
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """What a batch is made of. Label and weight are None where the data have none (0 and 1 are used)."""
+
+    ids: Sequence[IdColumn]
+    floats: Sequence[FloatColumn]
+    label: FloatColumn | None = None
+    weight: FloatColumn | None = None
+    lists: Sequence[IdColumn] = ()
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns to read, each once."""
+        ends = [part for part in (self.label, self.weight) if part]
+        parts: list[IdColumn | FloatColumn] = [*self.ids, *self.floats, *self.lists, *ends]
+        weights = [part.weights for part in self.ids]
+        return list(dict.fromkeys(name for name in (*(part.column for part in parts), *weights) if name is not None))
+
+    @property
+    def weighted(self) -> bool:
+        """Whether any id has a weight."""
+        return any(part.weights is not None for part in self.ids)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The narrowest type that holds all table rows: windows are held and shuffled in it."""
+        rows = max((part.mapping.num_rows for part in (*self.ids, *self.lists)), default=0)
+        return np.dtype(np.int32 if rows <= np.iinfo(np.int32).max else np.int64)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Lists of table rows: `values` [total], `lengths` int32 [rows], `offsets` int64 [rows + 1], `weights` [total]."""
+
+    values: np.ndarray
+    lengths: np.ndarray
+    offsets: np.ndarray
+    weights: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The rows of a window in their final order.
+
+    Attributes:
+        scalars: [features with one id a row, rows] int32 or int64, features in the order of the spec.
+        ids, lists: for each feature its place in `scalars`, or its lists.
+        floats: [float features + 2, rows] float32, the last two are label and weight.
+        bad: bool [rows], rows that could not be read, or None if all could.
+    """
+
+    num_rows: int
+    scalars: np.ndarray
+    ids: list[int | Ragged]
+    lists: list[int | Ragged]
+    floats: np.ndarray
+    bad: np.ndarray | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the arrays take."""
+        ragged = [part for part in (*self.ids, *self.lists) if isinstance(part, Ragged)]
+        arrays = [self.scalars, self.floats]
+        for part in ragged:
+            arrays += [part.values, part.lengths, part.offsets]
+        return sum(array.nbytes for array in arrays)
+
+
+def load_window(
+    window: Window, read: Callable[[Segment], pa.Table], spec: BatchSpec, pool: BlockPool, skip_bad: bool = False
+) -> Columns:
+    """Decode a window's segments and convert them, one after the other.
+
+    Args:
+        read: decodes a segment. pool: where the arrays are taken from.
+        skip_bad: rows of a segment that cannot be decoded are marked, in place of an error.
+
+    Raises:
+        UserError: names the file, row group and column that cannot be read or whose values do not fit the spec.
+    """
+    conversion = _Conversion(window, spec, pool)
+    for segment in window.segments:
+        try:
+            conversion.add(segment, read(segment))
+        except BadDataError as error:
+            if not skip_bad:
+                raise
+            logger.warning("%d rows left out: %s", segment.num_rows, error)
+            conversion.add(segment, None)
+    return conversion.columns()
+
+
+def convert_table(table: pa.Table, spec: BatchSpec) -> Columns:
+    """Convert rows in the order in which they are; errors as `load_window`, without a file's name."""
+    segment = Segment("", 0, 0, table.num_rows)
+    conversion = _Conversion(Window((segment,), None), spec, BlockPool())
+    conversion.add(segment, table)
+    return conversion.columns()
+
+
+class _Conversion:
+    """One window on its way from Arrow to `Columns`: converted segment by segment, then shuffled column by column."""
+
+    def __init__(self, window: Window, spec: BatchSpec, pool: BlockPool) -> None:
+        self._spec, self._pool, self._rows = spec, pool, window.num_rows
+        self._permutation = window.permutation()
+        # Half the bytes of NumPy's, and torch takes it.
+        self._order = torch.from_numpy(np.zeros(0) if self._permutation is None else self._permutation).int()
+        self._parts = [*spec.ids, *spec.lists]
+        self._pieces: list[list[Ids]] = [[] for _ in self._parts]
+        self._places: dict[int, int] | None = None  # of parts that may have one id a row, in `_scalars`
+        self._scalars = np.empty((0, self._rows), spec.dtype)
+        self._floats = self._array((len(spec.floats) + 2, self._rows), np.float32)
+        self._bad: list[slice] = []
+        self._done = 0
+
+    def add(self, segment: Segment, table: pa.Table | None) -> None:
+        """Convert the next segment's rows; None: they cannot be read."""
+        rows = slice(self._done, self._done + segment.num_rows)
+        self._done = rows.stop
+        if table is None:
+            nothing = Ids(np.empty(0, self._spec.dtype), np.zeros(segment.num_rows, np.int32), None)
+            for pieces in self._pieces:
+                pieces.append(nothing)
+            self._bad.append(rows)
+            return
+        places = self._place(table)
+        with _naming(segment):
+            for i, part in enumerate(self._parts):
+                out = self._scalars[places[i], rows] if i in places else None
+                self._pieces[i].append(self._convert_ids(part, table, out))
+            for i, floats in enumerate((*self._spec.floats, self._spec.label, self._spec.weight)):
+                absent = float(i > len(self._spec.floats))  # the weight is 1
+                _fill_floats(floats, table, self._floats[i, rows], absent)
+            if self._spec.weight is not None:
+                _check_weights(self._floats[-1, rows], self._spec.weight)
+
+    def columns(self) -> Columns:
+        """Return what has been added, in the order of the window."""
+        bad = None
+        if self._bad:
+            bad = np.zeros(self._rows, np.bool_)
+            for rows in self._bad:
+                bad[rows] = True
+                self._floats[:, rows] = 0  # no weight, so that they touch nothing
+        found = [self._finished(i) for i in range(len(self._parts))]
+        ids, lists = found[: len(self._spec.ids)], found[len(self._spec.ids) :]
+        return Columns(
+            self._rows,
+            self._shuffled(self._scalars),
+            ids,
+            lists,
+            self._shuffled(self._floats),
+            bad if bad is None or self._permutation is None else bad[self._permutation],
+        )
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        return self._pool.take(int(np.prod(shape)) * np.dtype(dtype).itemsize).array(shape, dtype)
+
+    def _place(self, table: pa.Table) -> dict[int, int]:
+        if self._places is None:
+            scalar = [i for i, part in enumerate(self._parts) if _may_be_scalar(part, table)]
+            self._places = {i: place for place, i in enumerate(scalar)}
+            self._scalars = self._array((len(scalar), self._rows), self._spec.dtype)
+        return self._places
+
+    def _convert_ids(self, part: IdColumn, table: pa.Table, out: np.ndarray | None) -> Ids:
+        if part.column is None:
+            return Ids(np.empty(0, self._spec.dtype), np.zeros(table.num_rows, np.int32), None)
+        weights = None if part.weights is None else _array(table, part.weights)
+        return convert_ids(_array(table, part.column), part, self._spec.dtype, out, weights, self._array)
+
+    def _finished(self, i: int) -> int | Ragged:
+        pieces = self._pieces[i]
+        if self._places is not None and i in self._places and all(piece.lengths is None for piece in pieces):
+            return self._places[i]
+        lengths = _joined([np.ones(len(p.values), np.int32) if p.lengths is None else p.lengths for p in pieces])
+        total = sum(len(piece.values) for piece in pieces)
+        weighted = any(piece.weights is not None for piece in pieces)
+        values, weights = _joined([piece.values for piece in pieces], self._array), None
+        if weighted:
+            weights = _joined([np.ones(len(p.values), np.float32) if p.weights is None else p.weights for p in pieces])
+        if self._permutation is not None:
+            into = self._array((total,), values.dtype), self._array((total,), np.float32) if weighted else None
+            lengths = _permute_lists(self._order, lengths, values, weights, *into)
+            values, weights = into
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return Ragged(values, lengths, offsets, weights)
+
+    def _shuffled(self, columns: np.ndarray) -> np.ndarray:
+        if self._permutation is None:
+            return columns
+        shuffled = self._array(columns.shape, columns.dtype)
+        near = self._array(columns.shape[1:], columns.dtype)
+        for source, final in zip(columns, shuffled, strict=True):
+            np.copyto(near, source)  # in order, which brings the column into the cache that is then read at random
+            torch.index_select(torch.from_numpy(near), 0, self._order, out=torch.from_numpy(final))
+        return shuffled
+
+
+def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
+    if part.column is None or part.weights is not None:
+        return False
+    kind = table.schema.field(part.column).type
+    return not pa.types.is_nested(kind) or pa.types.is_dictionary(kind)
+
+
+def _fill_floats(part: FloatColumn | None, table: pa.Table, out: np.ndarray, absent: float) -> None:
+    if part is None or part.column is None:
+        out[:] = absent if part is None else part.fill or 0.0
+    else:
+        convert_floats(_array(table, part.column), part, out)
+
+
+def _permute_lists(
+    order: torch.Tensor,
+    lengths: np.ndarray,
+    values: np.ndarray,
+    weights: np.ndarray | None,
+    values_out: np.ndarray,
+    weights_out: np.ndarray | None,
+) -> np.ndarray:
+    """Write the lists in another order to `values_out` and `weights_out`; return their lengths."""
+    known = [None if each is None else torch.from_numpy(each) for each in (lengths, values, weights)]
+    lengths_out, at = np.empty_like(lengths), 0
+    # The operator returns new tensors. In blocks, they are small enough for the allocator to use memory again.
+    for start in range(0, len(order), _PERMUTED_AT_ONCE):
+        block = order[start : start + _PERMUTED_AT_ONCE]
+        moved = torch.ops.fbgemm.permute_1D_sparse_data(block, *known, None)
+        lengths_out[start : start + len(block)] = moved[0].numpy()
+        stop = at + len(moved[1])
+        values_out[at:stop] = moved[1].numpy()
+        if weights_out is not None:
+            weights_out[at:stop] = moved[2].numpy()
+        at = stop
+    return lengths_out
+
+
+class _naming:
+    """Adds to errors where the rows come from."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UserError | pa.ArrowException) and self._segment.path:
+            raise UserError(f"{error} (in row group {self._segment.row_group} of {self._segment.path})") from error
+
+
+def _array(table: pa.Table, column: str) -> pa.Array:
+    chunks = table.column(column).chunks
+    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks) if chunks else pa.array([], pa.null())
+
+
+def _joined(arrays: list[np.ndarray], allocate: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
+    if len(arrays) == 1:
+        return arrays[0]
+    total = sum(len(array) for array in arrays)
+    return np.concatenate(arrays, out=allocate((total,), arrays[0].dtype))
+
+
+def _check_weights(weights: np.ndarray, part: FloatColumn) -> None:
+    if weights.size and weights.min() < 0:
+        raise UserError(f"column '{part.column}' ({part.name}) holds {weights.min()}, and a weight is 0 or more")

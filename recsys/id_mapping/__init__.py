@@ -1,0 +1,46 @@
+"""Raw ids to table rows: hashes, vocabularies, and what the ids of a dataset were.
+
+Every mapping works on whole Arrow columns, and gives an id the same row on every version, machine and number of ranks.
+"""
+
+from recsys.id_mapping.hashing import hash_column, hash_integers, is_text, read_keys
+from recsys.id_mapping.mappings import (
+    NULL_ROW,
+    HashMapping,
+    IdentityMapping,
+    IdMapping,
+    IndexMapping,
+    QuotientRemainderMapping,
+    VocabularyMapping,
+    build_mapping,
+)
+from recsys.id_mapping.statistics import IdState, IdStatistics
+from recsys.id_mapping.vocabulary import (
+    IdCounter,
+    choose_vocabulary,
+    most_frequent,
+    read_vocabulary,
+    write_vocabulary,
+)
+
+__all__ = [
+    "NULL_ROW",
+    "HashMapping",
+    "IdCounter",
+    "IdMapping",
+    "IdState",
+    "IdStatistics",
+    "IdentityMapping",
+    "IndexMapping",
+    "QuotientRemainderMapping",
+    "VocabularyMapping",
+    "build_mapping",
+    "choose_vocabulary",
+    "hash_column",
+    "hash_integers",
+    "is_text",
+    "most_frequent",
+    "read_keys",
+    "read_vocabulary",
+    "write_vocabulary",
+]

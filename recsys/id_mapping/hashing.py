@@ -1,0 +1,249 @@
+"""Raw ids of any Arrow type as keys, numbers or texts, and keys as 64-bit hashes: the same on every machine.
+
+A number is mixed with the finalizer of SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195), a
+one-to-one function of 64 bits; a text, which is its UTF-8 bytes, is hashed with XXH3-64. Both are seeded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from decimal import Decimal
+from itertools import repeat
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from recsys.errors import UserError
+
+CHUNK = 16384  # ids worked on at once: three arrays of them stay in a core's cache
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST_SHIFT = np.uint64(31)
+_NO_NUMBERS = np.zeros(0, np.int64)
+_NO_TEXTS = pa.array([], pa.large_binary())
+
+
+@dataclass(frozen=True)
+class IdKeys:
+    """Ids as keys: the numbers, then the texts. One of the two is empty, except of decimals, which may be both.
+
+    Attributes:
+        numbers: of any integer type, [numbers]; equal numbers are one id whatever the type.
+        texts: large_binary array, [texts].
+        indices: which key each id is, integers [ids]; None: the i-th id is the i-th key.
+    """
+
+    numbers: np.ndarray
+    texts: pa.Array = field(default_factory=lambda: _NO_TEXTS)
+    indices: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.numbers) + len(self.texts)
+
+    def hash_chunks(self, seed: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield a chunk's first position among the keys, and uint64 [3, n]: hashes, and two rows of scratch.
+
+        The array is overwritten with the next chunk, and may be by the caller.
+        """
+        scratch = np.empty((3, min(CHUNK, max(len(self.numbers), len(self.texts)))), np.uint64)
+        increment = _increment(seed)
+        for start in range(0, len(self.numbers), CHUNK):
+            part = self.numbers[start : start + CHUNK]
+            chunk = scratch[:, : len(part)]
+            hashes = chunk[0]
+            _load(part, hashes, increment)
+            mix(hashes, chunk[1])
+            yield start, chunk
+        for start in range(0, len(self.texts), CHUNK):
+            part = _hash_texts(self.texts.slice(start, CHUNK), seed)
+            chunk = scratch[:, : len(part)]
+            chunk[0] = part
+            yield len(self.numbers) + start, chunk
+
+
+def read_keys(ids: pa.Array) -> IdKeys:
+    """Return the keys of ids.
+
+    Integers, booleans, dates, times and whole floats are numbers, a time by its integer value in the unit of its type.
+    A decimal is a number where it is whole and fits int64, else the text of its digits. Of a dictionary, only entries
+    in use count; of an extension type, its storage.
+
+    Raises:
+        UserError: floats that are not whole, or so big that neighbours have become one.
+        TypeError: the column holds another type.
+        ValueError: the column holds nulls.
+    """
+    kind = ids.type
+    if pa.types.is_integer(kind):
+        _refuse_nulls(ids)
+        return IdKeys(ids.to_numpy())
+    if isinstance(ids, pa.ExtensionArray):
+        return read_keys(ids.storage)
+    if pa.types.is_dictionary(kind):
+        values, indices = _split_dictionary(ids)
+        keys = IdKeys(_NO_NUMBERS, _texts(values)) if is_text(values.type) else read_keys(values)
+        return IdKeys(keys.numbers, keys.texts, indices if keys.indices is None else keys.indices[indices])
+    if not (is_text(kind) or _is_number(kind) or (pa.types.is_null(kind) and not len(ids))):
+        raise TypeError(f"ids must be integers or strings, found {kind}")
+    _refuse_nulls(ids)
+    if is_text(kind):
+        encoded = ids.dictionary_encode()
+        return IdKeys(_NO_NUMBERS, _texts(encoded.dictionary), encoded.indices.to_numpy())
+    if pa.types.is_decimal(kind):
+        return _decimals(ids)
+    return IdKeys(_numbers(ids))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether an Arrow type holds strings or bytes."""
+    types = pa.types
+    strings = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    binaries = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
+    return strings or binaries or types.is_fixed_size_binary(kind)
+
+
+def hash_integers(values: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Hash integers of any width and sign.
+
+    Args:
+        values: integers or booleans, any shape; equal numbers hash equally whatever their width.
+        seed: 0 … 2**64 - 1.
+
+    Returns:
+        uint64 of the same shape.
+
+    Raises:
+        TypeError: values are neither integers nor booleans.
+    """
+    if values.dtype.kind not in "iub":
+        raise TypeError(f"integers are hashed, found {values.dtype}")
+    hashed = np.empty(values.shape, np.uint64)
+    numbers, flat, increment = values.reshape(-1), hashed.reshape(-1), _increment(seed)
+    scratch = np.empty(min(CHUNK, flat.size), np.uint64)
+    for start in range(0, flat.size, CHUNK):
+        part = flat[start : start + CHUNK]
+        _load(numbers[start : start + CHUNK], part, increment)
+        mix(part, scratch[: len(part)])
+    return hashed
+
+
+def hash_column(ids: pa.Array, seed: int = 0) -> np.ndarray:
+    """Hash a column of ids without nulls, of the types that `read_keys` takes, to uint64, shape [len(ids)]."""
+    keys = read_keys(ids)
+    hashed = np.empty(len(keys), np.uint64)
+    for start, chunk in keys.hash_chunks(seed):
+        hashed[start : start + chunk.shape[1]] = chunk[0]
+    return hashed if keys.indices is None else hashed[keys.indices]
+
+
+def mix(x: np.ndarray, scratch: np.ndarray) -> None:
+    """Apply SplitMix64's finalizer to uint64 `x` in place; `scratch` is uint64 of the same shape, overwritten."""
+    # In place and chunk by chunk, because on whole columns these eight passes would wait for memory.
+    for shift, multiplier in _ROUNDS:
+        np.right_shift(x, shift, out=scratch)
+        np.bitwise_xor(x, scratch, out=x)
+        np.multiply(x, multiplier, out=x)
+    np.right_shift(x, _LAST_SHIFT, out=scratch)
+    np.bitwise_xor(x, scratch, out=x)
+
+
+def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -> None:
+    """Write the hashes of uint64 `hashes` by another seed to `out`; `scratch` is overwritten. All of one shape."""
+    np.add(hashes, _increment(seed), out=out)
+    mix(out, scratch)
+
+
+def modulo(x: np.ndarray, divisor: int, scratch: np.ndarray) -> None:
+    """Reduce uint64 `x` in place to x % divisor; `scratch` is uint64 of the same shape, overwritten."""
+    # NumPy's own remainder does not use vector instructions, its division by a constant does.
+    np.floor_divide(x, np.uint64(divisor), out=scratch)
+    np.multiply(scratch, np.uint64(divisor), out=scratch)
+    np.subtract(x, scratch, out=x)
+
+
+def _increment(seed: int) -> np.uint64:
+    return np.uint64(_GOLDEN * (seed + 1) % 2**64)
+
+
+def _load(numbers: np.ndarray, out: np.ndarray, increment: np.uint64) -> None:
+    if numbers.dtype.itemsize == 8:
+        np.add(numbers.view(np.uint64), increment, out=out)
+        return
+    np.copyto(out.view(np.int64) if numbers.dtype.kind == "i" else out, numbers)
+    np.add(out, increment, out=out)
+
+
+def _texts(values: pa.Array) -> pa.Array:
+    _refuse_nulls(values)
+    return values.cast(pa.large_binary())
+
+
+def _hash_texts(texts: pa.Array, seed: int) -> np.ndarray:
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, texts.to_pylist(), repeat(seed)), np.uint64, len(texts))
+
+
+def _split_dictionary(ids: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:
+    """Return the dictionary's entries in use, and which of them each id is."""
+    _refuse_nulls(ids)
+    indices = ids.indices.to_numpy()
+    used = np.zeros(len(ids.dictionary), bool)
+    used[indices] = True
+    if used.all():
+        return ids.dictionary, indices
+    return ids.dictionary.filter(pa.array(used)), (np.cumsum(used) - 1)[indices]
+
+
+def _refuse_nulls(ids: pa.Array) -> None:
+    # NumPy would get integers with nulls as floats, and those above 2**53 as other numbers.
+    if ids.null_count:
+        raise ValueError(f"ids hold {ids.null_count} nulls, which have no hash")
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    types = pa.types
+    plain = types.is_boolean(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    return plain or (types.is_temporal(kind) and not types.is_interval(kind))
+
+
+def _numbers(ids: pa.Array) -> np.ndarray:
+    kind = ids.type
+    if pa.types.is_null(kind):
+        return _NO_NUMBERS
+    if pa.types.is_boolean(kind):
+        return ids.cast(pa.uint8()).to_numpy()
+    if pa.types.is_temporal(kind):
+        return ids.view(pa.int32() if kind.bit_width == 32 else pa.int64()).to_numpy()
+    return _whole(ids.to_numpy(), kind)
+
+
+def _whole(values: np.ndarray, kind: pa.DataType) -> np.ndarray:
+    bits = np.finfo(values.dtype).nmant + 1
+    wrong = (values != np.rint(values)) | ~(np.abs(values) <= 2**bits)  # of NaN, both are so
+    if wrong.any():
+        raise UserError(
+            f"ids must be whole numbers, found {values[wrong][0]}, and {kind} holds these exactly up to 2**{bits} "
+            f"only; write ids as integers or strings"
+        )
+    return values.astype(np.int64)
+
+
+def _decimals(ids: pa.Array) -> IdKeys:
+    if ids.type.bit_width < 128:
+        ids = ids.cast(pa.decimal128(38, ids.type.scale))  # Arrow can do little with the narrow ones
+    try:
+        return IdKeys(ids.cast(pa.int64()).to_numpy())
+    except pa.ArrowInvalid:
+        pass  # some are not whole, or do not fit
+    encoded = ids.dictionary_encode()
+    values = encoded.dictionary.to_pylist()
+    is_number = np.array([-(2**63) <= value < 2**63 and value == int(value) for value in values])
+    numbers = [int(value) for value in values if -(2**63) <= value < 2**63 and value == int(value)]
+    texts = [_digits(value) for value, whole in zip(values, is_number, strict=True) if not whole]
+    order = np.where(is_number, np.cumsum(is_number) - 1, len(numbers) + np.cumsum(~is_number) - 1)
+    return IdKeys(np.array(numbers, np.int64), pa.array(texts, pa.large_binary()), order[encoded.indices.to_numpy()])
+
+
+def _digits(value: Decimal) -> bytes:
+    # The same text for equal values of any scale: 1.50 is 1.5.
+    text = format(value, "f")
+    return (text.rstrip("0").rstrip(".") if "." in text else text).encode()

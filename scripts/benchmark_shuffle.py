@@ -1,0 +1,68 @@
+"""How far apart neighbours of a file end up in the order of training; see `benchmark.py shuffle --help`."""
+
+import argparse
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recsys.data.order import Cut, EpochOrder, RowGroups, Span
+
+
+def training_places(num_groups: int, group_rows: int, num_streams: int, groups_in_window: int) -> np.ndarray:
+    """Return when each row of the files is trained, int64 [rows]: the round in which its stream gives it."""
+    zeros = np.zeros(num_groups, np.int32)
+    rows = np.full(num_groups, group_rows, np.int64)
+    groups = RowGroups(("file",), zeros, np.arange(num_groups, dtype=np.int32), rows, rows)
+    cuts = (Cut((1,) * num_streams, (0,) * num_streams),)
+    order = EpochOrder(groups, 1, 0, True, cuts, groups_in_window * group_rows)
+    places = np.empty(num_groups * group_rows, np.int64)
+    for v in range(num_streams):
+        found = np.concatenate([_rows(span, group_rows) for span in order.spans(v)])
+        places[found] = np.arange(len(found))
+    return places
+
+
+def _rows(span: Span, group_rows: int) -> np.ndarray:
+    pieces = [np.arange(s.start, s.stop) + s.row_group * group_rows for s in span.window.segments]
+    return np.concatenate(pieces)[span.window.permutation()]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Carry out `benchmark.py shuffle`: for each setting, the distances of rows that are neighbours in the file."""
+    results = []
+    steps = arguments.groups * arguments.group_rows // arguments.batch_size
+    print("| num_streams | row groups in a window | median distance, of the epoch | in the same batch, times chance |")
+    print("| --- | --- | ---: | ---: |")
+    for num_streams, in_window in product((1, 8, 64), (1, 4, 16)):
+        places = training_places(arguments.groups, arguments.group_rows, num_streams, in_window)
+        step = places * num_streams // arguments.batch_size
+        distance = float(np.median(np.abs(np.diff(places)))) * num_streams / len(places)
+        together = float(np.mean(np.diff(step) == 0)) * steps
+        print(f"| {num_streams} | {in_window} | {distance:.2%} | {together:.1f} |", flush=True)
+        results.append(
+            {
+                "num_streams": num_streams,
+                "row_groups_in_window": in_window,
+                "median_distance_of_epoch": round(distance, 5),
+                "same_batch_times_chance": round(together, 2),
+            }
+        )
+    sizes = {
+        "row_groups": arguments.groups,
+        "rows_in_a_group": arguments.group_rows,
+        "batch_size": arguments.batch_size,
+    }
+    return {**sizes, "settings": results, "full_shuffle": {"median_distance_of_epoch": 0.2929}}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `benchmark.py shuffle`."""
+    parser.add_argument("--groups", type=int, default=512)
+    parser.add_argument("--group-rows", type=int, default=8192)
+    parser.add_argument("--batch-size", type=int, default=8192)
+    parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -1,0 +1,147 @@
+"""What a resumed run takes from the cache of footers and counts, and what it reads again."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.data.footers import FooterParser
+from recsys.data.parquet import Dataset, ReadOptions, open_dataset, read_column
+
+
+class Work:
+    """Notes which footers are parsed and how many row groups are counted."""
+
+    def __init__(self, monkeypatch, folder: Path) -> None:
+        self.parsed: list[str] = []
+        self.counted = 0
+        self.folder = folder
+        original = FooterParser.parse
+
+        def parse(parser: FooterParser, name: str, metadata: pq.FileMetaData):
+            self.parsed.append(os.path.basename(name))
+            return original(parser, name, metadata)
+
+        monkeypatch.setattr(FooterParser, "parse", parse)
+
+    def open(self, filter: str | None = "x >= 1", columns: str = "x", cache: str = "run/cache", **options) -> Dataset:
+        self.parsed, self.counted = [], 0
+        wanted = dict.fromkeys(columns, "key")
+        cached = self.folder / cache
+        return open_dataset(
+            "data.train", str(self.folder), wanted, filter=filter, count=self._count, cache=cached, **options
+        )
+
+    def _count(self, n: int, count_one) -> np.ndarray:
+        self.counted += n
+        return np.array([count_one(i) for i in range(n)])
+
+
+def write(path: Path, values: list, kind: pa.DataType | None = None) -> None:
+    pq.write_table(
+        pa.table({"x": pa.array(values, kind), "y": values}), path, row_group_size=2, write_page_checksum=True
+    )
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch) -> Work:
+    for name in "abc":
+        write(tmp_path / f"{name}.parquet", [0, 1, 1, 2, 0, 0])
+    return Work(monkeypatch, tmp_path)
+
+
+def test_nothing_is_found_twice(work):
+    first = work.open()
+    assert sorted(work.parsed) == ["a.parquet", "b.parquet", "c.parquet"] and work.counted == 3
+    again = work.open()
+    assert work.parsed == [] and work.counted == 0
+    assert again.fingerprint == first.fingerprint and again.schema == first.schema
+    assert again.row_groups.num_rows.tolist() == [1, 2] * 3
+    assert again.row_groups.num_bytes.tolist() == first.row_groups.num_bytes.tolist() == [4, 8] * 3
+    assert read_column(again, "x").to_pylist() == [1, 1, 2] * 3
+
+
+def test_changed_and_new_files_are_read_again_and_vanished_ones_forgotten(work, tmp_path):
+    work.open()
+    write(tmp_path / "b.parquet", [5, 0])
+    write(tmp_path / "d.parquet", [7, 0])
+    (tmp_path / "a.parquet").unlink()
+    assert read_column(work.open(), "x").to_pylist() == [5, 1, 1, 2, 7]
+    assert sorted(work.parsed) == ["b.parquet", "d.parquet"] and work.counted == 2
+    assert read_column(work.open(), "x").to_pylist() == [5, 1, 1, 2, 7]
+    assert work.parsed == []
+
+
+def test_a_file_with_another_time_is_read_again(work, tmp_path):
+    work.open()
+    os.utime(tmp_path / "c.parquet", ns=(1, 1))
+    work.open()
+    assert work.parsed == ["c.parquet"]
+
+
+def test_other_filters_and_columns_find_anew(work):
+    work.open()
+    for options in ({"filter": "x >= 2"}, {"filter": None}, {"columns": "xy"}):
+        work.open(**options)
+        assert len(work.parsed) == 3, options
+
+
+def test_max_rows_is_no_part_of_the_cache(work):
+    assert work.open(filter=None, max_rows=3).num_rows == 3
+    assert work.open(filter=None).num_rows == 18 and work.parsed == []
+
+
+def test_counts_of_other_types_are_found_anew(work, tmp_path):
+    """0.5 is compared with integers as `x >= 1`, and with floats as itself."""
+    dataset = work.open(filter="x > 0.5")
+    assert dataset.num_rows == 9
+    write(tmp_path / "d.parquet", [0.75, 0.25], pa.float64())
+    assert work.open(filter="x > 0.5").num_rows == 10
+    assert sorted(set(work.parsed)) == ["a.parquet", "b.parquet", "c.parquet", "d.parquet"]
+
+
+def test_partitions_left_out_stay_so(work, tmp_path):
+    for day in range(3):
+        (tmp_path / f"day={day}").mkdir()
+        write(tmp_path / f"day={day}" / "p.parquet", [day, day])
+    for name in "abc":
+        (tmp_path / f"{name}.parquet").unlink()
+    assert read_column(work.open(filter="day >= 1"), "x").to_pylist() == [1, 1, 2, 2]
+    assert len(work.parsed) == 3  # the first also tells that `day` is no column
+    work.open(filter="day >= 1")
+    assert len(work.parsed) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "truncated", "flipped", "other", "header"])
+def test_a_damaged_cache_is_ignored(work, tmp_path, damage, caplog):
+    first = work.open()
+    cache = tmp_path / "run" / "cache"
+    content = bytearray(cache.read_bytes())
+    if damage == "other":
+        pq.write_table(pa.table({"x": [1]}), cache)
+    elif damage == "header":
+        pq.write_table(pq.read_table(cache).replace_schema_metadata({"footers": "[]"}), cache)
+    else:
+        content[60] ^= 1
+        cache.write_bytes({"empty": b"", "text": b"{}", "truncated": content[:-30], "flipped": content}[damage])
+    assert work.open().fingerprint == first.fingerprint
+    assert len(work.parsed) == 3 and "is damaged" in caplog.text
+    work.open()
+    assert work.parsed == []
+
+
+def test_a_cache_that_cannot_be_written_ends_no_run(work, tmp_path, caplog):
+    (tmp_path / "taken").touch()
+    assert work.open(cache="taken/cache").num_rows == 9
+    assert "cannot be written" in caplog.text
+
+
+def test_bad_files_are_tried_again(work, tmp_path):
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    assert work.open(options=ReadOptions(max_bad_files=1)).bad_files == (str(tmp_path / "b.parquet"),)
+    write(tmp_path / "b.parquet", [9])
+    dataset = work.open(options=ReadOptions(max_bad_files=1))
+    assert dataset.bad_files == () and work.parsed == ["b.parquet"]
