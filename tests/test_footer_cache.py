@@ -21,9 +21,9 @@ class Work:
         self.folder = folder
         original = FooterParser.parse
 
-        def parse(parser: FooterParser, name: str, metadata: pq.FileMetaData):
+        def parse(parser: FooterParser, name: str, *content):
             self.parsed.append(os.path.basename(name))
-            return original(parser, name, metadata)
+            return original(parser, name, *content)
 
         monkeypatch.setattr(FooterParser, "parse", parse)
 

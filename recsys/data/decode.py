@@ -3,9 +3,9 @@
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -89,19 +89,19 @@ class Decoder:
             BadDataError: as `table`.
         """
         position, is_filtered = self._position(path, index), self._condition is not None
-        plan = self._plan(position, is_filtered)
-        if not plan.stored:
-            return self.table(path, index).slice(0, num_rows)
-        pieces: list[pa.Table] = []
-        try:
+
+        def read(plan: _Plan) -> pa.Table:
+            pieces: list[pa.Table] = []
             with self._open(path, index, position, plan) as file:
                 batches = file.iter_batches(num_rows, row_groups=[index], columns=plan.stored, use_threads=False)
                 while sum(piece.num_rows for piece in pieces) < num_rows and (batch := next(batches, None)) is not None:
                     table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
                     pieces.append(self._matching(self._completed(table, path, index, plan, len(batch)), is_filtered))
-        except _UNREADABLE as error:
-            raise self._blame(path, index, position, plan, error) from error
-        return pa.concat_tables(pieces, promote_options="permissive").slice(0, num_rows)
+            return pa.concat_tables(pieces, promote_options="permissive").slice(0, num_rows)
+
+        if not self._plan(position, is_filtered).stored:
+            return self.table(path, index).slice(0, num_rows)
+        return self._planned(path, index, position, is_filtered, read)
 
     def _matching(self, table: pa.Table, is_filtered: bool) -> pa.Table:
         chosen = table.select(self._columns)
@@ -110,11 +110,13 @@ class Decoder:
     def _position(self, path: str, index: int) -> int:
         return int(np.searchsorted(self._keys, _keys(self._file_of[path], index)))
 
+    def _layout(self, position: int) -> int:
+        return int(self._dataset.file_layouts[self._dataset.row_groups.file[position]])
+
     def _plan(self, position: int, is_filtered: bool) -> _Plan:
-        number = int(self._dataset.file_layouts[self._dataset.row_groups.file[position]])
-        key = (number, is_filtered)
+        key = (self._layout(position), is_filtered)
         if key not in self._plans:
-            self._plans[key] = self._plan_for(self._dataset.layouts[number], is_filtered)
+            self._plans[key] = self._plan_for(self._dataset.layouts[key[0]], is_filtered)
         return self._plans[key]
 
     def _plan_for(self, layout: Layout, is_filtered: bool) -> _Plan:
@@ -130,26 +132,44 @@ class Decoder:
         single = {column: many[0] for column, many in leaves.items() if len(many) == 1}
         return _Plan(stored, constant, dictionaries, single, is_filtered)
 
+    def _planned(
+        self, path: str, index: int, position: int, is_filtered: bool, read: Callable[[_Plan], pa.Table]
+    ) -> pa.Table:
+        """Return what `read` returns, remote with retries. Raises BadDataError for what it cannot read."""
+        plan, retrying = self._plan(position, is_filtered), self._dataset.storage.retrying
+        try:
+            try:
+                return retrying(lambda: read(plan))
+            except _UNREADABLE as error:
+                if not plan.dictionaries or "Not yet implemented" not in str(error):
+                    raise
+            # Arrow cannot read strings as dictionaries from some encodings, such as DELTA_BYTE_ARRAY.
+            plain = replace(plan, dictionaries=[])
+            table = retrying(lambda: read(plain))
+            self._plans[(self._layout(position), is_filtered)] = plain
+            return table
+        except _UNREADABLE as error:
+            raise self._blame(path, index, position, plan, error) from error
+
     def _read(self, path: str, index: int, position: int, is_filtered: bool) -> pa.Table:
         plan, rows = self._plan(position, is_filtered), int(self._dataset.stored_rows[position])
         if not plan.stored:
             return self._completed(pa.table({}), path, index, plan, rows)
-        try:
-            table = self._dataset.storage.retrying(lambda: self._stored(path, index, position, plan, plan.stored))
-        except _UNREADABLE as error:
-            raise self._blame(path, index, position, plan, error) from error
+        table = self._planned(
+            path, index, position, is_filtered, lambda plan: self._stored(path, index, position, plan, plan.stored)
+        )
         return self._completed(table, path, index, plan, rows)
 
     def _stored(self, path: str, index: int, position: int, plan: _Plan, columns: list[str]) -> pa.Table:
         with self._open(path, index, position, plan) as file:
             table = file.read_row_group(index, columns=columns, use_threads=False)
-            group = file.metadata.row_group(index)
+            metadata = file.metadata
         if table.column_names != columns:  # in the file's order, and with a column 'a.b' beside 'a'
             absent = [column for column in columns if column not in table.column_names]
             if absent:
                 raise _changed(path, index, f"it has no column '{absent[0]}' any more")
             table = table.select(columns)
-        self._check(table, group, plan)
+        self._check(table, metadata, index, plan)
         return table.replace_schema_metadata()
 
     @contextmanager
@@ -188,12 +208,13 @@ class Decoder:
             while self._footer_bytes > _KEPT_FOOTER_BYTES and len(self._footers) > 1:
                 self._footer_bytes -= self._footers.popitem(last=False)[1].serialized_size
 
-    def _check(self, table: pa.Table, group: pq.RowGroupMetaData, plan: _Plan) -> None:
+    def _check(self, table: pa.Table, metadata: pq.FileMetaData, index: int, plan: _Plan) -> None:
         """Compare what was decoded with the footer: page headers have no checksum, and say how many values there are.
 
         Raises:
             OSError: they differ.
         """
+        group = metadata.row_group(index)
         for name, column in zip(table.column_names, table.columns, strict=True):
             if len(column) != group.num_rows:
                 raise OSError(f"it holds {len(column)} rows, and the footer says {group.num_rows}")
@@ -206,6 +227,10 @@ class Decoder:
                 if (found := sum(map(_num_values, column.chunks))) != chunk.num_values:
                     raise OSError(f"it holds {found} values, and the footer says {chunk.num_values}")
             elif not pa.types.is_nested(column.type):
+                if (
+                    chunk.physical_type != metadata.schema.column(plan.leaves[name]).physical_type
+                ):  # see recsys.data.thrift
+                    raise OSError(f"it is stored as {chunk.physical_type}, which its schema does not say")
                 known = chunk.statistics
                 if known is not None and known.has_null_count and known.null_count != column.null_count:
                     raise OSError(f"it holds {column.null_count} nulls, and the footer says {known.null_count}")
@@ -281,7 +306,7 @@ def _is_plain_list(kind: pa.DataType) -> bool:
 
 def _is_in_dictionary(array: pa.Array) -> bool:
     # Arrow does not look when it reads a column as a dictionary, and who looks an entry up reads any memory.
-    values = array.flatten() if _is_plain_list(array.type) else array
+    values = array.values if _is_plain_list(array.type) else array
     if not pa.types.is_dictionary(values.type):
         return True
     ends = pc.min_max(values.indices).as_py()

@@ -1,7 +1,6 @@
 """Footers of Parquet files: what they say of the columns wanted, read once each and quickly."""
 
 import logging
-import math
 import os
 import threading
 import time
@@ -10,28 +9,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from operator import add
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow._parquet import ParquetReader
 
 from recsys.data.sources import BadDataError, Files, Storage, partition_keys, reason
+from recsys.data.thrift import Statistics, num_values, statistics
 from recsys.errors import UserError, nearest
 
 logger = logging.getLogger("recsys")
 
 FileKey = tuple[str, int, int]
-Statistics = tuple[Any, Any, int | None]
 
 _TAIL_BYTES = 16 << 10  # read at once from a file's end; most footers are shorter
 _REMOTE_TAIL_BYTES = 64 << 10
 _THREADS = 2  # more of them fight over the interpreter
 _WAITING_THREADS = 32  # where most of the time is spent waiting for a server or disk
 _SLOW_SECONDS = 0.5e-3  # a local read that takes longer waits
-# A string column whose values take fewer bytes than this in the file repeats itself, and is decoded as a dictionary.
-# Above it (100,000 ids of 21 characters in 200,000 rows) that costs up to three times as much as plain strings.
-_DICTIONARY_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -83,47 +79,41 @@ class FooterParser:
         self.key, self.layouts = key, list(layouts)
         self.wanted = {**filtered, **columns}
         self._columns, self._filtered = columns, filtered
-        self._seen: list[tuple[pq.ParquetSchema, _Columns]] = []
+        self._seen: list[tuple[pq.ParquetSchema, int, _Columns]] = []
         self._lock = threading.Lock()
 
-    def parse(self, name: str, metadata: pq.FileMetaData) -> Footer:
-        """Return what is wanted of a footer.
+    def parse(self, name: str, content: bytes, metadata: pq.FileMetaData) -> Footer:
+        """Return what is wanted of a footer: its bytes, and what Arrow makes of them.
 
         Raises:
             UserError: a column is missing or there twice.
             OSError: the footer contradicts itself.
         """
-        columns = self._of_schema(name, metadata.schema)
+        number, columns = self._of_schema(name, metadata.schema)
         if columns.missing:
             self._check_missing(name, columns)
-        num_rows, num_bytes, sizes = [], [], [0] * len(columns.strings)
-        statistics: dict[str, list[Statistics]] = {column: [] for column, _, _ in columns.ordered}
-        for i in range(metadata.num_row_groups):
-            group = metadata.row_group(i)
-            rows = group.num_rows
-            numbers = rows * columns.per_row + sum(group.column(leaf).num_values for leaf in columns.elements)
-            for k, (leaf, _) in enumerate(columns.strings):
-                chunk = group.column(leaf)
-                sizes[k] += chunk.total_uncompressed_size - _DICTIONARY_BYTES * chunk.num_values
-            for column, leaf, kind in columns.ordered:
-                statistics[column].append(_statistics(group.column(leaf).statistics, kind))
-            num_rows.append(rows)
-            num_bytes.append(4 * numbers)
+        count = metadata.num_row_groups
+        num_rows = [metadata.row_group(i).num_rows for i in range(count)]
         if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
             raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
-        dictionaries = tuple(path for (_, path), size in zip(columns.strings, sizes, strict=True) if size < 0)
-        return Footer(self._layout(columns, dictionaries), num_rows, num_bytes, statistics)
+        numbers = [rows * columns.per_row for rows in num_rows]
+        for path in columns.elements:
+            numbers = list(map(add, numbers, num_values(content, path, count)))
+        found = {column: statistics(content, path, count, kind) for column, path, kind in columns.ordered}
+        return Footer(number, num_rows, [4 * each for each in numbers], found)
 
-    def _of_schema(self, name: str, schema: pq.ParquetSchema) -> "_Columns":
+    def _of_schema(self, name: str, schema: pq.ParquetSchema) -> tuple[int, "_Columns"]:
+        """Return the number of the layout, and the columns."""
         with self._lock:
-            for seen, columns in reversed(self._seen):
+            for seen, number, columns in reversed(self._seen):
                 if seen.equals(schema):
-                    return columns
-            columns = self._convert(name, schema)
-            self._seen.append((schema, columns))
-            return columns
+                    return number, columns
+            layout, columns = self._convert(name, schema)
+            self.layouts.append(layout)
+            self._seen.append((schema, len(self.layouts) - 1, columns))
+            return len(self.layouts) - 1, columns
 
-    def _convert(self, name: str, schema: pq.ParquetSchema) -> "_Columns":
+    def _convert(self, name: str, schema: pq.ParquetSchema) -> tuple[Layout, "_Columns"]:
         arrow = schema.to_arrow_schema()
         found: dict[str, tuple[pa.DataType, tuple[int, ...]]] = {}
         end = 0
@@ -136,16 +126,22 @@ class FooterParser:
                 )
             found[column.name] = (plain_type(column.type), tuple(range(start, end)))
         wanted = {column: found[column] for column in self.wanted if column in found}
-        missing = tuple(column for column in self.wanted if column not in found)
-        held = [wanted.get(column, (pa.null(), ())) for column in self._columns]
-        elements = [leaf for kind, many in held for leaf in many if pa.types.is_nested(kind)]
-        strings = [(many[0], schema.column(many[0]).path) for kind, many in wanted.values() if _holds_strings(kind)]
+        paths = {column: [_path(schema.column(leaf).path, column) for leaf in wanted[column][1]] for column in wanted}
+        kinds = {column: kind for column, (kind, _) in wanted.items()}
+        layout = Layout(
+            pa.schema(list(kinds.items())),
+            tuple(leaves for _, leaves in wanted.values()),
+            tuple(schema.column(leaves[0]).path for kind, leaves in wanted.values() if _holds_strings(kind)),
+        )
+        nested = [column for column in self._columns if column in kinds and pa.types.is_nested(kinds[column])]
+        elements = [path for column in nested for path in paths[column]]
         ordered = [
-            (column, many[0], kind)
-            for column, (kind, many) in wanted.items()
-            if column in self._filtered and not pa.types.is_nested(kind)
+            (column, paths[column][0], kinds[column])
+            for column in self._filtered
+            if column in kinds and not pa.types.is_nested(kinds[column])
         ]
-        return _Columns(arrow.names, wanted, missing, elements, len(held), strings, ordered)
+        missing = tuple(column for column in self.wanted if column not in found)
+        return layout, _Columns(arrow.names, missing, elements, len(self._columns), ordered)
 
     def _check_missing(self, name: str, columns: "_Columns") -> None:
         keys = partition_keys(name)
@@ -157,37 +153,23 @@ class FooterParser:
                     f"(it has: {_listed(have)})"
                 )
 
-    def _layout(self, columns: "_Columns", dictionaries: tuple[str, ...]) -> int:
-        with self._lock:
-            if dictionaries not in columns.layouts:
-                schema = pa.schema([(column, kind) for column, (kind, _) in columns.wanted.items()])
-                columns.layouts[dictionaries] = len(self.layouts)
-                self.layouts.append(
-                    Layout(schema, tuple(leaves for _, leaves in columns.wanted.values()), dictionaries)
-                )
-            return columns.layouts[dictionaries]
-
 
 @dataclass(frozen=True)
 class _Columns:
     """The columns wanted in one Parquet schema.
 
     Attributes:
-        names: of all columns. wanted: name → (type, Parquet columns). missing: names of those that are not there.
-        elements: Parquet columns of lists that windows hold. per_row: numbers that windows hold for each row: values,
-            of partition keys too, and lengths of lists.
-        strings: (Parquet column, its path). ordered: (name, Parquet column, type) of those with statistics.
-        layouts: numbers by columns read as dictionaries.
+        names: of all columns. missing: names of those wanted that are not there.
+        elements: paths of the Parquet columns in nested columns that windows hold.
+        per_row: how many numbers windows hold for each row: values, of partition keys too, and lengths of lists.
+        ordered: (name, path, type) of the columns whose statistics are wanted.
     """
 
     names: list[str]
-    wanted: dict[str, tuple[pa.DataType, tuple[int, ...]]]
     missing: tuple[str, ...]
-    elements: list[int]
+    elements: list[list[str]]
     per_row: int
-    strings: list[tuple[int, str]]
-    ordered: list[tuple[str, int, pa.DataType]]
-    layouts: dict[tuple[str, ...], int] = field(default_factory=dict)
+    ordered: list[tuple[str, list[str], pa.DataType]]
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -222,19 +204,10 @@ def _holds_strings(kind: pa.DataType) -> bool:
     return pa.types.is_string(values) or pa.types.is_binary(values)
 
 
-def _statistics(found: pq.Statistics | None, kind: pa.DataType) -> Statistics:
-    if found is None:
-        return None, None, None
-    nulls = found.null_count if found.has_null_count else None
-    if not found.has_min_max:
-        return None, None, nulls
-    try:
-        # Of times the number of units, because Python's have no nanoseconds.
-        ends = (found.min_raw, found.max_raw) if pa.types.is_timestamp(kind) else (found.min, found.max)
-    except (ValueError, OverflowError):  # a string cut within a character, a date outside of Python's
-        return None, None, nulls
-    least, most = (None if isinstance(end, float) and math.isnan(end) else end for end in ends)
-    return least, most, nulls
+def _path(dotted: str, column: str) -> list[str]:
+    # The column's name may hold a dot itself; those of its parts are the writer's.
+    rest = dotted.removeprefix(column).removeprefix(".")
+    return [column, *rest.split(".")] if rest else [column]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -293,8 +266,8 @@ def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterato
     def read(i: int) -> Footer | Exception:
         name, size = files.names[i], int(files.sizes[i])
         try:
-            return parser.parse(name, files.storage.retrying(lambda: read_metadata(files.storage, name, size)))
-        except (pa.ArrowException, OSError) as error:
+            return parser.parse(name, *files.storage.retrying(lambda: read_metadata(files.storage, name, size)))
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             return error
 
     threads = _WAITING_THREADS if files.storage.root or _is_slow(files, numbers[:: len(numbers) // 8 + 1]) else _THREADS
@@ -317,8 +290,10 @@ def _is_slow(files: Files, numbers: list[int]) -> bool:
     return time.perf_counter() - start > _SLOW_SECONDS * len(numbers)
 
 
-def read_metadata(storage: Storage, name: str, size: int) -> pq.FileMetaData:
-    """Return the parsed footer of a file.
+def read_metadata(storage: Storage, name: str, size: int) -> tuple[bytes, pq.FileMetaData]:
+    """Return the bytes of a file's footer, and what Arrow makes of them.
+
+    Of the latter, use only the schema and numbers of rows: see `recsys.data.thrift`.
 
     Args:
         size: of the file in bytes, -1 if unknown.
@@ -327,11 +302,10 @@ def read_metadata(storage: Storage, name: str, size: int) -> pq.FileMetaData:
         OSError, pa.ArrowException: it cannot be read, is damaged, or the file does not end as a Parquet file does.
     """
     tail = _read_tail(storage, name, size)
-    # As pq.ParquetFile does, without its table of column paths. (Unpickling a FileMetaData is quicker still, but ends
-    # the process on a damaged footer: nothing there takes the exception of C++.)
+    # As pq.ParquetFile does, without its table of column paths.
     reader = ParquetReader()
     reader.open(pa.BufferReader(_without_arrow_schema(tail)))
-    return reader.metadata
+    return tail[-8 - int.from_bytes(tail[-8:-4], "little") : -8], reader.metadata
 
 
 def _without_arrow_schema(tail: bytes) -> bytes:

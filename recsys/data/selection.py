@@ -64,9 +64,9 @@ def prune_by_path(
     first = file_keys(files)[0]
     try:
         if first not in footers:
-            metadata = read_metadata(files.storage, files.names[0], int(files.sizes[0]))
-            footers[first] = parser.parse(files.names[0], metadata)
-    except (pa.ArrowException, OSError):  # told by whoever reads all of them
+            found = read_metadata(files.storage, files.names[0], int(files.sizes[0]))
+            footers[first] = parser.parse(files.names[0], *found)
+    except (pa.ArrowException, OSError, UnicodeDecodeError):  # told by whoever reads all of them
         return files, footers
     candidates -= set(parser.layouts[footers[first].layout].schema.names)
     types = {column: partition_type(each[column] for each in keys if column in each) for column in candidates}

@@ -371,7 +371,7 @@ def reason(error: Exception) -> str:
 _MEANINGS = (
     ("CRC checksum", "the checksum of a page is wrong"),
     ("Deserializing page header failed", "a page header is damaged"),
-    ("deserialize thrift|TProtocolException|invalid TType", "its structure is damaged"),
+    ("deserialize thrift|TProtocolException|invalid TType|codec can't decode", "its structure is damaged"),
     ("Unable to load lib(jvm|hdfs)", "libhdfs needs Java and Hadoop, with JAVA_HOME and CLASSPATH set"),
     ("NETWORK_CONNECTION|Couldn't resolve host", "the server cannot be reached"),
 )
