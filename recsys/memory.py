@@ -90,14 +90,23 @@ def process_memory(device: torch.device) -> dict[str, int | None]:
     """Return this process's resident memory and its peak, Arrow's peak, and the peaks of the GPU if there is one."""
     on_gpu = device.type == "cuda"
     rss = psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "rss_bytes": rss,
-        "peak_rss_bytes": max(peak, rss),  # the kernel batches its counters, and the peak may lag behind
+        "peak_rss_bytes": max(peak_rss(), rss),  # the kernel batches its counters, and the peak may lag behind
         "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
         "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
         "device_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
     }
+
+
+def peak_rss() -> int:
+    """Return the peak of this process's resident memory, in bytes."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        # Elsewhere than on Linux, where this would count what a launcher took before it became this program.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def write_report(

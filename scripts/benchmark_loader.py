@@ -3,7 +3,6 @@
 import argparse
 import gc
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -28,6 +26,7 @@ from recsys.data.parquet import Dataset, ReadOptions, open_dataset  # noqa: E402
 from recsys.data.prepare import ParquetSink  # noqa: E402
 from recsys.data.window import BatchSpec  # noqa: E402
 from recsys.id_mapping import HashMapping  # noqa: E402
+from recsys.memory import peak_rss  # noqa: E402
 from recsys.versions import installed_versions  # noqa: E402
 
 ROW_GROUP_ROWS = 131_072
@@ -102,7 +101,7 @@ def build_loader(dataset: Dataset, mapping: Any, shuffle: bool, arguments: argpa
         shuffle=shuffle,
         num_streams=arguments.streams,
         window_bytes=ROW_GROUPS_IN_A_WINDOW * largest,
-        num_threads=1,
+        num_threads=arguments.threads,
         prefetch_batches=4,
         pin_device=_pin_device(),
     )
@@ -192,25 +191,18 @@ def measure_alone(arguments: argparse.Namespace) -> dict[str, Any]:
         next(batches)
         first = time.monotonic() - start
         rows = sum(batch.num_rows for batch in batches) + arguments.batch_size
-    peak = psutil.Process().memory_info().rss if not hasattr(os, "wait4") else _peak_rss()
     return {
         "rows": rows,
         "rows_per_s": round(rows / (time.monotonic() - start)),
-        "peak_rss_bytes": peak,
+        "peak_rss_bytes": peak_rss(),
         "loader_bytes": loader.host_bytes,
         "first_batch_s": round(first, 3),
     }
 
 
-def _peak_rss() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _in_a_process(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "scripts/benchmark.py"), "loader", "--alone", "--folder", str(folder)]
-    command += ["--streams", str(arguments.streams), "--batch-size", str(arguments.batch_size)]
+    command += ["--streams", "8", "--threads", "2", "--batch-size", str(arguments.batch_size)]  # as by default
     command += [] if arguments.checksums else ["--no-checksums"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -264,6 +256,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "repeats": arguments.repeats,
         "checksums": arguments.checksums,
         "num_streams": arguments.streams,
+        "num_threads": arguments.threads,
         "batch_size": arguments.batch_size,
         "row_groups_in_a_window": ROW_GROUPS_IN_A_WINDOW,
         "versions": installed_versions(),
@@ -275,6 +268,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=2_097_152)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument(
+        "--threads", type=int, default=0, help="decoding threads; 0: all in one thread, as bare decoding"
+    )
     parser.add_argument("--batch-size", type=int, default=8192)
     parser.add_argument("--no-checksums", dest="checksums", action="store_false", help="verify none, bare and loaded")
     parser.add_argument("--ratios-only", action="store_true", help="leave out ten times the data and 10,000 files")

@@ -18,7 +18,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 # Of a window, so that a data set of many small files does not open them all before its first batch.
-_MOST_SEGMENTS = 32
+_MOST_SEGMENTS = 16
+_FIRST_WINDOW = 4  # a stream's first window is a quarter as large, so that an epoch begins soon
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +157,7 @@ class EpochOrder:
         row_groups: as the footers list them, files sorted by name.
         seed, epoch: of the permutations; shuffle: False keeps the order of the files.
         cuts: as in `Position`; what they have consumed matters of all but the last.
-        window_bytes: bound of a window; a single segment may exceed it.
+        window_bytes: bound of a window; a single segment may exceed it. Of rows in file order, each segment is one.
     """
 
     row_groups: RowGroups
@@ -187,10 +188,10 @@ class EpochOrder:
     def _windows(self, stream: int) -> Iterator[Window]:
         pending: list[Segment] = []
         size = number = 0
-        most = _MOST_SEGMENTS if self.shuffle else 1  # rows in file order have nothing to be mixed with
+        most_bytes, most_segments = self.window_bytes, _MOST_SEGMENTS if self.shuffle else 1  # else nothing is mixed
         for segment, num_bytes in self._segments(stream):
-            full = size + num_bytes > self.window_bytes or len(pending) == most
-            if pending and full:
+            part = _FIRST_WINDOW if number == 0 else 1
+            if pending and (size + num_bytes > most_bytes // part or len(pending) >= most_segments // part):
                 yield self._window(stream, number, pending)
                 pending, size, number = [], 0, number + 1
             pending.append(segment)

@@ -205,7 +205,8 @@ class _Conversion:
             into = self._array((total,), values.dtype), self._array((total,), np.float32) if weighted else None
             lengths = _permute_lists(self._order, lengths, values, weights, *into)
             values, weights = into
-        offsets = np.zeros(len(lengths) + 1, np.int64)
+        offsets = self._array((len(lengths) + 1,), np.int64)
+        offsets[0] = 0
         np.cumsum(lengths, out=offsets[1:])
         return Ragged(values, lengths, offsets, weights)
 

@@ -15,10 +15,14 @@ import xxhash
 
 from recsys.errors import UserError
 
-CHUNK = 16384  # ids worked on at once: three arrays of them stay in a core's cache
+CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 _GOLDEN = 0x9E3779B97F4A7C15
-_ROUNDS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
-_LAST_SHIFT = np.uint64(31)
+# Arrays without dimensions: of a NumPy scalar, every call would make one.
+_ROUNDS = tuple(
+    (np.array(shift, np.uint64), np.array(factor, np.uint64))
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+)
+_LAST_SHIFT = np.array(31, np.uint64)
 _NO_NUMBERS = np.zeros(0, np.int64)
 _NO_TEXTS = pa.array([], pa.large_binary())
 
@@ -140,11 +144,11 @@ def mix(x: np.ndarray, scratch: np.ndarray) -> None:
     """Apply SplitMix64's finalizer to uint64 `x` in place; `scratch` is uint64 of the same shape, overwritten."""
     # In place and chunk by chunk, because on whole columns these eight passes would wait for memory.
     for shift, multiplier in _ROUNDS:
-        np.right_shift(x, shift, out=scratch)
-        np.bitwise_xor(x, scratch, out=x)
-        np.multiply(x, multiplier, out=x)
-    np.right_shift(x, _LAST_SHIFT, out=scratch)
-    np.bitwise_xor(x, scratch, out=x)
+        np.right_shift(x, shift, scratch)
+        np.bitwise_xor(x, scratch, x)
+        np.multiply(x, multiplier, x)
+    np.right_shift(x, _LAST_SHIFT, scratch)
+    np.bitwise_xor(x, scratch, x)
 
 
 def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -> None:
@@ -156,9 +160,10 @@ def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -
 def modulo(x: np.ndarray, divisor: int, scratch: np.ndarray) -> None:
     """Reduce uint64 `x` in place to x % divisor; `scratch` is uint64 of the same shape, overwritten."""
     # NumPy's own remainder does not use vector instructions, its division by a constant does.
-    np.floor_divide(x, np.uint64(divisor), out=scratch)
-    np.multiply(scratch, np.uint64(divisor), out=scratch)
-    np.subtract(x, scratch, out=x)
+    by = np.array(divisor, np.uint64)
+    np.floor_divide(x, by, scratch)
+    np.multiply(scratch, by, scratch)
+    np.subtract(x, scratch, x)
 
 
 def _increment(seed: int) -> np.uint64:
