@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+import recsys.data.window as window_module
 from recsys.config import NullPolicy
 from recsys.data.batch import Batch
 from recsys.data.buffers import BlockPool
@@ -101,7 +102,9 @@ def window_table(first: int, count: int) -> pa.Table:
 
 @pytest.mark.parametrize("seed", [None, (1, 2, 3)])
 @pytest.mark.parametrize("cached", [False, True])
-def test_a_window_is_its_segments_in_its_order(seed, cached):
+@pytest.mark.parametrize("joined", [0, 2, 10, 1 << 14])
+def test_a_window_is_its_segments_in_its_order(seed, cached, joined, monkeypatch):
+    monkeypatch.setattr(window_module, "_JOINED_ROWS", joined)
     window = Window((Segment("a", 0, 0, 20), Segment("a", 1, 5, 6), Segment("b", 0, 0, 9)), seed)
     tables = dict(zip(window.segments, (window_table(0, 20), window_table(20, 1), window_table(21, 9)), strict=True))
     pool = BlockPool()
@@ -119,6 +122,18 @@ def test_a_window_is_its_segments_in_its_order(seed, cached):
     assert twice == [twice[list(order).index(n)] for n in order]
     assert columns.scalars.dtype == np.int32
     assert columns.bad is None
+
+
+def test_dictionaries_of_joined_segments():
+    spec = BatchSpec([IdColumn("name", "name", HashMapping(1 << 30, 0))], [])
+    texts = [[f"{letter}{i}" for i in range(100)] for letter in "abc"]  # with 8 bits, an index counts to 127
+    arrays = [pa.DictionaryArray.from_arrays(pa.array(range(100), pa.int8()), pa.array(each)) for each in texts]
+    segments = [Segment(letter, 0, 0, 100) for letter in "abc"]
+    for tables in ([pa.table({"name": each}) for each in arrays], [pa.table({"name": each}) for each in texts]):
+        found = dict(zip(segments, tables, strict=True))
+        columns = load_window(Window(tuple(segments), None), found.__getitem__, spec, BlockPool())
+        whole = convert_table(pa.table({"name": [text for each in texts for text in each]}), spec)
+        assert np.array_equal(columns.scalars, whole.scalars)
 
 
 def test_tables_past_31_bits_are_held_in_64():

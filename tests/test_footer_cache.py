@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.data import footers
 from recsys.data.footers import FooterParser
 from recsys.data.parquet import Dataset, ReadOptions, open_dataset, read_column
 
@@ -21,9 +22,9 @@ class Work:
         self.folder = folder
         original = FooterParser.parse
 
-        def parse(parser: FooterParser, name: str, *content):
+        def parse(parser: FooterParser, name: str, content: bytes):
             self.parsed.append(os.path.basename(name))
-            return original(parser, name, *content)
+            return original(parser, name, content)
 
         monkeypatch.setattr(FooterParser, "parse", parse)
 
@@ -145,3 +146,29 @@ def test_bad_files_are_tried_again(work, tmp_path):
     write(tmp_path / "b.parquet", [9])
     dataset = work.open(options=ReadOptions(max_bad_files=1))
     assert dataset.bad_files == () and work.parsed == ["b.parquet"]
+
+
+def test_arrow_parses_one_footer_of_each_schema(tmp_path, monkeypatch):
+    parsed: list[int] = []
+    original = footers._parsed
+    monkeypatch.setattr(footers, "_parsed", lambda content: (parsed.append(len(content)), original(content))[1])
+    schema = pa.schema({"x": pa.int64(), "l": pa.list_(pa.int64())})
+    for i, n in enumerate((1, 70, 7, 0, 1000)):
+        table = pa.table({"x": range(n), "l": [[0] * i for i in range(n)]}, schema)
+        pq.write_table(table, tmp_path / f"{i}.parquet", row_group_size=30)
+    wanted = {"x": "key", "l": "key"}
+    dataset = open_dataset("data.train", str(tmp_path), wanted)
+    assert len(parsed) <= 2  # two threads may begin at once
+    expected = [pq.read_metadata(tmp_path / f"{i}.parquet") for i in range(5)]
+    groups = [(file, i) for file, metadata in enumerate(expected) for i in range(metadata.num_row_groups)]
+    rows = [expected[file].row_group(i).num_rows for file, i in groups]
+    elements = [expected[file].row_group(i).column(1).num_values for file, i in groups]
+    found = dataset.row_groups
+    kept = [i for i, n in enumerate(rows) if n]
+    assert found.num_rows.tolist() == [rows[i] for i in kept]
+    assert found.num_bytes.tolist() == [4 * (2 * rows[i] + elements[i]) for i in kept]
+    pq.write_table(pa.table({"l": [[1], []]}), tmp_path / "5.parquet")
+    parsed.clear()
+    assert open_dataset("data.train", str(tmp_path / "5.parquet"), {"l": "key"}).num_rows == 2 and len(parsed) == 1
+    pq.write_table(pa.table({"x": [1], "l": [[1]], "more": [1]}), tmp_path / "5.parquet")
+    assert open_dataset("data.train", str(tmp_path), wanted).num_rows == 1079

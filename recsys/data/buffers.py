@@ -66,16 +66,15 @@ class BlockPool:
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
-        self._memories: list[np.ndarray] = []
-        self._fences: list[Fence] = []
+        self._held: dict[int, list[_Held]] = {}  # by size
         self._lock = threading.Lock()
-        self._unused = self._num_references([np.empty(0, np.uint8)], 0)
+        self._unused = _num_references(_Held(np.empty(0, np.uint8)))
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks, in use or free."""
         with self._lock:
-            return sum(len(memory) for memory in self._memories)
+            return self._total()
 
     def take(self, num_bytes: int) -> Block:
         """Return a block of at least `num_bytes` bytes."""
@@ -83,36 +82,46 @@ class BlockPool:
         # memory, pages that were never written to take none.
         size = 1 << max(12, (num_bytes - 1).bit_length())
         with self._lock:
-            free = [i for i in range(len(self._memories)) if self._num_references(self._memories, i) <= self._unused]
-            i = next((i for i in free if len(self._memories[i]) == size), None)
-            if i is None:
-                self._drop_surplus(free)
-                i = len(self._memories)
-                self._memories.append(self._allocate(size))
-                self._fences.append(Fence())
-            self._fences[i].wait()
-            return Block(self._memories[i], self._fences[i])
+            held = next(filter(self._is_free, self._held.get(size, [])), None)
+            if held is None:
+                self._drop_surplus()
+                held = _Held(self._allocate(size))
+                self._held.setdefault(size, []).append(held)
+            held.fence.wait()
+            return Block(held.memory, held.fence)
 
-    def _drop_surplus(self, free: list[int]) -> None:
+    def _total(self) -> int:
+        return sum(size * len(held) for size, held in self._held.items())
+
+    def _is_free(self, held: "_Held") -> bool:
+        return _num_references(held) <= self._unused
+
+    def _drop_surplus(self) -> None:
         """Drop the greatest free blocks, of sizes not in demand, until there are no more free bytes than used ones."""
-        sizes = [len(memory) for memory in self._memories]
-        num_free = sum(sizes[i] for i in free)
-        used, dropped = sum(sizes) - num_free, set()
-        for i in sorted(free, key=lambda i: -sizes[i]):
-            if num_free > used:
-                self._fences[i].wait()
-                dropped.add(i)
-                num_free -= sizes[i]
-        self._memories = [memory for i, memory in enumerate(self._memories) if i not in dropped]
-        self._fences = [fence for i, fence in enumerate(self._fences) if i not in dropped]
+        free = {size: list(filter(self._is_free, held)) for size, held in self._held.items()}
+        num_free = sum(size * len(held) for size, held in free.items())
+        used = self._total() - num_free
+        for size in sorted(free, reverse=True):
+            for held in free[size]:
+                if num_free > used:
+                    held.fence.wait()
+                    self._held[size].remove(held)
+                    num_free -= size
 
     def _allocate(self, size: int) -> np.ndarray:
         if self._pin:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         return np.empty(size, np.uint8)
 
-    @staticmethod
-    def _num_references(memories: list[np.ndarray], i: int) -> int:
-        # Every array that is cut out of a block refers to it; how many references there are without any is measured
-        # in the same way, since Python's versions count differently.
-        return sys.getrefcount(memories[i])
+
+class _Held:
+    """Memory of a pool, and the fence of its copies."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.fence = memory, Fence()
+
+
+def _num_references(held: _Held) -> int:
+    # Every array that is cut out of a block refers to its memory; how many references there are without any is measured
+    # in the same way, since Python's versions count differently.
+    return sys.getrefcount(held.memory)

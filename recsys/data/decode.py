@@ -5,7 +5,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,21 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """What to check of a column.
+
+    Attributes:
+        in_dictionary: whether its values, or those of its lists, are entries of a dictionary.
+        is_list: whether it is a plain list.
+        leaf: number of the Parquet column that says how many values it has, or None.
+    """
+
+    in_dictionary: bool
+    is_list: bool
+    leaf: int | None
+
+
+@dataclass(frozen=True)
 class _Plan:
     """How to read files of one layout.
 
@@ -30,6 +45,7 @@ class _Plan:
         dictionaries: Parquet columns to read as dictionaries.
         leaves: of each stored column that is flat or a plain list, its one Parquet column.
         is_filtered: whether rows are to be left out, so that the columns include those of the filter.
+        kinds: what to check of the columns of a table, by its schema.
     """
 
     stored: list[str]
@@ -37,6 +53,7 @@ class _Plan:
     dictionaries: list[str]
     leaves: dict[str, int]
     is_filtered: bool
+    kinds: dict[pa.Schema, list[_Kind]] = field(default_factory=dict)
 
 
 class Decoder:
@@ -52,7 +69,7 @@ class Decoder:
         self._file_of = {path: i for i, path in enumerate(groups.paths)}
         self._keys = _keys(groups.file, groups.index)
         self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
-        self._types = {field.name: field.type for field in (*dataset.filter_schema, *dataset.schema)}
+        self._types = {each.name: each.type for each in (*dataset.filter_schema, *dataset.schema)}
         self._plans: dict[tuple[int, bool], _Plan] = {}
         self._casts: dict[pa.Schema, list[tuple[int, pa.DataType]]] = {}
         self._footers: OrderedDict[tuple[str, int, int], pq.FileMetaData] = OrderedDict()
@@ -214,26 +231,38 @@ class Decoder:
         Raises:
             OSError: they differ.
         """
-        group = metadata.row_group(index)
-        for name, column in zip(table.column_names, table.columns, strict=True):
+        group, schema = metadata.row_group(index), metadata.schema
+        for i, kind in enumerate(self._kinds_of(table.schema, plan)):
+            column = table.column(i)
             if len(column) != group.num_rows:
                 raise OSError(f"it holds {len(column)} rows, and the footer says {group.num_rows}")
-            if not all(map(_is_in_dictionary, column.chunks)):
+            if kind.in_dictionary and not all(map(_is_in_dictionary, column.chunks)):
                 raise OSError("it refers to entries that its dictionary does not have")
-            if not self._dataset.options.verify_checksums or name not in plan.leaves:
+            if kind.leaf is None:
                 continue
-            chunk = group.column(plan.leaves[name])
-            if _is_plain_list(column.type):
+            chunk = group.column(kind.leaf)
+            if kind.is_list:
                 if (found := sum(map(_num_values, column.chunks))) != chunk.num_values:
                     raise OSError(f"it holds {found} values, and the footer says {chunk.num_values}")
-            elif not pa.types.is_nested(column.type):
-                if (
-                    chunk.physical_type != metadata.schema.column(plan.leaves[name]).physical_type
-                ):  # see recsys.data.thrift
-                    raise OSError(f"it is stored as {chunk.physical_type}, which its schema does not say")
-                known = chunk.statistics
-                if known is not None and known.has_null_count and known.null_count != column.null_count:
-                    raise OSError(f"it holds {column.null_count} nulls, and the footer says {known.null_count}")
+                continue
+            if chunk.physical_type != schema.column(kind.leaf).physical_type:  # see recsys.data.thrift
+                raise OSError(f"it is stored as {chunk.physical_type}, which its schema does not say")
+            known = chunk.statistics
+            if known is not None and known.has_null_count and known.null_count != column.null_count:
+                raise OSError(f"it holds {column.null_count} nulls, and the footer says {known.null_count}")
+
+    def _kinds_of(self, schema: pa.Schema, plan: _Plan) -> "list[_Kind]":
+        """Return what to check of each column of a table of this schema."""
+        if schema not in plan.kinds:
+            kinds = []
+            for each in schema:
+                is_list = _is_plain_list(each.type)
+                comparable = self._dataset.options.verify_checksums and (is_list or not pa.types.is_nested(each.type))
+                values = each.type.value_type if is_list else each.type
+                leaf = plan.leaves.get(each.name) if comparable else None
+                kinds.append(_Kind(pa.types.is_dictionary(values), is_list, leaf))
+            plan.kinds[schema] = kinds
+        return plan.kinds[schema]
 
     def _blame(self, path: str, index: int, position: int, plan: _Plan, error: Exception) -> BadDataError:
         """Return the error of a row group that cannot be read, with the column's name if it is one column's fault."""
@@ -261,9 +290,9 @@ class Decoder:
         schema = table.schema
         if schema not in self._casts:
             self._casts[schema] = [
-                (i, self._types[field.name])
-                for i, field in enumerate(schema)
-                if plain_type(field.type) != self._types[field.name]
+                (i, self._types[each.name])
+                for i, each in enumerate(schema)
+                if plain_type(each.type) != self._types[each.name]
             ]
         for i, kind in self._casts[schema]:
             column, name = table.column(i), schema.names[i]
@@ -307,8 +336,6 @@ def _is_plain_list(kind: pa.DataType) -> bool:
 def _is_in_dictionary(array: pa.Array) -> bool:
     # Arrow does not look when it reads a column as a dictionary, and who looks an entry up reads any memory.
     values = array.values if _is_plain_list(array.type) else array
-    if not pa.types.is_dictionary(values.type):
-        return True
     ends = pc.min_max(values.indices).as_py()
     return ends["max"] is None or (ends["min"] >= 0 and ends["max"] < len(values.dictionary))
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from pyarrow._parquet import ParquetReader
 
 from recsys.data.sources import BadDataError, Files, Storage, partition_keys, reason
-from recsys.data.thrift import Statistics, num_values, statistics
+from recsys.data.thrift import Statistics, num_row_groups, num_values, schema_end, statistics
 from recsys.errors import UserError, nearest
 
 logger = logging.getLogger("recsys")
@@ -65,7 +65,10 @@ class Footer:
 
 
 class FooterParser:
-    """Takes what is wanted from footers, in threads. A Parquet schema is converted to Arrow when it is first seen.
+    """Takes what is wanted from footers, in threads.
+
+    Arrow parses the first footer of each schema only. The files of a dataset seldom have more than one, and of many
+    columns, that takes longer than all the rest.
 
     Args:
         key: config key that names the files.
@@ -79,39 +82,54 @@ class FooterParser:
         self.key, self.layouts = key, list(layouts)
         self.wanted = {**filtered, **columns}
         self._columns, self._filtered = columns, filtered
-        self._seen: list[tuple[pq.ParquetSchema, int, _Columns]] = []
+        self._seen: list[_Seen] = []
         self._lock = threading.Lock()
 
-    def parse(self, name: str, content: bytes, metadata: pq.FileMetaData) -> Footer:
-        """Return what is wanted of a footer: its bytes, and what Arrow makes of them.
+    def parse(self, name: str, content: bytes) -> Footer:
+        """Return what is wanted of a footer, given as `read_footer` returns it.
 
         Raises:
             UserError: a column is missing or there twice.
-            OSError: the footer contradicts itself.
+            OSError, pa.ArrowException: the footer is damaged.
         """
-        number, columns = self._of_schema(name, metadata.schema)
+        seen, num_rows = self._rows_of_seen(content) or self._rows_of_any(name, content)
+        columns, count = seen.columns, len(num_rows)
         if columns.missing:
             self._check_missing(name, columns)
-        count = metadata.num_row_groups
-        num_rows = [metadata.row_group(i).num_rows for i in range(count)]
-        if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
-            raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
         numbers = [rows * columns.per_row for rows in num_rows]
         for path in columns.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
         found = {column: statistics(content, path, count, kind) for column, path, kind in columns.ordered}
-        return Footer(number, num_rows, [4 * each for each in numbers], found)
+        return Footer(seen.layout, num_rows, [4 * each for each in numbers], found)
 
-    def _of_schema(self, name: str, schema: pq.ParquetSchema) -> tuple[int, "_Columns"]:
-        """Return the number of the layout, and the columns."""
+    def _rows_of_seen(self, content: bytes) -> "tuple[_Seen, list[int]] | None":
+        """Return the rows of each row group, if the schema has been seen and has a column that tells them."""
+        for seen in reversed(self._seen):
+            if seen.columns.flat is not None and content.startswith(seen.start):
+                try:
+                    total, count = num_row_groups(content, len(seen.start))
+                    num_rows = num_values(content, [seen.columns.flat], count)
+                except OSError:  # damaged, or the column is encrypted
+                    return None
+                return (seen, num_rows) if sum(num_rows) == total else None
+        return None
+
+    def _rows_of_any(self, name: str, content: bytes) -> "tuple[_Seen, list[int]]":
+        metadata = _parsed(content)
+        num_rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
+            raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
+        start = content[: schema_end(content)]
         with self._lock:
-            for seen, number, columns in reversed(self._seen):
-                if seen.equals(schema):
-                    return number, columns
-            layout, columns = self._convert(name, schema)
-            self.layouts.append(layout)
-            self._seen.append((schema, len(self.layouts) - 1, columns))
-            return len(self.layouts) - 1, columns
+            for seen in reversed(self._seen):
+                if seen.start == start:
+                    return seen, num_rows
+            layout, columns = self._convert(name, metadata.schema)
+            if layout not in self.layouts:
+                self.layouts.append(layout)
+            seen = _Seen(start, self.layouts.index(layout), columns)
+            self._seen.append(seen)
+            return seen, num_rows
 
     def _convert(self, name: str, schema: pq.ParquetSchema) -> tuple[Layout, "_Columns"]:
         arrow = schema.to_arrow_schema()
@@ -141,7 +159,8 @@ class FooterParser:
             if column in kinds and not pa.types.is_nested(kinds[column])
         ]
         missing = tuple(column for column in self.wanted if column not in found)
-        return layout, _Columns(arrow.names, missing, elements, len(self._columns), ordered)
+        flat = next((column.name for column in arrow if not pa.types.is_nested(column.type)), None)
+        return layout, _Columns(arrow.names, missing, flat, elements, len(self._columns), ordered)
 
     def _check_missing(self, name: str, columns: "_Columns") -> None:
         keys = partition_keys(name)
@@ -159,7 +178,7 @@ class _Columns:
     """The columns wanted in one Parquet schema.
 
     Attributes:
-        names: of all columns. missing: names of those wanted that are not there.
+        names: of all columns. missing: names of those wanted that are not there. flat: one with a value a row, if any.
         elements: paths of the Parquet columns in nested columns that windows hold.
         per_row: how many numbers windows hold for each row: values, of partition keys too, and lengths of lists.
         ordered: (name, path, type) of the columns whose statistics are wanted.
@@ -167,9 +186,19 @@ class _Columns:
 
     names: list[str]
     missing: tuple[str, ...]
+    flat: str | None
     elements: list[list[str]]
     per_row: int
     ordered: list[tuple[str, list[str], pa.DataType]]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A schema: the bytes from the start of a footer to its end, the number of its layout, and its columns."""
+
+    start: bytes
+    layout: int
+    columns: _Columns
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -259,14 +288,13 @@ def file_keys(files: Files) -> list[FileKey]:
 def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterator[tuple[int, Footer | Exception]]:
     """Yield footers, or why they cannot be read, in order.
 
-    Many threads hide what remote and cold files wait for. A few help always, since Arrow parses without the lock of the
-    interpreter.
+    Many threads hide what remote and cold files wait for.
     """
 
     def read(i: int) -> Footer | Exception:
         name, size = files.names[i], int(files.sizes[i])
         try:
-            return parser.parse(name, *files.storage.retrying(lambda: read_metadata(files.storage, name, size)))
+            return parser.parse(name, files.storage.retrying(lambda: read_footer(files.storage, name, size)))
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             return error
 
@@ -290,29 +318,32 @@ def _is_slow(files: Files, numbers: list[int]) -> bool:
     return time.perf_counter() - start > _SLOW_SECONDS * len(numbers)
 
 
-def read_metadata(storage: Storage, name: str, size: int) -> tuple[bytes, pq.FileMetaData]:
-    """Return the bytes of a file's footer, and what Arrow makes of them.
-
-    Of the latter, use only the schema and numbers of rows: see `recsys.data.thrift`.
+def read_footer(storage: Storage, name: str, size: int) -> bytes:
+    """Return the bytes of a file's footer: a FileMetaData of Parquet.
 
     Args:
         size: of the file in bytes, -1 if unknown.
 
     Raises:
-        OSError, pa.ArrowException: it cannot be read, is damaged, or the file does not end as a Parquet file does.
+        OSError: it cannot be read, or the file does not end as a Parquet file does.
     """
     tail = _read_tail(storage, name, size)
+    return tail[-8 - int.from_bytes(tail[-8:-4], "little") : -8]
+
+
+def _parsed(content: bytes) -> pq.FileMetaData:
+    """Return what Arrow makes of a footer. Use only the schema and numbers of rows: see `recsys.data.thrift`."""
     # As pq.ParquetFile does, without its table of column paths.
     reader = ParquetReader()
-    reader.open(pa.BufferReader(_without_arrow_schema(tail)))
-    return tail[-8 - int.from_bytes(tail[-8:-4], "little") : -8], reader.metadata
+    reader.open(pa.BufferReader(_without_arrow_schema(content) + len(content).to_bytes(4, "little") + b"PAR1"))
+    return reader.metadata
 
 
-def _without_arrow_schema(tail: bytes) -> bytes:
-    # Decoding the schema that Arrow adds to Parquet's takes as long as half of the rest. What it tells beyond is how
-    # values are held (see `plain_type`), so its key is renamed: a string of 12 bytes, followed by a string.
-    place = tail.rfind(b"\x18\x0cARROW:schema\x18")
-    return tail if place < 0 else tail[: place + 2] + b"arrow" + tail[place + 7 :]
+def _without_arrow_schema(content: bytes) -> bytes:
+    # What the schema that Arrow adds to Parquet's tells beyond it is how values are held (see `plain_type`), and
+    # decoding it takes as long as half of the rest. So its key is renamed: a string of 12 bytes, followed by a string.
+    place = content.rfind(b"\x18\x0cARROW:schema\x18")
+    return content if place < 0 else content[: place + 2] + b"arrow" + content[place + 7 :]
 
 
 def _read_tail(storage: Storage, name: str, size: int) -> bytes:

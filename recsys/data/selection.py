@@ -13,7 +13,7 @@ import pyarrow as pa
 from recsys.data.conditions import Bounds, Condition
 from recsys.data.dataset import Dataset
 from recsys.data.decode import Decoder
-from recsys.data.footers import FileKey, Footer, FooterParser, Layout, file_keys, read_metadata
+from recsys.data.footers import FileKey, Footer, FooterParser, Layout, file_keys, read_footer
 from recsys.data.sources import Files, partition_keys, partition_type
 
 logger = logging.getLogger("recsys")
@@ -64,8 +64,8 @@ def prune_by_path(
     first = file_keys(files)[0]
     try:
         if first not in footers:
-            found = read_metadata(files.storage, files.names[0], int(files.sizes[0]))
-            footers[first] = parser.parse(files.names[0], *found)
+            content = read_footer(files.storage, files.names[0], int(files.sizes[0]))
+            footers[first] = parser.parse(files.names[0], content)
     except (pa.ArrowException, OSError, UnicodeDecodeError):  # told by whoever reads all of them
         return files, footers
     candidates -= set(parser.layouts[footers[first].layout].schema.names)

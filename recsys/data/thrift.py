@@ -2,7 +2,7 @@
 
 pyarrow has this too (`FileMetaData.row_group(i).column(j)`), but nothing there takes an exception of C++: if the footer
 is damaged, or the column encrypted, the process ends at once, without a word about which file it was. So only the
-structure of a footer is left to Arrow, which checks it when it opens a file, and the rest is read here.
+schema is left to Arrow, once for all files that have it, and the rest is read here.
 
 The encoding is Thrift's compact protocol (thrift/doc/specs/thrift-compact-protocol.md), the structures are those of
 parquet.thrift in https://github.com/apache/parquet-format.
@@ -18,11 +18,43 @@ import pyarrow as pa
 
 Statistics = tuple[Any, Any, int | None]  # least, most, number of nulls; each None where unknown
 
-# Fields of ColumnMetaData and Statistics.
+# Fields of FileMetaData, of ColumnMetaData, and of Statistics.
+_SCHEMA, _NUM_ROWS = 2, 3
 _PATH, _NUM_VALUES, _STATISTICS = 3, 5, 12
 _NULL_COUNT, _MOST, _LEAST = 3, 5, 6
 # Types of the compact protocol.
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+
+
+def schema_end(footer: bytes) -> int:
+    """Return where a footer's schema ends, which is the first part of it, after the version.
+
+    Raises:
+        OSError: the footer is damaged.
+    """
+    try:
+        return _fields(footer, 0, 0, _SCHEMA)[1]
+    except (IndexError, ValueError, RecursionError) as error:
+        raise OSError("the footer's schema is damaged") from error
+
+
+def num_row_groups(footer: bytes, at: int) -> tuple[int, int]:
+    """Return how many rows a file has, and how many row groups.
+
+    Args:
+        at: where the schema ends.
+
+    Raises:
+        OSError: the footer is damaged.
+    """
+    try:
+        fields, at = _fields(footer, at, _SCHEMA, _NUM_ROWS)
+        if footer[at] != 1 << 4 | _LIST:  # the next field
+            raise ValueError("no row groups")
+        count = footer[at + 1] >> 4
+        return fields[_NUM_ROWS], _unsigned(footer, at + 2)[0] if count == 15 else count
+    except (IndexError, ValueError, KeyError, RecursionError) as error:
+        raise OSError("the footer does not say how many rows there are") from error
 
 
 def num_values(footer: bytes, path: Sequence[str], num_row_groups: int) -> list[int]:
