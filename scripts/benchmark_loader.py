@@ -8,17 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import recsys  # noqa: E402, F401, I001  (sets up Arrow's allocator, for the bare decoding too)
+import numpy as np  # noqa: E402
+import pyarrow as pa  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
 
 from recsys.data.convert import FloatColumn, IdColumn  # noqa: E402
 from recsys.data.loader import Loader, LoaderOptions  # noqa: E402
@@ -82,14 +84,12 @@ def open_files(folder: Path, checksums: bool) -> Dataset:
     return open_dataset("benchmark", str(folder), columns, options=ReadOptions(verify_checksums=checksums))
 
 
-def decode(dataset: Dataset, checksums: bool) -> int:
-    """Decode all row groups with pyarrow and drop them; return the rows."""
-    rows = 0
+def decode(dataset: Dataset, checksums: bool) -> Iterator[int]:
+    """Decode all row groups with pyarrow and drop them; yield the rows of each."""
     for path in dataset.row_groups.paths:
         with pq.ParquetFile(path, page_checksum_verification=checksums) as file:
             for i in range(file.num_row_groups):
-                rows += file.read_row_group(i, columns=list(dataset.columns), use_threads=False).num_rows
-    return rows
+                yield file.read_row_group(i, columns=list(dataset.columns), use_threads=False).num_rows
 
 
 def build_loader(dataset: Dataset, mapping: Any, shuffle: bool, arguments: argparse.Namespace) -> Loader:
@@ -114,80 +114,88 @@ def _pin_device() -> Any:
     return torch.device("cuda", 0) if torch.cuda.is_available() else None
 
 
-def load(loader: Loader) -> int:
-    """Take all batches; return their rows."""
-    rows = 0
+def load(loader: Loader) -> Iterator[int]:
+    """Take all batches; yield the rows of each."""
     with closing(loader.batches()) as batches:
         for batch in batches:
-            rows += batch.num_rows
-    return rows
+            yield batch.num_rows
 
 
-def measured(action: Callable[[], int]) -> dict[str, float]:
-    """Return rows, and nanoseconds a row of process CPU time over all threads and of wall time."""
-    gc.collect()
-    cpu, wall = time.process_time_ns(), time.monotonic_ns()
-    rows = action()
-    cpu, wall = time.process_time_ns() - cpu, time.monotonic_ns() - wall
-    return {"rows": rows, "cpu_ns": cpu / rows, "wall_ns": wall / rows}
+@dataclass
+class Cost:
+    """What some steps took: rows, process CPU time over all threads, wall time, and hashing."""
+
+    rows: int = 0
+    cpu_ns: int = 0
+    wall_ns: int = 0
+    hash_ns: int = 0
+    num_ids: int = 0
+
+    def add(self, steps: Iterator[int], mapping: TimedMapping, num_rows: int) -> bool:
+        """Take steps of so many rows; return whether any are left."""
+        stop, ids, hashing = self.rows + num_rows, mapping.num_ids, mapping.ns
+        cpu, wall = time.process_time_ns(), time.monotonic_ns()
+        rows: int | None = 0
+        while self.rows < stop and (rows := next(steps, None)) is not None:
+            self.rows += rows
+        self.cpu_ns += time.process_time_ns() - cpu
+        self.wall_ns += time.monotonic_ns() - wall
+        self.hash_ns += mapping.ns - hashing
+        self.num_ids += mapping.num_ids - ids
+        return rows is not None
 
 
 def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Interleave decoding, loading and shuffled loading; return the medians of the paired repeats."""
+    """Interleave decoding, loading and shuffled loading, a row group each in turn; return medians of the repeats."""
     dataset = open_files(folder, arguments.checksums)
     mapping = TimedMapping(HashMapping(1_000_003, 0))
     loaders = {way: build_loader(dataset, mapping, way == "shuffled", arguments) for way in ("unshuffled", "shuffled")}
     repeats = []
     for repeat in range(arguments.repeats + 1):
-        found: dict[str, Any] = {}
-        ways = ["decode", "unshuffled", "shuffled"]
-        for way in ways[repeat % 3 :] + ways[: repeat % 3]:
-            if way == "decode":
-                found[way] = measured(lambda: decode(dataset, arguments.checksums))
-                continue
-            mapping.ns = mapping.num_ids = 0
-            found[way] = measured(lambda way=way: load(loaders[way]))  # type: ignore[misc]
-            found[way]["hash_ns"] = mapping.ns / found[way]["rows"]
-            found[way]["hash_ns_per_id"] = mapping.ns / mapping.num_ids
+        steps = {"decode": decode(dataset, arguments.checksums), **{way: load(loaders[way]) for way in loaders}}
+        costs = {way: Cost() for way in steps}
+        gc.collect()
+        left = list(steps)
+        while left:
+            left = [way for way in left if costs[way].add(steps[way], mapping, ROW_GROUP_ROWS)]
         if repeat:  # the first one warms caches and allocators
-            repeats.append(found)
-            print(_line(repeat, found), flush=True)
+            repeats.append(costs)
+            print(_line(repeat, costs), flush=True)
     return _medians(repeats)
 
 
-def _ratio(found: dict[str, Any], way: str) -> float:
-    ratio: float = found["decode"]["cpu_ns"] / (found[way]["cpu_ns"] - found[way]["hash_ns"])
-    return ratio
+def _ratio(costs: dict[str, Cost], way: str) -> float:
+    return costs["decode"].cpu_ns / (costs[way].cpu_ns - costs[way].hash_ns)
 
 
-def _line(repeat: int, found: dict[str, Any]) -> str:
-    ways = ", ".join(
-        f"{way} {found[way]['cpu_ns']:.0f} (hashing {found[way]['hash_ns']:.0f}, ratio {_ratio(found, way):.3f})"
-        for way in ("unshuffled", "shuffled")
-    )
-    return f"repeat {repeat}: CPU ns a row: decode {found['decode']['cpu_ns']:.0f}, {ways}"
+def _line(repeat: int, costs: dict[str, Cost]) -> str:
+    per_row = {way: f"{way} {cost.cpu_ns / cost.rows:.0f}" for way, cost in costs.items()}
+    for way in ("unshuffled", "shuffled"):
+        per_row[way] += f" (hashing {costs[way].hash_ns / costs[way].rows:.0f}, ratio {_ratio(costs, way):.3f})"
+    return f"repeat {repeat}: CPU ns a row: {', '.join(per_row.values())}"
 
 
-def _medians(repeats: list[dict[str, Any]]) -> dict[str, Any]:
+def _medians(repeats: list[dict[str, Cost]]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for way in ("unshuffled", "shuffled"):
-        ratios = [_ratio(found, way) for found in repeats]
+        ratios = [_ratio(costs, way) for costs in repeats]
         result[f"{way}_ratio"] = round(statistics.median(ratios), 4)
         result[f"{way}_ratios"] = [round(ratio, 4) for ratio in ratios]
-        result[f"{way}_cpu_ns_per_row"] = round(statistics.median(found[way]["cpu_ns"] for found in repeats), 1)
-        result[f"{way}_rows_per_s"] = round(1e9 / statistics.median(found[way]["wall_ns"] for found in repeats))
-    result["decode_cpu_ns_per_row"] = round(statistics.median(found["decode"]["cpu_ns"] for found in repeats), 1)
-    per_id = [found[way]["hash_ns_per_id"] for found in repeats for way in ("unshuffled", "shuffled")]
-    result["hash_ns_per_id"] = round(statistics.median(per_id), 3)
+    for way in repeats[0]:
+        costs = [each[way] for each in repeats]
+        result[f"{way}_cpu_ns_per_row"] = round(statistics.median(cost.cpu_ns / cost.rows for cost in costs), 1)
+        result[f"{way}_rows_per_s"] = round(statistics.median(1e9 * cost.rows / cost.wall_ns for cost in costs))
+    loads = [costs[way] for costs in repeats for way in ("unshuffled", "shuffled")]
+    result["hash_ns_per_id"] = round(statistics.median(cost.hash_ns / cost.num_ids for cost in loads), 3)
     return result
 
 
 def measure_alone(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Load all files once in this process; return rows/s, the peak of its memory and the time to the first batch."""
+    """Load all files in this process; return rows/s, the peak of its memory and the time to the first batch."""
     start = time.monotonic()
     dataset = open_files(arguments.folder, arguments.checksums)
     loader = build_loader(dataset, HashMapping(1_000_003, 0), True, arguments)
-    with closing(loader.batches()) as batches:
+    with closing(loader.batches(num_epochs=arguments.epochs)) as batches:
         next(batches)
         first = time.monotonic() - start
         rows = sum(batch.num_rows for batch in batches) + arguments.batch_size
@@ -200,9 +208,10 @@ def measure_alone(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _in_a_process(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def _in_a_process(folder: Path, streams: int, epochs: int, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "scripts/benchmark.py"), "loader", "--alone", "--folder", str(folder)]
-    command += ["--streams", "8", "--threads", "2", "--batch-size", str(arguments.batch_size)]  # as by default
+    command += ["--streams", str(streams), "--threads", "2", "--batch-size", str(arguments.batch_size)]
+    command += ["--epochs", str(epochs)]
     command += [] if arguments.checksums else ["--no-checksums"]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -247,9 +256,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         folder.with_suffix(".tmp").rename(folder)
     result = compare(folder, arguments)
     if not arguments.ratios_only:
-        result["once"] = _in_a_process(folder, arguments)
-        result["ten_times"] = _in_a_process(_times_ten(folder), arguments)
-        result["ten_thousand_files"] = _in_a_process(_many_files(folder), arguments)
+        # As many rows from a tenth of the data, ten times, and from all of them; windows of one stream fit into both.
+        result["tenth"] = _in_a_process(folder, 1, 10, arguments)
+        result["whole"] = _in_a_process(_times_ten(folder), 1, 1, arguments)
+        result["ten_thousand_files"] = _in_a_process(_many_files(folder), 8, 1, arguments)
     return {
         **result,
         "rows": arguments.rows,
@@ -267,7 +277,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `benchmark.py loader`."""
     parser.add_argument("--rows", type=int, default=2_097_152)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--streams", type=int, default=1, help="1 reads row groups in turn, as bare decoding")
     parser.add_argument(
         "--threads", type=int, default=0, help="decoding threads; 0: all in one thread, as bare decoding"
     )
@@ -276,4 +286,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ratios-only", action="store_true", help="leave out ten times the data and 10,000 files")
     parser.add_argument("--folder", type=Path, default=ROOT / "data/.cache/loader-benchmark", help="for its files")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--epochs", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -43,15 +43,26 @@ def test_arrays_slices_and_tensors_keep_a_block():
     del parts
 
 
-def test_free_blocks_of_other_sizes_do_not_pile_up():
+def test_no_more_is_held_than_has_been_in_use_at_once():
     pool = BlockPool()
     kept = filled(pool, 1, 1 << 20)
-    for size in (100, 5000, 100_000, 1 << 19, 1 << 22, 100):
+    for size in (100, 5000, 100_000, 1 << 19):
         filled(pool, 1, size)
-        assert pool.num_bytes <= 2 * len(kept) + (1 << 22)
-    filled(pool, 1, 300)
-    filled(pool, 1, 1 << 21)
-    assert pool.num_bytes <= 2 * len(kept) + (1 << 21), "the greatest is gone"
+        assert pool.num_bytes <= (1 << 20) + max(size, 1 << 17)
+    both = filled(pool, 1, 1 << 17), filled(pool, 1, 1 << 18)
+    most = pool.num_bytes
+    del kept, both
+    for size in (100, 1 << 20, 5000, 1 << 18, 1 << 20, 100_000, 1 << 16):
+        filled(pool, 1, size)
+        assert pool.num_bytes <= most
+
+
+def test_a_free_block_up_to_four_times_as_large_is_used():
+    pool = BlockPool()
+    large = filled(pool, 1, 1 << 18).ctypes.data
+    assert filled(pool, 1, 1 << 17).ctypes.data == large
+    assert filled(pool, 1, 1 << 16).ctypes.data == large
+    assert filled(pool, 1, 1 << 15).ctypes.data != large
 
 
 def test_arrays_of_a_block_do_not_overlap():

@@ -4,6 +4,7 @@ A block is free when nothing views it any more, neither an array nor a tensor, a
 So whoever keeps a batch keeps its values, and a loop that lets go of them runs in constant memory.
 """
 
+import math
 import sys
 import threading
 from typing import Any
@@ -46,7 +47,7 @@ class Block:
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return the next part of the block as an array of this shape and type, not initialised."""
-        num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         start, self._used = self._used, self._used + padded(num_bytes)
         assert start + num_bytes <= len(self._memory)
         return self._memory[start : start + num_bytes].view(dtype).reshape(shape)
@@ -67,6 +68,7 @@ class BlockPool:
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
         self._held: dict[int, list[_Held]] = {}  # by size
+        self._most_used = 0
         self._lock = threading.Lock()
         self._unused = _num_references(_Held(np.empty(0, np.uint8)))
 
@@ -82,13 +84,20 @@ class BlockPool:
         # memory, pages that were never written to take none.
         size = 1 << max(12, (num_bytes - 1).bit_length())
         with self._lock:
-            held = next(filter(self._is_free, self._held.get(size, [])), None)
+            held = self._free_one(size)
             if held is None:
-                self._drop_surplus()
+                self._make_room(size)
                 held = _Held(self._allocate(size))
                 self._held.setdefault(size, []).append(held)
             held.fence.wait()
             return Block(held.memory, held.fence)
+
+    def _free_one(self, size: int) -> "_Held | None":
+        for fitting in (size, 2 * size, 4 * size):
+            for held in self._held.get(fitting, ()):
+                if self._is_free(held):
+                    return held
+        return None
 
     def _total(self) -> int:
         return sum(size * len(held) for size, held in self._held.items())
@@ -96,17 +105,16 @@ class BlockPool:
     def _is_free(self, held: "_Held") -> bool:
         return _num_references(held) <= self._unused
 
-    def _drop_surplus(self) -> None:
-        """Drop the greatest free blocks, of sizes not in demand, until there are no more free bytes than used ones."""
-        free = {size: list(filter(self._is_free, held)) for size, held in self._held.items()}
-        num_free = sum(size * len(held) for size, held in free.items())
-        used = self._total() - num_free
-        for size in sorted(free, reverse=True):
-            for held in free[size]:
-                if num_free > used:
-                    held.fence.wait()
-                    self._held[size].remove(held)
-                    num_free -= size
+    def _make_room(self, size: int) -> None:
+        """Drop free blocks, small ones first, unless no more bytes are held than have been in use at once."""
+        free = [(each, held) for each in sorted(self._held) for held in self._held[each] if self._is_free(held)]
+        total = self._total() + size
+        self._most_used = max(self._most_used, total - sum(each for each, _ in free))
+        for each, held in free:
+            if total > self._most_used:
+                held.fence.wait()
+                self._held[each].remove(held)
+                total -= each
 
     def _allocate(self, size: int) -> np.ndarray:
         if self._pin:

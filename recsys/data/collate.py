@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -86,10 +87,8 @@ def collate(
         for array in (floats, labels, weights):
             array[:] = 0
     for piece in pieces:
-        source = piece.columns.floats[:, piece.start : piece.stop]
-        floats[piece.rows] = source[:-2].T
-        labels[piece.rows] = source[-2]
-        weights[piece.rows] = source[-1]
+        floats[piece.rows] = piece.columns.floats[piece.start : piece.stop]
+        labels[piece.rows], weights[piece.rows] = piece.columns.ends[:, piece.start : piece.stop]
     num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
     keyed = ids.build(block)
     return Batch(
@@ -124,10 +123,9 @@ class _Jagged:
         self._keys, self._columns, self._pieces, self._num_rows = keys, columns, pieces, num_rows
         self._filled = sum(piece.num_rows for piece in pieces)
         self._weighted = weighted
-        self._scalar = [all(isinstance(part, int) for part in parts) for parts in zip(*columns, strict=True)]
-        if not pieces:
-            self._scalar = [True] * len(keys)
-        self._runs = self._find_runs()
+        kinds = {tuple([type(part) is int for part in parts]) for parts in columns}
+        self._scalar = tuple(map(all, zip(*kinds, strict=True))) if pieces else (True,) * len(keys)
+        self._runs = _find_runs(self._scalar)
         self._total = sum(self._num_values(run) for run in self._runs)
 
     @property
@@ -160,15 +158,6 @@ class _Jagged:
             lengths=torch.from_numpy(lengths.reshape(-1)),
             weights=None if weights is None else torch.from_numpy(weights),
         )
-
-    def _find_runs(self) -> list[range]:
-        runs: list[range] = []
-        for k in range(len(self._keys)):
-            if runs and self._scalar[k] and self._scalar[k - 1]:
-                runs[-1] = range(runs[-1].start, k + 1)
-            else:
-                runs.append(range(k, k + 1))
-        return runs
 
     def _num_values(self, run: range) -> int:
         if self._scalar[run.start]:
@@ -206,3 +195,15 @@ class _Jagged:
             if weights is not None:
                 weights[at : at + len(source)] = 1 if given is None else given
             at += len(source)
+
+
+@lru_cache(maxsize=64)
+def _find_runs(scalar: tuple[bool, ...]) -> list[range]:
+    """Return the features that are copied together."""
+    runs: list[range] = []
+    for k in range(len(scalar)):
+        if runs and scalar[k] and scalar[k - 1]:
+            runs[-1] = range(runs[-1].start, k + 1)
+        else:
+            runs.append(range(k, k + 1))
+    return runs

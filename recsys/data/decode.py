@@ -203,6 +203,7 @@ class Decoder:
                     source,
                     metadata=known,
                     read_dictionary=plan.dictionaries,
+                    pre_buffer=bool(storage.root),  # in few requests
                     page_checksum_verification=self._dataset.options.verify_checksums,
                 )
             except KeyError as error:  # of read_dictionary

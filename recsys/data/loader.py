@@ -61,6 +61,7 @@ class Loader:
         world_size: int = 1,
     ) -> None:
         self.dataset = dataset
+        self._num_rows = dataset.num_rows
         self.global_batch_size = global_batch_size
         self.num_streams = -(-options.num_streams // world_size) * world_size
         if global_batch_size < self.num_streams:
@@ -132,7 +133,7 @@ class Loader:
         return Cut((1,) * self.num_streams if even else self._shares, (0,) * self.num_streams)
 
     def _left(self, position: Position) -> list[int]:
-        lengths = position.stream_rows(self.dataset.num_rows)
+        lengths = position.stream_rows(self._num_rows)
         return [rows - done for rows, done in zip(lengths, position.cuts[-1].consumed, strict=True)]
 
     def _steps(self, position: Position) -> int:

@@ -12,7 +12,7 @@ that it does divide: what is left of every stream is laid end to end and cut aga
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -115,13 +115,18 @@ class Cut:
 
     def bounds(self, num_rows: int) -> list[int]:
         """Return where the streams of `num_rows` rows begin and end, [streams + 1]."""
-        total = sum(self.shares)
-        return [num_rows * end // total for end in accumulate(self.shares, initial=0)]
+        return list(accumulate(_stream_rows(self.shares, num_rows), initial=0))
 
     def stream_rows(self, num_rows: int) -> list[int]:
         """Return the length of each stream of `num_rows` rows."""
-        bounds = self.bounds(num_rows)
-        return [stop - start for start, stop in pairwise(bounds)]
+        return list(_stream_rows(self.shares, num_rows))
+
+
+@lru_cache(maxsize=64)  # asked for at every step
+def _stream_rows(shares: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
+    total = sum(shares)
+    bounds = [num_rows * end // total for end in accumulate(shares, initial=0)]
+    return tuple(stop - start for start, stop in pairwise(bounds))
 
 
 @dataclass(frozen=True)
