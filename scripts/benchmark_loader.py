@@ -157,7 +157,7 @@ def compare(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
         left = list(steps)
         while left:
-            left = [way for way in left if costs[way].add(steps[way], mapping, ROW_GROUP_ROWS)]
+            left = [way for way in left if costs[way].add(steps[way], mapping, ROW_GROUPS_IN_A_WINDOW * ROW_GROUP_ROWS)]
         if repeat:  # the first one warms caches and allocators
             repeats.append(costs)
             print(_line(repeat, costs), flush=True)
@@ -281,7 +281,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, default=0, help="decoding threads; 0: all in one thread, as bare decoding"
     )
-    parser.add_argument("--batch-size", type=int, default=8192)
+    parser.add_argument("--batch-size", type=int, default=16_384)
     parser.add_argument("--no-checksums", dest="checksums", action="store_false", help="verify none, bare and loaded")
     parser.add_argument("--ratios-only", action="store_true", help="leave out ten times the data and 10,000 files")
     parser.add_argument("--folder", type=Path, default=ROOT / "data/.cache/loader-benchmark", help="for its files")

@@ -56,7 +56,7 @@ def label_and_weight(**columns: Any) -> tuple[list[float], list[float]]:
     parts = {name: FloatColumn(name, name, None) for name in columns}
     table = pa.table({"rows": [0, 0, 0], **columns})
     converted = convert_table(table, BatchSpec([], [], parts.get("label"), parts.get("weight")))
-    return converted.ends[0].tolist(), converted.ends[1].tolist()
+    return converted.floats[-2].tolist(), converted.floats[-1].tolist()
 
 
 def test_labels_and_weights():
@@ -118,7 +118,7 @@ def test_a_window_is_its_segments_in_its_order(seed, cached, joined, monkeypatch
         assert history[at] == list(range(n, n + n % 4))[-2:]
         assert seldom[at] == ([n] if n % 3 else [])
         assert len(twice[at]) == 2
-        assert [*columns.floats[at], *columns.ends[:, at]] == [n / 2, n % 2, 1]
+        assert columns.floats[:, at].tolist() == [n / 2, n % 2, 1]
     assert twice == [twice[list(order).index(n)] for n in order]
     assert columns.scalars.dtype == np.int32
     assert columns.bad is None

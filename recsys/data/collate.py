@@ -87,8 +87,9 @@ def collate(
         for array in (floats, labels, weights):
             array[:] = 0
     for piece in pieces:
-        floats[piece.rows] = piece.columns.floats[piece.start : piece.stop]
-        labels[piece.rows], weights[piece.rows] = piece.columns.ends[:, piece.start : piece.stop]
+        source = piece.columns.floats[:, piece.start : piece.stop]
+        floats[piece.rows] = source[:-2].T
+        labels[piece.rows], weights[piece.rows] = source[-2:]
     num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
     keyed = ids.build(block)
     return Batch(

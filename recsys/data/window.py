@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
@@ -19,7 +20,6 @@ from recsys.errors import UserError
 
 logger = logging.getLogger("recsys")
 _PERMUTED_AT_ONCE = 1 << 16  # lists
-_TRANSPOSED_AT_ONCE = 1 << 11  # rows
 _JOINED_ROWS = 1 << 14  # fewer are converted together with those of other segments
 
 
@@ -40,12 +40,12 @@ class BatchSpec:
         weights = [part.weights for part in self.ids]
         return list(dict.fromkeys(name for name in (*(part.column for part in parts), *weights) if name is not None))
 
-    @property
+    @cached_property
     def weighted(self) -> bool:
         """Whether any id has a weight."""
         return any(part.weights is not None for part in self.ids)
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype:
         """The narrowest type that holds all table rows: windows are held and shuffled in it."""
         rows = max((part.mapping.num_rows for part in (*self.ids, *self.lists)), default=0)
@@ -69,7 +69,7 @@ class Columns:
     Attributes:
         scalars: [features with one id a row, rows] int32 or int64, features in the order of the spec.
         ids, lists: for each feature its place in `scalars`, or its lists.
-        floats: [rows, float features] float32. ends: [2, rows] float32, label and weight.
+        floats: [float features + 2, rows] float32, the last two are label and weight.
         bad: bool [rows], rows that could not be read, or None if all could.
     """
 
@@ -78,14 +78,13 @@ class Columns:
     ids: list[int | Ragged]
     lists: list[int | Ragged]
     floats: np.ndarray
-    ends: np.ndarray
     bad: np.ndarray | None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that the arrays take."""
         ragged = [part for part in (*self.ids, *self.lists) if isinstance(part, Ragged)]
-        arrays = [self.scalars, self.floats, self.ends]
+        arrays = [self.scalars, self.floats]
         for part in ragged:
             arrays += [part.values, part.lengths, part.offsets]
         return sum(array.nbytes for array in arrays)
@@ -140,8 +139,7 @@ class _Conversion:
         self._pieces: list[list[Ids]] = [[] for _ in self._parts]
         self._places: dict[int, int] | None = None  # of parts that may have one id a row, in `_scalars`
         self._scalars = np.empty((0, self._rows), self._dtype)
-        self._floats = self._array((self._rows, len(spec.floats)), np.float32)
-        self._ends = self._array((2, self._rows), np.float32)
+        self._floats = self._array((len(spec.floats) + 2, self._rows), np.float32)
         self._bad: list[slice] = []
         self._pending: list[tuple[Segment, pa.Table]] = []
         self._done = 0
@@ -181,17 +179,11 @@ class _Conversion:
         for i, part in enumerate(self._parts):
             out = self._scalars[places[i], rows] if i in places else None
             self._pieces[i].append(self._convert_ids(part, table, out))
-        columns = self._array((len(self._spec.floats), table.num_rows), np.float32)
-        for column, floats in zip(columns, self._spec.floats, strict=True):
-            _fill_floats(floats, table, column, 0.0)
-        # In blocks, so that what is written stays in the cache until its rows are whole.
-        for start in range(0, table.num_rows, _TRANSPOSED_AT_ONCE):
-            block = columns[:, start : start + _TRANSPOSED_AT_ONCE]
-            self._floats[rows.start + start : rows.start + start + block.shape[1]] = block.T
-        _fill_floats(self._spec.label, table, self._ends[0, rows], 0.0)
-        _fill_floats(self._spec.weight, table, self._ends[1, rows], 1.0)
+        for i, floats in enumerate((*self._spec.floats, self._spec.label, self._spec.weight)):
+            absent = float(i > len(self._spec.floats))  # the weight is 1
+            _fill_floats(floats, table, self._floats[i, rows], absent)
         if self._spec.weight is not None:
-            _check_weights(self._ends[1, rows], self._spec.weight)
+            _check_weights(self._floats[-1, rows], self._spec.weight)
 
     def columns(self) -> Columns:
         """Return what has been added, in the order of the window."""
@@ -201,8 +193,7 @@ class _Conversion:
             bad = np.zeros(self._rows, np.bool_)
             for rows in self._bad:
                 bad[rows] = True
-                self._floats[rows] = 0
-                self._ends[:, rows] = 0  # no weight, so that they touch nothing
+                self._floats[:, rows] = 0  # no weight, so that they touch nothing
         found = [self._finished(i) for i in range(len(self._parts))]
         ids, lists = found[: len(self._spec.ids)], found[len(self._spec.ids) :]
         return Columns(
@@ -210,8 +201,7 @@ class _Conversion:
             self._shuffled(self._scalars),
             ids,
             lists,
-            self._shuffled_rows(self._floats),
-            self._shuffled(self._ends),
+            self._shuffled(self._floats),
             bad if bad is None or self._permutation is None else bad[self._permutation],
         )
 
@@ -259,12 +249,6 @@ class _Conversion:
             np.copyto(near, source)  # in order, which brings the column into the cache that is then read at random
             torch.index_select(torch.from_numpy(near), 0, self._order, out=torch.from_numpy(final))
         return shuffled
-
-    def _shuffled_rows(self, matrix: np.ndarray) -> np.ndarray:
-        if self._permutation is None:
-            return matrix
-        # Not `raise`, with which NumPy writes to memory of its own first.
-        return np.take(matrix, self._permutation, axis=0, out=self._array(matrix.shape, matrix.dtype), mode="clip")
 
 
 def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
