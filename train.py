@@ -48,6 +48,9 @@ def main() -> int:
         from recsys.config import load_config
 
         config = load_config(arguments.config, arguments.overrides, arguments.debug)
+        from recsys.process_group import keep_arrow_memory
+
+        keep_arrow_memory()  # before the next line imports pyarrow
         from recsys.run import run
 
         return run(config)

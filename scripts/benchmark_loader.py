@@ -17,7 +17,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import recsys  # noqa: E402, F401, I001  (sets up Arrow's allocator, for the bare decoding too)
+from recsys.process_group import keep_arrow_memory  # noqa: E402
+
+keep_arrow_memory()  # before pyarrow is imported, and for the bare decoding too
+
 import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import ROOT, run_train
+from launch import ROOT, fork_train
 
 from recsys.data.prepare import write_parquet
 
@@ -19,7 +19,7 @@ EACH_STEP = ("train.log_every_steps=1", "data.window_mib=1", "data.valid=null", 
 
 def train(run_dir: Path, *overrides: str, config: str | Path = SAMPLE, nproc: int = 1) -> dict[str, Any]:
     """Train to the end and return result.json."""
-    done = run_train(str(config), f"run.dir={run_dir}", *EACH_STEP, *overrides, nproc=nproc)
+    done = fork_train(str(config), f"run.dir={run_dir}", *EACH_STEP, *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((run_dir / "result.json").read_text())
 
@@ -166,5 +166,5 @@ def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_pat
     config = logs / "logs.yaml"
     result = train(tmp_path / "run", *options, "data.max_bad_rows=250", config=config, nproc=2)
     assert result["data"]["epochs"] == [{"expected": ROWS, "seen": ROWS - 250, "bad": 250}] * 2
-    done = run_train(str(config), f"run.dir={tmp_path}/few", *EACH_STEP, *options, "data.max_bad_rows=249", nproc=2)
+    done = fork_train(str(config), f"run.dir={tmp_path}/few", *EACH_STEP, *options, "data.max_bad_rows=249", nproc=2)
     assert done.returncode == 1 and "'data.max_bad_rows' allows 249" in done.stderr, done.stderr

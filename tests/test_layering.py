@@ -1,6 +1,8 @@
 """The shape of the code, read from its syntax trees: imports go one way, and other promises of the design."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,3 +188,9 @@ def test_rule_finds(rule, path, source):
 @pytest.mark.parametrize(("rule", "path", "source"), ALLOWED)
 def test_rule_allows(rule, path, source):
     assert not list(rule(path, ast.parse(source)))
+
+
+def test_arrow_is_set_up_before_it_is_loaded():
+    """Its allocator reads the environment once, when pyarrow is loaded; train.py sets it after these imports."""
+    code = "import sys, recsys.versions, recsys.config, recsys.process_group; sys.exit('pyarrow' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

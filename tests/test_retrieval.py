@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import run_train
+from launch import fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.data.batch import Batch
@@ -66,7 +66,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
-    done = run_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
+    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]

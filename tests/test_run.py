@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import ROOT, run_train
+from launch import ROOT, fork_train
 
 from recsys.build import build_model
 from recsys.checkpoint import Tensors, TrainState, find_checkpoint
@@ -91,8 +91,8 @@ def test_a_warm_start_takes_the_best_checkpoint(tmp_path: Path) -> None:
 
 def test_another_window_on_resume_is_refused(tmp_path: Path) -> None:
     arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.max_steps=3")
-    assert run_train(*arguments).returncode == 0
-    done = run_train(*arguments, "run.resume=true", "data.window_mib=32")
+    assert fork_train(*arguments).returncode == 0
+    done = fork_train(*arguments, "run.resume=true", "data.window_mib=32")
     assert done.returncode == 1 and "'data.window_mib' is 32" in done.stderr and "Traceback" not in done.stderr
 
 

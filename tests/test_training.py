@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from launch import ROOT, environment, run_train, train_command
+from launch import ROOT, environment, fork_train, run_train, train_command
 
 CONFIG = "configs/dlrm_sample.yaml"
 EACH_STEP = ("train.log_every_steps=1", "data.window_mib=1")
 
 
-def train(run_dir: Path, *overrides: str, config: str = CONFIG, nproc: int = 1) -> dict[str, Any]:
+def train(
+    run_dir: Path, *overrides: str, config: str = CONFIG, nproc: int = 1, launch: Any = fork_train
+) -> dict[str, Any]:
     """Train to the end and return result.json."""
-    done = run_train(config, f"run.dir={run_dir}", *EACH_STEP, *overrides, nproc=nproc)
+    done = launch(config, f"run.dir={run_dir}", *EACH_STEP, *overrides, nproc=nproc)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((run_dir / "result.json").read_text())
 
@@ -48,7 +50,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     """The same run on two ranks with every table split by rows."""
     run_dir = tmp_path_factory.mktemp("pair")
     options = ("train.checkpoint_every_steps=20", "train.keep_checkpoints=9", "model.dropout=0.1")
-    return run_dir, train(run_dir, *options, *sharded("row_wise"), nproc=2)
+    return run_dir, train(run_dir, *options, *sharded("row_wise"), nproc=2, launch=run_train)
 
 
 def assert_same_run(run_dir: Path, result: dict[str, Any], other_dir: Path, other: dict[str, Any]) -> None:
@@ -186,4 +188,4 @@ def test_early_stop_tests_the_best(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_hundred_short_runs_end_in_order(tmp_path: Path) -> None:
     for number in range(100):
-        train(tmp_path / str(number), "train.max_steps=2", nproc=2)
+        train(tmp_path / str(number), "train.max_steps=2", nproc=2, launch=run_train)
