@@ -20,6 +20,7 @@ from recsys.data.sources import BadDataError
 from recsys.data.window import BatchSpec, Columns, Ragged, convert_table, load_window
 from recsys.errors import UserError
 from recsys.id_mapping import HashMapping, IdentityMapping, IndexMapping
+from recsys.id_mapping.hashing import hash_integers
 
 IDENTITY = IdentityMapping(1000)
 START = Position(0, (Cut((1,), (0,)),))
@@ -259,12 +260,22 @@ def test_batch_without_any_row():
 
 def test_types_of_a_batch():
     batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, (Cut((1,), (2,)),), 3))
-    assert batch.ids.values().dtype == torch.int64
+    assert batch.ids.values().dtype == torch.int32
     assert batch.ids.lengths().dtype == torch.int32
     assert {t.dtype for t in (batch.floats, batch.labels, batch.weights)} == {torch.float32}
     assert batch.position == Position(1, (Cut((1,), (2,)),), 3)
     without = BatchSpec(SPEC.ids, SPEC.floats)
     assert collate([], 4, without, START).lists is None
+
+
+def test_rows_beyond_31_bits_are_wide():
+    spec = BatchSpec([IdColumn("big", "big", HashMapping(2**40, 0)), IdColumn("small", "big", HashMapping(8, 0))], [])
+    raw = np.arange(1000)
+    columns = convert_table(pa.table({"big": raw}), spec)
+    batch = collate([Piece(columns, 0, 1000, 0)], 1000, spec, START)
+    assert batch.ids.values().dtype == torch.int64
+    expected = (hash_integers(raw) % np.uint64(2**40 - 1)).astype(np.int64) + 1
+    assert batch.ids["big"].values().tolist() == expected.tolist() and expected.max() > 2**32
 
 
 def test_a_batch_does_not_share_memory_with_the_next():

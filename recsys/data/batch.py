@@ -15,8 +15,9 @@ class Batch(Pipelineable):
     """One rank's rows of a step. Rows of weight 0 fill up the last batch of an epoch; their lists are empty.
 
     Attributes:
-        ids: table rows of the id features, jagged, keys in config order; values int64, lengths int32, and weights
-            float32 if any feature is weighted.
+        ids: table rows of the id features, jagged, keys in config order; values int32 where that holds all rows, else
+            int64 (half the bytes to page-lock, copy and exchange), lengths int32, and weights float32 if any feature is
+            weighted.
         floats: [rows, float features] float32.
         labels, weights: [rows] float32.
         lists: retrieval's `targets` and `seen` as positions in the item corpus (-1: not in it), or None.

@@ -77,8 +77,9 @@ def collate(
         pool: where the memory of the batch is taken from.
         micro_batches: bounds of what the dense part computes together.
     """
-    ids = _Jagged([part.name for part in spec.ids], [p.columns.ids for p in pieces], pieces, num_rows, spec.weighted)
-    lists = _Jagged([part.name for part in spec.lists], [p.columns.lists for p in pieces], pieces, num_rows, False)
+    kept = pieces, num_rows, spec.dtype
+    ids = _Jagged([part.name for part in spec.ids], [p.columns.ids for p in pieces], *kept, spec.weighted)
+    lists = _Jagged([part.name for part in spec.lists], [p.columns.lists for p in pieces], *kept, False)
     num_floats = len(spec.floats)
     block = pool.take(ids.num_bytes + lists.num_bytes + padded(4 * num_rows * num_floats) + 2 * padded(4 * num_rows))
     floats = block.array((num_rows, num_floats), np.float32)
@@ -119,9 +120,11 @@ class _Jagged:
         columns: Sequence[Sequence[int | Ragged]],
         pieces: Sequence[Piece],
         num_rows: int,
+        dtype: np.dtype,
         weighted: bool,
     ) -> None:
         self._keys, self._columns, self._pieces, self._num_rows = keys, columns, pieces, num_rows
+        self._dtype = dtype
         self._filled = sum(piece.num_rows for piece in pieces)
         self._weighted = weighted
         kinds = {tuple([type(part) is int for part in parts]) for parts in columns}
@@ -133,10 +136,10 @@ class _Jagged:
     def num_bytes(self) -> int:
         """What `build` takes of a block."""
         weights = padded(4 * self._total) if self._weighted else 0
-        return padded(8 * self._total) + padded(4 * len(self._keys) * self._num_rows) + weights
+        return padded(self._dtype.itemsize * self._total) + padded(4 * len(self._keys) * self._num_rows) + weights
 
     def build(self, block: Block) -> KeyedJaggedTensor:
-        values = block.array((self._total,), np.int64)
+        values = block.array((self._total,), self._dtype)
         lengths = block.array((len(self._keys), self._num_rows), np.int32)
         weights = block.array((self._total,), np.float32) if self._weighted else None
         if self._filled < self._num_rows:

@@ -47,7 +47,7 @@ class BatchSpec:
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """The narrowest type that holds all table rows: windows are held and shuffled in it."""
+        """The narrowest type that holds all table rows: windows and batches are held in it."""
         rows = max((part.mapping.num_rows for part in (*self.ids, *self.lists)), default=0)
         return np.dtype(np.int32 if rows <= np.iinfo(np.int32).max else np.int64)
 

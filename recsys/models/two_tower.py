@@ -93,7 +93,7 @@ class RetrievalTask(Task):
 
 
 def _first_ids(batch: Batch, feature: str) -> torch.Tensor:
-    """Return the first table row of each list of a feature, -1 where it is empty: [rows] int64."""
+    """Return the first table row of each list of a feature, -1 where it is empty: [rows] integers."""
     jagged = batch.ids[feature]
     padded = torch.cat([jagged.values(), jagged.values().new_full((1,), -1)])
     first = jagged.offsets()[:-1].long().clamp(max=len(padded) - 1)
