@@ -14,25 +14,32 @@ from recsys.config import Config, FeatureType, TwoTowerConfig
 from recsys.data.counts import count_ids
 from recsys.distributed import (
     for_each_local_shard,
+    learning_rate_setters,
     plan_tables,
+    replicated_tables,
     shard_model,
     table_optimizer_tensors,
     table_tensors,
 )
 from recsys.inputs import Inputs
-from recsys.models import DLRM, RankingTask, RetrievalTask, Task, TrainStep, TwoTower
-from recsys.optim import attach_table_optimizer, build_dense_optimizer
+from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TrainStep, TwoTower
+from recsys.optim import attach_table_optimizers, build_dense_optimizer
 from recsys.tables import build_embeddings, fill_initial, float_features, id_features, init_range
 
 
 @dataclass
 class Built:
-    """The sharded model and what trains it."""
+    """The sharded model and what trains it.
+
+    Attributes:
+        set_learning_rates: what sets the learning rate of each group of tables, after the name of one of them.
+    """
 
     model: DistributedModelParallel
     plan: ShardingPlan
     dense_optimizer: torch.optim.Optimizer
     tensors: Tensors
+    set_learning_rates: list[tuple[str, Callable[[float], None]]]
 
     @property
     def step(self) -> Any:
@@ -49,8 +56,9 @@ def build_model(inputs: Inputs) -> Built:
     torch.manual_seed(config.seed)
     task = _build_task(config, lambda: _log_q(inputs))
     embeddings = build_embeddings(config)
-    attach_table_optimizer(embeddings.parameters(), config.optimizer)
-    step = TrainStep(embeddings, task, config.seed)
+    weights = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
+    attach_table_optimizers(weights, config, world.device)
+    step = TrainStep(embeddings, DenseHalf(task, config.seed, config.optimizer.dense.clip_norm))
     plan = plan_tables(step, config, world)
     model = shard_model(step, plan, world)
 
@@ -58,14 +66,17 @@ def build_model(inputs: Inputs) -> Built:
         fill_initial(shard, offsets[0], offsets[1], config.seed, table, init_range(config.tables[table]))
 
     for_each_local_shard(table_tensors(model), fill)
+    replicated = replicated_tables(model, config)
+    if replicated.tables:
+        step.dense.replicated = replicated
     optimizer = build_dense_optimizer(task.model, config.optimizer)
     tensors = Tensors(
         tables=lambda: table_tensors(model),
-        table_optimizer=lambda: table_optimizer_tensors(model),
+        table_optimizer=lambda: table_optimizer_tensors(model, replicated),
         dense=task.model,
         dense_optimizer=optimizer,
     )
-    return Built(model, plan, optimizer, tensors)
+    return Built(model, plan, optimizer, tensors, learning_rate_setters(model, replicated))
 
 
 def _build_task(config: Config, log_q: Callable[[], torch.Tensor]) -> Task:

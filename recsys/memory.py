@@ -13,20 +13,13 @@ import pyarrow as pa
 import torch
 
 from recsys.config import Config, DataType
-from recsys.config.schema import DenseOptimizer, TableOptimizer
+from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig, TableOptimizer
 from recsys.process_group import World
 from recsys.tables import Shard
 
 SCHEMA_VERSION = 1
 _WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2}
 _STATE_BYTES = 4  # optimizer state is FP32
-# Per element of a parameter, and per parameter (Adam's and Adagrad's step counters, FP32).
-_DENSE_STATE_BYTES = {
-    DenseOptimizer.adam: (8, 4),
-    DenseOptimizer.adamw: (8, 4),
-    DenseOptimizer.adagrad: (4, 4),
-    DenseOptimizer.sgd: (0, 0),
-}
 
 Bytes = dict[str, int]
 
@@ -42,7 +35,12 @@ def predict_tables(shards: Iterable[Shard], config: Config, rank: int) -> dict[s
             TableOptimizer.sgd: 0,
             TableOptimizer.rowwise_adagrad: rows,
             TableOptimizer.adagrad: rows * columns,
-        }[config.optimizer.tables.name]
+            TableOptimizer.adam: 2 * rows * columns,
+            TableOptimizer.lamb: 2 * rows * columns,
+            TableOptimizer.partial_rowwise_adam: rows * columns + rows,
+            TableOptimizer.partial_rowwise_lamb: rows * columns + rows,
+            TableOptimizer.lars_sgd: rows * columns,
+        }[config.table_optimizer(shard.table).name]
         entry = predicted.setdefault(shard.table, {"weight_bytes": 0, "optimizer_bytes": 0})
         entry["weight_bytes"] += rows * columns * _WEIGHT_BYTES[config.tables[shard.table].data_type]
         entry["optimizer_bytes"] += elements * _STATE_BYTES
@@ -51,27 +49,40 @@ def predict_tables(shards: Iterable[Shard], config: Config, rank: int) -> dict[s
 
 def predict_dense(model: torch.nn.Module, config: Config) -> Bytes:
     """Return the bytes of the dense part from its parameters' shapes, before a step has been run."""
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    element, fixed = _DENSE_STATE_BYTES[config.optimizer.dense.name]
-    return {
-        "parameter_bytes": 4 * sum(sizes),
-        "gradient_bytes": 4 * sum(sizes),
-        "optimizer_bytes": element * sum(sizes) + fixed * len(sizes),
-    }
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    size = 4 * sum(shape.numel() for shape in shapes)
+    state = sum(_dense_state_elements(shape, config.optimizer.dense) for shape in shapes)
+    return {"parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 4 * state}
+
+
+def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) -> int:
+    """Return the FP32 numbers that an optimizer keeps for a parameter, counters and norms among them."""
+    match optimizer.name:
+        case DenseOptimizer.adam | DenseOptimizer.adamw:
+            return 2 * shape.numel() + 1
+        case DenseOptimizer.adagrad:
+            return shape.numel() + 1
+        case DenseOptimizer.lamb:
+            return 2 * shape.numel() + 3
+        case DenseOptimizer.adafactor:
+            factors = shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel()
+            return factors + 1
+        case DenseOptimizer.sgd:
+            return shape.numel() if optimizer.momentum else 0
 
 
 def measure_tables(weights: dict[str, Any], states: dict[str, Any]) -> dict[str, Bytes]:
     """Return the same as `predict_tables` from the tensors that this rank holds.
 
     Args:
-        weights: ShardedTensors by table; states: ShardedTensors by TABLE/STATE.
+        weights: by table; states: by TABLE/STATE; ShardedTensors, or tensors that every rank holds.
     """
     measured: dict[str, Bytes] = {}
     for kind, tensors in (("weight_bytes", weights), ("optimizer_bytes", states)):
         for name, value in tensors.items():
-            for piece in value.local_shards():
-                entry = measured.setdefault(name.split("/")[0], {"weight_bytes": 0, "optimizer_bytes": 0})
-                entry[kind] += piece.tensor.numel() * piece.tensor.element_size()
+            entry = measured.setdefault(name.split("/")[0], {"weight_bytes": 0, "optimizer_bytes": 0})
+            pieces = [piece.tensor for piece in value.local_shards()] if hasattr(value, "local_shards") else [value]
+            entry[kind] += _num_bytes(pieces)
     return measured
 
 

@@ -1,44 +1,91 @@
 """Optimizers of the tables (in backward) and of the dense part, and one schedule for both."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torchrec.optim.optimizers as table_optimizers
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec.optim.optimizers import SGD as TableSGD
-from torchrec.optim.optimizers import Adagrad as TableAdagrad
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys.config import OptimizerConfig, Schedule
+from recsys.config import Config, OptimizerConfig, Schedule, TableOptimizerConfig
 from recsys.config.schema import DenseOptimizer, TableOptimizer
+from recsys.errors import UserError
+
+_KINDS = {
+    TableOptimizer.rowwise_adagrad: (RowWiseAdagrad, ("eps",)),
+    TableOptimizer.adagrad: (table_optimizers.Adagrad, ("eps",)),
+    TableOptimizer.sgd: (table_optimizers.SGD, ()),
+    TableOptimizer.adam: (table_optimizers.Adam, ("eps", "beta1", "beta2")),
+    TableOptimizer.partial_rowwise_adam: (table_optimizers.PartialRowWiseAdam, ("eps", "beta1", "beta2")),
+    TableOptimizer.lamb: (table_optimizers.LAMB, ("eps", "beta1", "beta2")),
+    TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ("eps", "beta1", "beta2")),
+    TableOptimizer.lars_sgd: (table_optimizers.LarsSGD, ("momentum",)),
+}
+# FBGEMM's CPU kernels know three; another's nearest is the one that keeps as much per row.
+_NEAREST_ON_CPU = {
+    TableOptimizer.adam: TableOptimizer.adagrad,
+    TableOptimizer.partial_rowwise_adam: TableOptimizer.rowwise_adagrad,
+    TableOptimizer.lamb: TableOptimizer.adagrad,
+    TableOptimizer.partial_rowwise_lamb: TableOptimizer.rowwise_adagrad,
+    TableOptimizer.lars_sgd: TableOptimizer.sgd,
+}
 
 
-def attach_table_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> None:
-    """Mark the tables, before they are sharded, to be updated in the backward pass by FBGEMM."""
-    tables = config.tables
-    settings: dict[str, Any] = {"lr": tables.learning_rate}
-    if tables.name is not TableOptimizer.sgd:
-        settings["eps"] = tables.eps
-    kinds = {
-        TableOptimizer.rowwise_adagrad: RowWiseAdagrad,
-        TableOptimizer.adagrad: TableAdagrad,
-        TableOptimizer.sgd: TableSGD,
-    }
-    for parameter in parameters:
-        # A copy for each: torchrec changes the dictionary that it is given.
-        apply_optimizer_in_backward(kinds[tables.name], [parameter], dict(settings))
+def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config: Config, device: torch.device) -> None:
+    """Mark the tables, before they are sharded, to be updated in the backward pass by FBGEMM.
+
+    Args:
+        parameters: weights by table.
+
+    Raises:
+        UserError: FBGEMM has no such optimizer, or no weight decay, on this device.
+    """
+    for table, parameter in parameters.items():
+        settings = config.table_optimizer(table)
+        if device.type == "cpu":
+            _check_on_cpu(
+                settings, f"tables.{table}.optimizer" if config.tables[table].optimizer else "optimizer.tables"
+            )
+        kind, names = _KINDS[settings.name]
+        arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        arguments["lr"] = settings.learning_rate
+        if settings.weight_decay:
+            arguments["weight_decay"] = settings.weight_decay
+        apply_optimizer_in_backward(kind, [parameter], arguments)
+
+
+def _check_on_cpu(settings: TableOptimizerConfig, key: str) -> None:
+    nearest = _NEAREST_ON_CPU.get(settings.name)
+    if nearest is not None:
+        raise UserError(
+            f"config key '{key}.name': FBGEMM trains tables on CPU by rowwise_adagrad, adagrad and sgd only, found "
+            f"{settings.name.name}; the nearest is {key}.name={nearest.name}"
+        )
+    if settings.weight_decay:
+        raise UserError(
+            f"config key '{key}.weight_decay': FBGEMM's CPU kernels leave it out without a word, found "
+            f"{settings.weight_decay}; set it to 0"
+        )
 
 
 def build_dense_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer of the dense part."""
     dense = config.dense
     settings: dict[str, Any] = {"lr": dense.learning_rate, "weight_decay": dense.weight_decay}
+    if dense.name is DenseOptimizer.sgd:
+        settings["momentum"] = dense.momentum
+    if dense.name is DenseOptimizer.lamb:
+        from pytorch_optimizer import Lamb  # here, because it takes a second
+
+        return Lamb(model.parameters(), **settings)
     kinds: dict[DenseOptimizer, type[torch.optim.Optimizer]] = {
         DenseOptimizer.adam: torch.optim.Adam,
         DenseOptimizer.adamw: torch.optim.AdamW,
         DenseOptimizer.adagrad: torch.optim.Adagrad,
         DenseOptimizer.sgd: torch.optim.SGD,
+        DenseOptimizer.adafactor: torch.optim.Adafactor,
     }
     return kinds[dense.name](model.parameters(), **settings)
 
@@ -48,14 +95,19 @@ class LearningRate:
 
     Args:
         num_steps: of the whole run, for the shape of linear and cosine.
+        tables: for each group of tables its configured rate, and what sets the rate of its next updates.
     """
 
     def __init__(
-        self, config: OptimizerConfig, num_steps: int, fused: torch.optim.Optimizer, dense: torch.optim.Optimizer
+        self,
+        config: OptimizerConfig,
+        num_steps: int,
+        tables: Iterable[tuple[float, Callable[[float], None]]],
+        dense: torch.optim.Optimizer,
     ) -> None:
         self._config = config
         self._num_steps = num_steps
-        self._fused, self._dense = fused, dense
+        self._tables, self._dense = list(tables), dense
 
     def factor(self, step: int) -> float:
         """Return the share of the configured learning rates that step `step` (from 0) trains with."""
@@ -75,6 +127,5 @@ class LearningRate:
         factor = self.factor(step)
         for group in self._dense.param_groups:
             group["lr"] = self._config.dense.learning_rate * factor
-        for group in self._fused.param_groups:
-            group["lr"] = self._config.tables.learning_rate * factor
-        self._fused.step()  # hands the rate on to FBGEMM; the tables themselves change in backward only
+        for rate, set_rate in self._tables:
+            set_rate(rate * factor)

@@ -12,7 +12,7 @@ import torch
 from recsys.build import Built, build_model
 from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
-from recsys.distributed import describe_plan, shards, table_optimizer_tensors, table_tensors
+from recsys.distributed import describe_plan, shards
 from recsys.errors import UserError
 from recsys.inputs import Inputs, learn_facts, open_inputs
 from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables, write_report
@@ -60,7 +60,7 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
     inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
     config = inputs.config
     built = build_model(inputs)
-    for line in describe_plan(built.plan):
+    for line in describe_plan(shards(built.plan, config, world.world_size)):
         logger.info("table %s", line)
     trainer = Trainer(inputs, built, run_dir)
     # Not before the data are known to be those of the checkpoint, if there is one.
@@ -148,8 +148,8 @@ def _write_memory(
     config: Config, built: Built, fitted: FitResult, world: World, folder: Path
 ) -> tuple[dict[str, Any], str]:
     tables = {
-        "predicted": predict_tables(shards(built.plan), config, world.rank),
-        "measured": measure_tables(table_tensors(built.model), table_optimizer_tensors(built.model)),
+        "predicted": predict_tables(shards(built.plan, config, world.world_size), config, world.rank),
+        "measured": measure_tables(built.tensors.tables(), built.tensors.table_optimizer()),
     }
     dense = {
         "predicted": predict_dense(built.dense_model, config),

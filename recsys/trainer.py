@@ -76,9 +76,10 @@ class Trainer:
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
         left = self._loader.steps_left(self._state.position, config.train.epochs)
         self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
-        self._learning_rate = LearningRate(
-            config.optimizer, self._num_steps, built.model.fused_optimizer, built.dense_optimizer
-        )
+        rates = [
+            (config.table_optimizer(table).learning_rate, set_rate) for table, set_rate in built.set_learning_rates
+        ]
+        self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
         self._progress = Progress(self._num_steps, self._state.step)
 
     def fit(self) -> FitResult:

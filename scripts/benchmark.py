@@ -12,6 +12,7 @@ from typing import Any
 
 import benchmark_loader
 import benchmark_shuffle
+import benchmark_step
 import benchmark_training
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,18 +63,21 @@ def main() -> None:
     benchmark_shuffle.add_arguments(shuffle)
     training = commands.add_parser("training", help="speed of a DLRM of 8 ids, and its share of time waiting for data")
     benchmark_training.add_arguments(training)
+    step = commands.add_parser("step", help="our trainer against a bare torchrec loop; the last line is JSON")
+    benchmark_step.add_arguments(step)
     arguments = parser.parse_args()
     measure = {
         "seeds": measure_seeds,
         "loader": benchmark_loader.run,
         "shuffle": benchmark_shuffle.run,
         "training": benchmark_training.run,
+        "step": benchmark_step.run,
     }
     result = measure[arguments.command](arguments)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.command == "loader":
+    if arguments.command in ("loader", "step"):
         print(json.dumps(result))
 
 

@@ -50,13 +50,18 @@ def config_text(data: Path) -> str:
     )
 
 
+def files(num_rows: int) -> Path:
+    """Return the folder of the files, which are written if they are not there."""
+    data = ROOT / f"data/.cache/training-benchmark/{num_rows}-rows"
+    if not data.exists():
+        write_files(data.with_suffix(".tmp"), num_rows)
+        data.with_suffix(".tmp").rename(data)
+    return data
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py training`."""
-    data = ROOT / f"data/.cache/training-benchmark/{arguments.rows}-rows"
-    if not data.exists():
-        write_files(data.with_suffix(".tmp"), arguments.rows)
-        data.with_suffix(".tmp").rename(data)
-    results = []
+    data, results = files(arguments.rows), []
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "training.yaml"
         config.write_text(config_text(data))

@@ -18,6 +18,7 @@ LAYERS = (
     ("id_mapping",),
     ("tables", "data"),
     ("models",),
+    ("replicated",),
     (
         "distributed",
         "pipeline",
@@ -35,7 +36,7 @@ LAYERS = (
     ("trainer",),
     ("run",),
 )
-SERVICES = LAYERS[6]
+SERVICES = LAYERS[7]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
 RANK_VARIABLES = {

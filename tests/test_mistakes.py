@@ -46,6 +46,17 @@ KEYS = {
     "too many threads": ("run.num_threads=100000", ["'run.num_threads' must be at most 1024"]),
     "seed": ("seed=99999999999999999999", ["'seed' must be at most"]),
     "infinite rate": ("optimizer.dense.learning_rate=.inf", ["must be at most", "found inf"]),
+    "rows split by columns": ("tables.user.sharding_type=column_wise", ["'tables.user.sharding_type'", "insist"]),
+    "average under grid": (
+        "tables.item={sharding_type: grid_shard, optimizer: {name: sgd}}",
+        ["'tables.item.sharding_type'", "averages over the part of a list", "tables.item.pooling=sum"],
+    ),
+    "replicated adam": (
+        "tables.user={sharding_type: data_parallel, optimizer: {name: adam}}",
+        ["'tables.user.sharding_type'", "rowwise_adagrad, adagrad, sgd, found tables.user.optimizer.name=adam"],
+    ),
+    "key of a table's optimizer": ("tables.user.optimizer.nme=sgd", ["did you mean 'tables.user.optimizer.name'?"]),
+    "rate of a table": ("tables.user.optimizer.learning_rate=-1", ["'tables.user.optimizer.learning_rate' must be"]),
     "no eps": ("optimizer.tables.eps=0", ["'optimizer.tables.eps' must be at least"]),
     "width": ("model.top_mlp=[0]", ["'model.top_mlp' must be at least 1"]),
     "batch size": ("train.global_batch_size=7", ["must be at least data.num_streams=8", "found 7"]),

@@ -3,21 +3,25 @@
 import math
 
 import pytest
+import pytorch_optimizer
 import torch
-from torchrec.optim.optimizers import SGD as TableSGD
-from torchrec.optim.optimizers import Adagrad as TableAdagrad
+import torchrec.optim.optimizers as table_optimizers
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys.config import OptimizerConfig, Schedule
+from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig
 from recsys.config.schema import DenseOptimizer, ScheduleConfig, TableOptimizer
-from recsys.optim import LearningRate, attach_table_optimizer, build_dense_optimizer
+from recsys.errors import UserError
+from recsys.optim import LearningRate, attach_table_optimizers, build_dense_optimizer
 
 
-class Fused(torch.optim.SGD):
-    """Stands for torchrec's fused optimizer: the rate that it trains with is the one at its last step()."""
+class Fused:
+    """Stands for two groups of tables: what their rates were set to last."""
 
-    def step(self, closure=None):
-        self.rates = [group["lr"] for group in self.param_groups]
+    def __init__(self) -> None:
+        self.rates = [99.0, 99.0]
+
+    def setters(self, rate: float):
+        return [(rate * (i + 1), lambda value, i=i: self.rates.__setitem__(i, value)) for i in range(2)]
 
 
 def parameters(count: int = 1) -> list[torch.nn.Parameter]:
@@ -27,9 +31,9 @@ def parameters(count: int = 1) -> list[torch.nn.Parameter]:
 def build(num_steps: int, **schedule) -> tuple[LearningRate, Fused, torch.optim.Optimizer]:
     config = OptimizerConfig(schedule=ScheduleConfig(**schedule))
     config.tables.learning_rate, config.dense.learning_rate = 0.5, 0.01
-    fused = Fused([{"params": [each]} for each in parameters(2)], lr=99.0)
+    fused = Fused()
     dense = torch.optim.Adam([{"params": [each]} for each in parameters(2)], lr=99.0)
-    return LearningRate(config, num_steps, fused, dense), fused, dense
+    return LearningRate(config, num_steps, fused.setters(0.5), dense), fused, dense
 
 
 def factors(num_steps: int, count: int, **schedule) -> list[float]:
@@ -67,7 +71,7 @@ def test_short_runs(name):
 def test_set_reaches_every_group_of_both_optimizers():
     rate, fused, dense = build(5, name=Schedule.linear)
     rate.set(1)
-    assert fused.rates == pytest.approx([0.375, 0.375])
+    assert fused.rates == pytest.approx([0.375, 0.75])
     assert [group["lr"] for group in dense.param_groups] == pytest.approx([0.0075, 0.0075])
 
 
@@ -76,7 +80,7 @@ def test_set_depends_on_the_step_alone():
     uninterrupted = []
     for step in range(9):
         rate.set(step)
-        uninterrupted.append((fused.rates, [group["lr"] for group in dense.param_groups]))
+        uninterrupted.append((list(fused.rates), [group["lr"] for group in dense.param_groups]))
     for step in reversed(range(9)):
         resumed, other_fused, other_dense = build(9, name=Schedule.cosine, warmup_steps=2)
         for each, fused_part, dense_part in ((rate, fused, dense), (resumed, other_fused, other_dense)):
@@ -84,26 +88,52 @@ def test_set_depends_on_the_step_alone():
             assert (fused_part.rates, [group["lr"] for group in dense_part.param_groups]) == uninterrupted[step]
 
 
+ADAM = {"lr": 0.2, "eps": 1e-3, "beta1": 0.8, "beta2": 0.9}
 TABLE_OPTIMIZERS = {
     TableOptimizer.rowwise_adagrad: (RowWiseAdagrad, {"lr": 0.2, "eps": 1e-3}),
-    TableOptimizer.adagrad: (TableAdagrad, {"lr": 0.2, "eps": 1e-3}),
-    TableOptimizer.sgd: (TableSGD, {"lr": 0.2}),
+    TableOptimizer.adagrad: (table_optimizers.Adagrad, {"lr": 0.2, "eps": 1e-3}),
+    TableOptimizer.sgd: (table_optimizers.SGD, {"lr": 0.2}),
+    TableOptimizer.adam: (table_optimizers.Adam, ADAM),
+    TableOptimizer.partial_rowwise_adam: (table_optimizers.PartialRowWiseAdam, ADAM),
+    TableOptimizer.lamb: (table_optimizers.LAMB, ADAM),
+    TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ADAM),
+    TableOptimizer.lars_sgd: (table_optimizers.LarsSGD, {"lr": 0.2, "momentum": 0.7}),
 }
+
+
+def config_of(common: TableOptimizerConfig, **tables: TableOptimizerConfig | None) -> Config:
+    settings = {name: TableConfig(2, 4, optimizer=optimizer) for name, optimizer in tables.items()}
+    return Config(tables=settings, optimizer=OptimizerConfig(tables=common))
 
 
 @pytest.mark.parametrize("name", list(TableOptimizer))
 def test_table_optimizer_of_each_table(name):
-    config = OptimizerConfig()
-    config.tables.name, config.tables.learning_rate, config.tables.eps = name, 0.2, 1e-3
-    tables = parameters(2)
-    attach_table_optimizer(iter(tables), config)
+    settings = TableOptimizerConfig(
+        name=name, learning_rate=0.2, eps=1e-3, beta1=0.8, beta2=0.9, momentum=0.7, weight_decay=0.5
+    )
+    one, other = parameters(2)
+    config = config_of(settings, one=None, other=TableOptimizerConfig(TableOptimizer.sgd, 0.1))
+    attach_table_optimizers({"one": one, "other": other}, config, torch.device("cuda"))
     # What torchrec reads when it shards the tables.
-    marks = [vars(table) for table in tables]
-    kind, settings = TABLE_OPTIMIZERS[name]
-    for mark in marks:
-        assert mark["_optimizer_classes"] == [kind]
-        assert mark["_optimizer_kwargs"] == [settings]
-    assert marks[0]["_optimizer_kwargs"][0] is not marks[1]["_optimizer_kwargs"][0]
+    kind, expected = TABLE_OPTIMIZERS[name]
+    assert vars(one)["_optimizer_classes"] == [kind]
+    assert vars(one)["_optimizer_kwargs"] == [expected | {"weight_decay": 0.5}]
+    assert vars(other)["_optimizer_classes"] == [table_optimizers.SGD]
+    assert vars(other)["_optimizer_kwargs"] == [{"lr": 0.1}]
+
+
+def test_what_fbgemm_lacks_on_cpu_is_refused():
+    for name in TableOptimizer:
+        config = config_of(TableOptimizerConfig(), item=TableOptimizerConfig(name))
+        (weight,) = parameters()
+        if name in (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd):
+            attach_table_optimizers({"item": weight}, config, torch.device("cpu"))
+            continue
+        with pytest.raises(UserError, match=rf"tables.item.optimizer.name.*{name.name}.*nearest is .*name="):
+            attach_table_optimizers({"item": weight}, config, torch.device("cpu"))
+    with pytest.raises(UserError, match=r"'optimizer.tables.weight_decay'"):
+        config = config_of(TableOptimizerConfig(weight_decay=0.1), item=None)
+        attach_table_optimizers({"item": weight}, config, torch.device("cpu"))
 
 
 DENSE_OPTIMIZERS = {
@@ -111,6 +141,8 @@ DENSE_OPTIMIZERS = {
     DenseOptimizer.adamw: torch.optim.AdamW,
     DenseOptimizer.adagrad: torch.optim.Adagrad,
     DenseOptimizer.sgd: torch.optim.SGD,
+    DenseOptimizer.adafactor: torch.optim.Adafactor,
+    DenseOptimizer.lamb: pytorch_optimizer.Lamb,
 }
 
 
@@ -124,3 +156,6 @@ def test_dense_optimizer(name):
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.2, 0.125)
     assert [id(each) for each in group["params"]] == [id(each) for each in model.parameters()]
+    if name is DenseOptimizer.sgd:
+        config.dense.momentum = 0.25
+        assert build_dense_optimizer(model, config).param_groups[0]["momentum"] == 0.25

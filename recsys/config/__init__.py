@@ -20,6 +20,7 @@ from recsys.config.schema import (
     Schedule,
     ShardingChoice,
     TableConfig,
+    TableOptimizerConfig,
     TwoTowerConfig,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "Schedule",
     "ShardingChoice",
     "TableConfig",
+    "TableOptimizerConfig",
     "TwoTowerConfig",
     "load_config",
     "save_config",

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from recsys.config.schema import (
+    COLUMN_SPLITS,
     Config,
     DLRMConfig,
     FeatureConfig,
@@ -12,9 +13,11 @@ from recsys.config.schema import (
     IdMappingType,
     Interaction,
     NullPolicy,
+    Pooling,
     ShardingChoice,
     TableConfig,
     TableOptimizer,
+    TableOptimizerConfig,
     TwoTowerConfig,
 )
 from recsys.errors import UserError, nearest
@@ -22,6 +25,9 @@ from recsys.errors import UserError, nearest
 RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
 _LARGE = 1e30  # still finite in FP32
 _WIDEST_ROW = 2048  # of FBGEMM's kernels
+# Optimizers that keep one number for a whole row, and those that can train a table that every rank holds.
+ROWWISE = (TableOptimizer.rowwise_adagrad, TableOptimizer.partial_rowwise_adam, TableOptimizer.partial_rowwise_lamb)
+REPLICATED = (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd)
 
 
 def check_config(config: Config) -> None:
@@ -83,12 +89,13 @@ def _check_numbers(config: Config) -> None:
         "run.num_threads": (config.run.num_threads, 1, 1024),
         "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0, math.inf),
         "optimizer.schedule.final_factor": (optimizer.schedule.final_factor, 0, _LARGE),
-        "optimizer.tables.learning_rate": (optimizer.tables.learning_rate, 0, _LARGE),
-        "optimizer.tables.eps": (optimizer.tables.eps, 1e-30, _LARGE),  # 0 / 0 is the step of a row without gradient
         "optimizer.dense.learning_rate": (optimizer.dense.learning_rate, 0, _LARGE),
         "optimizer.dense.weight_decay": (optimizer.dense.weight_decay, 0, _LARGE),
+        "optimizer.dense.momentum": (optimizer.dense.momentum, 0, 1),
+        "optimizer.dense.clip_norm": (optimizer.dense.clip_norm, 1e-30, _LARGE),
         "seed": (config.seed, 0, 2**63 - 1),
     }
+    limits |= _optimizer_limits("optimizer.tables", optimizer.tables)
     for name, feature in config.features.items():
         limits[f"features.{name}.max_length"] = (feature.max_length, 1, math.inf)
         limits[f"features.{name}.fill"] = (feature.fill, -_LARGE, _LARGE)
@@ -103,6 +110,8 @@ def _check_numbers(config: Config) -> None:
         limits[f"tables.{name}.min_count"] = (table.min_count, 1, math.inf)
         limits[f"tables.{name}.num_buckets"] = (table.num_buckets, 1, max(1, table.num_embeddings - 2))
         limits[f"tables.{name}.init_range"] = (table.init_range, 0, 65504)  # the largest FP16
+        if table.optimizer is not None:
+            limits |= _optimizer_limits(f"tables.{name}.optimizer", table.optimizer)
     for key, (value, least, most) in limits.items():
         if value is not None and not least <= value <= most:
             bound = f"at least {least}" if value < least or most == math.inf else f"at most {most}"
@@ -116,6 +125,17 @@ def _check_numbers(config: Config) -> None:
                 f"config key '{key}' must be at least data.num_streams={data.num_streams}, so that a step takes a row "
                 f"of each stream, found {size}"
             )
+
+
+def _optimizer_limits(key: str, optimizer: TableOptimizerConfig) -> dict[str, tuple[float | None, float, float]]:
+    return {
+        f"{key}.learning_rate": (optimizer.learning_rate, 0, _LARGE),
+        f"{key}.eps": (optimizer.eps, 1e-30, _LARGE),  # 0 / 0 is the step of a row without gradient
+        f"{key}.beta1": (optimizer.beta1, 0, 1),
+        f"{key}.beta2": (optimizer.beta2, 0, 1),
+        f"{key}.momentum": (optimizer.momentum, 0, 1),
+        f"{key}.weight_decay": (optimizer.weight_decay, 0, _LARGE),
+    }
 
 
 def _check_features(config: Config) -> None:
@@ -189,12 +209,29 @@ def _check_tables(config: Config) -> None:
                 f"found {table.embedding_dim}"
             )
         _check_mapping(config, name, table)
-        rowwise = config.optimizer.tables.name is TableOptimizer.rowwise_adagrad
-        if table.sharding_type is ShardingChoice.column_wise and rowwise:
-            raise UserError(
-                f"config key '{key}.sharding_type': column_wise splits the rows that rowwise_adagrad averages over, so "
-                f"what is learned would depend on the plan; use row_wise, or optimizer.tables.name=adagrad"
-            )
+        _check_sharding(config, name, table)
+
+
+def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
+    optimizer, choice = config.table_optimizer(name), table.sharding_type
+    key = config.table_optimizer_key(name)
+    if choice in COLUMN_SPLITS and optimizer.name in ROWWISE and not optimizer.allow_column_split:
+        raise UserError(
+            f"config key 'tables.{name}.sharding_type': {choice.name} splits the rows that {optimizer.name.name} "
+            f"averages over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
+            f"with {key}.allow_column_split=true"
+        )
+    if choice is ShardingChoice.grid_shard and table.pooling is Pooling.mean:
+        raise UserError(
+            f"config key 'tables.{name}.sharding_type': under grid_shard torchrec averages over the part of a list "
+            f"that a rank holds, not over the list; use table_row_wise, or tables.{name}.pooling=sum"
+        )
+    if choice is ShardingChoice.data_parallel and optimizer.name not in REPLICATED:
+        allowed = ", ".join(each.name for each in REPLICATED)
+        raise UserError(
+            f"config key 'tables.{name}.sharding_type': tables that every rank holds are trained by {allowed}, found "
+            f"{key}.name={optimizer.name.name}; use another sharding_type"
+        )
 
 
 def _check_mapping(config: Config, name: str, table: TableConfig) -> None:

@@ -111,14 +111,21 @@ def _model_name(layers: Sequence[dict[str, Any]]) -> str:
 
 def _fields(kind: Any, model: type | None) -> dict[str, Any]:
     """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
+    kind = _required(kind)
     fields = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
     return fields | {"model": model or dict} if kind is Config else fields
+
+
+def _required(kind: Any) -> Any:
+    """Return the type of a value that may also be null."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    return parts[0] if isinstance(kind, types.UnionType) and len(parts) == 1 else kind
 
 
 def _check_keys(section: Any, key: str, kind: Any, model: type | None) -> None:
     """Refuse a key that is not known, or a plain value where a section should be; OmegaConf is brief on the latter."""
     fields, is_mapping = _fields(kind, model), kind is dict or typing.get_origin(kind) is dict
-    if not (fields or is_mapping):
+    if not (fields or is_mapping) or (section is None and kind != _required(kind)):
         return
     if not isinstance(section, dict):
         raise UserError(f"config key '{key}' must be a section of keys, found {_show(section)}")

@@ -67,20 +67,37 @@ class Pooling(Enum):
 
 
 class ShardingChoice(Enum):
-    """How a table is split over the ranks; `auto` leaves it to the planner."""
+    """How a table is split over the ranks; `auto` leaves it to the planner.
+
+    `data_parallel`: every rank holds all of it. `table_wise`: one rank does. `row_wise`, `column_wise`: split over all
+    ranks. `table_row_wise`, `table_column_wise`: rows over the ranks of one machine, columns over single ranks.
+    `grid_shard`: columns over machines, and rows over the ranks of each.
+    """
 
     auto = "auto"
+    data_parallel = "data_parallel"
     table_wise = "table_wise"
     row_wise = "row_wise"
     column_wise = "column_wise"
+    table_row_wise = "table_row_wise"
+    table_column_wise = "table_column_wise"
+    grid_shard = "grid_shard"
+
+
+COLUMN_SPLITS = (ShardingChoice.column_wise, ShardingChoice.table_column_wise, ShardingChoice.grid_shard)
 
 
 class TableOptimizer(Enum):
-    """Optimizers that update a table's rows inside the backward pass."""
+    """Optimizers that update a table's rows inside the backward pass. On CPU FBGEMM has the first three."""
 
     rowwise_adagrad = "rowwise_adagrad"
     adagrad = "adagrad"
     sgd = "sgd"
+    adam = "adam"
+    partial_rowwise_adam = "partial_rowwise_adam"
+    lamb = "lamb"
+    partial_rowwise_lamb = "partial_rowwise_lamb"
+    lars_sgd = "lars_sgd"
 
 
 class DenseOptimizer(Enum):
@@ -90,6 +107,8 @@ class DenseOptimizer(Enum):
     adamw = "adamw"
     adagrad = "adagrad"
     sgd = "sgd"
+    adafactor = "adafactor"
+    lamb = "lamb"
 
 
 class Schedule(Enum):
@@ -172,6 +191,31 @@ class FeatureConfig:
 
 
 @dataclass
+class TableOptimizerConfig:
+    """Optimizer of tables, applied in the backward pass to the rows that a batch touches, and to no others."""
+
+    name: TableOptimizer = TableOptimizer.rowwise_adagrad
+    learning_rate: float = 0.05
+    eps: float = 1e-8  # of all but sgd and lars_sgd
+    beta1: float = 0.9  # of adam and lamb
+    beta2: float = 0.999
+    momentum: float = 0.9  # of lars_sgd
+    weight_decay: float = 0.0  # on GPUs
+    allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
+
+
+@dataclass
+class DenseOptimizerConfig:
+    """Optimizer of the dense part. Weight decay and clipping cover the dense part only; tables are never clipped."""
+
+    name: DenseOptimizer = DenseOptimizer.adam
+    learning_rate: float = 1e-3
+    momentum: float = 0.0  # of sgd
+    weight_decay: float = 0.0
+    clip_norm: float | None = None  # most that the norm over all gradients of the dense part may be
+
+
+@dataclass
 class TableConfig:
     """One embedding table, shared by all features that name it."""
 
@@ -188,24 +232,7 @@ class TableConfig:
     vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
     init_range: float | None = None  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     sharding_type: ShardingChoice = ShardingChoice.auto
-
-
-@dataclass
-class TableOptimizerConfig:
-    """Optimizer of all tables, applied in the backward pass."""
-
-    name: TableOptimizer = TableOptimizer.rowwise_adagrad
-    learning_rate: float = 0.05
-    eps: float = 1e-8
-
-
-@dataclass
-class DenseOptimizerConfig:
-    """Optimizer of the dense part. Weight decay covers the dense part only."""
-
-    name: DenseOptimizer = DenseOptimizer.adam
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
+    optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
 
 
 @dataclass
@@ -298,3 +325,11 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 1
     debug: bool = False  # set by --debug
+
+    def table_optimizer(self, table: str) -> TableOptimizerConfig:
+        """Return the optimizer of a table: its own, or that of all."""
+        return self.tables[table].optimizer or self.optimizer.tables
+
+    def table_optimizer_key(self, table: str) -> str:
+        """Return the key of the section that `table_optimizer` returns."""
+        return f"tables.{table}.optimizer" if self.tables[table].optimizer else "optimizer.tables"

@@ -1,8 +1,8 @@
 """Models: the dense part over pooled embeddings, and the task that joins it to a loss."""
 
 from recsys.models.ranker import DLRM, RankingTask
-from recsys.models.step import TrainStep
+from recsys.models.step import DenseHalf, TrainStep
 from recsys.models.task import Task
 from recsys.models.two_tower import RetrievalTask, TwoTower
 
-__all__ = ["DLRM", "RankingTask", "RetrievalTask", "Task", "TrainStep", "TwoTower"]
+__all__ = ["DLRM", "DenseHalf", "RankingTask", "RetrievalTask", "Task", "TrainStep", "TwoTower"]

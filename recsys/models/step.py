@@ -8,13 +8,13 @@ reaches a table before every rank has seen that the step is sound.
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.data.batch import Batch
 from recsys.models.task import Task, set_dropout_keys
@@ -37,6 +37,13 @@ class StepOutput:
     num_bad_rows: int = 0
 
 
+class Replicated(Protocol):
+    """What `DenseHalf.replicated` is."""
+
+    def update(self, ids: KeyedJaggedTensor, gradients: dict[str, torch.Tensor]) -> None:
+        """Train on this rank's table rows and the gradients of the mean loss by feature; collective."""
+
+
 class NonFiniteLossError(Exception):
     """The loss or a gradient of the step is not finite; no table and no weight has been changed by it."""
 
@@ -47,17 +54,21 @@ class DenseHalf(nn.Module):
     Args:
         task: its model may be wrapped in DistributedDataParallel, which averages gradients over ranks.
         seed: of the run, for dropout.
+        clip_norm: most that the norm over all gradients of the dense part may be; None: any.
 
     Attributes:
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
+        replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
     """
 
-    def __init__(self, task: Task, seed: int) -> None:
+    def __init__(self, task: Task, seed: int, clip_norm: float | None = None) -> None:
         super().__init__()
         self.task = task
         self.seed = seed
+        self.clip_norm = clip_norm
         self.stop_requested = False
-        self._pooled: torch.Tensor | None = None
+        self.replicated: Replicated | None = None
+        self._pooled: KeyedTensor | None = None
         self._gradient: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
         self._output: StepOutput | None = None
@@ -68,7 +79,7 @@ class DenseHalf(nn.Module):
             outputs = self.task.model(_by_key(pooled, values), batch.floats)
             return values.new_zeros(()), StepOutput(batch, outputs)
         loss, gradient = self._forward_backward(pooled, batch)
-        self._pooled, self._gradient = values, gradient
+        self._pooled, self._gradient = pooled, gradient
         self._sums = torch.stack([loss.double(), batch.weights.sum().double()])
         self._output = StepOutput(batch, ())
         return loss, self._output
@@ -114,8 +125,19 @@ class DenseHalf(nn.Module):
         scale = dist.get_world_size() / weight if weight else 0.0
         gradients = [p.grad for p in self.task.model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, scale)
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.clip_norm)
         if gradient is not None:
-            pooled.backward(gradient * scale)
+            self._train_tables(pooled, gradient * scale)
+
+    def _train_tables(self, pooled: KeyedTensor, gradient: torch.Tensor) -> None:
+        """Hand on the gradient by the pooled embeddings, times the number of ranks."""
+        assert self._output is not None
+        if self.replicated is not None:
+            by_feature = _by_key(pooled, gradient / dist.get_world_size())
+            self.replicated.update(self._output.batch.ids, by_feature)
+        if pooled.values().requires_grad:
+            pooled.values().backward(gradient)
 
     def _agree(self, gradient: torch.Tensor | None) -> list[float]:
         assert self._sums is not None and self._output is not None
@@ -133,10 +155,10 @@ class DenseHalf(nn.Module):
 class TrainStep(nn.Module):
     """Lookup, then the dense half; what torchrec shards and its pipeline traces."""
 
-    def __init__(self, embeddings: EmbeddingBagCollection, task: Task, seed: int) -> None:
+    def __init__(self, embeddings: EmbeddingBagCollection, dense: DenseHalf) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.dense = DenseHalf(task, seed)
+        self.dense = dense
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """Return (loss of this rank, StepOutput). The pipeline then calls `dense.backward()`."""

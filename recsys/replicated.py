@@ -1,0 +1,104 @@
+"""Tables that every rank holds whole, trained by the same rules as FBGEMM trains sharded ones."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recsys.config import Pooling, TableOptimizerConfig
+from recsys.config.schema import TableOptimizer
+
+_STATE = "momentum1"  # FBGEMM's name for the sums of squares
+
+
+@dataclass
+class ReplicatedTable:
+    """One table.
+
+    Attributes:
+        weights: [num_embeddings, embedding_dim] FP32 or FP16, the lookup's own memory.
+        features: that it is looked up for.
+        learning_rate: of the next update.
+    """
+
+    name: str
+    weights: torch.Tensor
+    features: list[str]
+    pooling: Pooling
+    optimizer: TableOptimizerConfig
+    learning_rate: float = 0.0
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        rows, columns = self.weights.shape
+        shapes = {TableOptimizer.rowwise_adagrad: (rows,), TableOptimizer.adagrad: (rows, columns)}
+        if self.optimizer.name in shapes:
+            self.state[_STATE] = torch.zeros(shapes[self.optimizer.name], device=self.weights.device)
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Let the next updates have this rate."""
+        self.learning_rate = rate
+
+
+class ReplicatedTables:
+    """Updates replicated tables from the gradients of their pooled embeddings.
+
+    torchrec leaves such tables to the optimizer of the dense part, with gradients of the weights' own type, so that
+    what is learned would depend on the plan. Here gradients are summed in FP32, over all ranks, and the rules are those
+    of FBGEMM's optimizers (fbgemm_gpu/docs, `OptimType`). A step takes time in proportion to the tables, not to the
+    batch.
+    """
+
+    def __init__(self, tables: Iterable[ReplicatedTable]) -> None:
+        self.tables = list(tables)
+
+    def update(self, ids: KeyedJaggedTensor, gradients: dict[str, torch.Tensor]) -> None:
+        """Train the tables on one batch; collective.
+
+        Args:
+            ids: this rank's table rows.
+            gradients: of the mean loss by the pooled embeddings of this rank, [rows, embedding_dim] by feature.
+        """
+        if not self.tables:
+            return
+        sizes = [table.weights.numel() for table in self.tables]
+        total = torch.zeros(sum(sizes), device=self.tables[0].weights.device)
+        sums = [part.view(t.weights.shape) for part, t in zip(total.split(sizes), self.tables, strict=True)]
+        for table, into in zip(self.tables, sums, strict=True):
+            for feature in table.features:
+                _add_rows(into, ids[feature], gradients[feature], table.pooling)
+        dist.all_reduce(total)
+        for table, gradient in zip(self.tables, sums, strict=True):
+            _apply(table, gradient)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the optimizer's state, by `TABLE/STATE`."""
+        return {f"{table.name}/{name}": value for table in self.tables for name, value in table.state.items()}
+
+
+def _add_rows(into: torch.Tensor, jagged: JaggedTensor, gradient: torch.Tensor, pooling: Pooling) -> None:
+    """Add to `into`, [num_embeddings, embedding_dim], the gradient by the table of one feature's pooled embeddings."""
+    lengths = jagged.lengths()
+    if pooling is Pooling.mean:
+        gradient = gradient / lengths.clamp(min=1)[:, None]
+    by_id = gradient.float().repeat_interleave(lengths, dim=0, output_size=jagged.values().numel())
+    if jagged.weights_or_none() is not None:
+        by_id = by_id * jagged.weights()[:, None]
+    into.index_add_(0, jagged.values(), by_id)
+
+
+def _apply(table: ReplicatedTable, gradient: torch.Tensor) -> None:
+    config = table.optimizer
+    step = gradient * table.learning_rate
+    if config.name is not TableOptimizer.sgd:
+        # Rows that no id touched have no gradient: nothing is added, and their step is 0 / (… + eps).
+        squares, state = gradient.square(), table.state[_STATE]
+        rowwise = config.name is TableOptimizer.rowwise_adagrad
+        state += squares.mean(dim=1) if rowwise else squares
+        root = state.sqrt().add_(config.eps)
+        step /= root[:, None] if rowwise else root
+    if config.name is TableOptimizer.adagrad and table.weights.device.type == "cpu":
+        step = step.to(table.weights.dtype)  # as FBGEMM's kernel does there, before it subtracts
+    table.weights.copy_(table.weights.float().sub_(step))

@@ -1,0 +1,237 @@
+"""Our trainer, from Parquet, against a bare torchrec loop over batches in memory; see `benchmark.py step --help`."""
+
+import argparse
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recsys.process_group import keep_arrow_memory
+
+keep_arrow_memory()  # before pyarrow is imported
+
+import benchmark_training  # noqa: E402
+import torch  # noqa: E402
+from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec.datasets.utils import Batch as BareBatch  # noqa: E402
+from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
+from torchrec.models.dlrm import DLRM, DLRMTrain  # noqa: E402
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
+from torchrec.optim.keyed import KeyedOptimizerWrapper  # noqa: E402
+from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
+
+from recsys.build import build_model  # noqa: E402
+from recsys.config import Config, load_config  # noqa: E402
+from recsys.inputs import Inputs, open_inputs  # noqa: E402
+from recsys.pipeline import build_pipeline  # noqa: E402
+from recsys.process_group import World, open_world  # noqa: E402
+from recsys.trainer import TimedIterator, Trainer  # noqa: E402
+from recsys.versions import installed_versions  # noqa: E402
+
+ROWS = 2_097_152
+NUM_EMBEDDINGS, DIM = 200_000, 16
+BATCHES_IN_MEMORY = 64
+PROFILED_STEPS = 60
+# The part of a step that an event of the profiler belongs to. Events of the first kind are inside those of the second,
+# and taken off them.
+LOOKUP = re.compile(r"^fbgemm::split_embedding_codegen_lookup|^fbgemm::dense_embedding_codegen_lookup")
+TABLE_BACKWARD = re.compile(r"^CppNode<.*(SplitLookup|DenseLookup|SplitNoBag)")
+RANGES = {
+    "wait": re.compile(r"^next batch$"),
+    "input_distribution": re.compile(r"^## (start|wait)_sparse_data_dist"),
+    "forward": re.compile(r"^## forward"),
+    "backward": re.compile(r"^## backward|^tables' backward$"),
+    "optimizer": re.compile(r"^## optimizer|^## zero_grad"),
+}
+
+
+class Ours:
+    """The trainer of this project, as train.py runs it."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._inputs: Inputs = open_inputs(config, world)
+        self._built = build_model(self._inputs)
+        self._config, self._world = config, world
+        self._num_threads = torch.get_num_threads()  # as open_world chose it
+
+    def measure(self, steps: int) -> dict[str, float]:
+        """Train `steps` steps from the first row on; return rows/s and the share of time spent waiting for data."""
+        torch.set_num_threads(self._num_threads)
+        config = replace(self._config, train=replace(self._config.train, max_steps=steps))
+        self._inputs.config = config
+        with tempfile.TemporaryDirectory() as folder:
+            fitted = Trainer(self._inputs, self._built, Path(folder)).fit()
+        self._built.model.module.dense.stop_requested = False
+        return {"rows_per_s": fitted.samples_per_s, "wait_share": fitted.wait_share}
+
+    def batches_in_memory(self) -> list[BareBatch]:
+        """Return batches of the same rows for the bare loop."""
+        loader = self._inputs.loader("train")
+        with closing(loader.batches()) as batches:
+            return [
+                BareBatch(
+                    dense_features=batch.floats.clone(),
+                    sparse_features=KeyedJaggedTensor(
+                        batch.ids.keys(), batch.ids.values().long(), lengths=batch.ids.lengths().clone()
+                    ),
+                    labels=batch.labels.clone(),
+                )
+                for batch in islice(batches, BATCHES_IN_MEMORY)
+            ]
+
+    def profile(self, steps: int) -> dict[str, float]:
+        """Return ms per step of each part, over `steps` steps from the middle of an epoch."""
+        torch.set_num_threads(self._num_threads)
+        loader = self._inputs.loader("train")
+        pipeline = build_pipeline(
+            self._built.model, self._built.dense_optimizer, self._world.device, self._config.debug
+        )
+        with closing(loader.batches()) as batches:
+            return profiled(pipeline.progress, TimedIterator(batches), steps)
+
+
+class Bare:
+    """torchrec as its examples use it: DLRMTrain, DistributedModelParallel, TrainPipelineSparseDist."""
+
+    def __init__(self, batches: list[BareBatch], device: torch.device) -> None:
+        keys = batches[0].sparse_features.keys()
+        tables = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=f"t_{key}", embedding_dim=DIM, num_embeddings=NUM_EMBEDDINGS, feature_names=[key]
+                )
+                for key in keys
+            ],
+        )
+        apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
+        num_floats = batches[0].dense_features.shape[1]
+        model = DistributedModelParallel(
+            DLRMTrain(DLRM(tables, num_floats, [64, DIM], [64, 32, 1], dense_device=device)), device=device
+        )
+        optimizer = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, 1e-3)
+        )
+        self._pipeline = TrainPipelineSparseDist(model, optimizer, device)
+        self._batches: Iterator[BareBatch] = cycle(batches)
+        self._rows = batches[0].dense_features.shape[0]
+
+    def measure(self, steps: int, num_threads: int) -> float:
+        """Train `steps` steps; return rows/s."""
+        torch.set_num_threads(num_threads)
+        start = time.monotonic()
+        for _ in range(steps):
+            self._pipeline.progress(self._batches)
+        return steps * self._rows / (time.monotonic() - start)
+
+    def profile(self, steps: int, num_threads: int) -> dict[str, float]:
+        """Return ms per step of each part."""
+        torch.set_num_threads(num_threads)
+        return profiled(self._pipeline.progress, self._batches, steps)
+
+
+class Marked(Iterator[Any]):
+    """Passes batches on, as a range of the profiler."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        with record_function("next batch"):
+            return next(self._batches)
+
+
+def profiled(progress: Callable[[Any], Any], batches: Iterator[Any], steps: int) -> dict[str, float]:
+    """Return ms per step by part, of `steps` steps after as many to warm up; profiling itself costs some of it."""
+    marked = Marked(batches)
+    for _ in range(steps):
+        progress(marked)
+    start = time.monotonic()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            progress(marked)
+    total = (time.monotonic() - start) * 1e3 / steps
+
+    def sum_of(pattern: re.Pattern[str]) -> float:
+        return sum(e.cpu_time_total for e in found.key_averages() if pattern.search(e.key)) / 1e3 / steps
+
+    ranges = {name: sum_of(pattern) for name, pattern in RANGES.items()}
+    lookup, table_backward = sum_of(LOOKUP), sum_of(TABLE_BACKWARD)
+    parts = {
+        "wait": ranges["wait"],
+        "input_distribution": ranges["input_distribution"],
+        "lookup": lookup,
+        "dense": ranges["forward"] - lookup + max(0.0, ranges["backward"] - table_backward),
+        "backward": table_backward,
+        "optimizer": ranges["optimizer"],
+    }
+    parts["rest"] = total - sum(parts.values())
+    return {name: round(value, 3) for name, value in {"total": total, **parts}.items()}
+
+
+def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
+    """Interleave our trainer and the bare loop, and return medians over the repeats."""
+    with tempfile.TemporaryDirectory() as folder, open_world() as world:
+        path = Path(folder) / "step.yaml"
+        path.write_text(benchmark_training.config_text(data))
+        overrides = ["model.bottom_mlp=[64]", f"train.global_batch_size={batch_size}", "run.name=step"]
+        ours = Ours(load_config(path, [*overrides, *arguments.overrides]), world)
+        bare = Bare(ours.batches_in_memory(), world.device)
+        steps = max(1, arguments.rows // batch_size)
+        rates: dict[str, list[float]] = {"ours": [], "wait_share": []}
+        for repeat in range(arguments.repeats + 1):
+            found = ours.measure(steps)
+            rates["ours"].append(found["rows_per_s"])
+            rates["wait_share"].append(found["wait_share"])
+            for threads in arguments.threads:
+                rates.setdefault(f"bare_{threads}", []).append(bare.measure(steps, threads))
+            if repeat:
+                shown = {name: round(values[-1], 3 if name == "wait_share" else None) for name, values in rates.items()}
+                print(f"batch {batch_size}, repeat {repeat}: {shown}", flush=True)
+        medians = {name: statistics.median(values[1:]) for name, values in rates.items()}  # the first warms up
+        best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
+        ratios = [a / b for a, b in zip(rates["ours"][1:], rates[f"bare_{best}"][1:], strict=True)]
+        result = {
+            "bare_rows_per_second": round(medians[f"bare_{best}"]),
+            "ours_rows_per_second": round(medians["ours"]),
+            "ratio": round(statistics.median(ratios), 4),
+            "ratios": [round(ratio, 4) for ratio in ratios],
+            "bare_threads": best,
+            "ours_threads": torch.get_num_threads() if not arguments.threads else ours._num_threads,
+            "wait_share": round(medians["wait_share"], 4),
+            "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
+            "ours_ms": ours.profile(PROFILED_STEPS),
+            "bare_ms": bare.profile(PROFILED_STEPS, best),
+        }
+        del ours, bare
+        return result
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Carry out `benchmark.py step`. What stands at the top of the result is of the batch size with the least ratio."""
+    data = benchmark_training.files(ROWS)
+    batches = {size: measure_batch_size(arguments, data, size) for size in arguments.batch_size}
+    least = min(batches.values(), key=lambda found: found["ratio"])
+    return {**least, "batches": batches, "device": "cpu", "versions": installed_versions()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `benchmark.py step`."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="OpenMP threads of the bare loop")
+    parser.add_argument("--rows", type=int, default=1_048_576, help="rows of a block of steps, of which two alternate")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -1,0 +1,210 @@
+"""Every sharding type, number of ranks and table precision learns what one process of plain torch modules learns."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from launch import fork_train
+
+from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, load_config
+from recsys.config.schema import COLUMN_SPLITS, DenseOptimizer, TableOptimizer
+from recsys.data.batch import Batch
+from recsys.inputs import Inputs, open_inputs
+from recsys.models import DLRM
+from recsys.process_group import open_world
+from recsys.tables import fill_initial, float_features, id_features, init_range
+
+STEPS = 30
+KINDS = [choice for choice in ShardingChoice if choice is not ShardingChoice.auto]
+# A list that is averaged, one table of two features, a weighted list, a few rows that many ids share.
+CONFIG = """\
+data: {train: data/sample/train, label_column: label, weight_column: weight, window_mib: 1}
+features:
+  user_id: {table: user}
+  item_id: {table: item}
+  history: {table: item, max_length: 10}
+  category: {table: category}
+  hour: {table: hour}
+  price: {type: float}
+tables:
+  user: {num_embeddings: 300, embedding_dim: 16}
+  item: {num_embeddings: 100, embedding_dim: 16}
+  category: {num_embeddings: 30, embedding_dim: 16, pooling: mean}
+  hour: {num_embeddings: 24, embedding_dim: 16, mapping: identity}
+model: {name: dlrm, bottom_mlp: [16], top_mlp: [32, 16]}
+train: {global_batch_size: 256, max_steps: 30, epochs: 9, log_every_steps: 1}
+"""
+
+
+def overrides(kind: str, dtype: str, optimizer: str) -> list[str]:
+    tables = ("user", "item", "category", "hour")
+    pooling = "sum" if kind == "grid_shard" else "mean"
+    return [
+        f"optimizer.tables.name={optimizer}",
+        # With eps near 0 the first step of a row is of full size whatever its gradient is, also where that is but the
+        # rounding of a sum that cancels; in FP16, two correct sums may then differ in their sign.
+        f"optimizer.tables.eps={1e-4 if dtype == 'FP16' else 1e-8}",
+        f"tables.item.pooling={pooling}",
+        f"tables.category.pooling={pooling}",
+        *(f"tables.{table}.data_type={dtype}" for table in tables),
+        *(f"tables.{table}.sharding_type={kind}" for table in tables),
+    ]
+
+
+class Reference:
+    """The tables as plain tensors, the optimizers' rules written out."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        torch.manual_seed(config.seed)
+        self.dense = DLRM(config.model, id_features(config), len(float_features(config)), 16)
+        self.optimizer = torch.optim.Adam(self.dense.parameters(), config.optimizer.dense.learning_rate)
+        self.tables, self.state = {}, {}
+        for name, table in config.tables.items():
+            dtype = torch.float16 if table.data_type is DataType.FP16 else torch.float32
+            self.tables[name] = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype)
+            fill_initial(self.tables[name], 0, 0, config.seed, name, init_range(table))
+            self.state[name] = torch.zeros(table.num_embeddings, table.embedding_dim)
+
+    def step(self, batch: Batch) -> float:
+        leaves = {name: weights.float().clone().requires_grad_() for name, weights in self.tables.items()}
+        pooled = {}
+        for name in id_features(self.config):
+            table, jagged = self.config.features[name].table, batch.ids[name]
+            mode = "mean" if self.config.tables[table].pooling is Pooling.mean else "sum"
+            pooled[name] = F.embedding_bag(
+                jagged.values(), leaves[table], jagged.offsets()[:-1].to(jagged.values()), mode=mode
+            )
+        logits = self.dense(pooled, batch.floats)
+        total = F.binary_cross_entropy_with_logits(logits, batch.labels, batch.weights, reduction="sum")
+        loss = total / batch.weights.sum()
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.config.optimizer.dense.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.dense.parameters(), self.config.optimizer.dense.clip_norm)
+        self.optimizer.step()
+        for name, leaf in leaves.items():
+            self.tables[name].copy_(leaf.detach() - self._change(name, leaf.grad))
+        return loss.item()
+
+    def _change(self, table: str, gradient: torch.Tensor) -> torch.Tensor:
+        settings, state = self.config.table_optimizer(table), self.state[table]
+        if settings.name is TableOptimizer.sgd:
+            return settings.learning_rate * gradient
+        rowwise = settings.name is TableOptimizer.rowwise_adagrad
+        state += (gradient**2).mean(dim=1, keepdim=True) if rowwise else gradient**2
+        step = settings.learning_rate * gradient / (state.sqrt() + settings.eps)
+        # FBGEMM's Adagrad on CPU rounds the step to the weights' type before it subtracts it.
+        return step if rowwise else step.to(self.tables[table].dtype)
+
+
+@cache
+def reference(folder: Path, *options: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses of each step, and the tables after the last."""
+    config = load_config(write(folder), options)
+    with open_world(Device.cpu, 1) as world:
+        trained = Reference(config)
+        inputs = open_inputs(config, world)
+        with closing(_batches(inputs)) as batches:
+            losses = [trained.step(batch) for batch in islice(batches, STEPS)]
+    return losses, trained.tables
+
+
+def _batches(inputs: Inputs) -> Iterator[Batch]:
+    loader = inputs.loader("train")
+    return loader.batches(loader.start(), inputs.config.train.epochs)
+
+
+def write(folder: Path) -> Path:
+    path = folder / "plans.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("plans")
+
+
+def trained(folder: Path, world_size: int, options: Sequence[str]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    run_dir = folder / f"run-{world_size}"
+    done = fork_train(str(write(folder)), f"run.dir={run_dir}", "run.overwrite=true", *options, nproc=world_size)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    assert result["world_size"] == world_size
+    for rank in range(world_size):
+        report = json.loads((run_dir / f"memory/rank_{rank}.json").read_text())
+        assert report["totals"]["predicted"] == report["totals"]["measured"]
+    return [r["loss"] for r in records if r["kind"] == "train"], load_tables(run_dir / f"checkpoints/step-{STEPS:09d}")
+
+
+def load_tables(checkpoint: Path) -> dict[str, torch.Tensor]:
+    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.items()
+        if name.startswith("tables/")
+    }
+    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
+    return {name.removeprefix("tables/"): value for name, value in found.items()}
+
+
+def cases() -> Iterator[Any]:
+    for kind in KINDS:
+        for world_size in (1, 2, 4):
+            for dtype in ("FP32", "FP16"):
+                marks = [] if (world_size, dtype) == (2, "FP32") else [pytest.mark.slow]
+                yield pytest.param(kind, world_size, dtype, marks=marks, id=f"{kind.name}-{world_size}-{dtype}")
+
+
+@pytest.mark.parametrize("kind, world_size, dtype", list(cases()))
+def test_a_plan_learns_what_plain_torch_learns(kind: ShardingChoice, world_size: int, dtype: str, folder: Path) -> None:
+    """FP16: values that differ in the last bit of FP32 may be rounded to neighbours, 2**-10 of them apart.
+
+    So after n updates weights may be n * 2**-10 of the largest weight apart, if all goes the same way.
+    """
+    optimizer = "adagrad" if kind in COLUMN_SPLITS else "rowwise_adagrad"
+    options = overrides(kind.name, dtype, optimizer)
+    losses, tables = trained(folder, world_size, options)
+    same = "grid_shard" if kind is ShardingChoice.grid_shard else "table_wise"
+    expected, expected_tables = reference(folder, *overrides(same, dtype, optimizer))
+    assert len(losses) == STEPS
+    exact = dtype == "FP32"
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5 if exact else 1e-3)
+    for name, weights in expected_tables.items():
+        atol = 1e-5 if exact else STEPS * 2**-10 * float(weights.abs().max())
+        torch.testing.assert_close(tables[name].float(), weights.float(), rtol=1e-5, atol=atol)
+
+
+def test_each_table_with_a_plan_and_an_optimizer_of_its_own(folder: Path) -> None:
+    options = (
+        "tables.user={sharding_type: row_wise, optimizer: {name: sgd, learning_rate: 0.3}}",
+        "tables.item={sharding_type: data_parallel, optimizer: {name: adagrad, learning_rate: 0.02, eps: 1e-5}}",
+        "tables.category={sharding_type: column_wise, optimizer: {name: adagrad}}",
+        "tables.hour={sharding_type: data_parallel, optimizer: {name: rowwise_adagrad}}",
+        "optimizer.dense.clip_norm=0.1",
+    )
+    losses, tables = trained(folder, 2, options)
+    expected, expected_tables = reference(folder, *options)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [each.name for each in DenseOptimizer])
+def test_dense_optimizers_on_two_ranks(name: str, folder: Path) -> None:
+    options = (f"optimizer.dense.name={name}", *(["optimizer.dense.momentum=0.9"] if name == "sgd" else []))
+    losses, tables = trained(folder, 2, options)
+    alone, tables_alone = trained(folder, 1, options)
+    torch.testing.assert_close(losses, alone, rtol=0, atol=1e-5)
+    for weights, weights_alone in zip(tables.values(), tables_alone.values(), strict=True):
+        torch.testing.assert_close(weights, weights_alone, rtol=1e-5, atol=1e-5)
