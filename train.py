@@ -5,6 +5,7 @@ import sys
 from typing import NoReturn
 
 from recsys.errors import UserError, end_run
+from recsys.process_environment import prepare_environment
 from recsys.versions import check_versions
 
 _EPILOG = """\
@@ -44,13 +45,11 @@ def main() -> int:
     try:
         arguments = parser.parse_intermixed_args()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
+        prepare_environment()
         check_versions()
         from recsys.config import load_config
 
         config = load_config(arguments.config, arguments.overrides, arguments.debug)
-        from recsys.process_group import keep_arrow_memory
-
-        keep_arrow_memory()  # before the next line imports pyarrow
         from recsys.run import run
 
         return run(config)

@@ -62,7 +62,7 @@ def _plan(step: nn.Module, config: Config, world: World) -> ShardingPlan:
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=config.train.global_batch_size // world.world_size,
-        constraints={name: _constraints(config, name) for name in config.tables},
+        constraints={name: _constraints(config, name, world.world_size) for name in config.tables},
         storage_reservation=FixedPercentageStorageReservation(_RESERVED_SHARE),
         debug=False,
     )
@@ -85,9 +85,9 @@ def _gib(topology: Topology) -> str:
     return f"{(storage.hbm or storage.ddr) * (1 - _RESERVED_SHARE) / 2**30:.1f}"
 
 
-def _constraints(config: Config, table: str) -> ParameterConstraints:
+def _constraints(config: Config, table: str, world_size: int) -> ParameterConstraints:
     choice = config.tables[table].sharding_type
-    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table)
+    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, world_size)
     num_features = sum(feature.table == table for feature in config.features.values())
     return ParameterConstraints(
         sharding_types=[each.value for each in types],
@@ -97,7 +97,9 @@ def _constraints(config: Config, table: str) -> ParameterConstraints:
     )
 
 
-def _automatic_types(config: Config, table: str) -> list[ShardingChoice]:
+def _automatic_types(config: Config, table: str, world_size: int) -> list[ShardingChoice]:
+    if world_size == 1:
+        return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
     settings, optimizer = config.tables[table], config.table_optimizer(table)
     types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
     if optimizer.name not in ROWWISE or optimizer.allow_column_split:
@@ -134,8 +136,8 @@ def describe_plan(pieces: Iterable[Shard]) -> list[str]:
 def shard_model(step: nn.Module, plan: ShardingPlan, world: World) -> DistributedModelParallel:
     """Shard the tables of `step` by the plan, and move the rest to the device.
 
-    `step.dense.task.model` is wrapped in DistributedDataParallel of its own; torchrec's wrapping of the whole
-    dense part is left out, because it would hook the tables' backward too.
+    With several ranks `step.dense.task.model` is wrapped in DistributedDataParallel of its own; torchrec's wrapping of
+    the whole dense part is left out, because it would hook the tables' backward too.
     """
     step.dense.to(world.device)
     model = DistributedModelParallel(
@@ -147,8 +149,9 @@ def shard_model(step: nn.Module, plan: ShardingPlan, world: World) -> Distribute
         init_data_parallel=False,
     )
     task: Any = model.module.dense.task
-    device_ids = [world.device.index] if world.device.type == "cuda" else None
-    task.model = DistributedDataParallel(task.model, device_ids=device_ids, gradient_as_bucket_view=True)
+    if world.world_size > 1:
+        device_ids = [world.device.index] if world.device.type == "cuda" else None
+        task.model = DistributedDataParallel(task.model, device_ids=device_ids, gradient_as_bucket_view=True)
     return model
 
 

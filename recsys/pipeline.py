@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import record_function
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
@@ -32,7 +33,8 @@ class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):
         self._dense_half = model.module.dense
 
     def _backward(self, losses: torch.Tensor) -> None:
-        self._dense_half.backward()
+        with record_function("## backward ##"):
+            self._dense_half.backward()
 
 
 class PlainPipeline:

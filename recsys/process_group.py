@@ -29,16 +29,6 @@ _LOST_PEER_SIGNS = (
 )
 
 
-def keep_arrow_memory() -> None:
-    """Let Arrow keep freed memory for a minute instead of 10 ms; to be called before pyarrow is imported.
-
-    Giving it back in the middle of decoding the next row group costs a quarter of the time on virtual machines, where
-    getting it again is expensive. Arrow's allocator (mimalloc) reads the variable once, when pyarrow is loaded; a value
-    of the user's own stays.
-    """
-    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "60000")  # milliseconds
-
-
 @dataclass(frozen=True)
 class World:
     """This process among the others.
@@ -126,8 +116,8 @@ def open_world(device: Device = Device.auto, num_threads: int | None = None) -> 
 
     Args:
         device: where to compute.
-        num_threads: OpenMP threads of this rank; default: its share of this machine's cores, less one for decoding,
-            because OpenMP's threads spin at barriers, and ten times slower where one of their cores is taken.
+        num_threads: OpenMP threads of this rank; default: its share of this machine's cores, less one for decoding
+            where there are more than two.
 
     Raises:
         UserError: CUDA is asked for and not there, or there are more ranks than GPUs.
@@ -135,7 +125,7 @@ def open_world(device: Device = Device.auto, num_threads: int | None = None) -> 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch_device = _choose_device(device, local_rank, local_world_size)
-    torch.set_num_threads(num_threads or max(1, num_cores() // local_world_size - 1))
+    torch.set_num_threads(num_threads or _default_threads(num_cores() // local_world_size))
     _init_process_group(torch_device)
     host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo")
     assert host_group is not None
@@ -150,6 +140,10 @@ def open_world(device: Device = Device.auto, num_threads: int | None = None) -> 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _default_threads(cores: int) -> int:
+    return cores - 1 if cores > 2 else max(1, cores)
 
 
 def _choose_device(device: Device, local_rank: int, local_world_size: int) -> torch.device:

@@ -17,9 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recsys.process_group import keep_arrow_memory  # noqa: E402
+from recsys.process_environment import prepare_environment  # noqa: E402
 
-keep_arrow_memory()  # before pyarrow is imported, and for the bare decoding too
+prepare_environment()  # before pyarrow is imported, and for the bare decoding too
 
 import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402

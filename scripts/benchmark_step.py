@@ -15,9 +15,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from recsys.process_group import keep_arrow_memory
+from recsys.process_environment import prepare_environment
 
-keep_arrow_memory()  # before pyarrow is imported
+prepare_environment()  # before pyarrow is imported
 
 import benchmark_training  # noqa: E402
 import torch  # noqa: E402
@@ -47,12 +47,12 @@ PROFILED_STEPS = 60
 # The part of a step that an event of the profiler belongs to. Events of the first kind are inside those of the second,
 # and taken off them.
 LOOKUP = re.compile(r"^fbgemm::split_embedding_codegen_lookup|^fbgemm::dense_embedding_codegen_lookup")
-TABLE_BACKWARD = re.compile(r"^CppNode<.*(SplitLookup|DenseLookup|SplitNoBag)")
+TABLE_BACKWARD = re.compile(r"^fbgemm::split_embedding_backward")
 RANGES = {
     "wait": re.compile(r"^next batch$"),
     "input_distribution": re.compile(r"^## (start|wait)_sparse_data_dist"),
     "forward": re.compile(r"^## forward"),
-    "backward": re.compile(r"^## backward|^tables' backward$"),
+    "backward": re.compile(r"^## backward"),
     "optimizer": re.compile(r"^## optimizer|^## zero_grad"),
 }
 
@@ -64,11 +64,11 @@ class Ours:
         self._inputs: Inputs = open_inputs(config, world)
         self._built = build_model(self._inputs)
         self._config, self._world = config, world
-        self._num_threads = torch.get_num_threads()  # as open_world chose it
+        self.num_threads = torch.get_num_threads()  # as open_world chose it
 
     def measure(self, steps: int) -> dict[str, float]:
         """Train `steps` steps from the first row on; return rows/s and the share of time spent waiting for data."""
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self.num_threads)
         config = replace(self._config, train=replace(self._config.train, max_steps=steps))
         self._inputs.config = config
         with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +93,7 @@ class Ours:
 
     def profile(self, steps: int) -> dict[str, float]:
         """Return ms per step of each part, over `steps` steps from the middle of an epoch."""
-        torch.set_num_threads(self._num_threads)
+        torch.set_num_threads(self.num_threads)
         loader = self._inputs.loader("train")
         pipeline = build_pipeline(
             self._built.model, self._built.dense_optimizer, self._world.device, self._config.debug
@@ -183,11 +183,13 @@ def profiled(progress: Callable[[Any], Any], batches: Iterator[Any], steps: int)
 
 def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
     """Interleave our trainer and the bare loop, and return medians over the repeats."""
-    with tempfile.TemporaryDirectory() as folder, open_world() as world:
-        path = Path(folder) / "step.yaml"
-        path.write_text(benchmark_training.config_text(data))
-        overrides = ["model.bottom_mlp=[64]", f"train.global_batch_size={batch_size}", "run.name=step"]
-        ours = Ours(load_config(path, [*overrides, *arguments.overrides]), world)
+    overrides = ["model.bottom_mlp=[64]", f"train.global_batch_size={batch_size}", *arguments.overrides]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(benchmark_training.config_text(data))
+        file.flush()
+        config = load_config(file.name, overrides)
+    with open_world(config.run.device, config.run.num_threads) as world:
+        ours = Ours(config, world)
         bare = Bare(ours.batches_in_memory(), world.device)
         steps = max(1, arguments.rows // batch_size)
         rates: dict[str, list[float]] = {"ours": [], "wait_share": []}
@@ -209,7 +211,7 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
             "ratio": round(statistics.median(ratios), 4),
             "ratios": [round(ratio, 4) for ratio in ratios],
             "bare_threads": best,
-            "ours_threads": torch.get_num_threads() if not arguments.threads else ours._num_threads,
+            "ours_threads": ours.num_threads,
             "wait_share": round(medians["wait_share"], 4),
             "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
             "ours_ms": ours.profile(PROFILED_STEPS),

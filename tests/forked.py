@@ -1,7 +1,7 @@
 """Imported by the process that `launch.fork_train` forks off."""
 
-from recsys.process_group import keep_arrow_memory
+from recsys.process_environment import prepare_environment
 
-keep_arrow_memory()
+prepare_environment()
 
 import recsys.run  # noqa: E402, F401

@@ -143,7 +143,7 @@ class RunConfig:
     resume: bool = False  # continue from the newest checkpoint in run.dir, or start if there is none
     overwrite: bool = False  # replace an earlier run in run.dir
     device: Device = Device.auto
-    num_threads: int | None = None  # OpenMP threads of a rank; default: its share of the cores, less one
+    num_threads: int | None = None  # OpenMP threads of a rank; default: its share of the cores, less one of many
 
 
 @dataclass

@@ -1,5 +1,8 @@
 """DLRM ranker with binary cross-entropy."""
 
+from functools import lru_cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -8,6 +11,38 @@ from recsys.config import DLRMConfig
 from recsys.config.schema import Interaction
 from recsys.data.batch import Batch
 from recsys.models.task import Pooled, RowDropout, Task, mlp
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """The dot products of all pairs of a row's vectors, below the diagonal.
+
+    Autograd's own backward takes two batched products where one is enough, since the products are symmetric, and picks
+    the pairs by indices, which takes longer than multiplying by a matrix of zeros and ones.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(vectors)
+        picked, _ = _pairs(vectors.shape[1], vectors.dtype, vectors.device)
+        return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1) @ picked
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (vectors,) = ctx.saved_tensors
+        n = vectors.shape[1]
+        _, spread = _pairs(n, vectors.dtype, vectors.device)
+        return torch.bmm((gradient @ spread).view(-1, n, n), vectors)
+
+
+@lru_cache(maxsize=8)
+def _pairs(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what picks the entries below the diagonal, [n * n, pairs], and what puts them on both of its sides."""
+    rows, columns = torch.tril_indices(n, n, offset=-1, device=device)
+    numbers = torch.arange(len(rows), device=device)
+    picked, spread = torch.zeros(2, n * n, len(rows), dtype=dtype, device=device)
+    picked[rows * n + columns, numbers] = 1
+    spread[rows * n + columns, numbers] = spread[columns * n + rows, numbers] = 1
+    return picked, spread.T.contiguous()
 
 
 class DLRM(nn.Module):
@@ -31,14 +66,13 @@ class DLRM(nn.Module):
 
     def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows]."""
-        embeddings = self.embedding_dropout(torch.cat([pooled[name] for name in self.features], dim=1))
-        vectors = list(embeddings.chunk(len(self.features), dim=1))
+        vectors = [pooled[name] for name in self.features]
+        if self.training and self.embedding_dropout.p > 0:
+            vectors = list(self.embedding_dropout(torch.cat(vectors, dim=1)).chunk(len(vectors), dim=1))
         if self.bottom is not None:
             vectors.insert(0, self.bottom(floats))
         stacked = torch.stack(vectors, dim=1)  # [rows, vectors, dim]
-        # No buffer: DistributedDataParallel would broadcast it at every step.
-        pairs = torch.tril_indices(len(vectors), len(vectors), offset=-1, device=stacked.device)
-        dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, pairs[0], pairs[1]]
+        dots = _PairwiseDots.apply(stacked)
         kept = [stacked.flatten(1)] if self.keep_vectors else vectors[:1] if self.bottom is not None else []
         return self.top(torch.cat([*kept, dots], dim=1)).squeeze(1)
 

@@ -141,14 +141,15 @@ class DenseHalf(nn.Module):
 
     def _agree(self, gradient: torch.Tensor | None) -> list[float]:
         assert self._sums is not None and self._output is not None
-        finite = torch.isfinite(self._sums).all()
-        for tensor in (gradient, *(p.grad for p in self.task.model.parameters())):
-            if tensor is not None:
-                finite &= torch.isfinite(tensor.sum())
+        tensors = [gradient, *(p.grad for p in self.task.model.parameters())]
+        # The sums of absolute values are finite exactly if all values are (and no sum overflows).
+        norms = torch._foreach_norm([tensor for tensor in tensors if tensor is not None], 1)
+        finite = torch.isfinite(torch.stack([*(norm.double() for norm in norms), *self._sums])).all()
         batch = self._output.batch
         counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
         sums = torch.cat([self._sums, (~finite).double()[None], self._sums.new_tensor(counts)])
-        dist.all_reduce(sums)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
         return sums.tolist()
 
 

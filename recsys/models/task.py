@@ -49,8 +49,11 @@ class RowDropout(nn.Module):
 
 
 def set_dropout_keys(model: nn.Module, seed: int, step: int, first_row: int) -> None:
-    """Give every RowDropout of a model its key for one step; `step` is any number that no two steps share."""
-    for name, module in model.named_modules():
+    """Give every RowDropout of a model its key for one step; `step` is any number that no two steps share.
+
+    The model may be wrapped in DistributedDataParallel, which changes nothing.
+    """
+    for name, module in getattr(model, "module", model).named_modules():
         if isinstance(module, RowDropout) and module.p > 0:
             module.key, module.first_row = make_key(seed, "dropout", step, name), first_row
 
