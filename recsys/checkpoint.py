@@ -35,13 +35,16 @@ class TrainState:
 
     Attributes:
         position: in the data, after `step` steps trained.
-        epoch_rows: for each epoch begun, the rows trained and the rows left out as bad, as counted in the batches.
+        bad_steps: of `step`, those that were not finite and changed nothing.
+        epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
+            in the batches.
         fingerprint: of the training files; seed, shuffle, window_mib: what the order of the rows depends on besides.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
     """
 
     position: Position
     step: int = 0
+    bad_steps: int = 0
     epoch_rows: list[list[int]] = field(default_factory=list)
     fingerprint: str = ""
     seed: int = 0

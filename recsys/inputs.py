@@ -76,10 +76,9 @@ class Inputs:
         """Return what the batches of a dataset are made of."""
         config, present = self.config, set(_role_features(self.config, role))
         ids = [self._id_column(name, role, name in present) for name in id_features(config)]
-        floats = [
-            _float_column(name, config.features[name], _column(config, name) if name in present else None, self.facts)
-            for name in float_features(config)
-        ]
+        # With bad steps allowed, numbers that are not finite are left to the step that meets them.
+        finite = role != "train" or config.train.max_bad_steps == 0
+        floats = [replace(self._float_column(name, name in present), finite=finite) for name in float_features(config)]
         lists = []
         for name, (column, _) in _role_lists(config, role).items():
             assert self._positions is not None
@@ -87,8 +86,8 @@ class Inputs:
         label = weight = None
         if _has_label(config, role):
             columns = config.data.label_column, config.data.weight_column
-            label = FloatColumn("data.label_column", columns[0], None, binary=True) if columns[0] else None
-            weight = FloatColumn("data.weight_column", columns[1], None) if columns[1] else None
+            label = FloatColumn("data.label_column", columns[0], None, True, finite) if columns[0] else None
+            weight = FloatColumn("data.weight_column", columns[1], None, False, finite) if columns[1] else None
         return BatchSpec(ids, floats, label, weight, lists)
 
     def _id_column(self, name: str, role: str, is_present: bool) -> IdColumn:
@@ -107,6 +106,10 @@ class Inputs:
             None if feature.boundaries is None else tuple(feature.boundaries),
             self._statistics[name] if role == "train" else None,
         )
+
+    def _float_column(self, name: str, is_present: bool) -> FloatColumn:
+        column = _column(self.config, name) if is_present else None
+        return _float_column(name, self.config.features[name], column, self.facts)
 
     def id_report(self) -> dict[str, dict[str, object]]:
         """Return for each id feature what the training data held, over all ranks: see `IdStatistics.summary`."""

@@ -98,17 +98,19 @@ class Progress:
     def __init__(self, num_steps: int, first_step: int) -> None:
         self._num_steps = num_steps
         self._step = self._first_step = first_step
-        self._rows = self.total_rows = 0
+        self._rows = self._losses = self.total_rows = 0
         self._loss = self._wait = self.total_wait = 0.0
         self._start = self._mark = time.monotonic()
         self._paused = 0.0
 
-    def step(self, rows: int, loss: float, wait_seconds: float) -> None:
-        """Count one step of `rows` rows over all ranks."""
+    def step(self, rows: int, loss: float | None, wait_seconds: float) -> None:
+        """Count one step of `rows` rows over all ranks; a step that was skipped has no loss."""
         self._step += 1
         self._rows += rows
         self.total_rows += rows
-        self._loss += loss
+        if loss is not None:
+            self._loss += loss
+            self._losses += 1
         self._wait += wait_seconds
         self.total_wait += wait_seconds
 
@@ -121,19 +123,19 @@ class Progress:
         """Return the time spent training so far."""
         return time.monotonic() - self._start - self._paused
 
-    def line(self, steps: int) -> dict[str, Any]:
-        """Return the figures of the last `steps` steps, and begin anew."""
+    def line(self) -> dict[str, Any]:
+        """Return the figures of the steps since the last call; the loss is the mean over those that have one."""
         now = time.monotonic()
         elapsed = max(now - self._mark, 1e-9)
         speed = self.seconds() / max(1, self._step - self._first_step)
         values = {
             "step": self._step,
-            "loss": self._loss / max(1, steps),
+            "loss": self._loss / self._losses if self._losses else math.nan,
             "samples_per_s": self._rows / elapsed,
             "wait_share": min(1.0, self._wait / elapsed),
             "seconds_left": speed * (self._num_steps - self._step),
         }
-        self._rows, self._loss, self._wait, self._mark = 0, 0.0, 0.0, now
+        self._rows, self._losses, self._loss, self._wait, self._mark = 0, 0, 0.0, 0.0, now
         return values
 
     def show(self, values: dict[str, Any]) -> str:

@@ -36,6 +36,10 @@ class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):
         with record_function("## backward ##"):
             self._dense_half.backward()
 
+    def _optimizer_step(self) -> None:
+        if not self._dense_half.skipped:
+            super()._optimizer_step()
+
 
 class PlainPipeline:
     """One batch at a time, nothing in flight: what the debugger shows is what runs."""
@@ -50,7 +54,8 @@ class PlainPipeline:
         self._optimizer.zero_grad()
         _, output = self._model(batch)
         self._model.module.dense.backward()
-        self._optimizer.step()
+        if not self._model.module.dense.skipped:
+            self._optimizer.step()
         return output
 
     def detach(self) -> Any:

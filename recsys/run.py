@@ -21,7 +21,17 @@ from recsys.process_group import World, as_lost_peer, open_world, world_size_fro
 from recsys.trainer import FitResult, Trainer
 from recsys.versions import installed_versions
 
-_WRITTEN = ("config.yaml", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs", "vocabulary", "footers")
+_WRITTEN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "result.json",
+    "memory",
+    "checkpoints",
+    "logs",
+    "vocabulary",
+    "footers",
+    "bad_steps",
+)
 _FOOTERS = "footers"
 _MARKER = ".recsys-run"
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
@@ -167,7 +177,8 @@ def _result(inputs: Inputs, fitted: FitResult, memory: dict[str, Any], seconds: 
         "metrics": fitted.metrics,
         "steps": fitted.state.step,
         "best_step": fitted.state.best_step,
-        "rows_seen": sum(seen for seen, _ in fitted.state.epoch_rows),
+        "bad_steps": fitted.state.bad_steps,
+        "rows_seen": sum(seen for seen, _, _ in fitted.state.epoch_rows),
         "epochs": fitted.state.position.epoch,
         "data": _data_report(inputs, fitted),
         "samples_per_s": round(fitted.samples_per_s, 1),
@@ -193,13 +204,13 @@ def _describe_ids(found: dict[str, Any]) -> str:
 
 
 def _data_report(inputs: Inputs, fitted: FitResult) -> dict[str, Any]:
-    """Return for each epoch the rows to be trained, those that were, and the bad ones; and the ids by feature."""
+    """Return for each epoch the rows to be trained, those that were, and those that were not; and ids by feature."""
     train, position = inputs.datasets["train"], fitted.state.position
     epochs = []
-    for epoch, (seen, bad) in enumerate(fitted.state.epoch_rows):
+    for epoch, (seen, bad, skipped) in enumerate(fitted.state.epoch_rows):
         unfinished = epoch == position.epoch
         expected = position.num_rows - position.rows_before if unfinished else train.num_rows
-        epochs.append({"expected": expected, "seen": seen, "bad": bad})
+        epochs.append({"expected": expected, "seen": seen, "bad": bad, "skipped": skipped})
     return {
         "rows": train.num_rows,
         "files": train.num_files,

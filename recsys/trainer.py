@@ -18,7 +18,7 @@ from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import Inputs
 from recsys.metrics import is_higher_better
-from recsys.models.step import NonFiniteLossError, StepOutput
+from recsys.models.step import StepOutput
 from recsys.observe import MetricsWriter, Progress, logger
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
@@ -65,6 +65,7 @@ class Trainer:
     def __init__(self, inputs: Inputs, built: Built, run_dir: Path) -> None:
         config, world = inputs.config, inputs.world
         self._config, self._built, self._world = config, built, world
+        self._run_dir = run_dir
         self._loader = inputs.loader("train")
         self._datasets = inputs.datasets
         self._evaluation = Evaluation(inputs)
@@ -194,23 +195,14 @@ class Trainer:
     def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
         state, train = self._state, self._config.train
         timed = TimedIterator(islice(batches, boundary - state.step))
-        steps_since_line = 0
         while state.step < boundary:
             self._learning_rate.set(state.step)
             waited = timed.seconds
-            try:
-                output = self._pipeline.progress(timed)
-            except NonFiniteLossError as error:
-                raise UserError(
-                    f"step {state.step}: {error}; lower optimizer.dense.learning_rate or "
-                    f"optimizer.tables.learning_rate, or look for extreme values in the float features"
-                ) from error
+            output = self._pipeline.progress(timed)
             self._advance(output, timed.seconds - waited)
-            steps_since_line += 1
             last = state.step == boundary or output.stop
             if state.step % train.log_every_steps == 0 or last:
-                self._tell(steps_since_line)
-                steps_since_line = 0
+                self._tell()
             if output.stop:
                 logger.info("stop requested: saving step %d", state.step)
                 return True
@@ -221,14 +213,31 @@ class Trainer:
     def _advance(self, output: StepOutput, waited: float) -> None:
         state = self._state
         while len(state.epoch_rows) <= state.position.epoch:
-            state.epoch_rows.append([0, 0])
+            state.epoch_rows.append([0, 0, 0])
         counts = state.epoch_rows[state.position.epoch]
-        counts[0] += output.num_rows
+        counts[2 if output.skipped else 0] += output.num_rows
         counts[1] += output.num_bad_rows
         state.position = output.batch.position
         state.step += 1
-        self._progress.step(output.num_rows, output.loss, waited)
+        self._progress.step(output.num_rows, None if output.skipped else output.loss, waited)
         self._check_bad_rows(counts[1])
+        if output.skipped:
+            self._count_bad_step(output)
+
+    def _count_bad_step(self, output: StepOutput) -> None:
+        """Keep the rows that are to blame, and end the run where bad steps are more than it allows."""
+        state, most = self._state, self._config.train.max_bad_steps
+        state.bad_steps += 1
+        if not output.finite_here:
+            path = self._run_dir / "bad_steps" / f"step-{state.step:09d}-rank-{self._world.rank}.pt"
+            output.batch.save(path)
+            logger.warning("step %d is not finite and is skipped on all ranks; its rows are in %s", state.step, path)
+        if state.bad_steps > most:
+            raise UserError(
+                f"step {state.step}: the loss or its gradient is not finite, and config key 'train.max_bad_steps' "
+                f"allows {most} such steps; look at the rows in '{self._run_dir / 'bad_steps'}', lower "
+                f"optimizer.dense.learning_rate or optimizer.tables.learning_rate, or raise it"
+            )
 
     def _check_bad_rows(self, num_bad: int) -> None:
         most = self._config.data.max_bad_rows
@@ -238,8 +247,8 @@ class Trainer:
                 f"up to step {self._state.step} (the files are named in the logs of the ranks); mend them, or raise it"
             )
 
-    def _tell(self, steps: int) -> None:
-        values = self._progress.line(steps)
+    def _tell(self) -> None:
+        values = self._progress.line()
         logger.info(self._progress.show(values))
         self._writer.write(
             "train", {**values, "epoch": self._state.position.epoch, "rows": self._state.position.num_rows}

@@ -147,15 +147,15 @@ def trained(folder: Path, world_size: int, options: Sequence[str]) -> tuple[list
     return [r["loss"] for r in records if r["kind"] == "train"], load_tables(run_dir / f"checkpoints/step-{STEPS:09d}")
 
 
-def load_tables(checkpoint: Path) -> dict[str, torch.Tensor]:
+def load_tables(checkpoint: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
     metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.items()
-        if name.startswith("tables/")
+        if name.startswith(prefix) and hasattr(entry, "size")
     }
     dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
-    return {name.removeprefix("tables/"): value for name, value in found.items()}
+    return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
 def cases() -> Iterator[Any]:

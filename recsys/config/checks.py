@@ -81,6 +81,7 @@ def _check_numbers(config: Config) -> None:
         "train.eval_batch_size": (train.eval_batch_size, 1, 2**31),
         "train.epochs": (train.epochs, 1, math.inf),
         "train.max_steps": (train.max_steps, 1, math.inf),
+        "train.max_bad_steps": (train.max_bad_steps, 0, math.inf),
         "train.eval_every_steps": (train.eval_every_steps, 1, math.inf),
         "train.log_every_steps": (train.log_every_steps, 1, math.inf),
         "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1, math.inf),

@@ -271,6 +271,7 @@ class TrainConfig:
     eval_batch_size: int | None = None  # the same for evaluation; default: global_batch_size
     epochs: int = 1
     max_steps: int | None = None  # end earlier than the epochs do
+    max_bad_steps: int = 0  # steps whose loss or gradient is not finite: leave out up to so many, in place of an error
     eval_every_steps: int | None = None  # default: at the end only
     log_every_steps: int = 50
     checkpoint_every_steps: int | None = None  # default: at the end only

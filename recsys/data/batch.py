@@ -1,6 +1,7 @@
 """The batch that travels from the loader to the model."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -56,6 +57,16 @@ class Batch(Pipelineable):
         """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
         floats, labels, weights = (t[start:stop] for t in (self.floats, self.labels, self.weights))
         return replace(self, floats=floats, labels=labels, weights=weights)
+
+    def save(self, path: Path) -> None:
+        """Write the tensors to a file that `torch.load` reads, to be looked at; folders are made."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        jagged = {
+            name: {"values": each.values().cpu(), "lengths": each.lengths().cpu(), "weights": each.weights_or_none()}
+            for name, each in self.ids.to_dict().items()
+        }
+        dense = {name: getattr(self, name).cpu() for name in ("floats", "labels", "weights")}
+        torch.save({"ids": jagged, **dense}, path)
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.ids.record_stream(stream)

@@ -82,6 +82,7 @@ class FloatColumn:
         column: name in the data; None: always `fill`.
         fill: raw value of a null, which is transformed like any other; None refuses nulls.
         binary: takes 0 and 1 only.
+        finite: refuses NaN and infinity, also as the result of the transform.
         transform: of the raw values.
     """
 
@@ -89,6 +90,7 @@ class FloatColumn:
     column: str | None
     fill: float | None = 0.0
     binary: bool = False
+    finite: bool = True
     transform: Transform | None = None
 
 
@@ -172,7 +174,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     if nulls is not None:
         out[nulls] = part.fill
     finite = np.isfinite(out)
-    if not finite.all():
+    if part.finite and not finite.all():
         raise UserError(
             f"{_title(part)} holds {numbers[~finite][0]}, and only finite numbers up to 3.4e38 train; "
             f"{'write null for an unknown number' if part.fill is not None else 'drop such rows'}"
@@ -185,7 +187,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
             numbers[nulls] = part.fill
         transform_numbers(numbers, part.transform, part)
         _round(numbers, out)
-        if not np.isfinite(out).all():
+        if part.finite and not np.isfinite(out).all():
             raise UserError(f"{_title(part)} is beyond 3.4e38 after its transform; set a clip")
     return out
 
@@ -325,7 +327,7 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
 
 
 def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
-    other = (numbers != 0) & (numbers != 1)
+    other = (numbers != 0) & (numbers != 1) & ~(np.isnan(numbers) & (not part.finite))
     if other.any():
         raise UserError(
             f"{_title(part)} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; write such a "

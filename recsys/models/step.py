@@ -27,6 +27,8 @@ class StepOutput:
     Attributes:
         loss: mean over the global batch, weighted; stop: some rank asked to stop.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
+        skipped: on some rank the loss or a gradient is not finite, and no rank has changed a table or a weight.
+        finite_here: it is not this rank's rows that are to blame.
     """
 
     batch: Batch
@@ -35,6 +37,8 @@ class StepOutput:
     stop: bool = False
     num_rows: int = 0
     num_bad_rows: int = 0
+    skipped: bool = False
+    finite_here: bool = True
 
 
 class Replicated(Protocol):
@@ -42,10 +46,6 @@ class Replicated(Protocol):
 
     def update(self, ids: KeyedJaggedTensor, gradients: dict[str, torch.Tensor]) -> None:
         """Train on this rank's table rows and the gradients of the mean loss by feature; collective."""
-
-
-class NonFiniteLossError(Exception):
-    """The loss or a gradient of the step is not finite; no table and no weight has been changed by it."""
 
 
 class DenseHalf(nn.Module):
@@ -71,6 +71,7 @@ class DenseHalf(nn.Module):
         self._pooled: KeyedTensor | None = None
         self._gradient: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
+        self._finite: torch.Tensor | None = None
         self._output: StepOutput | None = None
 
     def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
@@ -105,11 +106,16 @@ class DenseHalf(nn.Module):
             return torch.stack(losses).sum(), None
         return torch.stack(losses).sum(), gradients[0] if len(gradients) == 1 else torch.cat(gradients)
 
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing, because it was not finite."""
+        return self._output is not None and self._output.skipped
+
     def backward(self) -> None:
         """Finish the step that `forward` began: agree over the ranks, scale the gradients, update the tables.
 
-        Raises:
-            NonFiniteLossError: on every rank, if the loss or a gradient is not finite on any.
+        Where the loss or a gradient is not finite on some rank, every rank leaves the tables alone and marks the output
+        as `skipped`; the optimizer of the dense part is not to be called then.
         """
         assert self._pooled is not None and self._output is not None
         pooled, gradient = self._pooled, self._gradient
@@ -119,7 +125,8 @@ class DenseHalf(nn.Module):
         self._output.num_rows, self._output.num_bad_rows = round(num_rows), round(num_bad_rows)
         self._pooled = self._gradient = self._sums = None
         if num_bad:
-            raise NonFiniteLossError(f"the loss or its gradient is not finite (loss {self._output.loss})")
+            self._output.skipped, self._output.finite_here = True, bool(self._finite)
+            return
         # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
         # the weights of the global batch.
         scale = dist.get_world_size() / weight if weight else 0.0
@@ -141,13 +148,15 @@ class DenseHalf(nn.Module):
 
     def _agree(self, gradient: torch.Tensor | None) -> list[float]:
         assert self._sums is not None and self._output is not None
-        tensors = [gradient, *(p.grad for p in self.task.model.parameters())]
-        # The sums of absolute values are finite exactly if all values are (and no sum overflows).
-        norms = torch._foreach_norm([tensor for tensor in tensors if tensor is not None], 1)
-        finite = torch.isfinite(torch.stack([*(norm.double() for norm in norms), *self._sums])).all()
+        # A sum of absolute values is finite exactly if all values are (and it does not overflow).
+        dense = [p.grad for p in self.task.model.parameters() if p.grad is not None]
+        norms = torch.stack(torch._foreach_norm(dense if gradient is None else [gradient, *dense], 1))
+        # Gradients of the dense part are those of all ranks.
+        self._finite = torch.isfinite(self._sums).all() & (gradient is None or torch.isfinite(norms[0]))
+        finite = self._finite & torch.isfinite(norms).all()
         batch = self._output.batch
         counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
-        sums = torch.cat([self._sums, (~finite).double()[None], self._sums.new_tensor(counts)])
+        sums = torch.cat([self._sums.nan_to_num(), (~finite).double()[None], self._sums.new_tensor(counts)])
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
         return sums.tolist()
