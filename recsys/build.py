@@ -22,7 +22,7 @@ from recsys.distributed import (
     table_tensors,
 )
 from recsys.inputs import Inputs
-from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TrainStep, TwoTower
+from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TrainStep, TwoTower, checkpoint_mlps
 from recsys.optim import attach_table_optimizers, build_dense_optimizer
 from recsys.tables import build_embeddings, fill_initial, float_features, id_features, init_range
 
@@ -55,10 +55,14 @@ def build_model(inputs: Inputs) -> Built:
     config, world = inputs.config, inputs.world
     torch.manual_seed(config.seed)
     task = _build_task(config, lambda: _log_q(inputs))
+    if config.train.activation_checkpointing:
+        checkpoint_mlps(task.model)
+    if config.train.compile:
+        task.model.compile()
     embeddings = build_embeddings(config)
     weights = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
     attach_table_optimizers(weights, config, world.device)
-    step = TrainStep(embeddings, DenseHalf(task, config.seed, config.optimizer.dense.clip_norm))
+    step = TrainStep(embeddings, DenseHalf(task, config.seed, config.optimizer.dense.clip_norm, config.precision))
     plan = plan_tables(step, config, world)
     model = shard_model(step, plan, world)
 
@@ -86,7 +90,7 @@ def _build_task(config: Config, log_q: Callable[[], torch.Tensor]) -> Task:
         correction = log_q() if config.model.logq_correction else None
         model = TwoTower(config.model, dims, floats)
         return RetrievalTask(model, config.model.item_id, config.model.temperature, correction)
-    return RankingTask(DLRM(config.model, list(dims), len(floats), next(iter(dims.values()))))
+    return RankingTask(DLRM(config.model, dims, len(floats)))
 
 
 def _dim(config: Config, feature: str) -> int:

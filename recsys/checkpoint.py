@@ -36,6 +36,8 @@ class TrainState:
     Attributes:
         position: in the data, after `step` steps trained.
         bad_steps: of `step`, those that were not finite and changed nothing.
+        overflows: of `step`, those whose gradient overflowed FP16, likewise.
+        loss_scale, loss_scale_good_steps: as of `LossScale`.
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
         fingerprint: of the training files; seed, shuffle, window_mib: what the order of the rows depends on besides.
@@ -45,6 +47,9 @@ class TrainState:
     position: Position
     step: int = 0
     bad_steps: int = 0
+    overflows: int = 0
+    loss_scale: float | None = None
+    loss_scale_good_steps: int = 0
     epoch_rows: list[list[int]] = field(default_factory=list)
     fingerprint: str = ""
     seed: int = 0

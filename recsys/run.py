@@ -62,6 +62,7 @@ def run(config: Config) -> int:
 def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
     start = time.monotonic()
     config, world = inputs.config, inputs.world
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.debug:
         torch.autograd.set_detect_anomaly(True)
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, run_dir)
@@ -178,6 +179,7 @@ def _result(inputs: Inputs, fitted: FitResult, memory: dict[str, Any], seconds: 
         "steps": fitted.state.step,
         "best_step": fitted.state.best_step,
         "bad_steps": fitted.state.bad_steps,
+        "overflows": fitted.state.overflows,
         "rows_seen": sum(seen for seen, _, _ in fitted.state.epoch_rows),
         "epochs": fitted.state.position.epoch,
         "data": _data_report(inputs, fitted),

@@ -125,6 +125,9 @@ class Trainer:
             self._check_resumable(state, latest)
             load_tensors(latest, self._built.tensors, self._world)
             self._saved_at = state.step
+            if state.loss_scale is not None:
+                scale = self._built.step.dense.loss_scale
+                scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
             logger.info("resumed at step %d from %s", state.step, latest)
             self._resume_order(state)
             return state
@@ -221,7 +224,12 @@ class Trainer:
         state.step += 1
         self._progress.step(output.num_rows, None if output.skipped else output.loss, waited)
         self._check_bad_rows(counts[1])
-        if output.skipped:
+        scale = self._built.step.dense.loss_scale
+        state.loss_scale, state.loss_scale_good_steps = scale.value, scale.good_steps
+        if output.overflowed:
+            state.overflows += 1
+            logger.info("step %d: a gradient overflows, the step is skipped, loss scale %g", state.step, scale.value)
+        elif output.skipped:
             self._count_bad_step(output)
 
     def _count_bad_step(self, output: StepOutput) -> None:

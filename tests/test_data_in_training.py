@@ -39,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[s
 
 def test_every_epoch_counts_its_rows_and_ids(whole: tuple[list[float], dict[str, Any]]) -> None:
     data = whole[1]["data"]
-    assert data["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0}] * 2
+    assert data["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}] * 2
     users = pq.read_table(ROOT / "data/sample/train")["user_id"].to_numpy()
     found = data["ids"]["user_id"]
     assert found["distinct_ids"] == len(np.unique(users)) and found["exact"]
@@ -55,11 +55,11 @@ def test_micro_batches_change_nothing_but_rounding(whole: tuple[list[float], dic
 def test_three_ranks_go_on_where_one_stopped(tmp_path: Path) -> None:
     train(tmp_path, "train.epochs=2", "train.max_steps=5")
     result = train(tmp_path, "train.epochs=2", "run.resume=true", nproc=3)
-    assert result["data"]["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0}] * 2
+    assert result["data"]["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}] * 2
     log = (tmp_path / "logs" / "rank_0.log").read_text()
     assert "cut anew into 9 streams for 3 ranks" in log
     again = train(tmp_path, "train.epochs=3", "run.resume=true", nproc=2)
-    assert again["data"]["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0}] * 3
+    assert again["data"]["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}] * 3
 
 
 ROWS = 2000
@@ -141,7 +141,7 @@ def test_facts_go_on_with_the_weights(logs: Path, tmp_path: Path) -> None:
     other = (f"train.init_from={tmp_path / 'first'}", "data.filter=\"day == '2026-11-02'\"")
     warm = train(tmp_path / "warm", *other, "train.epochs=1", config=config)
     assert warm["data"]["ids"]["user"]["rows"] == first["data"]["ids"]["user"]["rows"]
-    assert warm["data"]["epochs"] == [{"expected": ROWS, "seen": ROWS, "bad": 0}]
+    assert warm["data"]["epochs"] == [{"expected": ROWS, "seen": ROWS, "bad": 0, "skipped": 0}]
 
 
 def test_a_filter_by_row_keeps_steps_equal(logs: Path, tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_filter_by_row_keeps_steps_equal(logs: Path, tmp_path: Path) -> None:
     result = train(
         tmp_path, "data.filter='hour < 5 or hour == 20'", "train.epochs=1", config=logs / "logs.yaml", nproc=2
     )
-    assert result["data"]["epochs"] == [{"expected": expected, "seen": expected, "bad": 0}]
+    assert result["data"]["epochs"] == [{"expected": expected, "seen": expected, "bad": 0, "skipped": 0}]
 
 
 def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_path: Path) -> None:
@@ -165,6 +165,6 @@ def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_pat
     options += ("tables.user.num_buckets=1", "features.amount.standardise=false", "features.amount.nulls=reserved")
     config = logs / "logs.yaml"
     result = train(tmp_path / "run", *options, "data.max_bad_rows=250", config=config, nproc=2)
-    assert result["data"]["epochs"] == [{"expected": ROWS, "seen": ROWS - 250, "bad": 250}] * 2
+    assert result["data"]["epochs"] == [{"expected": ROWS, "seen": ROWS - 250, "bad": 250, "skipped": 0}] * 2
     done = fork_train(str(config), f"run.dir={tmp_path}/few", *EACH_STEP, *options, "data.max_bad_rows=249", nproc=2)
     assert done.returncode == 1 and "'data.max_bad_rows' allows 249" in done.stderr, done.stderr

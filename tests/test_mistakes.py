@@ -112,7 +112,6 @@ FILES = {
         TOWER.replace("item: {num_embeddings: 100,", "item: {num_embeddings: 100, num_hashes: 2,").encode(),
         ["'model.item_id': table 'item' gives an id several rows"],
     ),
-    "softmax in parts": (TOWER.replace("256}", "256, micro_batch_size: 8}").encode(), ["'train.micro_batch_size'"]),
     "feature twice": (TOWER.replace("[user_id]", "[user_id, user_id]").encode(), ["names 'user_id' twice"]),
     "both towers": (TOWER.replace("[user_id]", "[user_id, item_id]").encode(), ["'item_id' stands in"]),
 }

@@ -65,7 +65,8 @@ class Reference:
     def __init__(self, config: Config) -> None:
         self.config = config
         torch.manual_seed(config.seed)
-        self.dense = DLRM(config.model, id_features(config), len(float_features(config)), 16)
+        dims = {f: config.tables[config.features[f].table].embedding_dim for f in id_features(config)}
+        self.dense = DLRM(config.model, dims, len(float_features(config)))
         self.optimizer = torch.optim.Adam(self.dense.parameters(), config.optimizer.dense.learning_rate)
         self.tables, self.state = {}, {}
         for name, table in config.tables.items():
@@ -200,6 +201,7 @@ def test_each_table_with_a_plan_and_an_optimizer_of_its_own(folder: Path) -> Non
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [each.name for each in DenseOptimizer])
 def test_dense_optimizers_on_two_ranks(name: str, folder: Path) -> None:
     options = (f"optimizer.dense.name={name}", *(["optimizer.dense.momentum=0.9"] if name == "sgd" else []))

@@ -5,6 +5,7 @@ Nothing here imports torch, so that a mistake in a config is told before the hea
 
 from recsys.config.load import load_config, save_config
 from recsys.config.schema import (
+    Autocast,
     Config,
     DataConfig,
     DataType,
@@ -17,6 +18,7 @@ from recsys.config.schema import (
     NullPolicy,
     OptimizerConfig,
     Pooling,
+    PrecisionConfig,
     Schedule,
     ShardingChoice,
     TableConfig,
@@ -25,6 +27,7 @@ from recsys.config.schema import (
 )
 
 __all__ = [
+    "Autocast",
     "Config",
     "DLRMConfig",
     "DataConfig",
@@ -37,6 +40,7 @@ __all__ = [
     "NullPolicy",
     "OptimizerConfig",
     "Pooling",
+    "PrecisionConfig",
     "Schedule",
     "ShardingChoice",
     "TableConfig",

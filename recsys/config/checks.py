@@ -81,6 +81,8 @@ def _check_numbers(config: Config) -> None:
         "train.eval_batch_size": (train.eval_batch_size, 1, 2**31),
         "train.epochs": (train.epochs, 1, math.inf),
         "train.max_steps": (train.max_steps, 1, math.inf),
+        "precision.loss_scale": (config.precision.loss_scale, 1, 2.0**24),
+        "precision.loss_scale_growth_steps": (config.precision.loss_scale_growth_steps, 1, math.inf),
         "train.max_bad_steps": (train.max_bad_steps, 0, math.inf),
         "train.eval_every_steps": (train.eval_every_steps, 1, math.inf),
         "train.log_every_steps": (train.log_every_steps, 1, math.inf),
@@ -263,10 +265,8 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
 
 
 def _check_dlrm(config: Config, model: DLRMConfig) -> None:
-    dims = {name: table.embedding_dim for name, table in config.tables.items()}
-    if len(set(dims.values())) > 1:
-        listed = ", ".join(f"tables.{name}.embedding_dim={dim}" for name, dim in dims.items())
-        raise UserError(f"model dlrm takes dot products of all embeddings, so they need one embedding_dim: {listed}")
+    if model.embedding_dim is not None and model.embedding_dim < 1:
+        raise UserError(f"config key 'model.embedding_dim' must be at least 1, found {model.embedding_dim}")
     if config.data.items is not None:
         raise UserError("config key 'data.items': model dlrm ranks rows, and reads no item corpus; remove it")
     if len(config.features) == 1 and model.interaction is Interaction.dot:
@@ -303,12 +303,6 @@ def _check_two_tower(config: Config, model: TwoTowerConfig) -> None:
             f"feature '{min(unused)}' is in neither model.user_features nor model.item_features; add it there, or "
             f"remove features.{min(unused)}"
         )
-    for key in ("micro_batch_size", "micro_batch_ids"):
-        if getattr(config.train, key) is not None:
-            raise UserError(
-                f"config key 'train.{key}': the in-batch softmax of model two_tower is over all rows of a batch, and "
-                f"not computed in parts; drop it, or lower train.global_batch_size"
-            )
     if config.features[model.item_id].type is not FeatureType.id:
         raise UserError(f"config key 'model.item_id': feature '{model.item_id}' must be of type id")
     table = config.tables[config.features[model.item_id].table or ""]
@@ -368,6 +362,11 @@ def _check_filter(config: Config) -> None:
 
 def _check_training(config: Config) -> None:
     train, metric = config.train, config.train.early_stop.metric
+    if train.compile and any(getattr(config.model, name, 0) > 0 for name in ("dropout", "embedding_dropout")):
+        raise UserError(
+            "config key 'train.compile': the masks of dropout follow the step, so that each step would be compiled "
+            "anew; set model.dropout=0 (and model.embedding_dropout=0), or train.compile=false"
+        )
     if config.run.resume and config.run.overwrite:
         raise UserError("run.resume=true and run.overwrite=true exclude each other; keep one of them")
     if metric is not None:

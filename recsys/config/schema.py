@@ -127,6 +127,14 @@ class Device(Enum):
     cuda = "cuda"
 
 
+class Autocast(Enum):
+    """Type that the dense part multiplies matrices in; weights, losses and what tables get stay FP32."""
+
+    none = "none"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
 class Interaction(Enum):
     """What DLRM's top MLP reads beside the pairwise dots: the bottom output, or every vector too."""
 
@@ -254,6 +262,18 @@ class OptimizerConfig:
 
 
 @dataclass
+class PrecisionConfig:
+    """Number types of the dense part. Those of a table are its own."""
+
+    autocast: Autocast = Autocast.none
+    # fp16: the mean loss is multiplied by this for the backward pass of the dense part, and gradients are divided by
+    # it before they reach any optimizer or table. Halved, and the step left out, where a gradient overflows, down to 1.
+    loss_scale: float = 4096.0
+    loss_scale_growth_steps: int | None = 2000  # doubled after so many steps without overflow; null: never
+    tf32: bool = False  # GPUs: FP32 products of matrices with 10 bits of mantissa
+
+
+@dataclass
 class EarlyStopConfig:
     """Stop when a metric of data.valid has not improved for `patience` evaluations; the best is tested."""
 
@@ -276,6 +296,8 @@ class TrainConfig:
     log_every_steps: int = 50
     checkpoint_every_steps: int | None = None  # default: at the end only
     keep_checkpoints: int = 2
+    activation_checkpointing: bool = False  # compute the layers of an MLP again in the backward pass, not keep them
+    compile: bool = False  # the dense part by torch.compile; on CPU it needs a C++ compiler
     init_from: str | None = None  # run directory or checkpoint to take weights and optimizer from
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
 
@@ -285,6 +307,7 @@ class DLRMConfig:
     """DLRM ranker (Naumov et al. 2019, arXiv:1906.00091) with binary cross-entropy, over all features."""
 
     name: str = "dlrm"
+    embedding_dim: int | None = None  # width of all vectors; narrower tables are projected. Default: the widest
     bottom_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is embedding_dim
     top_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is 1
     dropout: float = 0.0  # after each hidden layer
@@ -322,6 +345,7 @@ class Config:
     tables: dict[str, TableConfig] = MISSING
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 1

@@ -2,7 +2,7 @@
 
 from recsys.models.ranker import DLRM, RankingTask
 from recsys.models.step import DenseHalf, TrainStep
-from recsys.models.task import Task
+from recsys.models.task import Task, checkpoint_mlps
 from recsys.models.two_tower import RetrievalTask, TwoTower
 
-__all__ = ["DLRM", "DenseHalf", "RankingTask", "RetrievalTask", "Task", "TrainStep", "TwoTower"]
+__all__ = ["DLRM", "DenseHalf", "RankingTask", "RetrievalTask", "Task", "TrainStep", "TwoTower", "checkpoint_mlps"]

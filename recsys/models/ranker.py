@@ -31,7 +31,8 @@ class _PairwiseDots(torch.autograd.Function):
         (vectors,) = ctx.saved_tensors
         n = vectors.shape[1]
         _, spread = _pairs(n, vectors.dtype, vectors.device)
-        return torch.bmm((gradient @ spread).view(-1, n, n), vectors)
+        # Under autocast the gradient comes in its type.
+        return torch.bmm((gradient.to(vectors.dtype) @ spread).view(-1, n, n), vectors)
 
 
 @lru_cache(maxsize=8)
@@ -49,13 +50,18 @@ class DLRM(nn.Module):
     """Dot products of all pairs of vectors, then an MLP (Naumov et al. 2019, arXiv:1906.00091).
 
     Args:
-        features: id features, in order; each gives a vector of `dim`.
+        dims: embedding_dim of the id features, in order. Where it is not that of the vectors, a matrix makes it so
+            (mixed dimensions: Ginart et al. 2019, arXiv:1909.11810).
         num_floats: float features; with any, the bottom MLP makes one more vector of them.
     """
 
-    def __init__(self, config: DLRMConfig, features: list[str], num_floats: int, dim: int) -> None:
+    def __init__(self, config: DLRMConfig, dims: dict[str, int], num_floats: int) -> None:
         super().__init__()
-        self.features = features
+        self.features = features = list(dims)
+        dim = config.embedding_dim or max(dims.values())
+        self.projections = nn.ModuleDict(
+            {name: nn.Linear(own, dim, bias=False) for name, own in dims.items() if own != dim}
+        )
         self.bottom = mlp(num_floats, config.bottom_mlp, dim, config.dropout) if num_floats else None
         self.embedding_dropout = RowDropout(config.embedding_dropout)
         num_vectors = len(features) + (num_floats > 0)
@@ -66,7 +72,9 @@ class DLRM(nn.Module):
 
     def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows]."""
-        vectors = [pooled[name] for name in self.features]
+        vectors = [
+            self.projections[name](pooled[name]) if name in self.projections else pooled[name] for name in self.features
+        ]
         if self.training and self.embedding_dropout.p > 0:
             vectors = list(self.embedding_dropout(torch.cat(vectors, dim=1)).chunk(len(vectors), dim=1))
         if self.bottom is not None:

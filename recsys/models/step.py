@@ -5,7 +5,8 @@ over all ranks, gradients are divided by the sum of weights, and one backward go
 reaches a table before every rank has seen that the step is sound.
 """
 
-from contextlib import nullcontext
+import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol, cast
@@ -16,8 +17,12 @@ from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from recsys.config import Autocast, PrecisionConfig
 from recsys.data.batch import Batch
-from recsys.models.task import Task, set_dropout_keys
+from recsys.models.task import Pooled, Task, set_dropout_keys
+
+_DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
+_GREATEST_SCALE = 2.0**24
 
 
 @dataclass
@@ -28,6 +33,8 @@ class StepOutput:
         loss: mean over the global batch, weighted; stop: some rank asked to stop.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         skipped: on some rank the loss or a gradient is not finite, and no rank has changed a table or a weight.
+        overflowed: it was skipped because the gradient, though not the loss, is too large for FP16; the loss scale has
+            been halved.
         finite_here: it is not this rank's rows that are to blame.
     """
 
@@ -38,7 +45,38 @@ class StepOutput:
     num_rows: int = 0
     num_bad_rows: int = 0
     skipped: bool = False
+    overflowed: bool = False
     finite_here: bool = True
+
+
+@dataclass
+class LossScale:
+    """Keeps the small gradients of FP16 from becoming 0 (Micikevicius et al. 2018, arXiv:1710.03740).
+
+    Tables never see it: gradients are divided by it where they leave the dense part.
+
+    Attributes:
+        value: what the mean loss is multiplied by.
+        growth_steps: steps without overflow after which it is doubled; None: never.
+        good_steps: since it was changed.
+    """
+
+    value: float = 1.0
+    growth_steps: int | None = None
+    good_steps: int = 0
+
+    def overflow(self) -> bool:
+        """Take note of a gradient that is not finite; return whether a smaller scale may mend that."""
+        if self.value <= 1:
+            return False
+        self.value, self.good_steps = max(1.0, self.value / 2), 0
+        return True
+
+    def good(self) -> None:
+        """Take note of a step that is finite."""
+        self.good_steps += 1
+        if self.growth_steps is not None and self.good_steps >= self.growth_steps:
+            self.value, self.good_steps = min(self.value * 2, _GREATEST_SCALE), 0
 
 
 class Replicated(Protocol):
@@ -55,19 +93,26 @@ class DenseHalf(nn.Module):
         task: its model may be wrapped in DistributedDataParallel, which averages gradients over ranks.
         seed: of the run, for dropout.
         clip_norm: most that the norm over all gradients of the dense part may be; None: any.
+        precision: types that the task's model computes in.
 
     Attributes:
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
         replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
+        loss_scale: 1 unless the model computes in FP16.
     """
 
-    def __init__(self, task: Task, seed: int, clip_norm: float | None = None) -> None:
+    def __init__(self, task: Task, seed: int, clip_norm: float | None, precision: PrecisionConfig) -> None:
         super().__init__()
         self.task = task
         self.seed = seed
         self.clip_norm = clip_norm
         self.stop_requested = False
         self.replicated: Replicated | None = None
+        self.loss_scale = LossScale()
+        if precision.autocast is Autocast.fp16:
+            self.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_growth_steps)
+        self._dtype = _DTYPES.get(precision.autocast)
+        self._num_rows = 0
         self._pooled: KeyedTensor | None = None
         self._gradient: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
@@ -77,8 +122,8 @@ class DenseHalf(nn.Module):
     def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         values = pooled.values()
         if not self.training:
-            outputs = self.task.model(_by_key(pooled, values), batch.floats)
-            return values.new_zeros(()), StepOutput(batch, outputs)
+            return values.new_zeros(()), StepOutput(batch, self._outputs(_by_key(pooled, values), batch))
+        self._num_rows = len(batch.weights)
         loss, gradient = self._forward_backward(pooled, batch)
         self._pooled, self._gradient = pooled, gradient
         self._sums = torch.stack([loss.double(), batch.weights.sum().double()])
@@ -86,25 +131,71 @@ class DenseHalf(nn.Module):
         return loss, self._output
 
     def _forward_backward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the loss and its gradient by the pooled embeddings; one micro-batch's activations live at a time."""
-        values, model = pooled.values(), cast(Any, self.task.model)
-        bounds = list(pairwise(batch.micro_batches))
+        """Return the loss and its gradient by the pooled embeddings; one micro-batch's activations live at a time.
+
+        A loss that is no sum over rows is computed on the outputs of all, which are then computed again, micro-batch by
+        micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
+        """
+        values, bounds = pooled.values(), list(pairwise(batch.micro_batches))
+        whole: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        if len(bounds) > 1 and not self.task.loss_by_rows:
+            whole = self._loss_of_all(pooled, batch, bounds)
         losses, gradients = [], []
         for start, stop in bounds:
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
-            last = stop == bounds[-1][1]
-            with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
-                first_row = dist.get_rank() * len(batch.weights) + start
-                set_dropout_keys(model, self.seed, batch.position.num_rows, first_row)
+            with self._exchanging(stop == bounds[-1][1]):
                 leaf = values[start:stop].detach().requires_grad_()
                 part = batch.dense_rows(start, stop)
-                loss = self.task.loss(model(_by_key(pooled, leaf), part.floats), part)
-                loss.backward()
-            losses.append(loss.detach())
+                outputs = self._part(pooled, leaf, part, start)
+                if whole is None:
+                    loss = self.task.loss(outputs, part)
+                    (loss * self._loss_factor(batch)).backward()
+                    losses.append(loss.detach())
+                else:
+                    several = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+                    torch.autograd.backward(several, [each[start:stop] for each in whole[1]])
             gradients.append(leaf.grad)
+        total = torch.stack(losses).sum() if whole is None else whole[0]
         if any(gradient is None for gradient in gradients):
-            return torch.stack(losses).sum(), None
-        return torch.stack(losses).sum(), gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+            return total, None
+        return total, gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+
+    def _loss_of_all(
+        self, pooled: KeyedTensor, batch: Batch, bounds: list[tuple[int, int]]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the loss of the whole batch, and its gradients by the model's outputs."""
+        pieces = []
+        with torch.no_grad():
+            for start, stop in bounds:
+                outputs = self._part(pooled, pooled.values()[start:stop], batch.dense_rows(start, stop), start)
+                pieces.append((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
+        leaves = [torch.cat(each).requires_grad_() for each in zip(*pieces, strict=True)]
+        loss = self.task.loss(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
+        gradients = torch.autograd.grad(loss * self._loss_factor(batch), leaves)
+        return loss.detach(), list(gradients)
+
+    def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
+        model = cast(Any, self.task.model)
+        return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+
+    def _part(
+        self, pooled: KeyedTensor, values: torch.Tensor, part: Batch, first_row: int
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the outputs for a micro-batch, which begins at `first_row` of this rank's rows."""
+        first_row += dist.get_rank() * self._num_rows
+        set_dropout_keys(self.task.model, self.seed, part.position.num_rows, first_row)
+        return self._outputs(_by_key(pooled, values), part)
+
+    def _outputs(self, pooled: Pooled, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        if self._dtype is None:
+            return self.task.model(pooled, batch.floats)
+        with torch.autocast(batch.floats.device.type, self._dtype):
+            outputs = self.task.model(pooled, batch.floats)
+        return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(each.float() for each in outputs)
+
+    def _loss_factor(self, batch: Batch) -> float:
+        # The loss is a sum over rows. Its scale is one for the mean, because gradients of rows are in the order of 1.
+        return 1.0 if self.loss_scale.value == 1 else self.loss_scale.value / len(batch.weights)
 
     @property
     def skipped(self) -> bool:
@@ -119,6 +210,7 @@ class DenseHalf(nn.Module):
         """
         assert self._pooled is not None and self._output is not None
         pooled, gradient = self._pooled, self._gradient
+        factor = self._loss_factor(self._output.batch)
         loss, weight, num_bad, num_stops, num_rows, num_bad_rows = self._agree(gradient)
         self._output.loss = loss / weight if weight else 0.0
         self._output.stop = num_stops > 0
@@ -126,10 +218,12 @@ class DenseHalf(nn.Module):
         self._pooled = self._gradient = self._sums = None
         if num_bad:
             self._output.skipped, self._output.finite_here = True, bool(self._finite)
+            self._output.overflowed = math.isfinite(self._output.loss) and self.loss_scale.overflow()
             return
+        self.loss_scale.good()
         # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
         # the weights of the global batch.
-        scale = dist.get_world_size() / weight if weight else 0.0
+        scale = dist.get_world_size() / weight / factor if weight else 0.0
         gradients = [p.grad for p in self.task.model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, scale)
         if self.clip_norm is not None:
@@ -156,7 +250,7 @@ class DenseHalf(nn.Module):
         finite = self._finite & torch.isfinite(norms).all()
         batch = self._output.batch
         counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
-        sums = torch.cat([self._sums.nan_to_num(), (~finite).double()[None], self._sums.new_tensor(counts)])
+        sums = torch.cat([self._sums, (~finite).double()[None], self._sums.new_tensor(counts)])
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
         return sums.tolist()

@@ -1,9 +1,15 @@
 """What a model and its loss look like to the training step."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
 from recsys.counter_random import make_key, uniform
 from recsys.data.batch import Batch
@@ -17,9 +23,11 @@ class Task(nn.Module):
     Attributes:
         model: maps (pooled embeddings by feature, each [rows, embedding_dim]; floats [rows, float features]) to a
             tensor or tuple of tensors whose first dimension is rows. Training wraps it in DistributedDataParallel.
+        loss_by_rows: the loss of a batch is the sum of the losses of its parts.
     """
 
     model: nn.Module
+    loss_by_rows = True
 
     def loss(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         """Return the sum over this rank's rows of weight times loss, a scalar; rows of weight 0 add nothing."""
@@ -55,7 +63,20 @@ def set_dropout_keys(model: nn.Module, seed: int, step: int, first_row: int) -> 
     """
     for name, module in getattr(model, "module", model).named_modules():
         if isinstance(module, RowDropout) and module.p > 0:
+            name = name.replace(_CHECKPOINT_PREFIX, "")
             module.key, module.first_row = make_key(seed, "dropout", step, name), first_row
+
+
+def checkpoint_mlps(model: nn.Module) -> None:
+    """Let every MLP keep its input alone, and compute its layers again in the backward pass.
+
+    Dropout draws the same masks again, since they are a function of the step and the row.
+    """
+    apply_activation_checkpointing(
+        model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
+        check_fn=lambda module: isinstance(module, nn.Sequential),
+    )
 
 
 def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float) -> nn.Sequential:

@@ -68,6 +68,7 @@ class RetrievalTask(Task):
     """
 
     log_q: torch.Tensor | None
+    loss_by_rows = False
 
     def __init__(self, model: nn.Module, item_id: str, temperature: float, log_q: torch.Tensor | None) -> None:
         super().__init__()
