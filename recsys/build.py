@@ -64,7 +64,7 @@ def build_model(inputs: Inputs) -> Built:
     attach_table_optimizers(weights, config, world.device)
     step = TrainStep(embeddings, DenseHalf(task, config.seed, config.optimizer.dense.clip_norm, config.precision))
     plan = plan_tables(step, config, world)
-    model = shard_model(step, plan, world)
+    model = shard_model(step, plan, config, world)
 
     def fill(table: str, shard: torch.Tensor, offsets: tuple[int, ...]) -> None:
         fill_initial(shard, offsets[0], offsets[1], config.seed, table, init_range(config.tables[table]))

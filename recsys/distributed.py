@@ -1,6 +1,9 @@
 """The sharding plan, and the model wrapped to run on it."""
 
+import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -10,16 +13,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.types import (
+    CacheParams,
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    KeyValueParams,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardMetadata,
+)
 from torchrec.optim.fused import FusedOptimizerModule
 
-from recsys.config import Config, Pooling, ShardingChoice
+from recsys.config import ComputeKernel, Config, DataType, Pooling, ShardingChoice
 from recsys.config.checks import REPLICATED, ROWWISE
-from recsys.config.schema import COLUMN_SPLITS
+from recsys.config.schema import COLUMN_SPLITS, Wire
 from recsys.errors import UserError
 from recsys.process_group import World
 from recsys.replicated import ReplicatedTable, ReplicatedTables
@@ -27,6 +40,17 @@ from recsys.tables import Shard
 
 _RESERVED_SHARE = 0.15  # of memory, for what the planner does not place
 _REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
+
+
+_WIRES = {Wire.FP32: CommType.FP32, Wire.FP16: CommType.FP16, Wire.BF16: CommType.BF16}
+
+
+def _sharder(config: Config) -> "TableSharder":
+    wires = config.precision.forward_wire, config.precision.backward_wire
+    if wires == (Wire.FP32, Wire.FP32):
+        return TableSharder()
+    codecs = QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
+    return TableSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(codecs))
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -41,12 +65,70 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
 
 def plan_tables(step: nn.Module, config: Config, world: World) -> ShardingPlan:
-    """Return torchrec's plan for the tables of `step`, made on rank 0 and the same on every rank.
+    """Return the plan that `run.plan` names, else torchrec's for the tables of `step`; the same on every rank.
 
     Raises:
-        UserError: on every rank, when the tables fit under no plan that the config allows.
+        UserError: on every rank, when the tables fit under no plan that the config allows, or the plan in the file is
+            of other tables or another number of ranks.
     """
+    if config.run.plan is not None:
+        path = Path(config.run.plan)
+        return world.from_rank_zero(lambda: _load_plan(path, config, world))
     return world.from_rank_zero(lambda: _plan(step, config, world))
+
+
+def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
+    """Write a plan as JSON: the number of ranks, and every piece of every table."""
+    content = {"world_size": world_size, "shards": [asdict(piece) for piece in pieces]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _load_plan(path: Path, config: Config, world: World) -> ShardingPlan:
+    key = f"config key 'run.plan': '{path}'"
+    try:
+        content = json.loads(path.read_text())
+        pieces = [Shard(**piece) for piece in content["shards"]]
+        world_size = content["world_size"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{key} is no plan that a run has written ({' '.join(str(error).split())})") from error
+    if world_size != world.world_size:
+        raise UserError(f"{key} is for {world_size} ranks, and there are {world.world_size}; start as many, or drop it")
+    by_table: dict[str, list[Shard]] = {}
+    for piece in pieces:
+        by_table.setdefault(piece.table, []).append(piece)
+    for name, table in config.tables.items():
+        found = by_table.get(name, [])
+        rows, columns = (max((p.offset[i] + p.size[i] for p in found), default=0) for i in (0, 1))
+        if (rows, columns) != (table.num_embeddings, table.embedding_dim):
+            raise UserError(
+                f"{key} has table '{name}' as {rows} × {columns}, and the config as {table.num_embeddings} × "
+                f"{table.embedding_dim}; drop it, to have a plan made"
+            )
+    module = {name: _parameter_sharding(by_table[name], config, world) for name in config.tables}
+    return ShardingPlan({"embeddings": EmbeddingModuleShardingPlan(module)})
+
+
+def _parameter_sharding(pieces: list[Shard], config: Config, world: World) -> ParameterSharding:
+    constraints = _constraints(config, pieces[0].table, world)
+    on_gpu = world.device.type == "cuda"
+    shards = [
+        ShardMetadata(
+            list(p.offset),
+            list(p.size),
+            f"rank:{p.rank}/{f'cuda:{p.rank % world.local_world_size}' if on_gpu else 'cpu'}",
+        )
+        for p in pieces
+    ]
+    whole = pieces[0].sharding_type == ShardingChoice.data_parallel.value
+    return ParameterSharding(
+        sharding_type=pieces[0].sharding_type,
+        compute_kernel=pieces[0].compute_kernel,
+        ranks=[piece.rank for piece in pieces],
+        sharding_spec=None if whole else EnumerableShardingSpec(shards),
+        cache_params=constraints.cache_params,
+        stochastic_rounding=constraints.stochastic_rounding,
+        key_value_params=constraints.key_value_params,
+    )
 
 
 def _plan(step: nn.Module, config: Config, world: World) -> ShardingPlan:
@@ -62,12 +144,12 @@ def _plan(step: nn.Module, config: Config, world: World) -> ShardingPlan:
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=config.train.global_batch_size // world.world_size,
-        constraints={name: _constraints(config, name, world.world_size) for name in config.tables},
+        constraints={name: _constraints(config, name, world) for name in config.tables},
         storage_reservation=FixedPercentageStorageReservation(_RESERVED_SHARE),
         debug=False,
     )
     try:
-        return planner.plan(step, [TableSharder()])
+        return planner.plan(step, [_sharder(config)])
     except PlannerError as error:
         largest = max(
             config.tables, key=lambda name: config.tables[name].num_embeddings * config.tables[name].embedding_dim
@@ -85,16 +167,52 @@ def _gib(topology: Topology) -> str:
     return f"{(storage.hbm or storage.ddr) * (1 - _RESERVED_SHARE) / 2**30:.1f}"
 
 
-def _constraints(config: Config, table: str, world_size: int) -> ParameterConstraints:
+def _constraints(config: Config, table: str, world: World) -> ParameterConstraints:
     choice = config.tables[table].sharding_type
-    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, world_size)
+    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, world.world_size)
     num_features = sum(feature.table == table for feature in config.features.values())
+    settings, kernel = config.tables[table], _kernel(config, table, world)
     return ParameterConstraints(
         sharding_types=[each.value for each in types],
-        compute_kernels=[EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
+        compute_kernels=[kernel.value, EmbeddingComputeKernel.DENSE.value],
+        cache_params=(
+            CacheParams(load_factor=settings.cache_load_factor) if kernel is ComputeKernel.fused_uvm_caching else None
+        ),
+        key_value_params=(
+            KeyValueParams(ssd_storage_directory=settings.storage_dir) if kernel is ComputeKernel.key_value else None
+        ),
         pooling_factors=[1.0] * num_features,
-        stochastic_rounding=False,  # on GPUs the default, and what it draws depends on the plan
+        stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
     )
+
+
+def _kernel(config: Config, table: str, world: World) -> ComputeKernel:
+    return config.tables[table].compute_kernel if world.device.type == "cuda" else ComputeKernel.fused
+
+
+def check_device(config: Config, world: World) -> list[str]:
+    """Return a sentence for each setting that this device has no kernel for, and what is done in its place.
+
+    Raises:
+        UserError: what would be done in its place would learn something else.
+    """
+    if world.device.type == "cuda":
+        return []
+    instead = []
+    for name, table in config.tables.items():
+        key = f"tables.{name}"
+        if table.data_type is DataType.FP8:
+            raise UserError(f"config key '{key}.data_type': FBGEMM trains FP8 on GPUs only; use FP16")
+        if table.stochastic_rounding:
+            raise UserError(
+                f"config key '{key}.stochastic_rounding': FBGEMM's CPU kernels round to nearest without a word; set it "
+                f"to false, or {key}.data_type=FP32"
+            )
+        if table.compute_kernel is not ComputeKernel.fused:
+            instead.append(f"{key}.compute_kernel={table.compute_kernel.name} is fused, in host memory, on CPU")
+    if config.precision.tf32:
+        instead.append("precision.tf32=true changes nothing on CPU")
+    return instead
 
 
 def _automatic_types(config: Config, table: str, world_size: int) -> list[ShardingChoice]:
@@ -133,7 +251,7 @@ def describe_plan(pieces: Iterable[Shard]) -> list[str]:
     return [f"{head}: {'; '.join(places)}" for head, places in lines.items()]
 
 
-def shard_model(step: nn.Module, plan: ShardingPlan, world: World) -> DistributedModelParallel:
+def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
     """Shard the tables of `step` by the plan, and move the rest to the device.
 
     With several ranks `step.dense.task.model` is wrapped in DistributedDataParallel of its own; torchrec's wrapping of
@@ -145,7 +263,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, world: World) -> Distribute
         env=ShardingEnv.from_process_group(world.group),
         device=world.device,
         plan=plan,
-        sharders=[TableSharder()],
+        sharders=[_sharder(config)],
         init_data_parallel=False,
     )
     task: Any = model.module.dense.task

@@ -18,7 +18,7 @@ from recsys.process_group import World
 from recsys.tables import Shard
 
 SCHEMA_VERSION = 1
-_WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2}
+_WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 1}
 _STATE_BYTES = 4  # optimizer state is FP32
 
 Bytes = dict[str, int]

@@ -12,7 +12,7 @@ import torch
 from recsys.build import Built, build_model
 from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
-from recsys.distributed import describe_plan, shards
+from recsys.distributed import check_device, describe_plan, save_plan, shards
 from recsys.errors import UserError
 from recsys.inputs import Inputs, learn_facts, open_inputs
 from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables, write_report
@@ -23,6 +23,7 @@ from recsys.versions import installed_versions
 
 _WRITTEN = (
     "config.yaml",
+    "plan.json",
     "metrics.jsonl",
     "result.json",
     "memory",
@@ -68,18 +69,23 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, run_dir)
     for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
+    instead = check_device(config, world)
     inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
     config = inputs.config
+    for sentence in instead:
+        logger.warning("%s", sentence)
     built = build_model(inputs)
-    for line in describe_plan(shards(built.plan, config, world.world_size)):
+    pieces = list(shards(built.plan, config, world.world_size))
+    for line in describe_plan(pieces):
         logger.info("table %s", line)
     trainer = Trainer(inputs, built, run_dir)
+    world.from_rank_zero(lambda: save_plan(pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
     fitted = trainer.fit()
     memory, page = _write_memory(config, built, fitted, world, run_dir / "memory")
     logger.info("\n%s", page)
-    result = _result(inputs, fitted, memory, time.monotonic() - start)
+    result = _result(inputs, fitted, memory, time.monotonic() - start) | {"instead": instead}
     for name, found in result["data"]["ids"].items():
         logger.info("ids of %s: %s", name, _describe_ids(found))
     if world.rank == 0:

@@ -10,7 +10,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from recsys.config import Config, DataType, FeatureType, Pooling, TableConfig
 from recsys.counter_random import make_key, uniform
 
-_DATA_TYPES = {DataType.FP32: TorchrecDataType.FP32, DataType.FP16: TorchrecDataType.FP16}
+_DATA_TYPES = {
+    DataType.FP32: TorchrecDataType.FP32,
+    DataType.FP16: TorchrecDataType.FP16,
+    DataType.FP8: TorchrecDataType.NFP8,
+}
 _POOLINGS = {Pooling.sum: PoolingType.SUM, Pooling.mean: PoolingType.MEAN}
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -66,7 +70,7 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
     table, on any device.
 
     Args:
-        shard: [rows, columns], FP32 or FP16, set in place.
+        shard: [rows, columns], set in place.
         row_offset, column_offset: where the shard begins in its table.
         seed: of the run; table: its name; bound: half width of the interval.
     """

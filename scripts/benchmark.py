@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -74,6 +75,8 @@ def main() -> None:
         "step": benchmark_step.run,
     }
     result = measure[arguments.command](arguments)
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")

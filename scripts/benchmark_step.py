@@ -1,8 +1,11 @@
 """Our trainer, from Parquet, against a bare torchrec loop over batches in memory; see `benchmark.py step --help`."""
 
 import argparse
+import os
 import re
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +28,8 @@ from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
 from torchrec.datasets.utils import Batch as BareBatch  # noqa: E402
 from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology  # noqa: E402
+from torchrec.distributed.planner.types import ParameterConstraints  # noqa: E402
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRMTrain  # noqa: E402
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
@@ -34,6 +39,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
 
 from recsys.build import build_model  # noqa: E402
 from recsys.config import Config, load_config  # noqa: E402
+from recsys.distributed import TableSharder  # noqa: E402
 from recsys.inputs import Inputs, open_inputs  # noqa: E402
 from recsys.pipeline import build_pipeline  # noqa: E402
 from recsys.process_group import World, open_world  # noqa: E402
@@ -71,9 +77,9 @@ class Ours:
         torch.set_num_threads(self.num_threads)
         config = replace(self._config, train=replace(self._config.train, max_steps=steps))
         self._inputs.config = config
-        with tempfile.TemporaryDirectory() as folder:
-            fitted = Trainer(self._inputs, self._built, Path(folder)).fit()
-        self._built.model.module.dense.stop_requested = False
+        folder = self._world.from_rank_zero(tempfile.mkdtemp)
+        fitted = Trainer(self._inputs, self._built, Path(folder)).fit()
+        self._world.from_rank_zero(lambda: shutil.rmtree(folder))
         return {"rows_per_s": fitted.samples_per_s, "wait_share": fitted.wait_share}
 
     def batches_in_memory(self) -> list[BareBatch]:
@@ -105,7 +111,8 @@ class Ours:
 class Bare:
     """torchrec as its examples use it: DLRMTrain, DistributedModelParallel, TrainPipelineSparseDist."""
 
-    def __init__(self, batches: list[BareBatch], device: torch.device) -> None:
+    def __init__(self, batches: list[BareBatch], world: World, sharding: str | None) -> None:
+        device, self._world_size = world.device, world.world_size
         keys = batches[0].sparse_features.keys()
         tables = EmbeddingBagCollection(
             device=torch.device("meta"),
@@ -118,9 +125,13 @@ class Bare:
         )
         apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
         num_floats = batches[0].dense_features.shape[1]
-        model = DistributedModelParallel(
-            DLRMTrain(DLRM(tables, num_floats, [64, DIM], [64, 32, 1], dense_device=device)), device=device
-        )
+        train = DLRMTrain(DLRM(tables, num_floats, [64, DIM], [64, 32, 1], dense_device=device))
+        sharders, plan = [TableSharder()], None  # torchrec's own, with row-wise sharding on CPU
+        if sharding is not None:
+            constraints = {f"t_{key}": ParameterConstraints(sharding_types=[sharding]) for key in keys}
+            topology = Topology(world.world_size, device.type)
+            plan = EmbeddingShardingPlanner(topology, constraints=constraints).collective_plan(train, sharders)
+        model = DistributedModelParallel(train, device=device, sharders=sharders if sharding else None, plan=plan)
         optimizer = KeyedOptimizerWrapper(
             dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, 1e-3)
         )
@@ -134,7 +145,7 @@ class Bare:
         start = time.monotonic()
         for _ in range(steps):
             self._pipeline.progress(self._batches)
-        return steps * self._rows / (time.monotonic() - start)
+        return steps * self._rows * self._world_size / (time.monotonic() - start)
 
     def profile(self, steps: int, num_threads: int) -> dict[str, float]:
         """Return ms per step of each part."""
@@ -184,13 +195,15 @@ def profiled(progress: Callable[[Any], Any], batches: Iterator[Any], steps: int)
 def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
     """Interleave our trainer and the bare loop, and return medians over the repeats."""
     overrides = ["model.bottom_mlp=[64]", f"train.global_batch_size={batch_size}", *arguments.overrides]
+    if arguments.sharding is not None:
+        overrides += [f"tables.t{i}.sharding_type={arguments.sharding}" for i in range(benchmark_training.NUM_IDS)]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(benchmark_training.config_text(data))
         file.flush()
         config = load_config(file.name, overrides)
     with open_world(config.run.device, config.run.num_threads) as world:
         ours = Ours(config, world)
-        bare = Bare(ours.batches_in_memory(), world.device)
+        bare = Bare(ours.batches_in_memory(), world, arguments.sharding)
         steps = max(1, arguments.rows // batch_size)
         rates: dict[str, list[float]] = {"ours": [], "wait_share": []}
         for repeat in range(arguments.repeats + 1):
@@ -199,7 +212,7 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
             rates["wait_share"].append(found["wait_share"])
             for threads in arguments.threads:
                 rates.setdefault(f"bare_{threads}", []).append(bare.measure(steps, threads))
-            if repeat:
+            if repeat and world.rank == 0:
                 shown = {name: round(values[-1], 3 if name == "wait_share" else None) for name, values in rates.items()}
                 print(f"batch {batch_size}, repeat {repeat}: {shown}", flush=True)
         medians = {name: statistics.median(values[1:]) for name, values in rates.items()}  # the first warms up
@@ -210,6 +223,8 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
             "ours_rows_per_second": round(medians["ours"]),
             "ratio": round(statistics.median(ratios), 4),
             "ratios": [round(ratio, 4) for ratio in ratios],
+            "ranks": world.world_size,
+            "sharding": arguments.sharding,
             "bare_threads": best,
             "ours_threads": ours.num_threads,
             "wait_share": round(medians["wait_share"], 4),
@@ -223,6 +238,10 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py step`. What stands at the top of the result is of the batch size with the least ratio."""
+    if arguments.nproc > 1 and "RANK" not in os.environ:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        done = subprocess.run([sys.executable, *launcher, "--nproc_per_node", str(arguments.nproc), *sys.argv])
+        sys.exit(done.returncode)
     data = benchmark_training.files(ROWS)
     batches = {size: measure_batch_size(arguments, data, size) for size in arguments.batch_size}
     least = min(batches.values(), key=lambda found: found["ratio"])
@@ -234,6 +253,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*")
     parser.add_argument("--batch-size", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="OpenMP threads of the bare loop")
-    parser.add_argument("--rows", type=int, default=1_048_576, help="rows of a block of steps, of which two alternate")
+    parser.add_argument(
+        "--rows", type=int, default=ROWS, help="rows of a block of steps; blocks of ours and bare alternate"
+    )
+    parser.add_argument("--nproc", type=int, default=1, help="ranks, of ours and of the bare loop")
+    parser.add_argument("--sharding", help="sharding type of all tables of both; default: each its planner's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write")

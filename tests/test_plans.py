@@ -210,3 +210,19 @@ def test_dense_optimizers_on_two_ranks(name: str, folder: Path) -> None:
     torch.testing.assert_close(losses, alone, rtol=0, atol=1e-5)
     for weights, weights_alone in zip(tables.values(), tables_alone.values(), strict=True):
         torch.testing.assert_close(weights, weights_alone, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plan_is_saved_and_loaded(folder: Path) -> None:
+    own = ("tables.user.sharding_type=row_wise", "tables.item.sharding_type=data_parallel")
+    losses, _ = trained(folder, 2, own)
+    plan = folder / "plan.json"
+    plan.write_text((folder / "run-2/plan.json").read_text())
+    again, _ = trained(folder, 2, (f"run.plan={plan}",))
+    assert again == losses and (folder / "run-2/plan.json").read_text() == plan.read_text()
+    for nproc, options, said in (
+        (1, (f"run.plan={plan}",), "is for 2 ranks, and there are 1"),
+        (2, (f"run.plan={plan}", "tables.user.num_embeddings=200"), "has table 'user' as 300 × 16"),
+        (1, (f"run.plan={folder}/none.json",), "is no plan that a run has written"),
+    ):
+        done = fork_train(str(write(folder)), f"run.dir={folder}/wrong", *options, nproc=nproc)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr

@@ -6,6 +6,7 @@ Nothing here imports torch, so that a mistake in a config is told before the hea
 from recsys.config.load import load_config, save_config
 from recsys.config.schema import (
     Autocast,
+    ComputeKernel,
     Config,
     DataConfig,
     DataType,
@@ -28,6 +29,7 @@ from recsys.config.schema import (
 
 __all__ = [
     "Autocast",
+    "ComputeKernel",
     "Config",
     "DLRMConfig",
     "DataConfig",

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from recsys.config.schema import (
     COLUMN_SPLITS,
+    ComputeKernel,
     Config,
     DLRMConfig,
     FeatureConfig,
@@ -113,6 +114,7 @@ def _check_numbers(config: Config) -> None:
         limits[f"tables.{name}.min_count"] = (table.min_count, 1, math.inf)
         limits[f"tables.{name}.num_buckets"] = (table.num_buckets, 1, max(1, table.num_embeddings - 2))
         limits[f"tables.{name}.init_range"] = (table.init_range, 0, 65504)  # the largest FP16
+        limits[f"tables.{name}.cache_load_factor"] = (table.cache_load_factor, 1e-6, 1)
         if table.optimizer is not None:
             limits |= _optimizer_limits(f"tables.{name}.optimizer", table.optimizer)
     for key, (value, least, most) in limits.items():
@@ -223,6 +225,15 @@ def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
             f"config key 'tables.{name}.sharding_type': {choice.name} splits the rows that {optimizer.name.name} "
             f"averages over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
             f"with {key}.allow_column_split=true"
+        )
+    if table.compute_kernel is ComputeKernel.key_value and table.storage_dir is None:
+        raise UserError(
+            f"config key 'tables.{name}.storage_dir' is not set, and compute_kernel: key_value needs a folder on a disk"
+        )
+    if choice is ShardingChoice.data_parallel and table.compute_kernel is not ComputeKernel.fused:
+        raise UserError(
+            f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
+            f"{table.compute_kernel.name}; use fused, or another sharding_type"
         )
     if choice is ShardingChoice.grid_shard and table.pooling is Pooling.mean:
         raise UserError(

@@ -53,10 +53,32 @@ class IdMappingType(Enum):
 
 
 class DataType(Enum):
-    """Storage type of a table's weights; optimizer state stays FP32."""
+    """Storage type of a table's weights; optimizer state stays FP32. FP8 (e4m3, FBGEMM's NFP8) trains on GPUs only."""
 
     FP32 = "FP32"
     FP16 = "FP16"
+    FP8 = "FP8"
+
+
+class ComputeKernel(Enum):
+    """Where a table lies and what updates it. On CPU all are `fused`, in host memory; so is `data_parallel` sharding.
+
+    `fused`: device memory. `fused_uvm`: host memory, read over the bus. `fused_uvm_caching`: the same with a cache of
+    rows in device memory, `cache_load_factor` of the table. `key_value`: on disk, with a cache.
+    """
+
+    fused = "fused"
+    fused_uvm = "fused_uvm"
+    fused_uvm_caching = "fused_uvm_caching"
+    key_value = "key_value"
+
+
+class Wire(Enum):
+    """Type of the numbers that ranks send each other: of looked-up rows forward, and of their gradients backward."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+    BF16 = "BF16"
 
 
 class Pooling(Enum):
@@ -150,6 +172,7 @@ class RunConfig:
     dir: str | None = None  # default: runs/NAME-TIME
     resume: bool = False  # continue from the newest checkpoint in run.dir, or start if there is none
     overwrite: bool = False  # replace an earlier run in run.dir
+    plan: str | None = None  # sharding plan of an earlier run, RUN/plan.json; default: the planner makes one
     device: Device = Device.auto
     num_threads: int | None = None  # OpenMP threads of a rank; default: its share of the cores, less one of many
 
@@ -240,6 +263,10 @@ class TableConfig:
     vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
     init_range: float | None = None  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     sharding_type: ShardingChoice = ShardingChoice.auto
+    compute_kernel: ComputeKernel = ComputeKernel.fused
+    cache_load_factor: float = 0.2  # fused_uvm_caching: share of the rows that the cache holds
+    storage_dir: str | None = None  # key_value: folder on a disk of each machine
+    stochastic_rounding: bool = False  # FP16, on GPUs: what it draws depends on the plan
     optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
 
 
@@ -270,6 +297,8 @@ class PrecisionConfig:
     # it before they reach any optimizer or table. Halved, and the step left out, where a gradient overflows, down to 1.
     loss_scale: float = 4096.0
     loss_scale_growth_steps: int | None = 2000  # doubled after so many steps without overflow; null: never
+    forward_wire: Wire = Wire.FP32  # what is sent between ranks; gloo sends FP16 for BF16
+    backward_wire: Wire = Wire.FP32
     tf32: bool = False  # GPUs: FP32 products of matrices with 10 bits of mantissa
 
 

@@ -1,0 +1,65 @@
+"""What the README's table says of the CPU: what trains there, what is refused, and what is done instead."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import ROOT, fork_train
+
+from recsys.config import load_config
+from recsys.config.schema import ComputeKernel, DataType, DenseOptimizer, ShardingChoice, TableOptimizer
+
+CONFIG = "configs/dlrm_sample.yaml"
+SHORT = ("train.max_steps=2", "data.valid=null", "data.test=null")
+WIRES = ("precision.forward_wire", "precision.backward_wire")
+
+TRAINS = {
+    "fp16, fp16 sent": ["tables.user.data_type=FP16", f"{WIRES[0]}=FP16", f"{WIRES[1]}=FP16"],
+    "bf16 sent": [f"{WIRES[0]}=BF16", f"{WIRES[1]}=BF16", "tables.user.sharding_type=row_wise"],
+}
+REFUSED = {
+    "fp8": (["tables.user.data_type=FP8"], "'tables.user.data_type': FBGEMM trains FP8 on GPUs only; use FP16"),
+    "rounding": (["tables.item.stochastic_rounding=true"], "'tables.item.stochastic_rounding'"),
+    "decay": (["optimizer.tables.weight_decay=0.1"], "'optimizer.tables.weight_decay'"),
+    "adam": (["optimizer.tables.name=adam"], "'optimizer.tables.name': FBGEMM trains tables on CPU by"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINS)
+def test_trains(name: str, tmp_path: Path) -> None:
+    done = fork_train(CONFIG, f"run.dir={tmp_path}", *SHORT, *TRAINS[name], nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    plain = fork_train(CONFIG, f"run.dir={tmp_path}/plain", *SHORT, nproc=2)
+    assert plain.returncode == 0
+    records = [(path / "metrics.jsonl").read_text() for path in (tmp_path, tmp_path / "plain")]
+    losses = [json.loads(text.splitlines()[0])["loss"] for text in records]
+    assert abs(losses[0] - losses[1]) < 1e-3
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    options, said = REFUSED[name]
+    done = fork_train(CONFIG, f"run.dir={tmp_path}", *SHORT, *options)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_another_kernel_is_said_once(tmp_path: Path) -> None:
+    kernels = ("tables.user.compute_kernel=fused_uvm_caching", "tables.item.compute_kernel=fused_uvm")
+    done = fork_train(CONFIG, f"run.dir={tmp_path}", *SHORT, *kernels, "precision.tf32=true", nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    instead = json.loads((tmp_path / "result.json").read_text())["instead"]
+    assert len(instead) == 3 and "tables.user.compute_kernel=fused_uvm_caching is fused" in instead[0]
+    assert all(done.stdout.count(sentence) + done.stderr.count(sentence) == 1 for sentence in instead)
+
+
+def test_the_table_names_every_choice() -> None:
+    page = (ROOT / "README.md").read_text()
+    table = page[page.index("### What trains where") : page.index("### Stop, go on")]
+    for kind in (ComputeKernel, DataType, DenseOptimizer, TableOptimizer):
+        assert all(member.name in table for member in kind), kind
+    assert len([choice for choice in ShardingChoice if choice is not ShardingChoice.auto]) == 7
+
+
+def test_a_disk_is_named() -> None:
+    with pytest.raises(Exception, match=r"tables.user.storage_dir"):
+        load_config(ROOT / CONFIG, ["tables.user.compute_kernel=key_value"])
