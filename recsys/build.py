@@ -24,7 +24,7 @@ from recsys.distributed import (
 from recsys.inputs import Inputs
 from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TrainStep, TwoTower, checkpoint_mlps
 from recsys.optim import attach_table_optimizers, build_dense_optimizer
-from recsys.tables import build_embeddings, fill_initial, float_features, id_features, init_range
+from recsys.tables import averaged_features, build_embeddings, fill_initial, float_features, id_features, init_range
 
 
 @dataclass
@@ -62,7 +62,7 @@ def build_model(inputs: Inputs) -> Built:
     embeddings = build_embeddings(config)
     weights = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
     attach_table_optimizers(weights, config, world.device)
-    step = TrainStep(embeddings, DenseHalf(task, config.seed, config.optimizer.dense.clip_norm, config.precision))
+    step = TrainStep(embeddings, _dense_half(task, config))
     plan = plan_tables(step, config, world)
     model = shard_model(step, plan, config, world)
 
@@ -81,6 +81,10 @@ def build_model(inputs: Inputs) -> Built:
         dense_optimizer=optimizer,
     )
     return Built(model, plan, optimizer, tensors, learning_rate_setters(model, replicated))
+
+
+def _dense_half(task: Task, config: Config) -> DenseHalf:
+    return DenseHalf(task, config.seed, config.optimizer.dense.clip_norm, config.precision, averaged_features(config))
 
 
 def _build_task(config: Config, log_q: Callable[[], torch.Tensor]) -> Task:

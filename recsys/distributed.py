@@ -30,7 +30,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.fused import FusedOptimizerModule
 
-from recsys.config import ComputeKernel, Config, DataType, Pooling, ShardingChoice
+from recsys.config import ComputeKernel, Config, DataType, ShardingChoice
 from recsys.config.checks import REPLICATED, ROWWISE
 from recsys.config.schema import COLUMN_SPLITS, Wire
 from recsys.errors import UserError
@@ -221,9 +221,7 @@ def _automatic_types(config: Config, table: str, world_size: int) -> list[Shardi
     settings, optimizer = config.tables[table], config.table_optimizer(table)
     types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
     if optimizer.name not in ROWWISE or optimizer.allow_column_split:
-        types += [
-            t for t in COLUMN_SPLITS if t is not ShardingChoice.grid_shard or settings.pooling is not Pooling.mean
-        ]
+        types += COLUMN_SPLITS
     if optimizer.name in REPLICATED and settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS:
         types.append(ShardingChoice.data_parallel)
     return types
@@ -316,13 +314,11 @@ def replicated_tables(model: DistributedModelParallel, config: Config) -> Replic
     for kernel in _kernels(model, BatchedDenseEmbeddingBag):
         kernel.emb_module.weights.requires_grad_(False)
         for table in kernel.config.embedding_tables:
-            settings = config.tables[table.name]
             tables.append(
                 ReplicatedTable(
                     table.name,
                     weights[table.name].detach(),
                     table.feature_names,
-                    settings.pooling,
                     config.table_optimizer(table.name),
                 )
             )

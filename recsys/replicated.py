@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from recsys.config import Pooling, TableOptimizerConfig
+from recsys.config import TableOptimizerConfig
 from recsys.config.schema import TableOptimizer
 
 _STATE = "momentum1"  # FBGEMM's name for the sums of squares
@@ -26,7 +26,6 @@ class ReplicatedTable:
     name: str
     weights: torch.Tensor
     features: list[str]
-    pooling: Pooling
     optimizer: TableOptimizerConfig
     learning_rate: float = 0.0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class ReplicatedTables:
         sums = [part.view(t.weights.shape) for part, t in zip(total.split(sizes), self.tables, strict=True)]
         for table, into in zip(self.tables, sums, strict=True):
             for feature in table.features:
-                _add_rows(into, ids[feature], gradients[feature], table.pooling)
+                _add_rows(into, ids[feature], gradients[feature])
         dist.all_reduce(total)
         for table, gradient in zip(self.tables, sums, strict=True):
             _apply(table, gradient)
@@ -78,12 +77,9 @@ class ReplicatedTables:
         return {f"{table.name}/{name}": value for table in self.tables for name, value in table.state.items()}
 
 
-def _add_rows(into: torch.Tensor, jagged: JaggedTensor, gradient: torch.Tensor, pooling: Pooling) -> None:
-    """Add to `into`, [num_embeddings, embedding_dim], the gradient by the table of one feature's pooled embeddings."""
-    lengths = jagged.lengths()
-    if pooling is Pooling.mean:
-        gradient = gradient / lengths.clamp(min=1)[:, None]
-    by_id = gradient.float().repeat_interleave(lengths, dim=0, output_size=jagged.values().numel())
+def _add_rows(into: torch.Tensor, jagged: JaggedTensor, gradient: torch.Tensor) -> None:
+    """Add to `into`, [num_embeddings, embedding_dim], the gradient by the table of the sums of one feature's rows."""
+    by_id = gradient.float().repeat_interleave(jagged.lengths(), dim=0, output_size=jagged.values().numel())
     if jagged.weights_or_none() is not None:
         by_id = by_id * jagged.weights()[:, None]
     into.index_add_(0, jagged.values(), by_id)

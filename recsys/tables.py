@@ -15,7 +15,6 @@ _DATA_TYPES = {
     DataType.FP16: TorchrecDataType.FP16,
     DataType.FP8: TorchrecDataType.NFP8,
 }
-_POOLINGS = {Pooling.sum: PoolingType.SUM, Pooling.mean: PoolingType.MEAN}
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -41,6 +40,13 @@ def float_features(config: Config) -> list[str]:
     return [name for name, feature in config.features.items() if feature.type is FeatureType.float]
 
 
+def averaged_features(config: Config) -> list[str]:
+    """Return the names of the id features whose rows are averaged."""
+    return [
+        name for name in id_features(config) if config.tables[config.features[name].table or ""].pooling is Pooling.mean
+    ]
+
+
 def build_embeddings(config: Config) -> EmbeddingBagCollection:
     """Return the tables as one EmbeddingBagCollection on the meta device, to be sharded before it takes memory."""
     tables = [
@@ -50,7 +56,9 @@ def build_embeddings(config: Config) -> EmbeddingBagCollection:
             embedding_dim=table.embedding_dim,
             feature_names=[f for f in id_features(config) if config.features[f].table == name],
             data_type=_DATA_TYPES[table.data_type],
-            pooling=_POOLINGS[table.pooling],
+            # Averages are taken of the sums, in the dense half of a step: torchrec divides by lengths a second time
+            # where some averaged tables are split by rows and others are not, and by the wrong ones under grid_shard.
+            pooling=PoolingType.SUM,
         )
         for name, table in config.tables.items()
     ]

@@ -1,6 +1,7 @@
 """Our trainer, from Parquet, against a bare torchrec loop over batches in memory; see `benchmark.py step --help`."""
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -236,14 +237,23 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
         return result
 
 
+def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
+    """Do `measure_batch_size` under torchrun; anew for each batch size, since its store serves one process group."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        changed = ["--batch-size", str(batch_size), "--out", str(out)]
+        ranks = ["--nproc_per_node", str(arguments.ranks)]
+        subprocess.run([sys.executable, *launcher, *ranks, *sys.argv, *changed], check=True)
+        result: dict[str, Any] = json.loads(out.read_text())["batches"][str(batch_size)]
+        return result
+
+
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py step`. What stands at the top of the result is of the batch size with the least ratio."""
-    if arguments.nproc > 1 and "RANK" not in os.environ:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        done = subprocess.run([sys.executable, *launcher, "--nproc_per_node", str(arguments.nproc), *sys.argv])
-        sys.exit(done.returncode)
     data = benchmark_training.files(ROWS)
-    batches = {size: measure_batch_size(arguments, data, size) for size in arguments.batch_size}
+    measure = launch_ranks if arguments.ranks > 1 and "RANK" not in os.environ else measure_batch_size
+    batches = {size: measure(arguments, data, size) for size in arguments.batch_size}
     least = min(batches.values(), key=lambda found: found["ratio"])
     return {**least, "batches": batches, "device": "cpu", "versions": installed_versions()}
 
@@ -256,7 +266,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=int, default=ROWS, help="rows of a block of steps; blocks of ours and bare alternate"
     )
-    parser.add_argument("--nproc", type=int, default=1, help="ranks, of ours and of the bare loop")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks, of ours and of the bare loop")
     parser.add_argument("--sharding", help="sharding type of all tables of both; default: each its planner's")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, help="JSON file to write")

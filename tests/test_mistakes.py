@@ -47,10 +47,6 @@ KEYS = {
     "seed": ("seed=99999999999999999999", ["'seed' must be at most"]),
     "infinite rate": ("optimizer.dense.learning_rate=.inf", ["must be at most", "found inf"]),
     "rows split by columns": ("tables.user.sharding_type=column_wise", ["'tables.user.sharding_type'", "insist"]),
-    "average under grid": (
-        "tables.item={sharding_type: grid_shard, optimizer: {name: sgd}}",
-        ["'tables.item.sharding_type'", "averages over the part of a list", "tables.item.pooling=sum"],
-    ),
     "replicated adam": (
         "tables.user={sharding_type: data_parallel, optimizer: {name: adam}}",
         ["'tables.user.sharding_type'", "rowwise_adagrad, adagrad, sgd, found tables.user.optimizer.name=adam"],

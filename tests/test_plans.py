@@ -46,14 +46,13 @@ train: {global_batch_size: 256, max_steps: 30, epochs: 9, log_every_steps: 1}
 
 def overrides(kind: str, dtype: str, optimizer: str) -> list[str]:
     tables = ("user", "item", "category", "hour")
-    pooling = "sum" if kind == "grid_shard" else "mean"
     return [
         f"optimizer.tables.name={optimizer}",
         # With eps near 0 the first step of a row is of full size whatever its gradient is, also where that is but the
         # rounding of a sum that cancels; in FP16, two correct sums may then differ in their sign.
         f"optimizer.tables.eps={1e-4 if dtype == 'FP16' else 1e-8}",
-        f"tables.item.pooling={pooling}",
-        f"tables.category.pooling={pooling}",
+        "tables.item.pooling=mean",
+        "tables.category.pooling=mean",
         *(f"tables.{table}.data_type={dtype}" for table in tables),
         *(f"tables.{table}.sharding_type={kind}" for table in tables),
     ]
@@ -176,8 +175,7 @@ def test_a_plan_learns_what_plain_torch_learns(kind: ShardingChoice, world_size:
     optimizer = "adagrad" if kind in COLUMN_SPLITS else "rowwise_adagrad"
     options = overrides(kind.name, dtype, optimizer)
     losses, tables = trained(folder, world_size, options)
-    same = "grid_shard" if kind is ShardingChoice.grid_shard else "table_wise"
-    expected, expected_tables = reference(folder, *overrides(same, dtype, optimizer))
+    expected, expected_tables = reference(folder, *overrides("table_wise", dtype, optimizer))
     assert len(losses) == STEPS
     exact = dtype == "FP32"
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5 if exact else 1e-3)
@@ -195,6 +193,17 @@ def test_each_table_with_a_plan_and_an_optimizer_of_its_own(folder: Path) -> Non
         "optimizer.dense.clip_norm=0.1",
     )
     losses, tables = trained(folder, 2, options)
+    expected, expected_tables = reference(folder, *options)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("item, category", [("row_wise", "table_wise"), ("table_wise", "table_row_wise")])
+def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, folder: Path) -> None:
+    options = (f"tables.item={{sharding_type: {item}, pooling: mean}}", f"tables.category.sharding_type={category}")
+    losses, tables = trained(folder, world_size, options)
     expected, expected_tables = reference(folder, *options)
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
     for name, weights in expected_tables.items():

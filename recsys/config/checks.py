@@ -14,7 +14,6 @@ from recsys.config.schema import (
     IdMappingType,
     Interaction,
     NullPolicy,
-    Pooling,
     ShardingChoice,
     TableConfig,
     TableOptimizer,
@@ -234,11 +233,6 @@ def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
             f"{table.compute_kernel.name}; use fused, or another sharding_type"
-        )
-    if choice is ShardingChoice.grid_shard and table.pooling is Pooling.mean:
-        raise UserError(
-            f"config key 'tables.{name}.sharding_type': under grid_shard torchrec averages over the part of a list "
-            f"that a rank holds, not over the list; use table_row_wise, or tables.{name}.pooling=sum"
         )
     if choice is ShardingChoice.data_parallel and optimizer.name not in REPLICATED:
         allowed = ", ".join(each.name for each in REPLICATED)

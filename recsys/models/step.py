@@ -6,6 +6,7 @@ reaches a table before every rank has seen that the step is sound.
 """
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,6 +95,7 @@ class DenseHalf(nn.Module):
         seed: of the run, for dropout.
         clip_norm: most that the norm over all gradients of the dense part may be; None: any.
         precision: types that the task's model computes in.
+        averaged: features whose pooled embeddings, which are sums, are divided by the lengths of their lists.
 
     Attributes:
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
@@ -101,11 +103,14 @@ class DenseHalf(nn.Module):
         loss_scale: 1 unless the model computes in FP16.
     """
 
-    def __init__(self, task: Task, seed: int, clip_norm: float | None, precision: PrecisionConfig) -> None:
+    def __init__(
+        self, task: Task, seed: int, clip_norm: float | None, precision: PrecisionConfig, averaged: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         self.task = task
         self.seed = seed
         self.clip_norm = clip_norm
+        self.averaged = averaged
         self.stop_requested = False
         self.replicated: Replicated | None = None
         self.loss_scale = LossScale()
@@ -122,7 +127,9 @@ class DenseHalf(nn.Module):
     def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         values = pooled.values()
         if not self.training:
-            return values.new_zeros(()), StepOutput(batch, self._outputs(_by_key(pooled, values), batch))
+            return values.new_zeros(()), StepOutput(
+                batch, self._outputs(self._vectors(pooled, values, batch, 0), batch)
+            )
         self._num_rows = len(batch.weights)
         loss, gradient = self._forward_backward(pooled, batch)
         self._pooled, self._gradient = pooled, gradient
@@ -182,9 +189,18 @@ class DenseHalf(nn.Module):
         self, pooled: KeyedTensor, values: torch.Tensor, part: Batch, first_row: int
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch, which begins at `first_row` of this rank's rows."""
-        first_row += dist.get_rank() * self._num_rows
-        set_dropout_keys(self.task.model, self.seed, part.position.num_rows, first_row)
-        return self._outputs(_by_key(pooled, values), part)
+        global_row = dist.get_rank() * self._num_rows + first_row
+        set_dropout_keys(self.task.model, self.seed, part.position.num_rows, global_row)
+        return self._outputs(self._vectors(pooled, values, part, first_row), part)
+
+    def _vectors(self, pooled: KeyedTensor, values: torch.Tensor, batch: Batch, first_row: int) -> Pooled:
+        """Return the pooled embeddings of rows from `first_row` on by feature; those of an empty list are 0."""
+        vectors = _by_key(pooled, values)
+        keys = batch.ids.keys()
+        lengths = batch.ids.lengths().view(len(keys), -1)[:, first_row : first_row + len(values)]
+        for name in self.averaged:
+            vectors[name] = vectors[name] / lengths[keys.index(name)].clamp(min=1)[:, None]
+        return vectors
 
     def _outputs(self, pooled: Pooled, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self._dtype is None:
