@@ -63,7 +63,8 @@ def set_dropout_keys(model: nn.Module, seed: int, step: int, first_row: int) -> 
     """
     for name, module in getattr(model, "module", model).named_modules():
         if isinstance(module, RowDropout) and module.p > 0:
-            name = name.replace(_CHECKPOINT_PREFIX, "")
+            # As the layer is called under DistributedDataParallel, so that earlier runs draw the same masks.
+            name = "module." + name.replace(_CHECKPOINT_PREFIX, "")
             module.key, module.first_row = make_key(seed, "dropout", step, name), first_row
 
 
