@@ -7,24 +7,32 @@ from typing import Any
 import numpy as np
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.types import ShardingPlan
 
 from recsys.checkpoint import Tensors
 from recsys.config import Config, FeatureType, TwoTowerConfig
 from recsys.data.counts import count_ids
 from recsys.distributed import (
-    for_each_local_shard,
     learning_rate_setters,
     plan_tables,
     replicated_tables,
     shard_model,
+    shards,
     table_optimizer_tensors,
     table_tensors,
 )
 from recsys.inputs import Inputs
 from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TrainStep, TwoTower, checkpoint_mlps
 from recsys.optim import attach_table_optimizers, build_dense_optimizer
-from recsys.tables import averaged_features, build_embeddings, fill_initial, float_features, id_features, init_range
+from recsys.tables import (
+    Shard,
+    averaged_features,
+    build_embeddings,
+    fill_initial,
+    float_features,
+    id_features,
+    init_range,
+    local_pieces,
+)
 
 
 @dataclass
@@ -32,11 +40,12 @@ class Built:
     """The sharded model and what trains it.
 
     Attributes:
+        pieces: every piece of every table, on any rank.
         set_learning_rates: what sets the learning rate of each group of tables, after the name of one of them.
     """
 
     model: DistributedModelParallel
-    plan: ShardingPlan
+    pieces: list[Shard]
     dense_optimizer: torch.optim.Optimizer
     tensors: Tensors
     set_learning_rates: list[tuple[str, Callable[[float], None]]]
@@ -60,16 +69,15 @@ def build_model(inputs: Inputs) -> Built:
     if config.train.compile:
         task.model.compile()
     embeddings = build_embeddings(config)
-    weights = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
-    attach_table_optimizers(weights, config, world.device)
+    parameters = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
+    attach_table_optimizers(parameters, config, world.device)
     step = TrainStep(embeddings, _dense_half(task, config))
     plan = plan_tables(step, config, world)
     model = shard_model(step, plan, config, world)
 
-    def fill(table: str, shard: torch.Tensor, offsets: tuple[int, ...]) -> None:
-        fill_initial(shard, offsets[0], offsets[1], config.seed, table, init_range(config.tables[table]))
-
-    for_each_local_shard(table_tensors(model), fill)
+    for table, weights in table_tensors(model).items():
+        for shard, (row, column) in local_pieces(weights):
+            fill_initial(shard, row, column, config.seed, table, init_range(config.tables[table]))
     replicated = replicated_tables(model, config)
     if replicated.tables:
         step.dense.replicated = replicated
@@ -80,7 +88,8 @@ def build_model(inputs: Inputs) -> Built:
         dense=task.model,
         dense_optimizer=optimizer,
     )
-    return Built(model, plan, optimizer, tensors, learning_rate_setters(model, replicated))
+    pieces = list(shards(plan, config, world.world_size))
+    return Built(model, pieces, optimizer, tensors, learning_rate_setters(model, replicated))
 
 
 def _dense_half(task: Task, config: Config) -> DenseHalf:

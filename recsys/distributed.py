@@ -31,8 +31,7 @@ from torchrec.distributed.types import (
 from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice
-from recsys.config.checks import REPLICATED, ROWWISE
-from recsys.config.schema import COLUMN_SPLITS, Wire
+from recsys.config.schema import COLUMN_SPLITS, REPLICATED, ROWWISE, Wire
 from recsys.errors import UserError
 from recsys.process_group import World
 from recsys.replicated import ReplicatedTable, ReplicatedTables
@@ -40,17 +39,7 @@ from recsys.tables import Shard
 
 _RESERVED_SHARE = 0.15  # of memory, for what the planner does not place
 _REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
-
-
 _WIRES = {Wire.FP32: CommType.FP32, Wire.FP16: CommType.FP16, Wire.BF16: CommType.BF16}
-
-
-def _sharder(config: Config) -> "TableSharder":
-    wires = config.precision.forward_wire, config.precision.backward_wire
-    if wires == (Wire.FP32, Wire.FP32):
-        return TableSharder()
-    codecs = QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
-    return TableSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(codecs))
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -62,6 +51,14 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         return [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
+
+
+def _sharder(config: Config) -> TableSharder:
+    wires = config.precision.forward_wire, config.precision.backward_wire
+    if wires == (Wire.FP32, Wire.FP32):
+        return TableSharder()
+    codecs = QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
+    return TableSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(codecs))
 
 
 def plan_tables(step: nn.Module, config: Config, world: World) -> ShardingPlan:
@@ -269,22 +266,6 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
         device_ids = [world.device.index] if world.device.type == "cuda" else None
         task.model = DistributedDataParallel(task.model, device_ids=device_ids, gradient_as_bucket_view=True)
     return model
-
-
-def for_each_local_shard(tensors: dict[str, Any], action: Callable[[str, torch.Tensor, tuple[int, ...]], None]) -> None:
-    """Call `action(name, tensor, offsets)` for each piece on this rank of ShardedTensors, or whole tensors, by name."""
-    for name, value in tensors.items():
-        for tensor, offsets in local_pieces(value):
-            action(name, tensor, offsets)
-
-
-def local_pieces(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Yield the pieces on this rank, each with its offsets, of a ShardedTensor or of a tensor that all ranks hold."""
-    if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
-        yield value, (0,) * value.dim()
-    else:
-        for piece in value.local_shards():
-            yield piece.tensor, tuple(piece.metadata.shard_offsets)
 
 
 def table_tensors(model: DistributedModelParallel) -> dict[str, Any]:

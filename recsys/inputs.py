@@ -78,7 +78,12 @@ class Inputs:
         ids = [self._id_column(name, role, name in present) for name in id_features(config)]
         # With bad steps allowed, numbers that are not finite are left to the step that meets them.
         finite = role != "train" or config.train.max_bad_steps == 0
-        floats = [replace(self._float_column(name, name in present), finite=finite) for name in float_features(config)]
+        floats = [
+            _float_column(
+                name, config.features[name], _column(config, name) if name in present else None, self.facts, finite
+            )
+            for name in float_features(config)
+        ]
         lists = []
         for name, (column, _) in _role_lists(config, role).items():
             assert self._positions is not None
@@ -106,10 +111,6 @@ class Inputs:
             None if feature.boundaries is None else tuple(feature.boundaries),
             self._statistics[name] if role == "train" else None,
         )
-
-    def _float_column(self, name: str, is_present: bool) -> FloatColumn:
-        column = _column(self.config, name) if is_present else None
-        return _float_column(name, self.config.features[name], column, self.facts)
 
     def id_report(self) -> dict[str, dict[str, object]]:
         """Return for each id feature what the training data held, over all ranks: see `IdStatistics.summary`."""
@@ -279,7 +280,9 @@ def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
     return build_mapping(settings, None if facts is None else facts.vocabularies.get(table))
 
 
-def _float_column(name: str, feature: FeatureConfig, column: str | None, facts: Facts | None) -> FloatColumn:
+def _float_column(
+    name: str, feature: FeatureConfig, column: str | None, facts: Facts | None, finite: bool = True
+) -> FloatColumn:
     known = (facts.floats.get(name) if facts else None) or FloatFacts()
     scale = (known.mean, known.std) if feature.standardise else (None, None)
     clip = None if feature.clip is None else (feature.clip[0], feature.clip[1])
@@ -289,7 +292,7 @@ def _float_column(name: str, feature: FeatureConfig, column: str | None, facts: 
         fill = None
     elif feature.nulls is NullPolicy.mean:
         fill = known.raw_mean
-    return FloatColumn(name, column, fill, transform=transform)
+    return FloatColumn(name, column, fill, finite=finite, transform=transform)
 
 
 def read_corpus(config: Config, items: Dataset) -> pa.Array:

@@ -15,7 +15,7 @@ import torch
 from recsys.config import Config, DataType
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig, TableOptimizer
 from recsys.process_group import World
-from recsys.tables import Shard
+from recsys.tables import Shard, local_pieces
 
 SCHEMA_VERSION = 1
 _WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 1}
@@ -81,8 +81,7 @@ def measure_tables(weights: dict[str, Any], states: dict[str, Any]) -> dict[str,
     for kind, tensors in (("weight_bytes", weights), ("optimizer_bytes", states)):
         for name, value in tensors.items():
             entry = measured.setdefault(name.split("/")[0], {"weight_bytes": 0, "optimizer_bytes": 0})
-            pieces = [piece.tensor for piece in value.local_shards()] if hasattr(value, "local_shards") else [value]
-            entry[kind] += _num_bytes(pieces)
+            entry[kind] += _num_bytes(tensor for tensor, _ in local_pieces(value))
     return measured
 
 

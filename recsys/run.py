@@ -12,7 +12,7 @@ import torch
 from recsys.build import Built, build_model
 from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
-from recsys.distributed import check_device, describe_plan, save_plan, shards
+from recsys.distributed import check_device, describe_plan, save_plan
 from recsys.errors import UserError
 from recsys.inputs import Inputs, learn_facts, open_inputs
 from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables, write_report
@@ -70,16 +70,15 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
     for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
     instead = check_device(config, world)
-    inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
-    config = inputs.config
     for sentence in instead:
         logger.warning("%s", sentence)
+    inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
+    config = inputs.config
     built = build_model(inputs)
-    pieces = list(shards(built.plan, config, world.world_size))
-    for line in describe_plan(pieces):
+    for line in describe_plan(built.pieces):
         logger.info("table %s", line)
     trainer = Trainer(inputs, built, run_dir)
-    world.from_rank_zero(lambda: save_plan(pieces, world.world_size, run_dir / "plan.json"))
+    world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
     fitted = trainer.fit()
@@ -165,7 +164,7 @@ def _write_memory(
     config: Config, built: Built, fitted: FitResult, world: World, folder: Path
 ) -> tuple[dict[str, Any], str]:
     tables = {
-        "predicted": predict_tables(shards(built.plan, config, world.world_size), config, world.rank),
+        "predicted": predict_tables(built.pieces, config, world.rank),
         "measured": measure_tables(built.tensors.tables(), built.tensors.table_optimizer()),
     }
     dense = {

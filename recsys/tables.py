@@ -1,6 +1,8 @@
 """Table configs to torchrec's, and initial weights that depend on (seed, table, row, column) alone."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchrec.modules.embedding_configs import DataType as TorchrecDataType
@@ -28,6 +30,15 @@ class Shard:
     size: tuple[int, int]
     sharding_type: str
     compute_kernel: str
+
+
+def local_pieces(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Yield the pieces on this rank, each with its offsets, of a ShardedTensor or of a tensor that all ranks hold."""
+    if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+        yield value, (0,) * value.dim()
+    else:
+        for piece in value.local_shards():
+            yield piece.tensor, tuple(piece.metadata.shard_offsets)
 
 
 def id_features(config: Config) -> list[str]:

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -73,11 +72,9 @@ class Ours:
         self._config, self._world = config, world
         self.num_threads = torch.get_num_threads()  # as open_world chose it
 
-    def measure(self, steps: int) -> dict[str, float]:
-        """Train `steps` steps from the first row on; return rows/s and the share of time spent waiting for data."""
+    def measure(self) -> dict[str, float]:
+        """Train train.max_steps steps from the first row on; return rows/s and the share of time waiting for data."""
         torch.set_num_threads(self.num_threads)
-        config = replace(self._config, train=replace(self._config.train, max_steps=steps))
-        self._inputs.config = config
         folder = self._world.from_rank_zero(tempfile.mkdtemp)
         fitted = Trainer(self._inputs, self._built, Path(folder)).fit()
         self._world.from_rank_zero(lambda: shutil.rmtree(folder))
@@ -195,7 +192,9 @@ def profiled(progress: Callable[[Any], Any], batches: Iterator[Any], steps: int)
 
 def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
     """Interleave our trainer and the bare loop, and return medians over the repeats."""
-    overrides = ["model.bottom_mlp=[64]", f"train.global_batch_size={batch_size}", *arguments.overrides]
+    steps = max(1, arguments.rows // batch_size)
+    overrides = ["model.bottom_mlp=[64]", f"train.global_batch_size={batch_size}", f"train.max_steps={steps}"]
+    overrides += arguments.overrides
     if arguments.sharding is not None:
         overrides += [f"tables.t{i}.sharding_type={arguments.sharding}" for i in range(benchmark_training.NUM_IDS)]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -205,10 +204,9 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
     with open_world(config.run.device, config.run.num_threads) as world:
         ours = Ours(config, world)
         bare = Bare(ours.batches_in_memory(), world, arguments.sharding)
-        steps = max(1, arguments.rows // batch_size)
         rates: dict[str, list[float]] = {"ours": [], "wait_share": []}
         for repeat in range(arguments.repeats + 1):
-            found = ours.measure(steps)
+            found = ours.measure()
             rates["ours"].append(found["rows_per_s"])
             rates["wait_share"].append(found["wait_share"])
             for threads in arguments.threads:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from checkpoints import load_tables
 from launch import ROOT, fork_train
-from test_plans import load_tables
 
 CONFIG = "configs/dlrm_sample.yaml"
 

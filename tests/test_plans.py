@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from checkpoints import load_tables
 from launch import fork_train
 
 from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, load_config
@@ -24,7 +24,7 @@ from recsys.tables import fill_initial, float_features, id_features, init_range
 
 STEPS = 30
 KINDS = [choice for choice in ShardingChoice if choice is not ShardingChoice.auto]
-# A list that is averaged, one table of two features, a weighted list, a few rows that many ids share.
+# A list, one table of two features, weighted rows, and tables of so few rows that many ids share them.
 CONFIG = """\
 data: {train: data/sample/train, label_column: label, weight_column: weight, window_mib: 1}
 features:
@@ -145,17 +145,6 @@ def trained(folder: Path, world_size: int, options: Sequence[str]) -> tuple[list
         report = json.loads((run_dir / f"memory/rank_{rank}.json").read_text())
         assert report["totals"]["predicted"] == report["totals"]["measured"]
     return [r["loss"] for r in records if r["kind"] == "train"], load_tables(run_dir / f"checkpoints/step-{STEPS:09d}")
-
-
-def load_tables(checkpoint: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(prefix) and hasattr(entry, "size")
-    }
-    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
-    return {name.removeprefix(prefix): value for name, value in found.items()}
 
 
 def cases() -> Iterator[Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import load_tables
 from launch import fork_train
-from test_plans import load_tables
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Device, DLRMConfig, PrecisionConfig, TwoTowerConfig

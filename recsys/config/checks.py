@@ -6,6 +6,8 @@ from itertools import pairwise
 
 from recsys.config.schema import (
     COLUMN_SPLITS,
+    REPLICATED,
+    ROWWISE,
     ComputeKernel,
     Config,
     DLRMConfig,
@@ -16,7 +18,6 @@ from recsys.config.schema import (
     NullPolicy,
     ShardingChoice,
     TableConfig,
-    TableOptimizer,
     TableOptimizerConfig,
     TwoTowerConfig,
 )
@@ -25,9 +26,6 @@ from recsys.errors import UserError, nearest
 RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
 _LARGE = 1e30  # still finite in FP32
 _WIDEST_ROW = 2048  # of FBGEMM's kernels
-# Optimizers that keep one number for a whole row, and those that can train a table that every rank holds.
-ROWWISE = (TableOptimizer.rowwise_adagrad, TableOptimizer.partial_rowwise_adam, TableOptimizer.partial_rowwise_lamb)
-REPLICATED = (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd)
 
 
 def check_config(config: Config) -> None:

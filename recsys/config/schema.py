@@ -122,6 +122,11 @@ class TableOptimizer(Enum):
     lars_sgd = "lars_sgd"
 
 
+# Optimizers that keep one number for a whole row, and those that can train a table that every rank holds.
+ROWWISE = (TableOptimizer.rowwise_adagrad, TableOptimizer.partial_rowwise_adam, TableOptimizer.partial_rowwise_lamb)
+REPLICATED = (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd)
+
+
 class DenseOptimizer(Enum):
     """Optimizers of the dense (data-parallel) part."""
 

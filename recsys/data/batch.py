@@ -61,10 +61,9 @@ class Batch(Pipelineable):
     def save(self, path: Path) -> None:
         """Write the tensors to a file that `torch.load` reads, to be looked at; folders are made."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        jagged = {
-            name: {"values": each.values().cpu(), "lengths": each.lengths().cpu(), "weights": each.weights_or_none()}
-            for name, each in self.ids.to_dict().items()
-        }
+        jagged = {}
+        for name, each in self.ids.to(torch.device("cpu")).to_dict().items():
+            jagged[name] = {"values": each.values(), "lengths": each.lengths(), "weights": each.weights_or_none()}
         dense = {name: getattr(self, name).cpu() for name in ("floats", "labels", "weights")}
         torch.save({"ids": jagged, **dense}, path)
 

@@ -117,7 +117,6 @@ class DenseHalf(nn.Module):
         if precision.autocast is Autocast.fp16:
             self.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_growth_steps)
         self._dtype = _DTYPES.get(precision.autocast)
-        self._num_rows = 0
         self._pooled: KeyedTensor | None = None
         self._gradient: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
@@ -127,10 +126,8 @@ class DenseHalf(nn.Module):
     def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         values = pooled.values()
         if not self.training:
-            return values.new_zeros(()), StepOutput(
-                batch, self._outputs(self._vectors(pooled, values, batch, 0), batch)
-            )
-        self._num_rows = len(batch.weights)
+            vectors = self._vectors(pooled, values, batch, 0)
+            return values.new_zeros(()), StepOutput(batch, self._outputs(vectors, batch))
         loss, gradient = self._forward_backward(pooled, batch)
         self._pooled, self._gradient = pooled, gradient
         self._sums = torch.stack([loss.double(), batch.weights.sum().double()])
@@ -189,7 +186,7 @@ class DenseHalf(nn.Module):
         self, pooled: KeyedTensor, values: torch.Tensor, part: Batch, first_row: int
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the outputs for a micro-batch, which begins at `first_row` of this rank's rows."""
-        global_row = dist.get_rank() * self._num_rows + first_row
+        global_row = dist.get_rank() * part.ids.stride() + first_row
         set_dropout_keys(self.task.model, self.seed, part.position.num_rows, global_row)
         return self._outputs(self._vectors(pooled, values, part, first_row), part)
 
