@@ -18,6 +18,7 @@ from recsys.distributed import (
     shard_model,
     shards,
     table_optimizer_tensors,
+    table_parameters,
     table_tensors,
 )
 from recsys.inputs import Inputs
@@ -69,9 +70,8 @@ def build_model(inputs: Inputs) -> Built:
     if config.train.compile:
         task.model.compile()
     embeddings = build_embeddings(config)
-    parameters = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
-    attach_table_optimizers(parameters, config, world.device)
-    step = TrainStep(embeddings, _dense_half(task, config))
+    step = TrainStep(*embeddings, _dense_half(task, config))
+    attach_table_optimizers(table_parameters(step), config, world.device)
     plan = plan_tables(step, config, world)
     model = shard_model(step, plan, config, world)
 
@@ -93,7 +93,8 @@ def build_model(inputs: Inputs) -> Built:
 
 
 def _dense_half(task: Task, config: Config) -> DenseHalf:
-    return DenseHalf(task, config.seed, config.optimizer.dense.clip_norm, config.precision, averaged_features(config))
+    clip_norm, unpooled = config.optimizer.dense.clip_norm, config.unpooled_features()
+    return DenseHalf(task, config.seed, clip_norm, config.precision, averaged_features(config), unpooled)
 
 
 def _build_task(config: Config, log_q: Callable[[], torch.Tensor]) -> Task:

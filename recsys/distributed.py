@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -31,7 +32,7 @@ from torchrec.distributed.types import (
 from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice
-from recsys.config.schema import COLUMN_SPLITS, REPLICATED, ROWWISE, Wire
+from recsys.config.choices import COLUMN_SPLITS, REPLICATED, ROWWISE, UNPOOLED, Wire
 from recsys.errors import UserError
 from recsys.process_group import World
 from recsys.replicated import ReplicatedTable, ReplicatedTables
@@ -43,7 +44,7 @@ _WIRES = {Wire.FP32: CommType.FP32, Wire.FP16: CommType.FP16, Wire.BF16: CommTyp
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
-    """torchrec's sharder with all sharding types on every device.
+    """torchrec's sharder of pooled tables with all sharding types on every device.
 
     torchrec leaves row-wise and what builds on it out on CPU, from before gloo had reduce_scatter; they run there as on
     NCCL (meta-pytorch/torchrec#1252, #1396), given equal batch sizes on all ranks, which the loader ensures.
@@ -53,12 +54,13 @@ class TableSharder(EmbeddingBagCollectionSharder):
         return [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
 
 
-def _sharder(config: Config) -> TableSharder:
-    wires = config.precision.forward_wire, config.precision.backward_wire
-    if wires == (Wire.FP32, Wire.FP32):
-        return TableSharder()
-    codecs = QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
-    return TableSharder(qcomm_codecs_registry=get_qcomm_codecs_registry(codecs))
+def _sharders(config: Config) -> list[Any]:
+    wires, codecs = (config.precision.forward_wire, config.precision.backward_wire), None
+    if wires != (Wire.FP32, Wire.FP32):
+        codecs = get_qcomm_codecs_registry(
+            QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
+        )
+    return [kind(qcomm_codecs_registry=codecs) for kind in (TableSharder, EmbeddingCollectionSharder)]
 
 
 def plan_tables(step: nn.Module, config: Config, world: World) -> ShardingPlan:
@@ -70,7 +72,7 @@ def plan_tables(step: nn.Module, config: Config, world: World) -> ShardingPlan:
     """
     if config.run.plan is not None:
         path = Path(config.run.plan)
-        return world.from_rank_zero(lambda: _load_plan(path, config, world))
+        return world.from_rank_zero(lambda: _load_plan(step, path, config, world))
     return world.from_rank_zero(lambda: _plan(step, config, world))
 
 
@@ -80,7 +82,7 @@ def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _load_plan(path: Path, config: Config, world: World) -> ShardingPlan:
+def _load_plan(step: nn.Module, path: Path, config: Config, world: World) -> ShardingPlan:
     key = f"config key 'run.plan': '{path}'"
     try:
         content = json.loads(path.read_text())
@@ -101,8 +103,13 @@ def _load_plan(path: Path, config: Config, world: World) -> ShardingPlan:
                 f"{key} has table '{name}' as {rows} × {columns}, and the config as {table.num_embeddings} × "
                 f"{table.embedding_dim}; drop it, to have a plan made"
             )
-    module = {name: _parameter_sharding(by_table[name], config, world) for name in config.tables}
-    return ShardingPlan({"embeddings": EmbeddingModuleShardingPlan(module)})
+    modules: dict[str, EmbeddingModuleShardingPlan] = {}
+    for key in filter(_is_table, dict(step.named_parameters())):
+        module, name = key.split(".")[0], _table_of(key)
+        modules.setdefault(module, EmbeddingModuleShardingPlan())[name] = _parameter_sharding(
+            by_table[name], config, world
+        )
+    return ShardingPlan(dict(modules))
 
 
 def _parameter_sharding(pieces: list[Shard], config: Config, world: World) -> ParameterSharding:
@@ -146,7 +153,7 @@ def _plan(step: nn.Module, config: Config, world: World) -> ShardingPlan:
         debug=False,
     )
     try:
-        return planner.plan(step, [_sharder(config)])
+        return planner.plan(step, _sharders(config))
     except PlannerError as error:
         largest = max(
             config.tables, key=lambda name: config.tables[name].num_embeddings * config.tables[name].embedding_dim
@@ -221,6 +228,8 @@ def _automatic_types(config: Config, table: str, world_size: int) -> list[Shardi
         types += COLUMN_SPLITS
     if optimizer.name in REPLICATED and settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS:
         types.append(ShardingChoice.data_parallel)
+    if any(config.features[feature].table == table for feature in config.unpooled_features()):
+        types = [each for each in types if each in UNPOOLED]
     return types
 
 
@@ -258,7 +267,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
         env=ShardingEnv.from_process_group(world.group),
         device=world.device,
         plan=plan,
-        sharders=[_sharder(config)],
+        sharders=_sharders(config),
         init_data_parallel=False,
     )
     task: Any = model.module.dense.task
@@ -268,21 +277,29 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     return model
 
 
+def table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of the tables by name, before they are sharded."""
+    return {_table_of(key): weights for key, weights in step.named_parameters() if _is_table(key)}
+
+
 def table_tensors(model: DistributedModelParallel) -> dict[str, Any]:
     """Return the weights of the tables by name, as ShardedTensors, or tensors where every rank holds all of a table."""
-    suffix, inside = ".weight", ".embedding_bags."
-    return {
-        key.removesuffix(suffix).rpartition(inside)[2]: value
-        for key, value in model.state_dict().items()
-        if inside in f".{key}"
-    }
+    return {_table_of(key): value for key, value in model.state_dict().items() if _is_table(key)}
+
+
+def _is_table(key: str) -> bool:
+    return not key.startswith("dense.")
+
+
+def _table_of(key: str) -> str:
+    return key.removesuffix(".weight").rpartition(".")[2]
 
 
 def table_optimizer_tensors(model: DistributedModelParallel, replicated: ReplicatedTables) -> dict[str, Any]:
     """Return the state of the tables' optimizers by `TABLE/STATE`, as `table_tensors` does."""
     found: dict[str, Any] = {}
     for key, states in model.fused_optimizer.state_dict()["state"].items():
-        table = key.removesuffix(".weight").rpartition(".")[2]
+        table = _table_of(key)
         for name, value in states.items():
             if hasattr(value, "local_shards"):
                 found[f"{table}/{name.rpartition('.')[2]}"] = value
@@ -322,6 +339,6 @@ def learning_rate_setters(
 def _kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
     """Yield the kernels of a kind on this rank; torchrec keeps them in a plain list, out of sight of `modules()`."""
     for sharded in model.modules():
-        if isinstance(sharded, ShardedEmbeddingBagCollection):
+        if isinstance(sharded, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             for lookup in sharded._lookups:
                 yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))

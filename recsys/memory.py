@@ -13,7 +13,8 @@ import pyarrow as pa
 import torch
 
 from recsys.config import Config, DataType
-from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig, TableOptimizer
+from recsys.config.choices import DenseOptimizer, TableOptimizer
+from recsys.config.schema import DenseOptimizerConfig
 from recsys.process_group import World
 from recsys.tables import Shard, local_pieces
 

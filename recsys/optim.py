@@ -10,7 +10,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule, TableOptimizerConfig
-from recsys.config.schema import DenseOptimizer, TableOptimizer
+from recsys.config.choices import DenseOptimizer, TableOptimizer
 from recsys.errors import UserError
 
 _KINDS = {

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import TableOptimizerConfig
-from recsys.config.schema import TableOptimizer
+from recsys.config.choices import TableOptimizer
 
 _STATE = "momentum1"  # FBGEMM's name for the sums of squares
 

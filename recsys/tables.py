@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torchrec.modules.embedding_configs import DataType as TorchrecDataType
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys.config import Config, DataType, FeatureType, Pooling, TableConfig
 from recsys.counter_random import make_key, uniform
@@ -58,23 +58,38 @@ def averaged_features(config: Config) -> list[str]:
     ]
 
 
-def build_embeddings(config: Config) -> EmbeddingBagCollection:
-    """Return the tables as one EmbeddingBagCollection on the meta device, to be sharded before it takes memory."""
-    tables = [
-        EmbeddingBagConfig(
-            name=name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            feature_names=[f for f in id_features(config) if config.features[f].table == name],
-            data_type=_DATA_TYPES[table.data_type],
-            # Averages are taken of the sums, in the dense half of a step: torchrec divides by lengths a second time
-            # where some averaged tables are split by rows and others are not, and by the wrong ones under grid_shard.
-            pooling=PoolingType.SUM,
-        )
-        for name, table in config.tables.items()
+def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, EmbeddingCollection | None]:
+    """Return the tables on the meta device, to be sharded before they take memory.
+
+    The first collection sums the rows of a feature's list. Tables with a feature that the model reads id by id are in
+    the second, since the two cannot share weights; their other features are summed in the dense half of a step.
+    """
+    by_id = {config.features[feature].table for feature in config.unpooled_features()}
+    meta = torch.device("meta")
+    pooled = [
+        # Averages are taken of the sums, in the dense half of a step: torchrec divides by lengths a second time where
+        # some averaged tables are split by rows and others are not, and by the wrong ones under grid_shard.
+        EmbeddingBagConfig(pooling=PoolingType.SUM, **_settings(config, name))
+        for name in config.tables
+        if name not in by_id
     ]
+    unpooled = [EmbeddingConfig(**_settings(config, name)) for name in config.tables if name in by_id]
     weighted = any(feature.weights is not None for feature in config.features.values())
-    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=weighted)
+    return (
+        EmbeddingBagCollection(tables=pooled, device=meta, is_weighted=weighted) if pooled else None,
+        EmbeddingCollection(tables=unpooled, device=meta) if unpooled else None,
+    )
+
+
+def _settings(config: Config, table: str) -> dict[str, Any]:
+    settings = config.tables[table]
+    return {
+        "name": table,
+        "num_embeddings": settings.num_embeddings,
+        "embedding_dim": settings.embedding_dim,
+        "feature_names": [f for f in id_features(config) if config.features[f].table == table],
+        "data_type": _DATA_TYPES[settings.data_type],
+    }
 
 
 def init_range(table: TableConfig) -> float:

@@ -7,7 +7,7 @@ import pytest
 from launch import ROOT, fork_train
 
 from recsys.config import load_config
-from recsys.config.schema import ComputeKernel, DataType, DenseOptimizer, ShardingChoice, TableOptimizer
+from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, ShardingChoice, TableOptimizer
 
 CONFIG = "configs/dlrm_sample.yaml"
 SHORT = ("train.max_steps=2", "data.valid=null", "data.test=null")
@@ -21,6 +21,18 @@ REFUSED = {
     "fp8": (["tables.user.data_type=FP8"], "'tables.user.data_type': FBGEMM trains FP8 on GPUs only; use FP16"),
     "rounding": (["tables.item.stochastic_rounding=true"], "'tables.item.stochastic_rounding'"),
     "decay": (["optimizer.tables.weight_decay=0.1"], "'optimizer.tables.weight_decay'"),
+    "replicated by id": (
+        ["model.attention={history: item_id}", "tables.item.sharding_type=data_parallel"],
+        "'tables.item.sharding_type': feature 'history' is looked up id by id, for model.attention, which goes with auto",
+    ),
+    "several rows an id": (
+        ["model.attention={history: item_id}", "tables.item.num_hashes=2"],
+        "'tables.item.mapping' gives an id several rows",
+    ),
+    "vectors of two widths": (
+        ["model.attention={history: user_id}", "tables.user.embedding_dim=4"],
+        "'model.attention.history': its table has embedding_dim 8, and that of 'user_id' 4",
+    ),
     "adam": (["optimizer.tables.name=adam"], "'optimizer.tables.name': FBGEMM trains tables on CPU by"),
 }
 

@@ -9,7 +9,8 @@ import torchrec.optim.optimizers as table_optimizers
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig
-from recsys.config.schema import DenseOptimizer, ScheduleConfig, TableOptimizer
+from recsys.config.choices import DenseOptimizer, TableOptimizer
+from recsys.config.schema import ScheduleConfig
 from recsys.errors import UserError
 from recsys.optim import LearningRate, attach_table_optimizers, build_dense_optimizer
 

@@ -8,14 +8,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import load_tables
 from launch import fork_train
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, load_config
-from recsys.config.schema import COLUMN_SPLITS, DenseOptimizer, TableOptimizer
+from recsys.config.choices import COLUMN_SPLITS, DenseOptimizer, TableOptimizer
 from recsys.data.batch import Batch
 from recsys.inputs import Inputs, open_inputs
 from recsys.models import DLRM
@@ -79,9 +83,16 @@ class Reference:
         pooled = {}
         for name in id_features(self.config):
             table, jagged = self.config.features[name].table, batch.ids[name]
+            if name in self.config.unpooled_features():
+                pooled[name] = JaggedTensor(leaves[table][jagged.values()], jagged.weights_or_none(), jagged.lengths())
+                continue
             mode = "mean" if self.config.tables[table].pooling is Pooling.mean else "sum"
             pooled[name] = F.embedding_bag(
-                jagged.values(), leaves[table], jagged.offsets()[:-1].to(jagged.values()), mode=mode
+                jagged.values(),
+                leaves[table],
+                jagged.offsets()[:-1].to(jagged.values()),
+                mode=mode,
+                per_sample_weights=jagged.weights_or_none(),
             )
         logits = self.dense(pooled, batch.floats)
         total = F.binary_cross_entropy_with_logits(logits, batch.labels, batch.weights, reduction="sum")
@@ -197,6 +208,62 @@ def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, fol
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
     for name, weights in expected_tables.items():
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+
+
+ATTENTION = ("model.attention={history: item_id}", "tables.item.pooling=mean", "tables.category.pooling=sum")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "auto"])
+def test_vectors_of_single_ids(kind: str, world_size: int, folder: Path) -> None:
+    """The table's other feature comes as averages of the same collection."""
+    optimizer = "optimizer.tables.name=" + ("adagrad" if kind == "column_wise" else "rowwise_adagrad")
+    losses, tables = trained(
+        folder, world_size, (*ATTENTION, optimizer, f"tables.item.sharding_type={kind}", "train.micro_batch_size=50")
+    )
+    expected, expected_tables = reference(folder, *ATTENTION, optimizer)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["{history: item_id}", "{item_id: user_id}"])
+def test_weights_of_single_ids(attention: str, folder: Path, tmp_path: Path) -> None:
+    """In the second case the weighted list is summed of vectors of single ids."""
+    rows = ds.dataset("data/sample/train").to_table()
+    weights = [[0.5 + i for i in range(len(ids or []))] for ids in rows["history"].to_pylist()]
+    pq.write_table(rows.append_column("by_age", pa.array(weights)), tmp_path / "rows.parquet")
+    options = (
+        f"data.train={tmp_path}/rows.parquet",
+        "features.history.weights=by_age",
+        f"model.attention={attention}",
+        "tables.category.pooling=sum",
+    )
+    losses, tables = trained(folder, 2, (*options, "tables.item.sharding_type=row_wise"))
+    expected, expected_tables = reference(folder, *options)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+
+
+def test_vectors_of_single_ids_from_all_tables(folder: Path, tmp_path: Path) -> None:
+    """No table is left that gives sums; the one there is is FP16."""
+    config = tmp_path / "attention.yaml"
+    config.write_text(
+        "data: {train: data/sample/train, label_column: label}\n"
+        "features: {user_id: {table: shared}, history: {table: shared, max_length: 5}, item_id: {table: shared}}\n"
+        "tables: {shared: {num_embeddings: 300, embedding_dim: 8, data_type: FP16, optimizer: {name: sgd}}}\n"
+        "model: {name: dlrm, attention: {history: user_id, item_id: user_id}}\n"
+        "train: {global_batch_size: 64, max_steps: 5, log_every_steps: 1}\n"
+    )
+    losses = []
+    for nproc in (1, 2):
+        run_dir = tmp_path / str(nproc)
+        done = fork_train(str(config), f"run.dir={run_dir}", "tables.shared.sharding_type=row_wise", nproc=nproc)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if line["kind"] == "train"])
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow

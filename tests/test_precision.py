@@ -195,7 +195,7 @@ def test_four_micro_batches_keep_a_quarter(kind: str, checkpointing: bool) -> No
             pooled, batch = made_up(rows, names, tuple(range(0, rows + 1, rows // parts)))
             live = LiveBytes(task.model.parameters())
             with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
-                half.forward(pooled, batch)
+                half.forward(pooled, None, batch)
             assert live.now == 0
             peaks.append(live.peak)
             gradients.append([parameter.grad.clone() for parameter in task.model.parameters()])

@@ -3,25 +3,27 @@
 Nothing here imports torch, so that a mistake in a config is told before the heavy imports.
 """
 
-from recsys.config.load import load_config, save_config
-from recsys.config.schema import (
+from recsys.config.choices import (
     Autocast,
     ComputeKernel,
-    Config,
-    DataConfig,
     DataType,
     Device,
-    DLRMConfig,
-    FeatureConfig,
     FeatureType,
     IdMappingType,
     Keep,
     NullPolicy,
-    OptimizerConfig,
     Pooling,
-    PrecisionConfig,
     Schedule,
     ShardingChoice,
+)
+from recsys.config.load import load_config, save_config
+from recsys.config.schema import (
+    Config,
+    DataConfig,
+    DLRMConfig,
+    FeatureConfig,
+    OptimizerConfig,
+    PrecisionConfig,
     TableConfig,
     TableOptimizerConfig,
     TwoTowerConfig,

@@ -1,26 +1,21 @@
 """Checks across keys: each failure is one sentence with the full key, what is allowed and the nearest right name."""
 
 import math
-from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from recsys.config.schema import (
+from recsys.config.choices import (
     COLUMN_SPLITS,
     REPLICATED,
     ROWWISE,
+    UNPOOLED,
     ComputeKernel,
-    Config,
-    DLRMConfig,
-    FeatureConfig,
     FeatureType,
     IdMappingType,
-    Interaction,
     NullPolicy,
     ShardingChoice,
-    TableConfig,
-    TableOptimizerConfig,
-    TwoTowerConfig,
 )
+from recsys.config.model_checks import check_dlrm, check_two_tower, one_of
+from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig, TwoTowerConfig
 from recsys.errors import UserError, nearest
 
 RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
@@ -38,9 +33,9 @@ def check_config(config: Config) -> None:
     _check_features(config)
     _check_tables(config)
     if isinstance(config.model, TwoTowerConfig):
-        _check_two_tower(config, config.model)
+        check_two_tower(config, config.model)
     else:
-        _check_dlrm(config, config.model)
+        check_dlrm(config, config.model)
     _check_paths(config)
     _check_filter(config)
     _check_training(config)
@@ -51,15 +46,6 @@ def metric_names(config: Config) -> list[str]:
     if isinstance(config.model, TwoTowerConfig):
         return [f"{name}@{k}" for k in config.model.top_k for name in ("recall", "ndcg")]
     return list(RANKING_METRICS)
-
-
-def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
-    """Raise a UserError unless `name`, given by config key `key`, is among `allowed`."""
-    allowed = list(allowed)
-    if name not in allowed:
-        raise UserError(
-            f"config key '{key}': there is no {what} '{name}'{nearest(name, allowed)} (known: {', '.join(allowed)})"
-        )
 
 
 def _check_numbers(config: Config) -> None:
@@ -223,6 +209,7 @@ def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
             f"averages over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
             f"with {key}.allow_column_split=true"
         )
+    _check_unpooled(config, name, table)
     if table.compute_kernel is ComputeKernel.key_value and table.storage_dir is None:
         raise UserError(
             f"config key 'tables.{name}.storage_dir' is not set, and compute_kernel: key_value needs a folder on a disk"
@@ -237,6 +224,23 @@ def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': tables that every rank holds are trained by {allowed}, found "
             f"{key}.name={optimizer.name.name}; use another sharding_type"
+        )
+
+
+def _check_unpooled(config: Config, name: str, table: TableConfig) -> None:
+    unpooled = [feature for feature in config.unpooled_features() if config.features[feature].table == name]
+    if not unpooled:
+        return
+    if table.sharding_type not in UNPOOLED:
+        raise UserError(
+            f"config key 'tables.{name}.sharding_type': feature '{unpooled[0]}' is looked up id by id, for "
+            f"model.attention, which goes with {', '.join(each.name for each in UNPOOLED)}, found "
+            f"{table.sharding_type.name}"
+        )
+    if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
+        raise UserError(
+            f"config key 'tables.{name}.mapping' gives an id several rows, and feature '{unpooled[0]}' is looked up id "
+            f"by id, for model.attention; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
 
 
@@ -265,77 +269,6 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
                 f"config key 'tables.{name}.mapping': feature '{feature}' has boundaries, so its ids are 0 … "
                 f"{len(settings.boundaries)}; use mapping: identity with num_embeddings={len(settings.boundaries) + 1}"
             )
-
-
-def _check_dlrm(config: Config, model: DLRMConfig) -> None:
-    if model.embedding_dim is not None and model.embedding_dim < 1:
-        raise UserError(f"config key 'model.embedding_dim' must be at least 1, found {model.embedding_dim}")
-    if config.data.items is not None:
-        raise UserError("config key 'data.items': model dlrm ranks rows, and reads no item corpus; remove it")
-    if len(config.features) == 1 and model.interaction is Interaction.dot:
-        raise UserError(
-            "model dlrm with interaction=dot needs two features to take dot products of; add a feature, or set "
-            "model.interaction=dot_and_embeddings"
-        )
-    if config.data.label_column is None:
-        raise UserError("config key 'data.label_column' is not set, and model dlrm needs a column with 0 or 1")
-    if not 0 <= model.embedding_dropout < 1:
-        found = model.embedding_dropout
-        raise UserError(f"config key 'model.embedding_dropout' must be from 0 to below 1, found {found}")
-    _check_layers(model.dropout, bottom_mlp=model.bottom_mlp, top_mlp=model.top_mlp)
-
-
-def _check_two_tower(config: Config, model: TwoTowerConfig) -> None:
-    for key in ("user_features", "item_features"):
-        names = getattr(model, key)
-        if not names:
-            raise UserError(f"config key 'model.{key}' is empty, and needs at least one feature")
-        for name in names:
-            one_of(f"model.{key}", name, config.features, "feature")
-            if names.count(name) > 1:
-                raise UserError(f"config key 'model.{key}' names '{name}' twice; name each feature once")
-    one_of("model.item_id", model.item_id, model.item_features, "item feature")
-    both = set(model.user_features) & set(model.item_features)
-    if both:
-        raise UserError(
-            f"feature '{min(both)}' stands in model.user_features and model.item_features; keep one of them"
-        )
-    unused = set(config.features) - set(model.user_features) - set(model.item_features)
-    if unused:
-        raise UserError(
-            f"feature '{min(unused)}' is in neither model.user_features nor model.item_features; add it there, or "
-            f"remove features.{min(unused)}"
-        )
-    if config.features[model.item_id].type is not FeatureType.id:
-        raise UserError(f"config key 'model.item_id': feature '{model.item_id}' must be of type id")
-    table = config.tables[config.features[model.item_id].table or ""]
-    if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
-        raise UserError(
-            f"config key 'model.item_id': table '{config.features[model.item_id].table}' gives an id several rows, and "
-            f"items are told apart by one; use mapping: hash with num_hashes=1, vocabulary or identity"
-        )
-    if model.temperature <= 0:
-        raise UserError(f"config key 'model.temperature' must be above 0, found {model.temperature}")
-    if not model.top_k or min(model.top_k) < 1:
-        raise UserError(f"config key 'model.top_k' needs numbers of 1 or more, found {model.top_k}")
-    if (config.data.valid or config.data.test) and not config.data.items:
-        raise UserError(
-            "config key 'data.items' is not set, and data.valid and data.test are evaluated over a file of all items"
-        )
-    if config.data.label_column is not None:
-        raise UserError(
-            "config key 'data.label_column': model two_tower takes every row for a positive and reads no label; keep "
-            "the positive rows in data.train, and set data.label_column=null"
-        )
-    _check_layers(model.dropout, user_mlp=model.user_mlp, item_mlp=model.item_mlp, output_dim=[model.output_dim])
-
-
-def _check_layers(dropout: float, **widths: Sequence[int]) -> None:
-    if not 0 <= dropout < 1:
-        raise UserError(f"config key 'model.dropout' must be from 0 to below 1, found {dropout}")
-    for key, values in widths.items():
-        if min(values, default=1) < 1:
-            raise UserError(f"config key 'model.{key}' must be at least 1, found {min(values)}")
 
 
 def _check_paths(config: Config) -> None:

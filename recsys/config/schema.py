@@ -1,172 +1,30 @@
 """The dataclasses behind a config file: every key, its type, its default and its meaning.
 
-Enum members are named as they are written in YAML. Features and tables are mappings by name, so that
-`tables.item.embedding_dim=32` reaches them from the command line.
+Features and tables are mappings by name, so that `tables.item.embedding_dim=32` reaches them from the command line.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from omegaconf import MISSING
 
-
-class FeatureType(Enum):
-    """`id`: one id or a list of ids a row, looked up in a table. `float`: one number a row."""
-
-    id = "id"
-    float = "float"
-
-
-class NullPolicy(Enum):
-    """What a null becomes.
-
-    Of an id: row 0 of the table (`reserved`), no id at all (`empty`), or an error (`refuse`). Of a float: the feature's
-    `fill` (`reserved`), the mean of data.train (`mean`), or an error (`refuse`).
-    """
-
-    reserved = "reserved"
-    empty = "empty"
-    mean = "mean"
-    refuse = "refuse"
-
-
-class Keep(Enum):
-    """Which end of a list longer than `max_length` is kept."""
-
-    first = "first"
-    last = "last"
-
-
-class IdMappingType(Enum):
-    """How raw ids become rows of a table; row 0 is kept for null except under `identity`.
-
-    `hash`: any id to rows 1..n-1. `identity`: id i is row i. `vocabulary`: the ids that data.train shows at least
-    `min_count` times have a row each, the rest share `num_buckets` rows. `quotient_remainder`: ids hashed to `num_ids`
-    numbers, each the sum of two rows (Shi et al. 2020, arXiv:1909.02107).
-    """
-
-    hash = "hash"
-    identity = "identity"
-    vocabulary = "vocabulary"
-    quotient_remainder = "quotient_remainder"
-
-
-class DataType(Enum):
-    """Storage type of a table's weights; optimizer state stays FP32. FP8 (e4m3, FBGEMM's NFP8) trains on GPUs only."""
-
-    FP32 = "FP32"
-    FP16 = "FP16"
-    FP8 = "FP8"
-
-
-class ComputeKernel(Enum):
-    """Where a table lies and what updates it. On CPU all are `fused`, in host memory; so is `data_parallel` sharding.
-
-    `fused`: device memory. `fused_uvm`: host memory, read over the bus. `fused_uvm_caching`: the same with a cache of
-    rows in device memory, `cache_load_factor` of the table. `key_value`: on disk, with a cache.
-    """
-
-    fused = "fused"
-    fused_uvm = "fused_uvm"
-    fused_uvm_caching = "fused_uvm_caching"
-    key_value = "key_value"
-
-
-class Wire(Enum):
-    """Type of the numbers that ranks send each other: of looked-up rows forward, and of their gradients backward."""
-
-    FP32 = "FP32"
-    FP16 = "FP16"
-    BF16 = "BF16"
-
-
-class Pooling(Enum):
-    """How the rows of one feature's list become one vector."""
-
-    sum = "sum"
-    mean = "mean"
-
-
-class ShardingChoice(Enum):
-    """How a table is split over the ranks; `auto` leaves it to the planner.
-
-    `data_parallel`: every rank holds all of it. `table_wise`: one rank does. `row_wise`, `column_wise`: split over all
-    ranks. `table_row_wise`, `table_column_wise`: rows over the ranks of one machine, columns over single ranks.
-    `grid_shard`: columns over machines, and rows over the ranks of each.
-    """
-
-    auto = "auto"
-    data_parallel = "data_parallel"
-    table_wise = "table_wise"
-    row_wise = "row_wise"
-    column_wise = "column_wise"
-    table_row_wise = "table_row_wise"
-    table_column_wise = "table_column_wise"
-    grid_shard = "grid_shard"
-
-
-COLUMN_SPLITS = (ShardingChoice.column_wise, ShardingChoice.table_column_wise, ShardingChoice.grid_shard)
-
-
-class TableOptimizer(Enum):
-    """Optimizers that update a table's rows inside the backward pass. On CPU FBGEMM has the first three."""
-
-    rowwise_adagrad = "rowwise_adagrad"
-    adagrad = "adagrad"
-    sgd = "sgd"
-    adam = "adam"
-    partial_rowwise_adam = "partial_rowwise_adam"
-    lamb = "lamb"
-    partial_rowwise_lamb = "partial_rowwise_lamb"
-    lars_sgd = "lars_sgd"
-
-
-# Optimizers that keep one number for a whole row, and those that can train a table that every rank holds.
-ROWWISE = (TableOptimizer.rowwise_adagrad, TableOptimizer.partial_rowwise_adam, TableOptimizer.partial_rowwise_lamb)
-REPLICATED = (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd)
-
-
-class DenseOptimizer(Enum):
-    """Optimizers of the dense (data-parallel) part."""
-
-    adam = "adam"
-    adamw = "adamw"
-    adagrad = "adagrad"
-    sgd = "sgd"
-    adafactor = "adafactor"
-    lamb = "lamb"
-
-
-class Schedule(Enum):
-    """Shape of the learning rate after the warm-up: unchanged, straight down or half a cosine."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class Device(Enum):
-    """`auto` takes CUDA where there is a GPU, the CPU otherwise."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Autocast(Enum):
-    """Type that the dense part multiplies matrices in; weights, losses and what tables get stay FP32."""
-
-    none = "none"
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
-class Interaction(Enum):
-    """What DLRM's top MLP reads beside the pairwise dots: the bottom output, or every vector too."""
-
-    dot = "dot"
-    dot_and_embeddings = "dot_and_embeddings"
+from recsys.config.choices import (
+    Autocast,
+    ComputeKernel,
+    DataType,
+    DenseOptimizer,
+    Device,
+    FeatureType,
+    IdMappingType,
+    Interaction,
+    Keep,
+    NullPolicy,
+    Pooling,
+    Schedule,
+    ShardingChoice,
+    TableOptimizer,
+    Wire,
+)
 
 
 @dataclass
@@ -347,6 +205,10 @@ class DLRMConfig:
     dropout: float = 0.0  # after each hidden layer
     embedding_dropout: float = 0.0  # of elements of the pooled embeddings
     interaction: Interaction = Interaction.dot
+    # List features whose ids are weighted by how they match another feature's vector, in place of being summed as one:
+    # {history: item_id}. Of tables split by rows, by columns or not at all.
+    attention: dict[str, str] = field(default_factory=dict)
+    attention_mlp: list[int] = field(default_factory=lambda: [32])  # hidden widths; the last is 1
 
 
 @dataclass
@@ -384,6 +246,10 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     seed: int = 1
     debug: bool = False  # set by --debug
+
+    def unpooled_features(self) -> list[str]:
+        """Return the id features of which the model reads a vector for each id of a list, not one for the list."""
+        return list(getattr(self.model, "attention", ()))
 
     def table_optimizer(self, table: str) -> TableOptimizerConfig:
         """Return the optimizer of a table: its own, or that of all."""

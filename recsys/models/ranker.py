@@ -6,11 +6,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.config import DLRMConfig
-from recsys.config.schema import Interaction
+from recsys.config.choices import Interaction
 from recsys.data.batch import Batch
-from recsys.models.task import Pooled, RowDropout, Task, mlp
+from recsys.models.lookup import row_of_each_id, sum_by_row
+from recsys.models.task import RowDropout, Task, Vectors, mlp
 
 
 class _PairwiseDots(torch.autograd.Function):
@@ -46,10 +48,28 @@ def _pairs(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tens
     return picked, spread.T.contiguous()
 
 
+class TargetAttention(nn.Module):
+    """The sum of a list's vectors, each times how it matches another vector (DIN: Zhou et al. 2018, arXiv:1706.06978).
+
+    As there, the factors are not normalised, so that long lists weigh more.
+    """
+
+    def __init__(self, dim: int, hidden: list[int]) -> None:
+        super().__init__()
+        self.mlp = mlp(4 * dim, hidden, 1, dropout=0.0)
+
+    def forward(self, query: torch.Tensor, jagged: JaggedTensor) -> torch.Tensor:
+        """Return [rows, dim] from the queries [rows, dim] and a vector for each id; nothing is padded."""
+        queries, keys = query[row_of_each_id(jagged)], jagged.values()
+        factors = self.mlp(torch.cat([queries, keys, queries - keys, queries * keys], dim=1))
+        return sum_by_row(jagged, factors.squeeze(1))
+
+
 class DLRM(nn.Module):
     """Dot products of all pairs of vectors, then an MLP (Naumov et al. 2019, arXiv:1906.00091).
 
     Args:
+        config: its `attention` names the features that come as a vector for each id of a list.
         dims: embedding_dim of the id features, in order. Where it is not that of the vectors, a matrix makes it so
             (mixed dimensions: Ginart et al. 2019, arXiv:1909.11810).
         num_floats: float features; with any, the bottom MLP makes one more vector of them.
@@ -62,6 +82,10 @@ class DLRM(nn.Module):
         self.projections = nn.ModuleDict(
             {name: nn.Linear(own, dim, bias=False) for name, own in dims.items() if own != dim}
         )
+        self.queries = dict(config.attention)
+        self.attention = nn.ModuleDict(
+            {name: TargetAttention(dims[name], config.attention_mlp) for name in config.attention}
+        )
         self.bottom = mlp(num_floats, config.bottom_mlp, dim, config.dropout) if num_floats else None
         self.embedding_dropout = RowDropout(config.embedding_dropout)
         num_vectors = len(features) + (num_floats > 0)
@@ -70,11 +94,20 @@ class DLRM(nn.Module):
         num_kept = num_vectors if self.keep_vectors else int(num_floats > 0)
         self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, 1, config.dropout)
 
-    def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows]."""
-        vectors = [
-            self.projections[name](pooled[name]) if name in self.projections else pooled[name] for name in self.features
-        ]
+        vectors = vectors | {
+            name: attention(vectors[self.queries[name]], vectors[name]) for name, attention in self.attention.items()
+        }
+        return self._logits(
+            [
+                self.projections[name](vectors[name]) if name in self.projections else vectors[name]
+                for name in self.features
+            ],
+            floats,
+        )
+
+    def _logits(self, vectors: list[torch.Tensor], floats: torch.Tensor) -> torch.Tensor:
         if self.training and self.embedding_dropout.p > 0:
             vectors = list(self.embedding_dropout(torch.cat(vectors, dim=1)).chunk(len(vectors), dim=1))
         if self.bottom is not None:

@@ -1,4 +1,4 @@
-"""The two halves of a training step: the lookup, and the dense part on detached pooled embeddings.
+"""The two halves of a training step: the lookup, and the dense part on detached embeddings.
 
 The dense part runs forward and backward by itself; then one small all-reduce says the sums of loss and weights
 over all ranks, gradients are divided by the sum of weights, and one backward goes into the tables. So nothing
@@ -6,21 +6,21 @@ reaches a table before every rank has seen that the step is sound.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Autocast, PrecisionConfig
 from recsys.data.batch import Batch
-from recsys.models.task import Pooled, Task, set_dropout_keys
+from recsys.models.lookup import Lookup, Part
+from recsys.models.task import Task, Vectors, set_dropout_keys
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
 _GREATEST_SCALE = 2.0**24
@@ -88,7 +88,7 @@ class Replicated(Protocol):
 
 
 class DenseHalf(nn.Module):
-    """Runs a task on detached pooled embeddings, and hands the gradient on to the tables.
+    """Runs a task on detached embeddings, and hands the gradient on to the tables.
 
     Args:
         task: its model may be wrapped in DistributedDataParallel, which averages gradients over ranks.
@@ -96,6 +96,7 @@ class DenseHalf(nn.Module):
         clip_norm: most that the norm over all gradients of the dense part may be; None: any.
         precision: types that the task's model computes in.
         averaged: features whose pooled embeddings, which are sums, are divided by the lengths of their lists.
+        unpooled: features that the model reads a vector of for each id.
 
     Attributes:
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
@@ -104,74 +105,80 @@ class DenseHalf(nn.Module):
     """
 
     def __init__(
-        self, task: Task, seed: int, clip_norm: float | None, precision: PrecisionConfig, averaged: Sequence[str] = ()
+        self,
+        task: Task,
+        seed: int,
+        clip_norm: float | None,
+        precision: PrecisionConfig,
+        averaged: Sequence[str] = (),
+        unpooled: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.task = task
         self.seed = seed
         self.clip_norm = clip_norm
-        self.averaged = averaged
+        self.averaged, self.unpooled = averaged, unpooled
         self.stop_requested = False
         self.replicated: Replicated | None = None
         self.loss_scale = LossScale()
         if precision.autocast is Autocast.fp16:
             self.loss_scale = LossScale(precision.loss_scale, precision.loss_scale_growth_steps)
         self._dtype = _DTYPES.get(precision.autocast)
-        self._pooled: KeyedTensor | None = None
-        self._gradient: torch.Tensor | None = None
+        self._lookup: Lookup | None = None
+        self._gradients: list[torch.Tensor | None] = []
         self._sums: torch.Tensor | None = None
         self._finite: torch.Tensor | None = None
         self._output: StepOutput | None = None
 
-    def forward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
-        values = pooled.values()
+    def forward(
+        self, pooled: KeyedTensor | None, by_id: dict[str, JaggedTensor] | None, batch: Batch
+    ) -> tuple[torch.Tensor, StepOutput]:
+        lookup = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items()))
         if not self.training:
-            vectors = self._vectors(pooled, values, batch, 0)
-            return values.new_zeros(()), StepOutput(batch, self._outputs(vectors, batch))
-        loss, gradient = self._forward_backward(pooled, batch)
-        self._pooled, self._gradient = pooled, gradient
+            (part,) = lookup.parts((0, len(batch.weights)))
+            outputs = self._outputs(self._vectors(lookup, part, lookup.tensors), batch)
+            return batch.weights.new_zeros(()), StepOutput(batch, outputs)
+        loss, self._gradients = self._forward_backward(lookup, batch)
+        self._lookup = lookup
         self._sums = torch.stack([loss.double(), batch.weights.sum().double()])
         self._output = StepOutput(batch, ())
         return loss, self._output
 
-    def _forward_backward(self, pooled: KeyedTensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the loss and its gradient by the pooled embeddings; one micro-batch's activations live at a time.
+    def _forward_backward(self, lookup: Lookup, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Return the loss and its gradients by the looked-up tensors; one micro-batch's activations live at a time.
 
         A loss that is no sum over rows is computed on the outputs of all, which are then computed again, micro-batch by
         micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
         """
-        values, bounds = pooled.values(), list(pairwise(batch.micro_batches))
+        parts = list(lookup.parts(batch.micro_batches))
         whole: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-        if len(bounds) > 1 and not self.task.loss_by_rows:
-            whole = self._loss_of_all(pooled, batch, bounds)
+        if len(parts) > 1 and not self.task.loss_by_rows:
+            whole = self._loss_of_all(lookup, batch, parts)
         losses, gradients = [], []
-        for start, stop in bounds:
+        for part in parts:
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
-            with self._exchanging(stop == bounds[-1][1]):
-                leaf = values[start:stop].detach().requires_grad_()
-                part = batch.dense_rows(start, stop)
-                outputs = self._part(pooled, leaf, part, start)
+            with self._exchanging(part is parts[-1]):
+                leaves = [each[at].detach().requires_grad_() for each, at in _sliced(lookup, part)]
+                rows = batch.dense_rows(*part.rows)
+                outputs = self._part(lookup, part, leaves, rows)
                 if whole is None:
-                    loss = self.task.loss(outputs, part)
+                    loss = self.task.loss(outputs, rows)
                     (loss * self._loss_factor(batch)).backward()
                     losses.append(loss.detach())
                 else:
                     several = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-                    torch.autograd.backward(several, [each[start:stop] for each in whole[1]])
-            gradients.append(leaf.grad)
+                    torch.autograd.backward(several, [each[slice(*part.rows)] for each in whole[1]])
+            gradients.append([leaf.grad for leaf in leaves])
         total = torch.stack(losses).sum() if whole is None else whole[0]
-        if any(gradient is None for gradient in gradients):
-            return total, None
-        return total, gradients[0] if len(gradients) == 1 else torch.cat(gradients)
+        return total, [_joined(pieces) for pieces in zip(*gradients, strict=True)]
 
-    def _loss_of_all(
-        self, pooled: KeyedTensor, batch: Batch, bounds: list[tuple[int, int]]
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def _loss_of_all(self, lookup: Lookup, batch: Batch, parts: list[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the loss of the whole batch, and its gradients by the model's outputs."""
         pieces = []
         with torch.no_grad():
-            for start, stop in bounds:
-                outputs = self._part(pooled, pooled.values()[start:stop], batch.dense_rows(start, stop), start)
+            for part in parts:
+                tensors = [each[at] for each, at in _sliced(lookup, part)]
+                outputs = self._part(lookup, part, tensors, batch.dense_rows(*part.rows))
                 pieces.append((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
         leaves = [torch.cat(each).requires_grad_() for each in zip(*pieces, strict=True)]
         loss = self.task.loss(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
@@ -183,27 +190,21 @@ class DenseHalf(nn.Module):
         return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 
     def _part(
-        self, pooled: KeyedTensor, values: torch.Tensor, part: Batch, first_row: int
+        self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return the outputs for a micro-batch, which begins at `first_row` of this rank's rows."""
-        global_row = dist.get_rank() * part.ids.stride() + first_row
-        set_dropout_keys(self.task.model, self.seed, part.position.num_rows, global_row)
-        return self._outputs(self._vectors(pooled, values, part, first_row), part)
+        """Return the outputs for the rows of a micro-batch."""
+        global_row = dist.get_rank() * lookup.ids.stride() + part.rows[0]
+        set_dropout_keys(self.task.model, self.seed, rows.position.num_rows, global_row)
+        return self._outputs(self._vectors(lookup, part, tensors), rows)
 
-    def _vectors(self, pooled: KeyedTensor, values: torch.Tensor, batch: Batch, first_row: int) -> Pooled:
-        """Return the pooled embeddings of rows from `first_row` on by feature; those of an empty list are 0."""
-        vectors = _by_key(pooled, values)
-        keys = batch.ids.keys()
-        lengths = batch.ids.lengths().view(len(keys), -1)[:, first_row : first_row + len(values)]
-        for name in self.averaged:
-            vectors[name] = vectors[name] / lengths[keys.index(name)].clamp(min=1)[:, None]
-        return vectors
+    def _vectors(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor]) -> Vectors:
+        return lookup.vectors(part, tensors, self.averaged, self.unpooled)
 
-    def _outputs(self, pooled: Pooled, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def _outputs(self, vectors: Vectors, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self._dtype is None:
-            return self.task.model(pooled, batch.floats)
+            return self.task.model(vectors, batch.floats)
         with torch.autocast(batch.floats.device.type, self._dtype):
-            outputs = self.task.model(pooled, batch.floats)
+            outputs = self.task.model(vectors, batch.floats)
         return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(each.float() for each in outputs)
 
     def _loss_factor(self, batch: Batch) -> float:
@@ -221,14 +222,14 @@ class DenseHalf(nn.Module):
         Where the loss or a gradient is not finite on some rank, every rank leaves the tables alone and marks the output
         as `skipped`; the optimizer of the dense part is not to be called then.
         """
-        assert self._pooled is not None and self._output is not None
-        pooled, gradient = self._pooled, self._gradient
+        assert self._lookup is not None and self._output is not None
+        lookup, gradients = self._lookup, self._gradients
         factor = self._loss_factor(self._output.batch)
-        loss, weight, num_bad, num_stops, num_rows, num_bad_rows = self._agree(gradient)
+        loss, weight, num_bad, num_stops, num_rows, num_bad_rows = self._agree()
         self._output.loss = loss / weight if weight else 0.0
         self._output.stop = num_stops > 0
         self._output.num_rows, self._output.num_bad_rows = round(num_rows), round(num_bad_rows)
-        self._pooled = self._gradient = self._sums = None
+        self._lookup, self._gradients, self._sums = None, [], None
         if num_bad:
             self._output.skipped, self._output.finite_here = True, bool(self._finite)
             self._output.overflowed = math.isfinite(self._output.loss) and self.loss_scale.overflow()
@@ -237,29 +238,34 @@ class DenseHalf(nn.Module):
         # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
         # the weights of the global batch.
         scale = dist.get_world_size() / weight / factor if weight else 0.0
-        gradients = [p.grad for p in self.task.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(self._dense_gradients(), scale)
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.clip_norm)
-        if gradient is not None:
-            self._train_tables(pooled, gradient * scale)
+        self._train_tables(lookup, [None if each is None else each * scale for each in gradients])
 
-    def _train_tables(self, pooled: KeyedTensor, gradient: torch.Tensor) -> None:
-        """Hand on the gradient by the pooled embeddings, times the number of ranks."""
-        assert self._output is not None
-        if self.replicated is not None:
-            by_feature = _by_key(pooled, gradient / dist.get_world_size())
-            self.replicated.update(self._output.batch.ids, by_feature)
-        if pooled.values().requires_grad:
-            pooled.values().backward(gradient)
+    def _dense_gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.task.model.parameters() if p.grad is not None]
 
-    def _agree(self, gradient: torch.Tensor | None) -> list[float]:
+    def _train_tables(self, lookup: Lookup, gradients: list[torch.Tensor | None]) -> None:
+        """Hand on the gradients by the looked-up tensors, times the number of ranks."""
+        if self.replicated is not None and lookup.pooled is not None and gradients[0] is not None:
+            by_feature = lookup.pooled_by_feature(gradients[0] / dist.get_world_size())
+            self.replicated.update(lookup.ids, by_feature)
+        wanted = [
+            (each, gradient)
+            for each, gradient in zip(lookup.tensors, gradients, strict=True)
+            if each.requires_grad and gradient is not None
+        ]
+        if wanted:
+            torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
+
+    def _agree(self) -> list[float]:
         assert self._sums is not None and self._output is not None
-        # A sum of absolute values is finite exactly if all values are (and it does not overflow).
-        dense = [p.grad for p in self.task.model.parameters() if p.grad is not None]
-        norms = torch.stack(torch._foreach_norm(dense if gradient is None else [gradient, *dense], 1))
-        # Gradients of the dense part are those of all ranks.
-        self._finite = torch.isfinite(self._sums).all() & (gradient is None or torch.isfinite(norms[0]))
+        # A sum of absolute values is finite exactly if all values are (and it does not overflow). Gradients of the
+        # dense part are those of all ranks.
+        own = [each for each in self._gradients if each is not None]
+        norms = torch.stack(torch._foreach_norm([*own, *self._dense_gradients()], 1))
+        self._finite = torch.isfinite(self._sums).all() & torch.isfinite(norms[: len(own)]).all()
         finite = self._finite & torch.isfinite(norms).all()
         batch = self._output.batch
         counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
@@ -270,19 +276,38 @@ class DenseHalf(nn.Module):
 
 
 class TrainStep(nn.Module):
-    """Lookup, then the dense half; what torchrec shards and its pipeline traces."""
+    """Lookup, then the dense half; what torchrec shards and its pipeline traces.
 
-    def __init__(self, embeddings: EmbeddingBagCollection, dense: DenseHalf) -> None:
+    Args:
+        embeddings: tables that give the sum of each list's rows; None if there is no such table.
+        embeddings_by_id: tables that give a vector for each id of a list, likewise.
+    """
+
+    def __init__(
+        self,
+        embeddings: EmbeddingBagCollection | None,
+        embeddings_by_id: EmbeddingCollection | None,
+        dense: DenseHalf,
+    ) -> None:
         super().__init__()
         self.embeddings = embeddings
+        self.embeddings_by_id = embeddings_by_id
         self.dense = dense
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """Return (loss of this rank, StepOutput). The pipeline then calls `dense.backward()`."""
-        pooled = self.embeddings(batch.ids)
-        return self.dense(pooled, batch)
+        pooled = None if self.embeddings is None else self.embeddings(batch.ids)
+        by_id = None if self.embeddings_by_id is None else self.embeddings_by_id(batch.ids)
+        return self.dense(pooled, by_id, batch)
 
 
-def _by_key(pooled: KeyedTensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    # The order of the features in `values` follows the sharding plan; by key it cannot matter.
-    return dict(zip(pooled.keys(), values.split(pooled.length_per_key(), dim=1), strict=True))
+def _sliced(lookup: Lookup, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
+    return zip(lookup.tensors, part.slices, strict=True)
+
+
+def _joined(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the gradient by a tensor of those by its slices; None where the model does not read it."""
+    found = [piece for piece in pieces if piece is not None]
+    if len(found) < len(pieces):
+        return None
+    return found[0] if len(found) == 1 else torch.cat(found)

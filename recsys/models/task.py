@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,15 +15,17 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from recsys.counter_random import make_key, uniform
 from recsys.data.batch import Batch
 
-Pooled = dict[str, torch.Tensor]
+# By feature a vector for each row, [rows, embedding_dim], or for each id of each row's list.
+Vectors = dict[str, Any]
 
 
 class Task(nn.Module):
     """A dense model and its loss.
 
     Attributes:
-        model: maps (pooled embeddings by feature, each [rows, embedding_dim]; floats [rows, float features]) to a
-            tensor or tuple of tensors whose first dimension is rows. Training wraps it in DistributedDataParallel.
+        model: maps (vectors by feature: [rows, embedding_dim], or a JaggedTensor with a vector for each id; floats
+            [rows, float features]) to a tensor or tuple of tensors whose first dimension is rows. Training wraps it in
+            DistributedDataParallel.
         loss_by_rows: the loss of a batch is the sum of the losses of its parts.
     """
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from recsys.config import TwoTowerConfig
 from recsys.data.batch import Batch
-from recsys.models.task import Pooled, Task, mlp
+from recsys.models.task import Task, Vectors, mlp
 
 
 class Tower(nn.Module):
@@ -22,7 +22,7 @@ class Tower(nn.Module):
         self.floats = floats
         self.mlp = mlp(sum(features.values()) + len(floats), hidden, config.output_dim, config.dropout)
 
-    def forward(self, pooled: Pooled, floats: torch.Tensor) -> torch.Tensor:
+    def forward(self, pooled: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return vectors [rows, output_dim], of length 1 if the config says so."""
         inputs = [*(pooled[name] for name in self.features), *(floats[:, i : i + 1] for i in self.floats)]
         vectors = self.mlp(torch.cat(inputs, dim=1))
@@ -49,7 +49,7 @@ class TwoTower(nn.Module):
         ids = {name: dims[name] for name in names if name in dims}
         return Tower(ids, [floats.index(name) for name in names if name in floats], hidden, config)
 
-    def forward(self, pooled: Pooled, floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, pooled: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return user vectors and item vectors, each [rows, output_dim]."""
         return self.user(pooled, floats), self.item(pooled, floats)
 

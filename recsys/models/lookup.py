@@ -1,0 +1,98 @@
+"""What the tables gave for a batch, and how the model sees it."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from recsys.models.task import Vectors
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a batch, and the slices that hold them in each of `Lookup.tensors`."""
+
+    rows: tuple[int, int]
+    slices: list[slice]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What the tables gave for the rows of a batch.
+
+    Attributes:
+        ids: table rows of the batch.
+        pooled: a vector for each row, by feature; None where no table gives any.
+        by_id: a vector for each id of the rows' lists, by feature.
+    """
+
+    ids: KeyedJaggedTensor
+    pooled: KeyedTensor | None
+    by_id: dict[str, JaggedTensor]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What gradients are wanted of: `pooled`, [rows, sum of its widths], then of each in `by_id` [ids, width]."""
+        pooled = [] if self.pooled is None else [self.pooled.values()]
+        return [*pooled, *(each.values() for each in self.by_id.values())]
+
+    def parts(self, bounds: Sequence[int]) -> Iterator[Part]:
+        """Yield the parts of the rows between each two of `bounds`."""
+        by_id = list(self.by_id)
+        ends = [[0, each.values().shape[0]] for each in self.by_id.values()]
+        if len(bounds) > 2 and by_id:
+            # One look at what lies on the device.
+            offsets = torch.stack([self.ids[name].offsets() for name in by_id])
+            ends = offsets[:, list(bounds)].tolist()
+        for number, rows in enumerate(pairwise(bounds)):
+            of_pooled = [] if self.pooled is None else [slice(*rows)]
+            yield Part(rows, [*of_pooled, *(slice(*each[number : number + 2]) for each in ends)])
+
+    def pooled_by_feature(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the columns of rows of `pooled`, or of a gradient by them, by feature."""
+        assert self.pooled is not None
+        # Their order follows the sharding plan; by key it cannot matter.
+        return dict(zip(self.pooled.keys(), values.split(self.pooled.length_per_key(), dim=1), strict=True))
+
+    def vectors(
+        self, part: Part, tensors: Sequence[torch.Tensor], averaged: Collection[str], unpooled: Collection[str]
+    ) -> Vectors:
+        """Return what the model reads of a part.
+
+        Args:
+            tensors: slices of `self.tensors` by the part.
+            averaged: features whose sums are divided by the lengths of their lists; those of an empty list are 0.
+            unpooled: features that the model wants a vector of for each id.
+        """
+        keys, rest = self.ids.keys(), list(zip(tensors, part.slices, strict=True))
+        lengths = self.ids.lengths().view(len(keys), -1)[:, slice(*part.rows)]
+        vectors: Vectors = {}
+        if self.pooled is not None:
+            vectors.update(self.pooled_by_feature(rest.pop(0)[0]))
+        for name, (values, where) in zip(self.by_id, rest, strict=True):
+            weights = self.ids[name].weights_or_none()
+            jagged = JaggedTensor(
+                values, lengths=lengths[keys.index(name)], weights=None if weights is None else weights[where]
+            )
+            vectors[name] = jagged if name in unpooled else sum_by_row(jagged)
+        for name in averaged:
+            if name not in unpooled:
+                vectors[name] = vectors[name] / lengths[keys.index(name)].clamp(min=1)[:, None]
+        return vectors
+
+
+def row_of_each_id(jagged: JaggedTensor) -> torch.Tensor:
+    """Return the row that each id belongs to, [ids] int64."""
+    rows = torch.arange(len(jagged.lengths()), device=jagged.lengths().device)
+    return rows.repeat_interleave(jagged.lengths(), output_size=jagged.values().shape[0])
+
+
+def sum_by_row(jagged: JaggedTensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the weighted sums of the ids' vectors, [rows, width]; `factors` are further weights, [ids]."""
+    values = jagged.values()
+    for weights in (jagged.weights_or_none(), factors):
+        if weights is not None:
+            values = values * weights[:, None]
+    return values.new_zeros(len(jagged.lengths()), values.shape[1]).index_add(0, row_of_each_id(jagged), values)
