@@ -12,6 +12,7 @@ from recsys.checkpoint import Tensors
 from recsys.config import Config, FeatureType, TwoTowerConfig
 from recsys.data.counts import count_ids
 from recsys.distributed import (
+    iteration_setters,
     learning_rate_setters,
     plan_tables,
     replicated_tables,
@@ -43,6 +44,7 @@ class Built:
     Attributes:
         pieces: every piece of every table, on any rank.
         set_learning_rates: what sets the learning rate of each group of tables, after the name of one of them.
+        set_iterations: what sets the number of updates done, of groups whose optimizer corrects by it.
     """
 
     model: DistributedModelParallel
@@ -50,6 +52,7 @@ class Built:
     dense_optimizer: torch.optim.Optimizer
     tensors: Tensors
     set_learning_rates: list[tuple[str, Callable[[float], None]]]
+    set_iterations: list[Callable[[int], None]]
 
     @property
     def step(self) -> Any:
@@ -89,7 +92,8 @@ def build_model(inputs: Inputs) -> Built:
         dense_optimizer=optimizer,
     )
     pieces = list(shards(plan, config, world.world_size))
-    return Built(model, pieces, optimizer, tensors, learning_rate_setters(model, replicated))
+    rates, iterations = learning_rate_setters(model, replicated), iteration_setters(model, config)
+    return Built(model, pieces, optimizer, tensors, rates, iterations)
 
 
 def _dense_half(task: Task, config: Config) -> DenseHalf:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
+from torchrec.modules.embedding_configs import DataType as TorchrecDataType
 from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice
-from recsys.config.choices import COLUMN_SPLITS, REPLICATED, ROWWISE, UNPOOLED, Wire
+from recsys.config.choices import COLUMN_SPLITS, COUNTING, REPLICATED, ROWWISE, UNPOOLED, FloatType
 from recsys.errors import UserError
 from recsys.process_group import World
 from recsys.replicated import ReplicatedTable, ReplicatedTables
@@ -40,7 +42,7 @@ from recsys.tables import Shard
 
 _RESERVED_SHARE = 0.15  # of memory, for what the planner does not place
 _REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
-_WIRES = {Wire.FP32: CommType.FP32, Wire.FP16: CommType.FP16, Wire.BF16: CommType.BF16}
+_WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatType.BF16: CommType.BF16}
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -56,7 +58,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
 
 def _sharders(config: Config) -> list[Any]:
     wires, codecs = (config.precision.forward_wire, config.precision.backward_wire), None
-    if wires != (Wire.FP32, Wire.FP32):
+    if wires != (FloatType.FP32, FloatType.FP32):
         codecs = get_qcomm_codecs_registry(
             QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
         )
@@ -131,6 +133,7 @@ def _parameter_sharding(pieces: list[Shard], config: Config, world: World) -> Pa
         sharding_spec=None if whole else EnumerableShardingSpec(shards),
         cache_params=constraints.cache_params,
         stochastic_rounding=constraints.stochastic_rounding,
+        output_dtype=constraints.output_dtype,
         key_value_params=constraints.key_value_params,
     )
 
@@ -187,11 +190,19 @@ def _constraints(config: Config, table: str, world: World) -> ParameterConstrain
         ),
         pooling_factors=[1.0] * num_features,
         stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
+        output_dtype=_output_dtype(config, world),
     )
 
 
 def _kernel(config: Config, table: str, world: World) -> ComputeKernel:
     return config.tables[table].compute_kernel if world.device.type == "cuda" else ComputeKernel.fused
+
+
+def _output_dtype(config: Config, world: World) -> TorchrecDataType | None:
+    chosen = config.precision.output_dtype
+    if chosen is FloatType.FP32 or (chosen is FloatType.BF16 and world.device.type == "cpu"):
+        return None
+    return TorchrecDataType[chosen.name]
 
 
 def check_device(config: Config, world: World) -> list[str]:
@@ -214,6 +225,8 @@ def check_device(config: Config, world: World) -> list[str]:
             )
         if table.compute_kernel is not ComputeKernel.fused:
             instead.append(f"{key}.compute_kernel={table.compute_kernel.name} is fused, in host memory, on CPU")
+    if config.precision.output_dtype is FloatType.BF16:
+        instead.append("precision.output_dtype=BF16 is FP32 on CPU")
     if config.precision.tf32:
         instead.append("precision.tf32=true changes nothing on CPU")
     return instead
@@ -334,6 +347,24 @@ def learning_rate_setters(
         # Tables of one kernel have one optimizer, so that the first stands for all.
         setters.append((kernel.config.embedding_tables[0].name, kernel.emb_module.set_learning_rate))
     return setters
+
+
+def iteration_setters(model: DistributedModelParallel, config: Config) -> list[Callable[[int], None]]:
+    """Return what sets the number of updates done, for each kernel on this rank whose optimizer corrects by it.
+
+    FBGEMM counts its own forward passes, and takes those of evaluations and of steps that were left out for updates.
+    """
+    return [
+        partial(_set_iteration, kernel.emb_module)
+        for kernel in _kernels(model, FusedOptimizerModule)
+        if config.table_optimizer(kernel.config.embedding_tables[0].name).name in COUNTING
+    ]
+
+
+def _set_iteration(kernel: Any, number: int) -> None:
+    # Where the counter on the host is 0, FBGEMM takes the one that checkpoints hold.
+    kernel.iter_cpu = kernel.iter_cpu.cpu().fill_(number)
+    kernel.iter.fill_(number)
 
 
 def _kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:

@@ -200,6 +200,8 @@ class Trainer:
         timed = TimedIterator(islice(batches, boundary - state.step))
         while state.step < boundary:
             self._learning_rate.set(state.step)
+            for set_iteration in self._built.set_iterations:
+                set_iteration(state.step - state.bad_steps - state.overflows)
             waited = timed.seconds
             output = self._pipeline.progress(timed)
             self._advance(output, timed.seconds - waited)

@@ -34,6 +34,15 @@ def test_a_gpu_trains_what_a_cpu_trains(optimizer: str, tmp_path: Path) -> None:
     torch.testing.assert_close(on_gpu["metrics"], on_cpu["metrics"], rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "partial_rowwise_adam", "lamb", "partial_rowwise_lamb"])
+def test_evaluations_are_no_updates(optimizer: str, tmp_path: Path) -> None:
+    """These correct by the number of updates, for which FBGEMM takes every forward pass."""
+    options = (f"optimizer.tables.name={optimizer}", "train.max_steps=12", "run.device=cuda")
+    _, losses = train(tmp_path / "plain", *options)
+    _, with_evaluations = train(tmp_path / "often", *options, "train.eval_every_steps=2")
+    torch.testing.assert_close(with_evaluations, losses, rtol=0, atol=1e-6)
+
+
 def test_a_checkpoint_moves_between_cpu_and_gpu(tmp_path: Path) -> None:
     before, _ = train(tmp_path, "train.max_steps=20", "run.device=cuda")
     after, _ = train(tmp_path, "train.max_steps=20", "run.device=cpu", "run.resume=true")

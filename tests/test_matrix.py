@@ -15,6 +15,8 @@ WIRES = ("precision.forward_wire", "precision.backward_wire")
 
 TRAINS = {
     "fp16, fp16 sent": ["tables.user.data_type=FP16", f"{WIRES[0]}=FP16", f"{WIRES[1]}=FP16"],
+    "fp16 given": ["precision.output_dtype=FP16", "tables.item.sharding_type=data_parallel"],
+    "fp16 given by id": ["precision.output_dtype=FP16", "model.attention={history: item_id}"],
     "bf16 sent": [f"{WIRES[0]}=BF16", f"{WIRES[1]}=BF16", "tables.user.sharding_type=row_wise"],
 }
 REFUSED = {
@@ -23,7 +25,7 @@ REFUSED = {
     "decay": (["optimizer.tables.weight_decay=0.1"], "'optimizer.tables.weight_decay'"),
     "replicated by id": (
         ["model.attention={history: item_id}", "tables.item.sharding_type=data_parallel"],
-        "'tables.item.sharding_type': feature 'history' is looked up id by id, for model.attention, which goes with auto",
+        "'tables.item.sharding_type': feature 'history' is looked up id by id, for model.attention, which goes with ",
     ),
     "several rows an id": (
         ["model.attention={history: item_id}", "tables.item.num_hashes=2"],
@@ -41,7 +43,8 @@ REFUSED = {
 def test_trains(name: str, tmp_path: Path) -> None:
     done = fork_train(CONFIG, f"run.dir={tmp_path}", *SHORT, *TRAINS[name], nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]
-    plain = fork_train(CONFIG, f"run.dir={tmp_path}/plain", *SHORT, nproc=2)
+    model = [option for option in TRAINS[name] if option.startswith("model.")]
+    plain = fork_train(CONFIG, f"run.dir={tmp_path}/plain", *SHORT, *model, nproc=2)
     assert plain.returncode == 0
     records = [(path / "metrics.jsonl").read_text() for path in (tmp_path, tmp_path / "plain")]
     losses = [json.loads(text.splitlines()[0])["loss"] for text in records]
@@ -57,10 +60,12 @@ def test_refused(name: str, tmp_path: Path) -> None:
 
 def test_another_kernel_is_said_once(tmp_path: Path) -> None:
     kernels = ("tables.user.compute_kernel=fused_uvm_caching", "tables.item.compute_kernel=fused_uvm")
-    done = fork_train(CONFIG, f"run.dir={tmp_path}", *SHORT, *kernels, "precision.tf32=true", nproc=2)
+    done = fork_train(
+        CONFIG, f"run.dir={tmp_path}", *SHORT, *kernels, "precision.tf32=true", "precision.output_dtype=BF16", nproc=2
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     instead = json.loads((tmp_path / "result.json").read_text())["instead"]
-    assert len(instead) == 3 and "tables.user.compute_kernel=fused_uvm_caching is fused" in instead[0]
+    assert len(instead) == 4 and "tables.user.compute_kernel=fused_uvm_caching is fused" in instead[0]
     assert all(done.stdout.count(sentence) + done.stderr.count(sentence) == 1 for sentence in instead)
 
 

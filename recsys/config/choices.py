@@ -65,8 +65,8 @@ class ComputeKernel(Enum):
     key_value = "key_value"
 
 
-class Wire(Enum):
-    """Type of the numbers that ranks send each other: of looked-up rows forward, and of their gradients backward."""
+class FloatType(Enum):
+    """Type of numbers that are computed or sent, not kept."""
 
     FP32 = "FP32"
     FP16 = "FP16"
@@ -121,8 +121,15 @@ class TableOptimizer(Enum):
     lars_sgd = "lars_sgd"
 
 
-# Optimizers that keep one number for a whole row, and those that can train a table that every rank holds.
+# Optimizers that keep one number for a whole row, that correct by the number of updates, and that can train a table
+# that every rank holds.
 ROWWISE = (TableOptimizer.rowwise_adagrad, TableOptimizer.partial_rowwise_adam, TableOptimizer.partial_rowwise_lamb)
+COUNTING = (
+    TableOptimizer.adam,
+    TableOptimizer.partial_rowwise_adam,
+    TableOptimizer.lamb,
+    TableOptimizer.partial_rowwise_lamb,
+)
 REPLICATED = (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd)
 
 

@@ -15,6 +15,7 @@ from recsys.config.choices import (
     DenseOptimizer,
     Device,
     FeatureType,
+    FloatType,
     IdMappingType,
     Interaction,
     Keep,
@@ -23,7 +24,6 @@ from recsys.config.choices import (
     Schedule,
     ShardingChoice,
     TableOptimizer,
-    Wire,
 )
 
 
@@ -160,8 +160,9 @@ class PrecisionConfig:
     # it before they reach any optimizer or table. Halved, and the step left out, where a gradient overflows, down to 1.
     loss_scale: float = 4096.0
     loss_scale_growth_steps: int | None = 2000  # doubled after so many steps without overflow; null: never
-    forward_wire: Wire = Wire.FP32  # what is sent between ranks; gloo sends FP16 for BF16
-    backward_wire: Wire = Wire.FP32
+    output_dtype: FloatType = FloatType.FP32  # vectors that tables give, and their gradients; CPUs have no BF16 there
+    forward_wire: FloatType = FloatType.FP32  # of vectors sent between ranks; gloo sends FP16 for BF16
+    backward_wire: FloatType = FloatType.FP32  # of their gradients
     tf32: bool = False  # GPUs: FP32 products of matrices with 10 bits of mantissa
 
 

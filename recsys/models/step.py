@@ -6,7 +6,7 @@ reaches a table before every rank has seen that the step is sound.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -136,7 +136,7 @@ class DenseHalf(nn.Module):
         lookup = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items()))
         if not self.training:
             (part,) = lookup.parts((0, len(batch.weights)))
-            outputs = self._outputs(self._vectors(lookup, part, lookup.tensors), batch)
+            outputs = self._outputs(self._vectors(lookup, part, _sliced(lookup, part)), batch)
             return batch.weights.new_zeros(()), StepOutput(batch, outputs)
         loss, self._gradients = self._forward_backward(lookup, batch)
         self._lookup = lookup
@@ -158,7 +158,7 @@ class DenseHalf(nn.Module):
         for part in parts:
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
             with self._exchanging(part is parts[-1]):
-                leaves = [each[at].detach().requires_grad_() for each, at in _sliced(lookup, part)]
+                leaves = [each.detach().requires_grad_() for each in _sliced(lookup, part)]
                 rows = batch.dense_rows(*part.rows)
                 outputs = self._part(lookup, part, leaves, rows)
                 if whole is None:
@@ -177,8 +177,7 @@ class DenseHalf(nn.Module):
         pieces = []
         with torch.no_grad():
             for part in parts:
-                tensors = [each[at] for each, at in _sliced(lookup, part)]
-                outputs = self._part(lookup, part, tensors, batch.dense_rows(*part.rows))
+                outputs = self._part(lookup, part, _sliced(lookup, part), batch.dense_rows(*part.rows))
                 pieces.append((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
         leaves = [torch.cat(each).requires_grad_() for each in zip(*pieces, strict=True)]
         loss = self.task.loss(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
@@ -252,7 +251,7 @@ class DenseHalf(nn.Module):
             by_feature = lookup.pooled_by_feature(gradients[0] / dist.get_world_size())
             self.replicated.update(lookup.ids, by_feature)
         wanted = [
-            (each, gradient)
+            (each, gradient.to(each.dtype))
             for each, gradient in zip(lookup.tensors, gradients, strict=True)
             if each.requires_grad and gradient is not None
         ]
@@ -301,8 +300,9 @@ class TrainStep(nn.Module):
         return self.dense(pooled, by_id, batch)
 
 
-def _sliced(lookup: Lookup, part: Part) -> Iterator[tuple[torch.Tensor, slice]]:
-    return zip(lookup.tensors, part.slices, strict=True)
+def _sliced(lookup: Lookup, part: Part) -> list[torch.Tensor]:
+    """Return the rows of a part in FP32, whatever type the tables give: gradients keep it up to the seam."""
+    return [each[at].float() for each, at in zip(lookup.tensors, part.slices, strict=True)]
 
 
 def _joined(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
