@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,20 +16,29 @@ def main() -> int:
     """Run tests and benchmarks; return 0 when all succeed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for what is measured")
-    out = parser.parse_args().out.resolve()
+    parser.add_argument("--nproc", type=int, help="GPUs to use, one rank each (default: all there are)")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
     if not torch.cuda.is_available():
         print("error: torch finds no GPU here, and this checks one", file=sys.stderr)
         return 2
+    num_gpus = torch.cuda.device_count()
+    if arguments.nproc is not None and not 1 <= arguments.nproc <= num_gpus:
+        print(f"error: --nproc must be from 1 to the {num_gpus} GPUs that torch finds here", file=sys.stderr)
+        return 2
+    num_gpus = arguments.nproc or num_gpus
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_gpus])  # of what is started below
     out.mkdir(parents=True, exist_ok=True)
     tests = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={out}/tests.xml"], cwd=ROOT)
     seeds = ["seeds", "configs/dlrm_sample.yaml", "run.device=cuda", "--seeds", "1", "2", "3"]
     loader = ["loader", "--ratios-only", "--folder", f"{out}/../loader-files"]
     statuses = [tests.returncode]
-    for arguments, name in ((seeds, "dlrm_sample_gpu"), (loader, "loader_gpu")):
-        command = [sys.executable, "scripts/benchmark.py", *arguments, "--out", f"{out}/{name}.json"]
+    for command_line, name in ((seeds, "dlrm_sample_gpu"), (loader, "loader_gpu")):
+        command = [sys.executable, "scripts/benchmark.py", *command_line, "--out", f"{out}/{name}.json"]
         statuses.append(subprocess.run(command, cwd=ROOT).returncode)
     device = torch.cuda.get_device_properties(0)
-    found = {"name": device.name, "memory_bytes": device.total_memory, "torch": torch.__version__}
+    found = {"name": device.name, "num_gpus": num_gpus, "memory_bytes": device.total_memory, "torch": torch.__version__}
     (out / "device.json").write_text(json.dumps(found, indent=1) + "\n")
     return max(statuses)
 

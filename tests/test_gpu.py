@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from launch import run_train
-from rows import SPEC, build, rows, write
+from rows import SPEC, build, rows
+from rows import write as write_rows
+from test_plans import KINDS, overrides, write
 
+from recsys.config import ComputeKernel, ShardingChoice
+from recsys.config.choices import COLUMN_SPLITS
 from recsys.data.parquet import open_dataset
 
 pytestmark = [
@@ -43,6 +47,57 @@ def test_evaluations_are_no_updates(optimizer: str, tmp_path: Path) -> None:
     torch.testing.assert_close(with_evaluations, losses, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("nproc", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", ["FP32", "FP16"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_plan_learns_what_a_cpu_learns(kind: ShardingChoice, dtype: str, nproc: int, tmp_path: Path) -> None:
+    """On NCCL, against one process on the CPU, which tests/test_plans.py holds against plain torch."""
+    if torch.cuda.device_count() < nproc:
+        pytest.skip(f"there are {torch.cuda.device_count()} GPUs, and this takes {nproc}")
+    config = write(tmp_path)
+    optimizer = "adagrad" if kind in COLUMN_SPLITS else "rowwise_adagrad"
+    losses = {}
+    for device, choice, ranks in (("cpu", "table_wise", 1), ("cuda", kind.name, nproc)):
+        run_dir = tmp_path / device
+        options = (f"run.dir={run_dir}", f"run.device={device}", *overrides(choice, dtype, optimizer))
+        done = run_train(str(config), *options, nproc=ranks, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses[device] = [record["loss"] for record in records if record["kind"] == "train"]
+    torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=0, atol=1e-4 if dtype == "FP32" else 1e-3)
+
+
+@pytest.mark.parametrize("kernel", [kernel.name for kernel in ComputeKernel])
+def test_each_kernel_trains_the_same(kernel: str, tmp_path: Path) -> None:
+    _, losses = train(tmp_path / "fused", "train.max_steps=20", "run.device=cuda")
+    options = (f"tables.user.compute_kernel={kernel}", f"tables.user.storage_dir={tmp_path}")
+    _, with_kernel = train(tmp_path / "kernel", *options, "train.max_steps=20", "run.device=cuda")
+    torch.testing.assert_close(with_kernel, losses, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("tables.user.data_type=FP8",),
+        ("tables.user.data_type=FP16", "tables.user.stochastic_rounding=true"),
+        ("precision.autocast=bf16",),
+        ("precision.autocast=fp16",),
+        ("precision.output_dtype=BF16",),
+        ("precision.output_dtype=FP16",),
+        ("precision.forward_wire=BF16", "precision.backward_wire=BF16"),
+        ("precision.tf32=true",),
+        ("model.attention={history: item_id}",),
+        ("train.compile=true",),
+    ],
+    ids=lambda options: options[0],
+)
+def test_each_precision_trains_nearly_the_same(options: tuple[str, ...], tmp_path: Path) -> None:
+    plain = [option for option in options if option.startswith("model.")]
+    _, losses = train(tmp_path / "plain", *plain, "train.max_steps=20", "run.device=cuda")
+    _, with_options = train(tmp_path / "with", *options, "train.max_steps=20", "run.device=cuda")
+    torch.testing.assert_close(with_options, losses, rtol=0, atol=2e-2)
+
+
 def test_a_checkpoint_moves_between_cpu_and_gpu(tmp_path: Path) -> None:
     before, _ = train(tmp_path, "train.max_steps=20", "run.device=cuda")
     after, _ = train(tmp_path, "train.max_steps=20", "run.device=cpu", "run.resume=true")
@@ -57,7 +112,7 @@ def test_debug_mode_and_device_peaks(tmp_path: Path) -> None:
 
 
 def test_page_locked_batches_are_written_again_only_after_their_copy(tmp_path: Path) -> None:
-    write(tmp_path, [[400, 400], [301]])
+    write_rows(tmp_path, [[400, 400], [301]])
     dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(SPEC.columns(), "key"))
     device = torch.device("cuda", 0)
     expected = [rows(batch) for batch in build(dataset, 16).batches()]
