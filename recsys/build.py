@@ -66,14 +66,8 @@ class Built:
 def build_model(inputs: Inputs) -> Built:
     """Build, plan, shard and initialise the model of the config; the same weights under every plan."""
     config, world = inputs.config, inputs.world
-    torch.manual_seed(config.seed)
-    task = _build_task(config, lambda: _log_q(inputs))
-    if config.train.activation_checkpointing:
-        checkpoint_mlps(task.model)
-    if config.train.compile:
-        task.model.compile()
-    embeddings = build_embeddings(config)
-    step = TrainStep(*embeddings, _dense_half(task, config))
+    step = TrainStep(*build_embeddings(config), build_dense_half(inputs))
+    task = step.dense.task
     attach_table_optimizers(table_parameters(step), config, world.device)
     plan = plan_tables(step, config, world)
     model = shard_model(step, plan, config, world)
@@ -96,7 +90,15 @@ def build_model(inputs: Inputs) -> Built:
     return Built(model, pieces, optimizer, tensors, rates, iterations)
 
 
-def _dense_half(task: Task, config: Config) -> DenseHalf:
+def build_dense_half(inputs: Inputs) -> DenseHalf:
+    """Build the dense half of the step, with the weights that the seed gives."""
+    config = inputs.config
+    torch.manual_seed(config.seed)
+    task = _build_task(config, lambda: _log_q(inputs))
+    if config.train.activation_checkpointing:
+        checkpoint_mlps(task.model)
+    if config.train.compile:
+        task.model.compile()
     clip_norm, unpooled = config.optimizer.dense.clip_norm, config.unpooled_features()
     return DenseHalf(task, config.seed, clip_norm, config.precision, averaged_features(config), unpooled)
 
