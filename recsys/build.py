@@ -33,6 +33,7 @@ from recsys.tables import (
     init_range,
     local_pieces,
 )
+from recsys.topology import topology_of
 
 
 @dataclass
@@ -72,7 +73,7 @@ def build_model(inputs: Inputs) -> Built:
     parameters = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
     attach_table_optimizers(parameters, config, world.device)
     step = TrainStep(embeddings, _dense_half(task, config))
-    plan = plan_tables(step, config, world)
+    plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
 
     for table, weights in table_tensors(model).items():

@@ -15,10 +15,10 @@ LAYERS = (
     ("errors", "process_environment"),
     ("versions", "config", "counter_random"),
     ("process_group",),
-    ("id_mapping",),
+    ("id_mapping", "topology"),
     ("tables", "data"),
-    ("models",),
-    ("replicated",),
+    ("models", "table_bytes"),
+    ("replicated", "planner"),
     (
         "distributed",
         "pipeline",

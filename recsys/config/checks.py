@@ -21,6 +21,7 @@ from recsys.config.schema import (
     TableOptimizerConfig,
     TwoTowerConfig,
 )
+from recsys.config.topology import check_topology
 from recsys.errors import UserError, nearest
 
 RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
@@ -44,6 +45,7 @@ def check_config(config: Config) -> None:
     _check_paths(config)
     _check_filter(config)
     _check_training(config)
+    check_topology(config.topology)
 
 
 def metric_names(config: Config) -> list[str]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from recsys.config.topology import Device, TopologyConfig
+
 
 class FeatureType(Enum):
     """`id`: one id or a list of ids a row, looked up in a table. `float`: one number a row."""
@@ -144,14 +146,6 @@ class Schedule(Enum):
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
-
-
-class Device(Enum):
-    """`auto` takes CUDA where there is a GPU, the CPU otherwise."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Autocast(Enum):
@@ -382,6 +376,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
     seed: int = 1
     debug: bool = False  # set by --debug
 
