@@ -64,15 +64,10 @@ def build_model(inputs: Inputs) -> Built:
     """Build, plan, shard and initialise the model of the config; the same weights under every plan."""
     config, world = inputs.config, inputs.world
     torch.manual_seed(config.seed)
-    task = _build_task(config, lambda: _log_q(inputs))
-    if config.train.activation_checkpointing:
-        checkpoint_mlps(task.model)
+    step = build_step(config, world.device, lambda: _log_q(inputs))
+    task = step.dense.task
     if config.train.compile:
         task.model.compile()
-    embeddings = build_embeddings(config)
-    parameters = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
-    attach_table_optimizers(parameters, config, world.device)
-    step = TrainStep(embeddings, _dense_half(task, config))
     plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
 
@@ -91,6 +86,21 @@ def build_model(inputs: Inputs) -> Built:
     )
     pieces = list(shards(plan, config, world.world_size))
     return Built(model, pieces, optimizer, tensors, learning_rate_setters(model, replicated))
+
+
+def build_step(config: Config, device: torch.device, log_q: Callable[[], torch.Tensor]) -> TrainStep:
+    """Return the step with its tables on the meta device, marked with their optimizers, and the dense part on the CPU.
+
+    Args:
+        device: that the tables are to lie on. log_q: gives what logQ correction subtracts, if the model has it.
+    """
+    task = _build_task(config, log_q)
+    if config.train.activation_checkpointing:
+        checkpoint_mlps(task.model)
+    embeddings = build_embeddings(config)
+    parameters = {name.split(".")[-2]: weight for name, weight in embeddings.named_parameters()}
+    attach_table_optimizers(parameters, config, device)
+    return TrainStep(embeddings, _dense_half(task, config))
 
 
 def _dense_half(task: Task, config: Config) -> DenseHalf:

@@ -15,7 +15,8 @@ from recsys.config import Config, save_config
 from recsys.distributed import check_device, describe_plan, save_plan
 from recsys.errors import UserError
 from recsys.inputs import Inputs, learn_facts, open_inputs
-from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables, write_report
+from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables
+from recsys.memory.report import write_report
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
 from recsys.process_group import World, as_lost_peer, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer

@@ -32,9 +32,9 @@ LAYERS = (
     ),
     ("inputs",),
     ("build",),
-    ("evaluation",),
+    ("evaluation", "rehearsal"),
     ("trainer",),
-    ("run",),
+    ("run", "dry_run"),
 )
 SERVICES = LAYERS[7]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

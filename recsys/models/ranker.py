@@ -46,6 +46,11 @@ def _pairs(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tens
     return picked, spread.T.contiguous()
 
 
+def forget_constants() -> None:
+    """Drop the matrices that are kept between steps, so that fake ones never meet real tensors."""
+    _pairs.cache_clear()
+
+
 class DLRM(nn.Module):
     """Dot products of all pairs of vectors, then an MLP (Naumov et al. 2019, arXiv:1906.00091).
 
