@@ -88,9 +88,9 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     batch = _batch(config, data, rows, bounds)
     inputs = (pooled.values(), batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *inputs, batch.ids.offsets())
-    with LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None)) as live:
-        with torch.set_grad_enabled(step.training):
-            step.dense(pooled, batch)
+    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None))
+    with live, torch.set_grad_enabled(step.training):
+        step.dense(pooled, batch)
     return live.peak
 
 

@@ -85,6 +85,7 @@ class Timeline:
         spans: phases in their order; phases inside others end these, which go on afterwards.
         samples: (seconds, bytes), evenly thinned when there are many.
         device_peaks: by phase, the most that a GPU's allocator gave out in any; empty without.
+        device_reserved_peak: the most that it has taken of the GPU; 0 without.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -92,7 +93,7 @@ class Timeline:
         self.spans: list[Span] = []
         self.samples: list[tuple[float, int]] = []
         self.device_peaks: dict[str, int] = {}
-        self.peak_step = 0
+        self.device_reserved_peak = 0
         self._device, self._start, self._interval = device, time.monotonic(), 0.1
         self._highest, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
         self._phases = ["start"]
@@ -155,6 +156,8 @@ class Timeline:
             if self._device.type == "cuda":
                 phase, peak = self._phases[-1], torch.cuda.max_memory_allocated(self._device)
                 self.device_peaks[phase] = max(self.device_peaks.get(phase, 0), peak)
+                reserved = torch.cuda.max_memory_reserved(self._device)
+                self.device_reserved_peak = max(self.device_reserved_peak, reserved)
 
     def _merge(self) -> None:
         last = self.spans.pop()
@@ -191,7 +194,7 @@ def process_memory(device: torch.device, timeline: Timeline) -> dict[str, Any]:
         "arrow_bytes": pa.default_memory_pool().bytes_allocated(),
         "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
         "device_peak_allocated_bytes": max(peaks, default=0) if on_gpu else None,
-        "device_peak_reserved_bytes": torch.cuda.memory_stats(device)["reserved_bytes.all.peak"] if on_gpu else None,
+        "device_peak_reserved_bytes": timeline.device_reserved_peak if on_gpu else None,
         "process_id": os.getpid(),
     }
 
