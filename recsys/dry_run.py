@@ -16,7 +16,7 @@ from recsys.memory import RankMemory
 from recsys.memory.page import mib, row
 from recsys.observe import quiet_libraries, to_json
 from recsys.process_group import World, rehearse_world
-from recsys.rehearsal import Prediction, data_facts, largest_batch, misfits, predict_run
+from recsys.rehearsal import Prediction, data_facts, largest_batch, layer_page, misfits, predict_run
 from recsys.tables import Shard
 from recsys.topology import Topology, topology_of
 
@@ -139,6 +139,7 @@ def format_dry_run(config: Config, found: DryRun) -> str:
         lines += [f"## {'GPU' if where == 'device' else 'Host'} memory by rank at its peak (MiB)", ""]
         lines += _by_rank(ranks, where)
         lines.append("")
+    lines += [layer_page(config, prediction.data, prediction.dense.rows)]
     lines += ["## Plan", "", *_few([f"- {line}" for line in describe_plan(found.pieces)], _SHOWN_PIECES), ""]
     return "\n".join([*lines, f"{found.seconds:.1f} s"])
 

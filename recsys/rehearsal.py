@@ -17,6 +17,7 @@ from recsys.data.order import Position
 from recsys.data.parquet import Dataset, read_head
 from recsys.data.window import Columns, Ragged, convert_table
 from recsys.inputs import Inputs
+from recsys.layers import Layer, analyse_layers, format_layers
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.live import LivePeak, storage_bytes
 from recsys.models import TrainStep, forget_constants
@@ -38,7 +39,8 @@ def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
         step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1))
         size = predict_dense(step.dense.task.model, config)
         return DenseFacts(
-            parameter_bytes=size["parameter_bytes"] + _buffer_bytes(config, step),
+            parameter_bytes=size["parameter_bytes"],
+            buffer_bytes=_buffer_bytes(config),
             gradient_bytes=size["gradient_bytes"],
             optimizer_bytes=size["optimizer_bytes"],
             rows=rows,
@@ -51,13 +53,13 @@ def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
 def _fake_tensors() -> Iterator[None]:
     forget_constants()  # that a step has made: fake ones mix with real ones neither way
     try:
-        with FakeTensorMode():
+        with torch.random.fork_rng(devices=[]), FakeTensorMode():
             yield
     finally:
         forget_constants()
 
 
-def _buffer_bytes(config: Config, step: TrainStep) -> int:
+def _buffer_bytes(config: Config) -> int:
     item = getattr(config.model, "item_id", None)
     if item is None or not config.model.logq_correction:
         return 0
@@ -84,7 +86,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
-    pooled = KeyedTensor(id_features(config), _dims(config), torch.empty(rows, sum(_dims(config)), requires_grad=True))
+    pooled = _pooled(config, rows)
     batch = _batch(config, data, rows, bounds)
     inputs = (pooled.values(), batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *inputs, batch.ids.offsets())
@@ -92,6 +94,34 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, batch)
     return live.peak
+
+
+def layer_page(config: Config, data: DataFacts, rows: int) -> str:
+    """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
+    with _fake_tensors():
+        step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1)).eval()
+        batch = _batch(config, data, rows, (0, rows))
+        pooled = _pooled(config, rows)
+        with torch.no_grad():
+            layers = analyse_layers(step.dense.task.model, lambda: step.dense(pooled, batch))
+    return format_layers([*_table_layers(config, data, rows), *layers], rows)
+
+
+def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:
+    """Return the tables as layers: each id looked up adds a row to its feature's vector."""
+    layers = []
+    for name, table in config.tables.items():
+        features = [feature for feature in id_features(config) if config.features[feature].table == name]
+        ids = rows * sum(data.mean_ids[feature] for feature in features)
+        size = table.num_embeddings * table.embedding_dim
+        outputs = rows * len(features) * table.embedding_dim
+        layers.append(Layer(f"tables.{name}", "EmbeddingBag", size, outputs, round(ids * table.embedding_dim)))
+    return layers
+
+
+def _pooled(config: Config, rows: int) -> KeyedTensor:
+    values = torch.empty(rows, sum(_dims(config)), requires_grad=True)
+    return KeyedTensor(id_features(config), _dims(config), values)
 
 
 def _dims(config: Config) -> list[int]:

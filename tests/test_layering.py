@@ -26,6 +26,7 @@ LAYERS = (
         "metrics",
         "checkpoint",
         "memory",
+        "layers",
         "compress",
         "export",
         "observe",
@@ -34,6 +35,7 @@ LAYERS = (
     ("build",),
     ("evaluation", "rehearsal"),
     ("trainer",),
+    ("memory_log",),
     ("run", "dry_run"),
 )
 SERVICES = LAYERS[7]

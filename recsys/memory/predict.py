@@ -54,7 +54,7 @@ class DenseFacts:
     """The dense part at some number of rows.
 
     Attributes:
-        parameter_bytes, gradient_bytes, optimizer_bytes: of one rank.
+        parameter_bytes, buffer_bytes, gradient_bytes, optimizer_bytes: of one rank.
         rows: of a rank that the other two are for.
         step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
             gradients and pooled embeddings; pooled gradients are among them.
@@ -62,6 +62,7 @@ class DenseFacts:
     """
 
     parameter_bytes: int
+    buffer_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     rows: int
@@ -163,6 +164,7 @@ class _Rank:
             "table_cache": tables.device_cache,
             "table_cache_metadata": tables.device_metadata,
             "dense_parameter": self._dense.parameter_bytes,
+            "dense_buffer": self._dense.buffer_bytes,
             **device,
         }
         host = {"table_weight": tables.host_weight, "table_optimizer": tables.host_optimizer, **host}

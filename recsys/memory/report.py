@@ -1,110 +1,242 @@
-"""Memory by kind: predicted from the plan, measured at the end, one JSON a rank and one page for people."""
+"""The reports of a run's memory: rank_K.json of every rank, report.md and report.html over all of them.
+
+docs/memory.md tells the meaning of each field.
+"""
 
 import json
+import os
 import resource
-import socket
-import sys
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-import pyarrow as pa
 import torch
 
+from recsys.config import Config
 from recsys.memory.page import mib, row
+from recsys.memory.predict import RankMemory
+from recsys.memory.process import Timeline, allocator, process_memory
+from recsys.memory.svg import html_page
 from recsys.memory.tensors import Bytes
-from recsys.process_group import World
+from recsys.tables import Shard
+from recsys.topology import Topology, cgroup_limit
 
-SCHEMA_VERSION = 1
-
-
-def process_memory(device: torch.device) -> dict[str, int | None]:
-    """Return this process's resident memory and its peak, Arrow's peak, and the peaks of the GPU if there is one."""
-    on_gpu = device.type == "cuda"
-    rss = psutil.Process().memory_info().rss
-    return {
-        "rss_bytes": rss,
-        "peak_rss_bytes": max(peak_rss(), rss),  # the kernel batches its counters, and the peak may lag behind
-        "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
-        "device_peak_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "device_peak_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else None,
-    }
+SCHEMA_VERSION = 2
+_COMMUNICATION = ("collective_ids", "lookup_ids", "looked_up", "looked_up_gradient", "pooled", "pooled_gradient")
 
 
-def peak_rss() -> int:
-    """Return the peak of this process's resident memory, in bytes."""
-    try:
-        status = Path("/proc/self/status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        # Elsewhere than on Linux, where this would count what a launcher took before it became this program.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+def table_entries(
+    config: Config, pieces: Iterable[Shard], rank: int, predicted: dict[str, Bytes], measured: dict[str, Bytes]
+) -> list[dict[str, Any]]:
+    """Return an entry for each table with a piece on `rank`."""
+    entries = []
+    own = [piece for piece in pieces if piece.rank == rank]
+    for name in dict.fromkeys(piece.table for piece in own):
+        mine = [piece for piece in own if piece.table == name]
+        entries.append(
+            {
+                "name": name,
+                "pieces": [{"offset": list(p.offset), "rows": p.size[0], "columns": p.size[1]} for p in mine],
+                "data_type": config.tables[name].data_type.name,
+                "optimizer": config.table_optimizer(name).name.name,
+                "sharding_type": mine[0].sharding_type,
+                "compute_kernel": mine[0].compute_kernel,
+                "predicted": predicted[name],
+                "measured": measured.get(name),
+            }
+        )
+    return entries
 
 
-def write_report(
-    folder: Path, world: World, tables: dict[str, Any], dense: dict[str, Any], loader: Bytes
-) -> tuple[dict[str, Any], str]:
-    """Write rank_K.json on every rank and report.md on rank 0.
+def rank_report(
+    identity: dict[str, Any],
+    tables: list[dict[str, Any]],
+    dense: dict[str, Bytes],
+    loader: Bytes,
+    prediction: RankMemory,
+    topology: Topology,
+    device: torch.device,
+    timeline: Timeline,
+) -> dict[str, Any]:
+    """Return what rank_K.json holds.
 
     Args:
-        folder: RUN/memory.
-        tables: "predicted" and "measured" bytes by table; dense: the same by kind.
+        identity: of run and rank. tables: as `table_entries` gives. dense: "predicted" and "measured" bytes by kind.
         loader: host memory of the loader by kind, measured.
-
-    Returns:
-        What this rank wrote, and the page over all ranks.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    report = {
+    process, highest = process_memory(device, timeline), timeline.peak()
+    phases = _phases(prediction, timeline, device)
+    where = "device" if topology.on_gpu else "host"
+    worst = max(phases, key=lambda name: phases[name]["measured_bytes"] or 0)
+    at_peak = prediction.phases.get(worst, {}).get(where, {})
+    lines = _lines(tables, dense)
+    measured, predicted = phases[worst]["measured_bytes"], phases[worst]["predicted_bytes"]
+    limit = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
+    used = process["device_peak_allocated_bytes"] if topology.on_gpu else process["peak_rss_bytes"]
+    return {
         "schema_version": SCHEMA_VERSION,
-        "rank": world.rank,
-        "world_size": world.world_size,
-        "host": socket.gethostname(),
-        "device": str(world.device),
+        "identity": identity,
         "tables": tables,
         "dense": dense,
+        "lines": lines,
+        "phases": phases,
+        "peak": {
+            "phase": highest.phase if not topology.on_gpu else worst,
+            "step": highest.step,
+            "measured_bytes": measured,
+            "predicted_bytes": predicted,
+            "unexplained_bytes": None if predicted is None or measured is None else measured - predicted,
+            "by_kind_predicted": {kind: size for kind, size in at_peak.items() if kind != "process"},
+        },
+        "activations": {"predicted_bytes": at_peak.get("activations", 0)},
+        "communication": {kind: at_peak[kind] for kind in _COMMUNICATION if kind in at_peak},
+        "allocator": allocator(device),
         "loader": loader,
-        "process": process_memory(world.device),
-        "totals": {
-            when: {
-                "table_weight_bytes": sum(entry["weight_bytes"] for entry in tables[when].values()),
-                "table_optimizer_bytes": sum(entry["optimizer_bytes"] for entry in tables[when].values()),
-                **{f"dense_{kind}": value for kind, value in dense[when].items()},
-            }
-            for when in ("predicted", "measured")
+        "host": {
+            **process,
+            "baseline_bytes": timeline.baseline_bytes,
+            "cgroup_limit_bytes": cgroup_limit(),
+            "pinned_asked_bytes": loader.get("batch_bytes", 0) if topology.on_gpu else 0,
+            "locked_limit_bytes": _locked_limit(),
+        },
+        "headroom": {"limit_bytes": limit, "used_bytes": used, "free_bytes": limit - used},
+        "timeline": {
+            "samples": [[seconds, size] for seconds, size in timeline.samples],
+            "spans": [asdict(span) for span in timeline.spans],
         },
     }
-    (folder / f"rank_{world.rank}.json").write_text(json.dumps(report, indent=1) + "\n")
-    reports = world.gather(report)
-    page = format_report(reports)
-    if world.rank == 0:
-        (folder / "report.md").write_text(page)
-    return report, page
 
 
-def format_report(reports: list[dict[str, Any]]) -> str:
+def _locked_limit() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _phases(prediction: RankMemory, timeline: Timeline, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return predicted and measured peak of each phase: of a GPU's allocator, or of this process above its baseline."""
+    where, left_out = ("device", ("context", "allocator_reserve")) if device.type == "cuda" else ("host", ("process",))
+    peaks = timeline.peaks()
+    measured = timeline.device_peaks if device.type == "cuda" else peaks
+    base = 0 if device.type == "cuda" else timeline.baseline_bytes
+    found: dict[str, dict[str, Any]] = {}
+    for phase in dict.fromkeys([*prediction.phases, *measured]):
+        kinds = prediction.phases.get(phase)
+        predicted = None if kinds is None else sum(v for kind, v in kinds[where].items() if kind not in left_out)
+        seen = measured[phase] - base if phase in measured else None
+        found[phase] = {"predicted_bytes": predicted, "measured_bytes": seen, "error": _error(predicted, seen)}
+    return found
+
+
+def _error(predicted: int | None, measured: int | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured - 1
+
+
+def _lines(tables: list[dict[str, Any]], dense: dict[str, Bytes]) -> list[dict[str, Any]]:
+    """Return predicted, measured and error of each kind of tensor."""
+    sums: dict[str, dict[str, int]] = {}
+    for kind in ("weight_bytes", "optimizer_bytes"):
+        sums[f"table_{kind}"] = {
+            when: sum((entry[when] or {}).get(kind, 0) for entry in tables) for when in ("predicted", "measured")
+        }
+    for kind in dense["predicted"]:
+        sums[f"dense_{kind}"] = {when: dense[when][kind] for when in ("predicted", "measured")}
+    return [
+        {
+            "kind": kind.removesuffix("_bytes"),
+            "predicted_bytes": both["predicted"],
+            "measured_bytes": both["measured"],
+            "error": _error(both["predicted"], both["measured"]),
+        }
+        for kind, both in sums.items()
+    ]
+
+
+def write_rank(folder: Path, report: dict[str, Any]) -> None:
+    """Write rank_K.json in one piece."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / f"rank_{report['identity']['rank']}.json", json.dumps(report, indent=1) + "\n")
+
+
+def write_pages(folder: Path, layers: str) -> str:
+    """Write report.md and report.html over the ranks whose reports are in the folder; return the former.
+
+    Args:
+        layers: the layers' table as Markdown.
+    """
+    reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
+    reports.sort(key=lambda report: report["identity"]["rank"])
+    page = format_report(reports, layers)
+    _replace(folder / "report.md", page)
+    _replace(folder / "report.html", html_page(reports))
+    return page
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:
     """Return the page for people over the reports of all ranks, as Markdown."""
-    lines = ["# Memory by rank (MiB)", ""]
-    heads = [f"rank {report['rank']}" for report in reports]
-    lines += [row("measured (predicted)", *heads), row("---", *["---:"] * len(heads))]
-    for kind in reports[0]["totals"]["measured"]:
-        cells = [_pair(r["totals"]["measured"][kind], r["totals"]["predicted"][kind]) for r in reports]
-        lines.append(row(kind.removesuffix("_bytes").replace("_", " "), *cells))
-    for section, prefix in (("loader", "loader "), ("process", "")):
-        for kind in reports[0][section]:
-            if any(r[section][kind] is not None for r in reports):
-                cells = [mib(r[section][kind]) for r in reports]
-                lines.append(row(prefix + kind.removesuffix("_bytes").replace("_", " "), *cells))
-    lines += ["", "## Tables: weights + optimizer state, measured", ""]
-    lines += [row("table", *heads), row("---", *["---:"] * len(heads))]
-    for name in sorted({name for r in reports for name in r["tables"]["measured"]}):
-        lines.append(row(name, *[_table_cell(r["tables"]["measured"].get(name)) for r in reports]))
-    return "\n".join(lines) + "\n"
+    identity = reports[0]["identity"]
+    heads = [f"rank {report['identity']['rank']}" for report in reports]
+    head = [row("measured (predicted)", *heads), row("---", *["---:"] * len(heads))]
+    lines = [f"# Memory by rank (MiB): {identity['name']}, {identity['status']} at step {identity['step']}", "", *head]
+    for i, line in enumerate(reports[0]["lines"]):
+        lines.append(row(line["kind"].replace("_", " "), *(_pair(report["lines"][i]) for report in reports)))
+    for phase in reports[0]["phases"]:
+        cells = [_pair(report["phases"].get(phase, {})) for report in reports]
+        lines.append(row(f"peak in {phase}", *cells))
+    lines.append(row("unexplained at the peak", *(mib(report["peak"]["unexplained_bytes"]) for report in reports)))
+    lines.append(row("peak: phase, step", *(f"{r['peak']['phase']}, {r['peak']['step']}" for r in reports)))
+    for section in ("loader", "host", "allocator", "headroom"):
+        lines += _section(section, reports)
+    on_gpu = reports[0]["identity"]["device"].startswith("cuda")
+    lines += ["", f"Peaks are of {_OF_GPU if on_gpu else _OF_PROCESS}"]
+    lines += ["", "Imbalance (largest rank over the mean): " + _imbalance(reports)]
+    lines += ["", "## Predicted at the peak, by kind (MiB)", "", row("kind", *heads), head[1]]
+    for kind in dict.fromkeys(kind for r in reports for kind in r["peak"]["by_kind_predicted"]):
+        cells = [mib(r["peak"]["by_kind_predicted"].get(kind, 0)) for r in reports]
+        lines.append(row(kind.replace("_", " "), *cells))
+    lines += ["", "## Tables: weights + optimizer state, measured (MiB)", "", row("table", *heads), head[1]]
+    for name in dict.fromkeys(entry["name"] for r in reports for entry in r["tables"]):
+        lines.append(row(name, *(_table_cell(r["tables"], name) for r in reports)))
+    return "\n".join([*lines, "", layers]).rstrip() + "\n"
 
 
-def _table_cell(entry: Bytes | None) -> str:
-    return "–" if entry is None else f"{mib(entry['weight_bytes'])} + {mib(entry['optimizer_bytes'])}"
+_OF_PROCESS = "the process above its baseline, which is what it took after imports and the start of its process group."
+_OF_GPU = "what torch's allocator gave out on the GPU."
 
 
-def _pair(measured: int, predicted: int) -> str:
-    return f"{mib(measured)} ({mib(predicted)})"
+def _section(section: str, reports: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for kind in reports[0][section] or ():
+        values = [report[section][kind] for report in reports]
+        if kind.endswith("_bytes") and any(value is not None for value in values):
+            lines.append(row(f"{section} {kind.removesuffix('_bytes').replace('_', ' ')}", *map(mib, values)))
+    return lines
+
+
+def _imbalance(reports: list[dict[str, Any]]) -> str:
+    shares = []
+    for i, line in enumerate(reports[0]["lines"]):
+        values = [report["lines"][i]["measured_bytes"] for report in reports]
+        if sum(values):
+            shares.append(f"{line['kind'].replace('_', ' ')} {max(values) * len(values) / sum(values):.2f}")
+    return ", ".join(shares)
+
+
+def _table_cell(tables: list[dict[str, Any]], name: str) -> str:
+    entry = next((each for each in tables if each["name"] == name), None)
+    if entry is None:
+        return "–"
+    measured = entry["measured"] or {"weight_bytes": None, "optimizer_bytes": None}
+    size = " and ".join(f"{piece['rows']:,} × {piece['columns']}" for piece in entry["pieces"])
+    how = f"{size} {entry['data_type']}, {entry['sharding_type']}, {entry['compute_kernel']}"
+    return f"{mib(measured['weight_bytes'])} + {mib(measured['optimizer_bytes'])} ({how})"
+
+
+def _pair(line: dict[str, Any]) -> str:
+    return f"{mib(line.get('measured_bytes'))} ({mib(line.get('predicted_bytes'))})"
