@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 
 _MOST_SAMPLES = 1200
+_SAME_BYTES = 1 << 20
 _PROCESS = Path("/proc/self")
 
 
@@ -96,7 +97,7 @@ class Timeline:
         self.device_reserved_peak = 0
         self._device, self._start, self._interval = device, time.monotonic(), 0.1
         self._highest, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
-        self._phases = ["start"]
+        self._phases = ["other"]
         reset_peak_rss()
         self._begin()
         self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
@@ -120,8 +121,9 @@ class Timeline:
         self._end()
         self._begin()
         with self._lock:
-            highest = max(self.spans, key=lambda span: span.peak_bytes)
-        return highest
+            highest = max(span.peak_bytes for span in self.spans)
+            # Memory that has been freed often stays with the process: the first span is the one that asked for it.
+            return next(span for span in self.spans if span.peak_bytes >= highest - _SAME_BYTES)
 
     def peaks(self) -> dict[str, int]:
         """Return the peak of each phase."""

@@ -67,11 +67,11 @@ def rank_report(
     """
     process, highest = process_memory(device, timeline), timeline.peak()
     phases = _phases(prediction, timeline, device)
-    where = "device" if topology.on_gpu else "host"
-    worst = max(phases, key=lambda name: phases[name]["measured_bytes"] or 0)
-    at_peak = prediction.phases.get(worst, {}).get(where, {})
-    lines = _lines(tables, dense)
-    measured, predicted = phases[worst]["measured_bytes"], phases[worst]["predicted_bytes"]
+    on_gpu = topology.on_gpu
+    where = "device" if on_gpu else "host"
+    at_peak = prediction.phases[prediction.peak(where)[1]][where]
+    predicted = max(each["predicted_bytes"] or 0 for each in phases.values())
+    measured = max(each["measured_bytes"] or 0 for each in phases.values())
     limit = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
     used = process["device_peak_allocated_bytes"] if topology.on_gpu else process["peak_rss_bytes"]
     return {
@@ -79,14 +79,16 @@ def rank_report(
         "identity": identity,
         "tables": tables,
         "dense": dense,
-        "lines": lines,
+        "lines": _lines(tables, dense),
         "phases": phases,
         "peak": {
-            "phase": highest.phase if not topology.on_gpu else worst,
+            "phase": max(timeline.device_peaks, key=timeline.device_peaks.__getitem__) if on_gpu else highest.phase,
             "step": highest.step,
             "measured_bytes": measured,
             "predicted_bytes": predicted,
-            "unexplained_bytes": None if predicted is None or measured is None else measured - predicted,
+            "predicted_phase": prediction.peak(where)[1],
+            "unexplained_bytes": measured - predicted,
+            "error": _error(predicted, measured),
             "by_kind_predicted": {kind: size for kind, size in at_peak.items() if kind != "process"},
         },
         "activations": {"predicted_bytes": at_peak.get("activations", 0)},

@@ -16,7 +16,7 @@ _COLOURS = (
     "#9c755f",
     "#bab0ac",
 )
-_PHASES = {"start": "#eeeeee", "init": "#fdebd0", "step": "#e8f6ef", "evaluation": "#eaf2f8", "save": "#f5eef8"}
+_PHASES = {"other": "#eeeeee", "init": "#fdebd0", "step": "#e8f6ef", "evaluation": "#eaf2f8", "save": "#f5eef8"}
 _WIDTH, _BAR, _HEIGHT, _LEFT = 900, 18, 160, 90
 
 
