@@ -13,6 +13,10 @@ how to start it:
   torchrun --standalone --nproc_per_node 8 train.py CONFIG
                                     eight ranks: NCCL and GPUs where there are any, gloo and the CPU otherwise
   python train.py CONFIG            one process
+  python train.py CONFIG --dry-run topology.world_size=64 topology.local_world_size=8 topology.device=cuda
+         topology.device_memory=80GiB topology.host_memory=1TiB
+                                    the plan and the memory on every rank, without GPUs and without training;
+                                    status 0 if it fits, 1 if not
   python train.py CONFIG --debug    one process, 200 steps on the first 20,000 rows, no loader threads,
                                     nothing overlapped, autograd's anomaly checks on: works under pdb and debugpy
 
@@ -42,6 +46,7 @@ def main() -> int:
     parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     parser.add_argument("--debug", action="store_true", help="single-device debug mode")
+    parser.add_argument("--dry-run", action="store_true", help="plan and predict memory, for the machines of topology")
     try:
         arguments = parser.parse_intermixed_args()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
@@ -50,6 +55,10 @@ def main() -> int:
         from recsys.config import load_config
 
         config = load_config(arguments.config, arguments.overrides, arguments.debug)
+        if arguments.dry_run:
+            from recsys.dry_run import dry_run
+
+            return dry_run(config)
         from recsys.run import run
 
         return run(config)

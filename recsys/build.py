@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from recsys.tables import (
     init_range,
     local_pieces,
 )
+from recsys.topology import topology_of
 
 
 @dataclass
@@ -66,10 +68,11 @@ class Built:
 def build_model(inputs: Inputs) -> Built:
     """Build, plan, shard and initialise the model of the config; the same weights under every plan."""
     config, world = inputs.config, inputs.world
-    step = TrainStep(*build_embeddings(config), build_dense_half(inputs))
+    step = build_step(config, world.device, partial(log_q, inputs))
     task = step.dense.task
-    attach_table_optimizers(table_parameters(step), config, world.device)
-    plan = plan_tables(step, config, world)
+    if config.train.compile:
+        task.model.compile()
+    plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
 
     for table, weights in table_tensors(model).items():
@@ -90,15 +93,23 @@ def build_model(inputs: Inputs) -> Built:
     return Built(model, pieces, optimizer, tensors, rates, iterations)
 
 
-def build_dense_half(inputs: Inputs) -> DenseHalf:
-    """Build the dense half of the step, with the weights that the seed gives."""
-    config = inputs.config
+def build_step(config: Config, device: torch.device, log_q: Callable[[], torch.Tensor]) -> TrainStep:
+    """Return the step with its tables on the meta device, marked with their optimizers, and the dense part on the CPU.
+
+    Args:
+        device: that the tables are to lie on. log_q: gives what logQ correction subtracts, if the model has it.
+    """
+    step = TrainStep(*build_embeddings(config), build_dense_half(config, log_q))
+    attach_table_optimizers(table_parameters(step), config, device)
+    return step
+
+
+def build_dense_half(config: Config, log_q: Callable[[], torch.Tensor]) -> DenseHalf:
+    """Return the dense half of the step, with the weights that the seed gives; arguments as of `build_step`."""
     torch.manual_seed(config.seed)
-    task = _build_task(config, lambda: _log_q(inputs))
+    task = _build_task(config, log_q)
     if config.train.activation_checkpointing:
         checkpoint_mlps(task.model)
-    if config.train.compile:
-        task.model.compile()
     clip_norm, unpooled = config.optimizer.dense.clip_norm, config.unpooled_features()
     return DenseHalf(task, config.seed, clip_norm, config.precision, averaged_features(config), unpooled)
 
@@ -118,7 +129,7 @@ def _dim(config: Config, feature: str) -> int:
     return config.tables[config.features[feature].table or ""].embedding_dim
 
 
-def _log_q(inputs: Inputs) -> torch.Tensor:
+def log_q(inputs: Inputs) -> torch.Tensor:
     """Return the log of each item row's share of the training rows, [num_embeddings] float32."""
     config, world, train = inputs.config, inputs.world, inputs.datasets["train"]
     spec = inputs.spec("train")

@@ -7,41 +7,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import (
-    CacheParams,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
-    KeyValueParams,
     ParameterSharding,
     ShardingEnv,
     ShardingPlan,
     ShardMetadata,
 )
-from torchrec.modules.embedding_configs import DataType as TorchrecDataType
 from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice
-from recsys.config.choices import COLUMN_SPLITS, COUNTING, REPLICATED, ROWWISE, UNPOOLED, FloatType
+from recsys.config.choices import COUNTING, FloatType
 from recsys.errors import UserError
+from recsys.planner import make_plan, table_constraints
 from recsys.process_group import World
 from recsys.replicated import ReplicatedTable, ReplicatedTables
 from recsys.tables import Shard
+from recsys.topology import Topology
 
-_RESERVED_SHARE = 0.15  # of memory, for what the planner does not place
-_REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
 _WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatType.BF16: CommType.BF16}
 
 
@@ -65,17 +56,16 @@ def _sharders(config: Config) -> list[Any]:
     return [kind(qcomm_codecs_registry=codecs) for kind in (TableSharder, EmbeddingCollectionSharder)]
 
 
-def plan_tables(step: nn.Module, config: Config, world: World) -> ShardingPlan:
-    """Return the plan that `run.plan` names, else torchrec's for the tables of `step`; the same on every rank.
+def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: bool = True) -> ShardingPlan:
+    """Return the plan that `run.plan` names, else the one that `make_plan` finds for the tables of `step`.
 
     Raises:
-        UserError: on every rank, when the tables fit under no plan that the config allows, or the plan in the file is
+        UserError: when the tables fit under no plan that the config allows, or the plan in the file is
             of other tables or another number of ranks.
     """
     if config.run.plan is not None:
-        path = Path(config.run.plan)
-        return world.from_rank_zero(lambda: _load_plan(step, path, config, world))
-    return world.from_rank_zero(lambda: _plan(step, config, world))
+        return _load_plan(step, Path(config.run.plan), config, topology)
+    return make_plan(step, _sharders(config), config, topology, must_fit)
 
 
 def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
@@ -84,7 +74,7 @@ def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _load_plan(step: nn.Module, path: Path, config: Config, world: World) -> ShardingPlan:
+def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) -> ShardingPlan:
     key = f"config key 'run.plan': '{path}'"
     try:
         content = json.loads(path.read_text())
@@ -92,8 +82,10 @@ def _load_plan(step: nn.Module, path: Path, config: Config, world: World) -> Sha
         world_size = content["world_size"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{key} is no plan that a run has written ({' '.join(str(error).split())})") from error
-    if world_size != world.world_size:
-        raise UserError(f"{key} is for {world_size} ranks, and there are {world.world_size}; start as many, or drop it")
+    if world_size != topology.world_size:
+        raise UserError(
+            f"{key} is for {world_size} ranks, and there are {topology.world_size}; start as many, or drop it"
+        )
     by_table: dict[str, list[Shard]] = {}
     for piece in pieces:
         by_table.setdefault(piece.table, []).append(piece)
@@ -109,19 +101,18 @@ def _load_plan(step: nn.Module, path: Path, config: Config, world: World) -> Sha
     for key in filter(_is_table, dict(step.named_parameters())):
         module, name = key.split(".")[0], _table_of(key)
         modules.setdefault(module, EmbeddingModuleShardingPlan())[name] = _parameter_sharding(
-            by_table[name], config, world
+            by_table[name], config, topology
         )
     return ShardingPlan(dict(modules))
 
 
-def _parameter_sharding(pieces: list[Shard], config: Config, world: World) -> ParameterSharding:
-    constraints = _constraints(config, pieces[0].table, world)
-    on_gpu = world.device.type == "cuda"
+def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology) -> ParameterSharding:
+    constraints = table_constraints(config, pieces[0].table, topology)
     shards = [
         ShardMetadata(
             list(p.offset),
             list(p.size),
-            f"rank:{p.rank}/{f'cuda:{p.rank % world.local_world_size}' if on_gpu else 'cpu'}",
+            f"rank:{p.rank}/{f'cuda:{p.rank % topology.local_world_size}' if topology.on_gpu else 'cpu'}",
         )
         for p in pieces
     ]
@@ -136,73 +127,6 @@ def _parameter_sharding(pieces: list[Shard], config: Config, world: World) -> Pa
         output_dtype=constraints.output_dtype,
         key_value_params=constraints.key_value_params,
     )
-
-
-def _plan(step: nn.Module, config: Config, world: World) -> ShardingPlan:
-    host_bytes = psutil.virtual_memory().total // world.local_world_size
-    on_gpu = world.device.type == "cuda"
-    topology = Topology(
-        world_size=world.world_size,
-        local_world_size=world.local_world_size,
-        compute_device=world.device.type,
-        hbm_cap=torch.cuda.get_device_properties(world.device).total_memory if on_gpu else None,
-        ddr_cap=host_bytes,
-    )
-    planner = EmbeddingShardingPlanner(
-        topology=topology,
-        batch_size=config.train.global_batch_size // world.world_size,
-        constraints={name: _constraints(config, name, world) for name in config.tables},
-        storage_reservation=FixedPercentageStorageReservation(_RESERVED_SHARE),
-        debug=False,
-    )
-    try:
-        return planner.plan(step, _sharders(config))
-    except PlannerError as error:
-        largest = max(
-            config.tables, key=lambda name: config.tables[name].num_embeddings * config.tables[name].embedding_dim
-        )
-        table = config.tables[largest]
-        raise UserError(
-            f"the tables fit under no plan for {world.world_size} ranks with {_gib(topology)} GiB each; the largest is "
-            f"tables.{largest} with num_embeddings={table.num_embeddings} and embedding_dim={table.embedding_dim}: "
-            f"make it smaller, use more ranks, or leave tables.*.sharding_type=auto"
-        ) from error
-
-
-def _gib(topology: Topology) -> str:
-    storage = topology.devices[0].storage
-    return f"{(storage.hbm or storage.ddr) * (1 - _RESERVED_SHARE) / 2**30:.1f}"
-
-
-def _constraints(config: Config, table: str, world: World) -> ParameterConstraints:
-    choice = config.tables[table].sharding_type
-    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, world.world_size)
-    num_features = sum(feature.table == table for feature in config.features.values())
-    settings, kernel = config.tables[table], _kernel(config, table, world)
-    return ParameterConstraints(
-        sharding_types=[each.value for each in types],
-        compute_kernels=[kernel.value, EmbeddingComputeKernel.DENSE.value],
-        cache_params=(
-            CacheParams(load_factor=settings.cache_load_factor) if kernel is ComputeKernel.fused_uvm_caching else None
-        ),
-        key_value_params=(
-            KeyValueParams(ssd_storage_directory=settings.storage_dir) if kernel is ComputeKernel.key_value else None
-        ),
-        pooling_factors=[1.0] * num_features,
-        stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
-        output_dtype=_output_dtype(config, world),
-    )
-
-
-def _kernel(config: Config, table: str, world: World) -> ComputeKernel:
-    return config.tables[table].compute_kernel if world.device.type == "cuda" else ComputeKernel.fused
-
-
-def _output_dtype(config: Config, world: World) -> TorchrecDataType | None:
-    chosen = config.precision.output_dtype
-    if chosen is FloatType.FP32 or (chosen is FloatType.BF16 and world.device.type == "cpu"):
-        return None
-    return TorchrecDataType[chosen.name]
 
 
 def check_device(config: Config, world: World) -> list[str]:
@@ -230,20 +154,6 @@ def check_device(config: Config, world: World) -> list[str]:
     if config.precision.tf32:
         instead.append("precision.tf32=true changes nothing on CPU")
     return instead
-
-
-def _automatic_types(config: Config, table: str, world_size: int) -> list[ShardingChoice]:
-    if world_size == 1:
-        return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
-    settings, optimizer = config.tables[table], config.table_optimizer(table)
-    types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
-    if optimizer.name not in ROWWISE or optimizer.allow_column_split:
-        types += COLUMN_SPLITS
-    if optimizer.name in REPLICATED and settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS:
-        types.append(ShardingChoice.data_parallel)
-    if any(config.features[feature].table == table for feature in config.unpooled_features()):
-        types = [each for each in types if each in UNPOOLED]
-    return types
 
 
 def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:

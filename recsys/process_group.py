@@ -137,6 +137,27 @@ def open_world(device: Device = Device.auto, num_threads: int | None = None) -> 
     dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def rehearse_world(world_size: int, local_world_size: int, device: torch.device) -> Iterator[World]:
+    """Stand in for rank 0 of any number of ranks, in this process alone: collectives do nothing.
+
+    For tensors without memory and for what only rank 0 does. A process group that is open already is left as it is,
+    and must have as many ranks.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it registers the backend
+
+    opened = not dist.is_initialized()
+    if opened:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        group = dist.group.WORLD
+        assert group is not None and dist.get_world_size() == world_size
+        yield World(0, world_size, local_world_size, device, group)
+    finally:
+        if opened:
+            dist.destroy_process_group()
+
+
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

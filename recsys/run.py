@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from recsys.build import Built, build_model
+from recsys.build import build_model
 from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
 from recsys.distributed import check_device, describe_plan, save_plan
 from recsys.errors import UserError
 from recsys.inputs import Inputs, learn_facts, open_inputs
-from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables, write_report
+from recsys.memory import Timeline
+from recsys.memory_log import MemoryLog
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
 from recsys.process_group import World, as_lost_peer, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer
@@ -49,18 +50,19 @@ def run(config: Config) -> int:
     if config.debug and world_size_from_environment() > 1:
         raise UserError("--debug runs one process; start it with `python train.py CONFIG --debug`")
     with open_world(config.run.device, config.run.num_threads) as world, TemporaryDirectory() as scratch:
+        timeline = Timeline(world.device)
         try:
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
             inputs = open_inputs(config, world, footers, _kept_footers(config))
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config))
             start_logging(run_dir / "logs", world.rank)
-            return _run(inputs, run_dir, footers)
+            return _run(inputs, run_dir, footers, timeline)
         except RuntimeError as error:
             raise (as_lost_peer(error) or error) from error
 
 
-def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
+def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline) -> int:
     start = time.monotonic()
     config, world = inputs.config, inputs.world
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
@@ -74,17 +76,25 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
         logger.warning("%s", sentence)
     inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
     config = inputs.config
-    built = build_model(inputs)
+    with timeline.phase("init"):
+        built = build_model(inputs)
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
-    trainer = Trainer(inputs, built, run_dir)
+    with timeline.phase("load"):
+        trainer = Trainer(inputs, built, run_dir, timeline)
+    memory = MemoryLog(inputs, built, trainer, timeline, run_dir / "memory")
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
-    fitted = trainer.fit()
-    memory, page = _write_memory(config, built, fitted, world, run_dir / "memory")
+    try:
+        with timeline.phase("step"):
+            fitted = trainer.fit()
+    except BaseException:
+        memory.write_alone()
+        raise
+    report, page = memory.write("stopped" if fitted.stopped else "done")
     logger.info("\n%s", page)
-    result = _result(inputs, fitted, memory, time.monotonic() - start) | {"instead": instead}
+    result = _result(inputs, fitted, report, time.monotonic() - start) | {"instead": instead}
     for name, found in result["data"]["ids"].items():
         logger.info("ids of %s: %s", name, _describe_ids(found))
     if world.rank == 0:
@@ -160,23 +170,9 @@ def _clear(run_dir: Path, overwrite: bool) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write_memory(
-    config: Config, built: Built, fitted: FitResult, world: World, folder: Path
-) -> tuple[dict[str, Any], str]:
-    tables = {
-        "predicted": predict_tables(built.pieces, config, world.rank),
-        "measured": measure_tables(built.tensors.tables(), built.tensors.table_optimizer()),
-    }
-    dense = {
-        "predicted": predict_dense(built.dense_model, config),
-        "measured": measure_dense(built.dense_model, built.dense_optimizer),
-    }
-    return write_report(folder, world, tables, dense, fitted.loader_bytes)
-
-
 def _result(inputs: Inputs, fitted: FitResult, memory: dict[str, Any], seconds: float) -> dict[str, Any]:
     config, world = inputs.config, inputs.world
-    peaks = world.gather(memory["process"])
+    peaks = world.gather(memory["host"])
     return {
         "status": "stopped" if fitted.stopped else "done",
         "name": config.run.name,

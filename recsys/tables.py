@@ -64,8 +64,7 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, Emb
     The first collection sums the rows of a feature's list. Tables with a feature that the model reads id by id are in
     the second, since the two cannot share weights; their other features are summed in the dense half of a step.
     """
-    by_id = {config.features[feature].table for feature in config.unpooled_features()}
-    meta = torch.device("meta")
+    by_id, meta = config.unpooled_tables(), torch.device("meta")
     pooled = [
         # Averages are taken of the sums, in the dense half of a step: torchrec divides by lengths a second time where
         # some averaged tables are split by rows and others are not, and by the wrong ones under grid_shard.

@@ -17,6 +17,7 @@ from recsys.data.footer_cache import changed_files
 from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import Inputs
+from recsys.memory import Timeline
 from recsys.metrics import is_higher_better
 from recsys.models.step import StepOutput
 from recsys.observe import MetricsWriter, Progress, logger
@@ -48,7 +49,6 @@ class FitResult:
     Attributes:
         metrics: of the last evaluation of each dataset; stopped: a signal ended it early.
         samples_per_s: over all ranks, without evaluation and checkpoints; wait_share: of that time.
-        loader_bytes: host memory of this rank's loader of data.train, by kind.
     """
 
     metrics: dict[str, dict[str, float]]
@@ -56,16 +56,15 @@ class FitResult:
     stopped: bool
     samples_per_s: float
     wait_share: float
-    loader_bytes: dict[str, int]
 
 
 class Trainer:
     """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal."""
 
-    def __init__(self, inputs: Inputs, built: Built, run_dir: Path) -> None:
+    def __init__(self, inputs: Inputs, built: Built, run_dir: Path, timeline: Timeline) -> None:
         config, world = inputs.config, inputs.world
         self._config, self._built, self._world = config, built, world
-        self._run_dir = run_dir
+        self._run_dir, self._timeline = run_dir, timeline
         self._loader = inputs.loader("train")
         self._datasets = inputs.datasets
         self._evaluation = Evaluation(inputs)
@@ -107,8 +106,17 @@ class Trainer:
             stopped=stopped,
             samples_per_s=self._progress.total_rows / seconds,
             wait_share=min(1.0, self._progress.total_wait / seconds),
-            loader_bytes=self._loader.host_bytes,
         )
+
+    @property
+    def step(self) -> int:
+        """Steps trained so far."""
+        return self._state.step
+
+    @property
+    def loader_bytes(self) -> dict[str, int]:
+        """Host memory of this rank's loader of data.train, by kind."""
+        return self._loader.host_bytes
 
     def _starting_state(self) -> TrainState:
         config, dataset = self._config, self._loader.dataset
@@ -224,6 +232,7 @@ class Trainer:
         counts[1] += output.num_bad_rows
         state.position = output.batch.position
         state.step += 1
+        self._timeline.step = state.step
         self._progress.step(output.num_rows, None if output.skipped else output.loss, waited)
         self._check_bad_rows(counts[1])
         scale = self._built.step.dense.loss_scale
@@ -266,7 +275,8 @@ class Trainer:
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
         start = time.monotonic()
-        metrics = self._evaluation.run(self._built.model, role, lambda: bool(self._built.step.dense.stop_requested))
+        with self._timeline.phase("evaluation"):
+            metrics = self._evaluation.run(self._built.model, role, lambda: bool(self._built.step.dense.stop_requested))
         self._metrics[role] = metrics
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
         logger.info("%s at step %d: %s", role, step, shown)
@@ -318,7 +328,8 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.monotonic()
-        path = self._checkpoints.save(self._built.tensors, self._state)
+        with self._timeline.phase("save"):
+            path = self._checkpoints.save(self._built.tensors, self._state)
         self._saved_at = self._state.step
         logger.info("saved %s", path)
         self._progress.pause(time.monotonic() - start)

@@ -41,6 +41,7 @@ from recsys.build import build_model  # noqa: E402
 from recsys.config import Config, load_config  # noqa: E402
 from recsys.distributed import TableSharder  # noqa: E402
 from recsys.inputs import Inputs, open_inputs  # noqa: E402
+from recsys.memory import Timeline  # noqa: E402
 from recsys.pipeline import build_pipeline  # noqa: E402
 from recsys.process_group import World, open_world  # noqa: E402
 from recsys.trainer import TimedIterator, Trainer  # noqa: E402
@@ -76,7 +77,9 @@ class Ours:
         """Train train.max_steps steps from the first row on; return rows/s and the share of time waiting for data."""
         torch.set_num_threads(self.num_threads)
         folder = self._world.from_rank_zero(tempfile.mkdtemp)
-        fitted = Trainer(self._inputs, self._built, Path(folder)).fit()
+        timeline = Timeline(self._world.device)
+        fitted = Trainer(self._inputs, self._built, Path(folder), timeline).fit()
+        timeline.close()
         self._world.from_rank_zero(lambda: shutil.rmtree(folder))
         return {"rows_per_s": fitted.samples_per_s, "wait_share": fitted.wait_share}
 

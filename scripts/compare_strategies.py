@@ -158,11 +158,13 @@ def share_a_table(config: str, overrides: list[str], folder: Path) -> tuple[str,
 
 def _memory_of_ranks(run_dir: Path, world_size: int) -> dict[str, Any]:
     reports = [json.loads((run_dir / f"memory/rank_{rank}.json").read_text()) for rank in range(world_size)]
-    kinds = reports[0]["totals"]["measured"]
+    memory: dict[str, int] = {}
+    for line in (line for report in reports for line in report["lines"]):
+        memory[line["kind"]] = memory.get(line["kind"], 0) + line["measured_bytes"]
     return {
-        "memory": {kind: sum(report["totals"]["measured"][kind] for report in reports) for kind in kinds},
+        "memory": memory,
         "loader_bytes": sum(sum(report["loader"].values()) for report in reports),
-        "peak_rss_bytes": sum(report["process"]["peak_rss_bytes"] for report in reports),
+        "peak_rss_bytes": sum(report["host"]["peak_rss_bytes"] for report in reports),
     }
 
 

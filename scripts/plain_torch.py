@@ -7,6 +7,7 @@ those of train.py; only the tables and their optimizer are not.
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,12 @@ import torch.nn.functional as F  # noqa: E402
 from torch import nn  # noqa: E402
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor  # noqa: E402
 
-from recsys.build import Built, build_dense_half  # noqa: E402
+from recsys.build import Built, build_dense_half, log_q  # noqa: E402
 from recsys.checkpoint import Tensors  # noqa: E402
 from recsys.config import Config, load_config  # noqa: E402
 from recsys.data.batch import Batch  # noqa: E402
 from recsys.inputs import learn_facts, open_inputs  # noqa: E402
-from recsys.memory import process_memory  # noqa: E402
+from recsys.memory import Timeline  # noqa: E402
 from recsys.observe import quiet_libraries, start_logging  # noqa: E402
 from recsys.process_group import open_world  # noqa: E402
 from recsys.tables import fill_initial, id_features, init_range  # noqa: E402
@@ -102,26 +103,29 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
         run_dir.mkdir(parents=True)
         start_logging(run_dir / "logs", world.rank)
         inputs = learn_facts(open_inputs(config, world), run_dir, None)
-        half = build_dense_half(inputs)
+        half = build_dense_half(inputs.config, partial(log_q, inputs))
         tables = PlainTables(inputs.config, pad)
         step = PlainStep(tables, half)
         optimizer = torch.optim.Adam(step.parameters(), config.optimizer.dense.learning_rate)
         tensors = Tensors(tables=dict, table_optimizer=dict, dense=step, dense_optimizer=optimizer)
         built = Built(step, [], optimizer, tensors, [], [])
-        fitted = Trainer(inputs, built, run_dir).fit()
+        timeline = Timeline(world.device)
+        trainer = Trainer(inputs, built, run_dir, timeline)
+        fitted = trainer.fit()
+        timeline.close()
         kinds = {}
         for kind, parameters in (("table", list(tables.parameters())), ("dense", list(half.parameters()))):
             states = [v for p in parameters for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
-            kinds[f"{kind}_weight_bytes"] = num_bytes(parameters)
-            kinds[f"{kind}_gradient_bytes"] = num_bytes(p.grad for p in parameters if p.grad is not None)
-            kinds[f"{kind}_optimizer_bytes"] = num_bytes(states)
+            kinds[f"{kind}_weight"] = num_bytes(parameters)
+            kinds[f"{kind}_gradient"] = num_bytes(p.grad for p in parameters if p.grad is not None)
+            kinds[f"{kind}_optimizer"] = num_bytes(states)
         return {
             "metrics": fitted.metrics,
             "steps": fitted.state.step,
             "samples_per_s": fitted.samples_per_s,
             "memory": kinds,
-            "loader_bytes": sum(fitted.loader_bytes.values()),
-            "peak_rss_bytes": process_memory(world.device)["peak_rss_bytes"],
+            "loader_bytes": sum(trainer.loader_bytes.values()),
+            "peak_rss_bytes": timeline.peak().peak_bytes,
         }
 
 

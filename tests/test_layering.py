@@ -15,10 +15,10 @@ LAYERS = (
     ("errors", "process_environment"),
     ("versions", "config", "counter_random"),
     ("process_group",),
-    ("id_mapping",),
+    ("id_mapping", "topology"),
     ("tables", "data"),
-    ("models",),
-    ("replicated",),
+    ("models", "table_bytes"),
+    ("replicated", "planner"),
     (
         "distributed",
         "pipeline",
@@ -26,15 +26,17 @@ LAYERS = (
         "metrics",
         "checkpoint",
         "memory",
+        "layers",
         "compress",
         "export",
         "observe",
     ),
     ("inputs",),
     ("build",),
-    ("evaluation",),
+    ("evaluation", "rehearsal"),
     ("trainer",),
-    ("run",),
+    ("memory_log",),
+    ("run", "dry_run"),
 )
 SERVICES = LAYERS[7]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -154,7 +154,7 @@ def trained(folder: Path, world_size: int, options: Sequence[str]) -> tuple[list
     assert result["world_size"] == world_size
     for rank in range(world_size):
         report = json.loads((run_dir / f"memory/rank_{rank}.json").read_text())
-        assert report["totals"]["predicted"] == report["totals"]["measured"]
+        assert all(line["predicted_bytes"] == line["measured_bytes"] for line in report["lines"])
     return [r["loss"] for r in records if r["kind"] == "train"], load_tables(run_dir / f"checkpoints/step-{STEPS:09d}")
 
 

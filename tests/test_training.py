@@ -148,12 +148,12 @@ def test_memory_reports_predict_what_is_measured(pair: tuple[Path, dict[str, Any
     run_dir = pair[0]
     reports = [json.loads((run_dir / "memory" / f"rank_{rank}.json").read_text()) for rank in (0, 1)]
     for report in reports:
-        assert report["totals"]["predicted"] == report["totals"]["measured"]
+        assert all(line["predicted_bytes"] == line["measured_bytes"] for line in report["lines"])
         assert report["tables"]["predicted"] == report["tables"]["measured"]
-        assert report["process"]["peak_rss_bytes"] >= report["process"]["rss_bytes"] > 50 << 20
-    weights = sum(report["totals"]["measured"]["table_weight_bytes"] for report in reports)
+        assert report["host"]["peak_rss_bytes"] >= report["host"]["rss_bytes"] > 50 << 20
+    weights = sum(report["lines"][0]["measured_bytes"] for report in reports)
     assert weights == 8 * (1000 * 4 + 1000 * 2 + 100 * 4 + 20 * 4 + 24 * 4)
-    state = sum(report["totals"]["measured"]["table_optimizer_bytes"] for report in reports)
+    state = sum(report["lines"][1]["measured_bytes"] for report in reports)
     assert state == 4 * (1000 + 1000 + 100 + 20 + 24)
     page = (run_dir / "memory" / "report.md").read_text()
     assert "rank 0" in page and "rank 1" in page and "peak rss" in page

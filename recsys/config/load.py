@@ -71,6 +71,11 @@ def save_config(config: Config, path: str | Path) -> None:
     OmegaConf.save(OmegaConf.structured(config), path)
 
 
+def config_text(config: Config) -> str:
+    """Return the resolved config as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     if not os.path.exists(path) or path.is_dir():
         folder = path if os.path.isdir(path) else path.parent

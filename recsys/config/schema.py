@@ -25,6 +25,7 @@ from recsys.config.choices import (
     ShardingChoice,
     TableOptimizer,
 )
+from recsys.config.topology import TopologyConfig
 
 
 @dataclass
@@ -245,12 +246,17 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
     seed: int = 1
     debug: bool = False  # set by --debug
 
     def unpooled_features(self) -> list[str]:
         """Return the id features of which the model reads a vector for each id of a list, not one for the list."""
         return list(getattr(self.model, "attention", ()))
+
+    def unpooled_tables(self) -> set[str]:
+        """Return the tables of such features; torchrec gives a vector for each id of their other features too."""
+        return {self.features[name].table or "" for name in self.unpooled_features()}
 
     def table_optimizer(self, table: str) -> TableOptimizerConfig:
         """Return the optimizer of a table: its own, or that of all."""

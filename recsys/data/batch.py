@@ -27,6 +27,7 @@ class Batch(Pipelineable):
         micro_batches: bounds of the rows that the dense part computes together, from 0 to the number of rows.
         position: where training stands once this batch is trained (host only).
         fence: of the host memory that the tensors lie in.
+        id_bounds: where each of `micro_batches` begins and ends in the ids of each feature; empty if there is but one.
     """
 
     ids: KeyedJaggedTensor
@@ -39,6 +40,7 @@ class Batch(Pipelineable):
     micro_batches: tuple[int, ...]
     position: Position
     fence: Fence
+    id_bounds: tuple[tuple[int, ...], ...] = ()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         copy = replace(

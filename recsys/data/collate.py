@@ -93,6 +93,8 @@ def collate(
         labels[piece.rows], weights[piece.rows] = source[-2:]
     num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
     keyed = ids.build(block)
+    lengths = keyed.lengths().numpy().reshape(len(spec.ids), num_rows)
+    bounds = micro_batches.bounds(lengths)
     return Batch(
         ids=keyed,
         floats=torch.from_numpy(floats),
@@ -101,10 +103,16 @@ def collate(
         lists=lists.build(block) if spec.lists else None,
         num_rows=sum(piece.num_rows for piece in pieces) - num_bad,
         num_bad_rows=num_bad,
-        micro_batches=micro_batches.bounds(keyed.lengths().numpy().reshape(len(spec.ids), num_rows)),
+        micro_batches=bounds,
         position=position,
         fence=block.fence,
+        id_bounds=_id_bounds(lengths, bounds) if len(bounds) > 2 else (),
     )
+
+
+def _id_bounds(lengths: np.ndarray, bounds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    sizes = np.add.reduceat(lengths, bounds[:-1], axis=1, dtype=np.int64)
+    return tuple((0, *ends) for ends in np.cumsum(sizes, axis=1).tolist())
 
 
 class _Jagged:

@@ -89,6 +89,11 @@ class Loader:
         """Return the position before the first row."""
         return Position(0, (self._whole(),))
 
+    def window_rows(self) -> list[list[int]]:
+        """Return for each stream of this rank the rows of its windows in the first epoch, in order."""
+        order = self._order(self.start())
+        return [[span.window.num_rows for span in order.spans(stream)] for stream in self._streams]
+
     def resume(self, position: Position) -> Position:
         """Return the position from which this number of ranks goes on: the same, or with what is left cut anew."""
         if position.cuts[-1].shares == self._whole().shares:

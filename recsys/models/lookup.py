@@ -38,14 +38,11 @@ class Lookup:
         pooled = [] if self.pooled is None else [self.pooled.values()]
         return [*pooled, *(each.values() for each in self.by_id.values())]
 
-    def parts(self, bounds: Sequence[int]) -> Iterator[Part]:
-        """Yield the parts of the rows between each two of `bounds`."""
-        by_id = list(self.by_id)
-        ends = [[0, each.values().shape[0]] for each in self.by_id.values()]
-        if len(bounds) > 2 and by_id:
-            # One look at what lies on the device.
-            offsets = torch.stack([self.ids[name].offsets() for name in by_id])
-            ends = offsets[:, list(bounds)].tolist()
+    def parts(self, bounds: Sequence[int], id_bounds: Sequence[Sequence[int]]) -> Iterator[Part]:
+        """Yield the parts of the rows between each two of `bounds`; both as of a `Batch`."""
+        ends: list[Sequence[int]] = [(0, each.values().shape[0]) for each in self.by_id.values()]
+        if len(bounds) > 2:
+            ends = [id_bounds[self.ids.keys().index(name)] for name in self.by_id]
         for number, rows in enumerate(pairwise(bounds)):
             of_pooled = [] if self.pooled is None else [slice(*rows)]
             yield Part(rows, [*of_pooled, *(slice(*each[number : number + 2]) for each in ends)])

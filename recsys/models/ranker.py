@@ -48,6 +48,11 @@ def _pairs(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tens
     return picked, spread.T.contiguous()
 
 
+def forget_constants() -> None:
+    """Drop the matrices that are kept between steps, so that fake ones never meet real tensors."""
+    _pairs.cache_clear()
+
+
 class TargetAttention(nn.Module):
     """The sum of a list's vectors, each times how it matches another vector (DIN: Zhou et al. 2018, arXiv:1706.06978).
 

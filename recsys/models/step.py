@@ -135,7 +135,7 @@ class DenseHalf(nn.Module):
     ) -> tuple[torch.Tensor, StepOutput]:
         lookup = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items()))
         if not self.training:
-            (part,) = lookup.parts((0, len(batch.weights)))
+            (part,) = lookup.parts((0, len(batch.weights)), ())
             outputs = self._outputs(self._vectors(lookup, part, _sliced(lookup, part)), batch)
             return batch.weights.new_zeros(()), StepOutput(batch, outputs)
         loss, self._gradients = self._forward_backward(lookup, batch)
@@ -150,7 +150,7 @@ class DenseHalf(nn.Module):
         A loss that is no sum over rows is computed on the outputs of all, which are then computed again, micro-batch by
         micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
         """
-        parts = list(lookup.parts(batch.micro_batches))
+        parts = list(lookup.parts(batch.micro_batches, batch.id_bounds))
         whole: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         if len(parts) > 1 and not self.task.loss_by_rows:
             whole = self._loss_of_all(lookup, batch, parts)

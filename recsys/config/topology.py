@@ -1,0 +1,68 @@
+"""The section `topology` of a config: machines, and sizes of memory as people write them."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from recsys.config.choices import Device
+from recsys.errors import UserError
+
+_UNITS = {  # in lower case
+    "": 1,
+    "b": 1,
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", 1)},
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", 1)},
+}
+
+
+@dataclass
+class TopologyConfig:
+    """The machines that a dry run is for, and the memory that a plan may use: 80GiB, 1.5TiB, 500GB or bytes."""
+
+    world_size: int | None = None  # of a dry run: how many ranks; default: 1
+    local_world_size: int | None = None  # of a dry run: how many of them on one machine; default: all
+    device: Device | None = None  # of a dry run; default: run.device
+    device_memory: Any = None  # of one GPU; default: that of the GPU here
+    host_memory: Any = None  # of one machine; default: that of this machine, or the limit of its cgroup
+
+
+def num_bytes(key: str, value: Any) -> int:
+    """Return a size such as `80GiB`, `1.5 TB` or a number of bytes as bytes.
+
+    Args:
+        key: the config key that it was given by.
+
+    Raises:
+        UserError: it is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    factor = _UNITS.get(match[2].lower()) if match and not isinstance(value, bool) else None
+    size = float(match[1]) * factor if match and factor else 0.0
+    if not 1 <= size < math.inf:
+        raise UserError(
+            f"config key '{key}' must be a size above 0, such as 80GiB, 1.5TiB, 500GB or a number of bytes, "
+            f"found {value!r}"
+        )
+    return int(size)
+
+
+def check_topology(topology: TopologyConfig) -> None:
+    """Refuse machines that cannot be.
+
+    Raises:
+        UserError: names the key, what was found and what is allowed.
+    """
+    for key in ("world_size", "local_world_size"):
+        count = getattr(topology, key)
+        if count is not None and not 1 <= count <= 1 << 20:
+            raise UserError(f"config key 'topology.{key}' must be from 1 to {1 << 20}, found {count}")
+    for key in ("device_memory", "host_memory"):
+        if getattr(topology, key) is not None:
+            num_bytes(f"topology.{key}", getattr(topology, key))
+    ranks, local = topology.world_size or 1, topology.local_world_size
+    if local is not None and (local > ranks or ranks % local):
+        raise UserError(
+            f"config key 'topology.local_world_size' must divide topology.world_size={ranks}, so that all machines "
+            f"have as many ranks, found {local}"
+        )

@@ -1,0 +1,54 @@
+"""The peak of live tensors of a piece of code, run on fake tensors that take no memory."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LivePeak(TorchDispatchMode):
+    """Counts the bytes of storages that operators make inside it, while they live.
+
+    Args:
+        outside: tensors whose memory is not counted, such as a model's parameters and its inputs.
+        apart: bytes, of those that live, which are accounted for elsewhere; asked at every new peak.
+
+    Attributes:
+        live: bytes now; peak: the most that `live` less `apart` has been.
+    """
+
+    def __init__(self, outside: Iterable[torch.Tensor] = (), apart: Callable[[], int] = lambda: 0) -> None:
+        super().__init__()
+        self.live = self.peak = self._highest = 0
+        self._apart = apart
+        self._known: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self.live += size
+        if self.live > self._highest:
+            self._highest = self.live
+            self.peak = max(self.peak, self.live - self._apart())
+
+    def _forget(self, key: int, size: int) -> None:
+        self.live -= size
+        del self._known[key]
+
+
+def storage_bytes(tensors: Any) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    return sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())

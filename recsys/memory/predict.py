@@ -1,0 +1,259 @@
+"""What a rank will take of memory, by phase and kind: arithmetic over a plan and what is known of model and data.
+
+Nothing here allocates, asks the machine or looks at other ranks, so that it can be called some dozens of times.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from recsys.config import Config, FeatureType
+from recsys.memory.tensors import Bytes
+from recsys.table_bytes import TableBytes, cache_bytes, rank_tables
+from recsys.tables import Shard
+from recsys.topology import Topology
+
+# What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
+CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FBGEMM, cuBLAS's workspace
+NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator among many ranks
+ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
+HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
+_FILL_BYTES = 48 << 20  # temporaries of a million initial weights
+_BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
+_QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
+_WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
+_SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
+_CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it
+_RESULT_BYTES = 12 + 3 * 24  # of a row evaluated: kept as FP32, then joined, sent and sorted as FP64
+_DCP_BUFFER_BYTES = 16 << 20  # of the writer of checkpoints
+
+PHASES = ("init", "step", "evaluation", "save")
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known of the data.
+
+    Attributes:
+        mean_ids: by feature, the table rows looked up for one row of data, on average.
+        id_bytes: of one table row number, as the loader holds it.
+        window_bytes, decode_bytes: host memory of a rank's windows, and of what becomes windows.
+        eval_rows: of a rank, by dataset.
+        source: where the figures come from, in words.
+    """
+
+    mean_ids: Mapping[str, float]
+    id_bytes: int
+    window_bytes: int
+    decode_bytes: int
+    eval_rows: Mapping[str, int]
+    source: str
+
+
+@dataclass(frozen=True)
+class DenseFacts:
+    """The dense part at some number of rows.
+
+    Attributes:
+        parameter_bytes, buffer_bytes, gradient_bytes, optimizer_bytes: of one rank.
+        rows: of a rank that the other two are for.
+        step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
+            gradients and pooled embeddings; pooled gradients are among them.
+        eval_bytes: the same of a forward pass alone.
+    """
+
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    rows: int
+    step_bytes: int
+    eval_bytes: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank.
+
+    Attributes:
+        tables: bytes by table, without caches.
+        phases: by phase the bytes of its highest moment, by kind: `device` of a GPU, `host` of the machine. On CPU all
+            are in `host`.
+    """
+
+    rank: int
+    tables: dict[str, TableBytes]
+    phases: dict[str, dict[str, Bytes]] = field(default_factory=dict)
+
+    def peak(self, where: str) -> tuple[int, str]:
+        """Return the most bytes, on the `device` or the `host`, and the phase."""
+        return max((sum(kinds[where].values()), phase) for phase, kinds in self.phases.items())
+
+
+def predict(
+    config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: Iterable[Shard]
+) -> list[RankMemory]:
+    """Return the memory of every rank."""
+    by_rank: dict[int, list[Shard]] = {rank: [] for rank in range(topology.world_size)}
+    for piece in pieces:
+        by_rank[piece.rank].append(piece)
+    batch = _Batch(config, data, dense.rows)
+    return [_Rank(config, data, dense, topology, batch, own, rank).memory() for rank, own in by_rank.items()]
+
+
+class _Batch:
+    """Bytes of a rank's batch."""
+
+    def __init__(self, config: Config, data: DataFacts, rows: int) -> None:
+        features = config.features.values()
+        num_lists = sum(feature.type is FeatureType.id for feature in features)
+        self.rows = rows
+        self.ids = rows * sum(data.mean_ids.values())
+        weighted = any(feature.weights is not None for feature in features)
+        floats = len(config.features) - num_lists + 2
+        self.bytes = int(self.ids * (data.id_bytes + 4 * weighted) + rows * 4 * (num_lists + floats))
+
+
+class _Rank:
+    """One rank's memory under construction; see `predict`."""
+
+    def __init__(
+        self,
+        config: Config,
+        data: DataFacts,
+        dense: DenseFacts,
+        topology: Topology,
+        batch: _Batch,
+        pieces: list[Shard],
+        rank: int,
+    ) -> None:
+        self._config, self._data, self._dense, self._topology = config, data, dense, topology
+        self._batch, self._pieces, self._rank = batch, pieces, rank
+        self._tables = rank_tables(config, pieces, rank)
+        self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
+        features = {name: f for name, f in config.features.items() if f.type is FeatureType.id}
+        dims = {name: config.tables[f.table or ""].embedding_dim for name, f in features.items()}
+        self._by_id = config.unpooled_tables()
+        self.pooled = int(sum(4 * dim * self._num_vectors(name, batch.rows) for name, dim in dims.items()))
+        self.looked_up, self.exchanged_ids = self._lookups()
+
+    def _num_vectors(self, feature: str, rows: int) -> float:
+        """Return how many vectors the tables give for a feature of `rows` rows."""
+        by_id = self._config.features[feature].table in self._by_id
+        return rows * self._data.mean_ids[feature] if by_id else rows
+
+    def _lookups(self) -> tuple[int, int]:
+        """Return the bytes of the vectors that this rank looks up for all ranks, and the number of ids for that."""
+        ranks = self._topology.world_size
+        vectors = ids = 0.0
+        for piece in self._pieces:
+            whole = self._config.tables[piece.table].num_embeddings
+            own = piece.sharding_type == "data_parallel"
+            rows = self._batch.rows * (1 if own else ranks)
+            for name, feature in self._config.features.items():
+                if feature.table == piece.table:
+                    vectors += self._num_vectors(name, rows) * piece.size[1] * 4
+                    ids += rows * self._data.mean_ids[name] * (1 if own else piece.size[0] / whole)
+        return int(vectors), int(ids)
+
+    def memory(self) -> RankMemory:
+        moments = {"init": self._init(), "step": self._step(), "evaluation": self._evaluation(), "save": self._save()}
+        if not self._data.eval_rows:
+            del moments["evaluation"]
+        return RankMemory(self._rank, self._tables, {phase: self._placed(*kinds) for phase, kinds in moments.items()})
+
+    def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
+        """Return the kinds of a moment with what is there at any time, where they lie."""
+        tables, on_gpu = self._table_kinds, self._topology.on_gpu
+        device = {
+            "table_weight": tables.device_weight,
+            "table_optimizer": tables.device_optimizer,
+            "table_cache": tables.device_cache,
+            "table_cache_metadata": tables.device_metadata,
+            "dense_parameter": self._dense.parameter_bytes,
+            "dense_buffer": self._dense.buffer_bytes,
+            **device,
+        }
+        host = {"table_weight": tables.host_weight, "table_optimizer": tables.host_optimizer, **host}
+        if on_gpu:
+            device["allocator_reserve"] = int(ALLOCATOR_SHARE * sum(device.values()))
+            device["context"] = CUDA_CONTEXT_BYTES + (NCCL_BYTES if self._topology.world_size > 1 else 0)
+        else:
+            host = {kind: device.get(kind, 0) + host.get(kind, 0) for kind in {**device, **host}}
+            device = {}
+        host["process"] = HOST_PROCESS_BYTES[self._topology.device.type]
+        return {"device": _present(device), "host": _present(host)}
+
+    def _trained(self) -> Bytes:
+        """Return what is there from the first step on, beside the tables and parameters."""
+        # DistributedDataParallel keeps gradients in its buckets; alone, they are dropped after each step.
+        buckets = self._dense.gradient_bytes if self._topology.world_size > 1 else 0
+        return {"dense_gradient": buckets, "dense_optimizer": self._dense.optimizer_bytes}
+
+    def _loader(self) -> Bytes:
+        queued = self._config.data.prefetch_batches + _QUEUED_BATCHES if self._config.data.num_threads else 1
+        queued += _BATCHES_ON_GPU - 1
+        batch = self._batch.bytes
+        if self._topology.on_gpu:
+            batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
+        return {
+            "loader_windows": self._data.window_bytes,
+            "loader_decoding": self._data.decode_bytes,
+            "loader_batches": queued * batch,
+        }
+
+    def _init(self) -> tuple[Bytes, Bytes]:
+        fill = {"fill_temporaries": _FILL_BYTES}
+        cached = sum(piece.size[0] for piece in self._pieces if piece.compute_kernel == "fused_uvm_caching")
+        widest = max((4 * p.size[0] * p.size[1] for p in self._pieces if self._is_fp8(p)), default=0)
+        return {**fill, "fp8_temporaries": widest}, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
+
+    def _is_fp8(self, piece: Shard) -> bool:
+        return self._config.tables[piece.table].data_type.name == "FP8"
+
+    def _step(self) -> tuple[Bytes, Bytes]:
+        batch, dense, ranks = self._batch, self._dense, self._topology.world_size
+        sort = _SORT_BYTES[self._topology.device.type]
+        in_flight = {
+            # What the ids of two batches take on their way to the ranks that look them up, and there.
+            "collective_ids": int(2 * (batch.ids + self.exchanged_ids) * self._data.id_bytes),
+            "lookup_ids": self.exchanged_ids * _WIRE_ID_BYTES,
+        }
+        if self._topology.on_gpu:
+            in_flight["batches"] = _BATCHES_ON_GPU * batch.bytes
+        received = self.pooled if ranks > 1 else 0
+        moments = [
+            {"pooled": received, "looked_up": self.looked_up},
+            {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes},
+            {
+                "pooled": self.pooled,
+                "pooled_gradient": 2 * self.pooled,
+                "looked_up_gradient": self.looked_up if ranks > 1 else 0,
+                "kernel_temporaries": self.exchanged_ids * sort,
+                "dense_gradient": dense.gradient_bytes,
+            },
+        ]
+        highest = max(moments, key=lambda kinds: sum(kinds.values()))
+        return {**self._trained(), **in_flight, **highest}, self._loader()
+
+    def _evaluation(self) -> tuple[Bytes, Bytes]:
+        rows = max(self._data.eval_rows.values(), default=0)
+        share = (self._config.train.eval_batch_size or self._config.train.global_batch_size) / max(
+            1, self._config.train.global_batch_size
+        )
+        device = {
+            **self._trained(),
+            "lookup_ids": int(share * self.exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes)),
+            "looked_up": int(share * self.looked_up),
+            "pooled": int(share * self.pooled),
+            "activations": int(share * self._dense.eval_bytes),
+        }
+        return device, {**self._loader(), "results": rows * _RESULT_BYTES}
+
+    def _save(self) -> tuple[Bytes, Bytes]:
+        # A tensor that shares its memory with others is copied before it is written; so is one on a GPU.
+        largest = max((max(b.weight, b.optimizer) for b in self._tables.values()), default=0)
+        return self._trained(), {**self._loader(), "save_buffers": largest + _DCP_BUFFER_BYTES}
+
+
+def _present(kinds: Bytes) -> Bytes:
+    return {kind: size for kind, size in kinds.items() if size}

@@ -1,0 +1,218 @@
+"""What this process takes of memory now, and over the time of a run."""
+
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import torch
+
+_MOST_SAMPLES = 1200
+_SAME_BYTES = 1 << 20
+_PROCESS = Path("/proc/self")
+
+
+def rss() -> int:
+    """Return this process's resident memory, in bytes."""
+    try:
+        return int((_PROCESS / "statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+
+
+def peak_rss() -> int:
+    """Return the peak of this process's resident memory since it began or `reset_peak_rss`, in bytes."""
+    try:
+        status = (_PROCESS / "status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        # Elsewhere than on Linux, where this would count what a launcher took before it became this program.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_rss() -> None:
+    """Let `peak_rss` begin anew; where the kernel forbids it, it goes on."""
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def pss() -> int | None:
+    """Return resident memory with pages of several processes shared out among them, in bytes; None if not known."""
+    try:
+        text = (_PROCESS / "smaps_rollup").read_text()
+        return int(text.partition("\nPss:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def locked() -> int | None:
+    """Return this process's locked memory in bytes; None if not known."""
+    try:
+        return int((_PROCESS / "status").read_text().partition("VmLck:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@dataclass
+class Span:
+    """A phase, from its begin to its end.
+
+    Attributes:
+        start_s, stop_s: seconds since the timeline began; peak_bytes: of resident memory within.
+    """
+
+    phase: str
+    step: int
+    start_s: float
+    stop_s: float
+    peak_bytes: int
+
+
+class Timeline:
+    """Resident memory over the time of a run: a sample ten times a second at most, and the true peak of every phase.
+
+    Attributes:
+        baseline_bytes: resident memory when it began; step: the one that is being trained, set by the trainer.
+        spans: phases in their order; phases inside others end these, which go on afterwards.
+        samples: (seconds, bytes), evenly thinned when there are many.
+        device_peaks: by phase, the most that a GPU's allocator gave out in any; empty without.
+        device_reserved_peak: the most that it has taken of the GPU; 0 without.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.baseline_bytes, self.step = rss(), 0
+        self.spans: list[Span] = []
+        self.samples: list[tuple[float, int]] = []
+        self.device_peaks: dict[str, int] = {}
+        self.device_reserved_peak = 0
+        self._device, self._start, self._interval = device, time.monotonic(), 0.1
+        self._highest, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
+        self._phases = ["other"]
+        reset_peak_rss()
+        self._begin()
+        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what is inside as another phase."""
+        self._end()
+        self._phases.append(name)
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+            self._phases.pop()
+            self._begin()
+
+    def peak(self) -> Span:
+        """Return the span with the peak of all so far, with the step of the peak."""
+        self._end()
+        self._begin()
+        with self._lock:
+            highest = max(span.peak_bytes for span in self.spans)
+            # Memory that has been freed often stays with the process: the first span is the one that asked for it.
+            return next(span for span in self.spans if span.peak_bytes >= highest - _SAME_BYTES)
+
+    def peaks(self) -> dict[str, int]:
+        """Return the peak of each phase."""
+        found: dict[str, int] = {}
+        for span in self.spans:
+            found[span.phase] = max(found.get(span.phase, 0), span.peak_bytes)
+        return found
+
+    def close(self) -> None:
+        """End the last phase and the thread."""
+        self._stopped.set()
+        self._thread.join()
+        self._end()
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._start, 3)
+
+    def _begin(self) -> None:
+        with self._lock:
+            reset_peak_rss()
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+            now = rss()
+            self.spans.append(Span(self._phases[-1], self.step, self._seconds(), self._seconds(), now))
+
+    def _end(self) -> None:
+        with self._lock:
+            self._observe()
+            self.spans[-1].stop_s = self._seconds()
+            if len(self.spans) > 1 and self.spans[-1].phase == self.spans[-2].phase:
+                self._merge()
+            if self._device.type == "cuda":
+                phase, peak = self._phases[-1], torch.cuda.max_memory_allocated(self._device)
+                self.device_peaks[phase] = max(self.device_peaks.get(phase, 0), peak)
+                reserved = torch.cuda.max_memory_reserved(self._device)
+                self.device_reserved_peak = max(self.device_reserved_peak, reserved)
+
+    def _merge(self) -> None:
+        last = self.spans.pop()
+        before = self.spans[-1]
+        before.stop_s = last.stop_s
+        if last.peak_bytes > before.peak_bytes:
+            before.peak_bytes, before.step = last.peak_bytes, last.step
+
+    def _observe(self) -> None:
+        """Take the peak of the current span, and the step that it rose in."""
+        span, now = self.spans[-1], max(peak_rss(), rss())
+        if now > span.peak_bytes:
+            span.peak_bytes, span.step = now, self.step
+
+    def _sample(self) -> None:
+        while not self._stopped.wait(self._interval):
+            with self._lock:
+                self._observe()
+                self.samples.append((self._seconds(), rss()))
+                if len(self.samples) >= _MOST_SAMPLES:
+                    del self.samples[::2]
+                    self._interval *= 2
+
+
+def process_memory(device: torch.device, timeline: Timeline) -> dict[str, Any]:
+    """Return this process's memory now and at its peak, Arrow's, and that of the GPU if there is one."""
+    on_gpu, now = device.type == "cuda", rss()
+    peaks = timeline.device_peaks.values()
+    return {
+        "rss_bytes": now,
+        "peak_rss_bytes": max(timeline.peak().peak_bytes, now),
+        "pss_bytes": pss(),
+        "locked_bytes": locked(),
+        "arrow_bytes": pa.default_memory_pool().bytes_allocated(),
+        "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
+        "device_peak_allocated_bytes": max(peaks, default=0) if on_gpu else None,
+        "device_peak_reserved_bytes": timeline.device_reserved_peak if on_gpu else None,
+        "process_id": os.getpid(),
+    }
+
+
+def allocator(device: torch.device) -> dict[str, Any] | None:
+    """Return what CUDA's caching allocator says of itself; None on CPU."""
+    if device.type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+    active, reserved = stats["active_bytes.all.current"], stats["reserved_bytes.all.current"]
+    return {
+        "allocated_bytes": stats["allocated_bytes.all.current"],
+        "active_bytes": active,
+        "reserved_bytes": reserved,
+        "inactive_split_bytes": stats["inactive_split_bytes.all.current"],
+        "fragmentation": (reserved - active) / reserved if reserved else 0.0,
+        "retries": stats["num_alloc_retries"],
+        "out_of_memory_errors": stats["num_ooms"],
+    }

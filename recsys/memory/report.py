@@ -1,0 +1,244 @@
+"""The reports of a run's memory: rank_K.json of every rank, report.md and report.html over all of them.
+
+docs/memory.md tells the meaning of each field.
+"""
+
+import json
+import os
+import resource
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recsys.config import Config
+from recsys.memory.page import mib, row
+from recsys.memory.predict import RankMemory
+from recsys.memory.process import Timeline, allocator, process_memory
+from recsys.memory.svg import html_page
+from recsys.memory.tensors import Bytes
+from recsys.tables import Shard
+from recsys.topology import Topology, cgroup_limit
+
+SCHEMA_VERSION = 2
+_COMMUNICATION = ("collective_ids", "lookup_ids", "looked_up", "looked_up_gradient", "pooled", "pooled_gradient")
+
+
+def table_entries(
+    config: Config, pieces: Iterable[Shard], rank: int, predicted: dict[str, Bytes], measured: dict[str, Bytes]
+) -> list[dict[str, Any]]:
+    """Return an entry for each table with a piece on `rank`."""
+    entries = []
+    own = [piece for piece in pieces if piece.rank == rank]
+    for name in dict.fromkeys(piece.table for piece in own):
+        mine = [piece for piece in own if piece.table == name]
+        entries.append(
+            {
+                "name": name,
+                "pieces": [{"offset": list(p.offset), "rows": p.size[0], "columns": p.size[1]} for p in mine],
+                "data_type": config.tables[name].data_type.name,
+                "optimizer": config.table_optimizer(name).name.name,
+                "sharding_type": mine[0].sharding_type,
+                "compute_kernel": mine[0].compute_kernel,
+                "predicted": predicted[name],
+                "measured": measured.get(name),
+            }
+        )
+    return entries
+
+
+def rank_report(
+    identity: dict[str, Any],
+    tables: list[dict[str, Any]],
+    dense: dict[str, Bytes],
+    loader: Bytes,
+    prediction: RankMemory,
+    topology: Topology,
+    device: torch.device,
+    timeline: Timeline,
+) -> dict[str, Any]:
+    """Return what rank_K.json holds.
+
+    Args:
+        identity: of run and rank. tables: as `table_entries` gives. dense: "predicted" and "measured" bytes by kind.
+        loader: host memory of the loader by kind, measured.
+    """
+    process, highest = process_memory(device, timeline), timeline.peak()
+    phases = _phases(prediction, timeline, device)
+    on_gpu = topology.on_gpu
+    where = "device" if on_gpu else "host"
+    at_peak = prediction.phases[prediction.peak(where)[1]][where]
+    predicted = max(each["predicted_bytes"] or 0 for each in phases.values())
+    measured = max(each["measured_bytes"] or 0 for each in phases.values())
+    limit = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
+    used = process["device_peak_allocated_bytes"] if topology.on_gpu else process["peak_rss_bytes"]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "identity": identity,
+        "tables": tables,
+        "dense": dense,
+        "lines": _lines(tables, dense),
+        "phases": phases,
+        "peak": {
+            "phase": max(timeline.device_peaks, key=timeline.device_peaks.__getitem__) if on_gpu else highest.phase,
+            "step": highest.step,
+            "measured_bytes": measured,
+            "predicted_bytes": predicted,
+            "predicted_phase": prediction.peak(where)[1],
+            "unexplained_bytes": measured - predicted,
+            "error": _error(predicted, measured),
+            "by_kind_predicted": {kind: size for kind, size in at_peak.items() if kind != "process"},
+        },
+        "activations": {"predicted_bytes": at_peak.get("activations", 0)},
+        "communication": {kind: at_peak[kind] for kind in _COMMUNICATION if kind in at_peak},
+        "allocator": allocator(device),
+        "loader": loader,
+        "host": {
+            **process,
+            "baseline_bytes": timeline.baseline_bytes,
+            "cgroup_limit_bytes": cgroup_limit(),
+            "pinned_asked_bytes": loader.get("batch_bytes", 0) if topology.on_gpu else 0,
+            "locked_limit_bytes": _locked_limit(),
+        },
+        "headroom": {"limit_bytes": limit, "used_bytes": used, "free_bytes": limit - used},
+        "timeline": {
+            "samples": [[seconds, size] for seconds, size in timeline.samples],
+            "spans": [asdict(span) for span in timeline.spans],
+        },
+    }
+
+
+def _locked_limit() -> int | None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _phases(prediction: RankMemory, timeline: Timeline, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return predicted and measured peak of each phase: of a GPU's allocator, or of this process above its baseline."""
+    where, left_out = ("device", ("context", "allocator_reserve")) if device.type == "cuda" else ("host", ("process",))
+    peaks = timeline.peaks()
+    measured = timeline.device_peaks if device.type == "cuda" else peaks
+    base = 0 if device.type == "cuda" else timeline.baseline_bytes
+    found: dict[str, dict[str, Any]] = {}
+    for phase in dict.fromkeys([*prediction.phases, *measured]):
+        kinds = prediction.phases.get(phase)
+        predicted = None if kinds is None else sum(v for kind, v in kinds[where].items() if kind not in left_out)
+        seen = measured[phase] - base if phase in measured else None
+        found[phase] = {"predicted_bytes": predicted, "measured_bytes": seen, "error": _error(predicted, seen)}
+    return found
+
+
+def _error(predicted: int | None, measured: int | None) -> float | None:
+    return None if predicted is None or not measured else predicted / measured - 1
+
+
+def _lines(tables: list[dict[str, Any]], dense: dict[str, Bytes]) -> list[dict[str, Any]]:
+    """Return predicted, measured and error of each kind of tensor."""
+    sums: dict[str, dict[str, int]] = {}
+    for kind in ("weight_bytes", "optimizer_bytes"):
+        sums[f"table_{kind}"] = {
+            when: sum((entry[when] or {}).get(kind, 0) for entry in tables) for when in ("predicted", "measured")
+        }
+    for kind in dense["predicted"]:
+        sums[f"dense_{kind}"] = {when: dense[when][kind] for when in ("predicted", "measured")}
+    return [
+        {
+            "kind": kind.removesuffix("_bytes"),
+            "predicted_bytes": both["predicted"],
+            "measured_bytes": both["measured"],
+            "error": _error(both["predicted"], both["measured"]),
+        }
+        for kind, both in sums.items()
+    ]
+
+
+def write_rank(folder: Path, report: dict[str, Any]) -> None:
+    """Write rank_K.json in one piece."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / f"rank_{report['identity']['rank']}.json", json.dumps(report, indent=1) + "\n")
+
+
+def write_pages(folder: Path, layers: str) -> str:
+    """Write report.md and report.html over the ranks whose reports are in the folder; return the former.
+
+    Args:
+        layers: the layers' table as Markdown.
+    """
+    reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
+    reports.sort(key=lambda report: report["identity"]["rank"])
+    page = format_report(reports, layers)
+    _replace(folder / "report.md", page)
+    _replace(folder / "report.html", html_page(reports))
+    return page
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:
+    """Return the page for people over the reports of all ranks, as Markdown."""
+    identity = reports[0]["identity"]
+    heads = [f"rank {report['identity']['rank']}" for report in reports]
+    head = [row("measured (predicted)", *heads), row("---", *["---:"] * len(heads))]
+    lines = [f"# Memory by rank (MiB): {identity['name']}, {identity['status']} at step {identity['step']}", "", *head]
+    for i, line in enumerate(reports[0]["lines"]):
+        lines.append(row(line["kind"].replace("_", " "), *(_pair(report["lines"][i]) for report in reports)))
+    for phase in reports[0]["phases"]:
+        cells = [_pair(report["phases"].get(phase, {})) for report in reports]
+        lines.append(row(f"peak in {phase}", *cells))
+    lines.append(row("unexplained at the peak", *(mib(report["peak"]["unexplained_bytes"]) for report in reports)))
+    lines.append(row("peak: phase, step", *(f"{r['peak']['phase']}, {r['peak']['step']}" for r in reports)))
+    for section in ("loader", "host", "allocator", "headroom"):
+        lines += _section(section, reports)
+    on_gpu = reports[0]["identity"]["device"].startswith("cuda")
+    lines += ["", f"Peaks are of {_OF_GPU if on_gpu else _OF_PROCESS}"]
+    lines += ["", "Imbalance (largest rank over the mean): " + _imbalance(reports)]
+    lines += ["", "## Predicted at the peak, by kind (MiB)", "", row("kind", *heads), head[1]]
+    for kind in dict.fromkeys(kind for r in reports for kind in r["peak"]["by_kind_predicted"]):
+        cells = [mib(r["peak"]["by_kind_predicted"].get(kind, 0)) for r in reports]
+        lines.append(row(kind.replace("_", " "), *cells))
+    lines += ["", "## Tables: weights + optimizer state, measured (MiB)", "", row("table", *heads), head[1]]
+    for name in dict.fromkeys(entry["name"] for r in reports for entry in r["tables"]):
+        lines.append(row(name, *(_table_cell(r["tables"], name) for r in reports)))
+    return "\n".join([*lines, "", layers]).rstrip() + "\n"
+
+
+_OF_PROCESS = "the process above its baseline, which is what it took after imports and the start of its process group."
+_OF_GPU = "what torch's allocator gave out on the GPU."
+
+
+def _section(section: str, reports: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for kind in reports[0][section] or ():
+        values = [report[section][kind] for report in reports]
+        if kind.endswith("_bytes") and any(value is not None for value in values):
+            lines.append(row(f"{section} {kind.removesuffix('_bytes').replace('_', ' ')}", *map(mib, values)))
+    return lines
+
+
+def _imbalance(reports: list[dict[str, Any]]) -> str:
+    shares = []
+    for i, line in enumerate(reports[0]["lines"]):
+        values = [report["lines"][i]["measured_bytes"] for report in reports]
+        if sum(values):
+            shares.append(f"{line['kind'].replace('_', ' ')} {max(values) * len(values) / sum(values):.2f}")
+    return ", ".join(shares)
+
+
+def _table_cell(tables: list[dict[str, Any]], name: str) -> str:
+    entry = next((each for each in tables if each["name"] == name), None)
+    if entry is None:
+        return "–"
+    measured = entry["measured"] or {"weight_bytes": None, "optimizer_bytes": None}
+    size = " and ".join(f"{piece['rows']:,} × {piece['columns']}" for piece in entry["pieces"])
+    how = f"{size} {entry['data_type']}, {entry['sharding_type']}, {entry['compute_kernel']}"
+    return f"{mib(measured['weight_bytes'])} + {mib(measured['optimizer_bytes'])} ({how})"
+
+
+def _pair(line: dict[str, Any]) -> str:
+    return f"{mib(line.get('measured_bytes'))} ({mib(line.get('predicted_bytes'))})"

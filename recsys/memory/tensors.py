@@ -1,0 +1,72 @@
+"""Bytes of the dense part and of tables: from shapes, and from the tensors that a rank holds."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from recsys.config import Config
+from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
+from recsys.table_bytes import rank_tables
+from recsys.tables import Shard, local_pieces
+
+Bytes = dict[str, int]
+
+
+def predict_tables(pieces: Iterable[Shard], config: Config, rank: int) -> dict[str, Bytes]:
+    """Return, for each table with a piece on `rank`, its weight_bytes and optimizer_bytes there."""
+    found = rank_tables(config, pieces, rank)
+    return {name: {"weight_bytes": each.weight, "optimizer_bytes": each.optimizer} for name, each in found.items()}
+
+
+def predict_dense(model: torch.nn.Module, config: Config) -> Bytes:
+    """Return the bytes of the dense part from its parameters' shapes, before a step has been run."""
+    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    size = 4 * sum(shape.numel() for shape in shapes)
+    state = sum(_dense_state_elements(shape, config.optimizer.dense) for shape in shapes)
+    return {"parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 4 * state}
+
+
+def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) -> int:
+    """Return the FP32 numbers that an optimizer keeps for a parameter, counters and norms among them."""
+    match optimizer.name:
+        case DenseOptimizer.adam | DenseOptimizer.adamw:
+            return 2 * shape.numel() + 1
+        case DenseOptimizer.adagrad:
+            return shape.numel() + 1
+        case DenseOptimizer.lamb:
+            return 2 * shape.numel() + 3
+        case DenseOptimizer.adafactor:
+            factors = shape.numel() // shape[-1] + shape.numel() // shape[-2] if len(shape) > 1 else shape.numel()
+            return factors + 1
+        case DenseOptimizer.sgd:
+            return shape.numel() if optimizer.momentum else 0
+
+
+def measure_tables(weights: dict[str, Any], states: dict[str, Any]) -> dict[str, Bytes]:
+    """Return the same as `predict_tables` from the tensors that this rank holds.
+
+    Args:
+        weights: by table; states: by TABLE/STATE; ShardedTensors, or tensors that every rank holds.
+    """
+    measured: dict[str, Bytes] = {}
+    for kind, tensors in (("weight_bytes", weights), ("optimizer_bytes", states)):
+        for name, value in tensors.items():
+            entry = measured.setdefault(name.split("/")[0], {"weight_bytes": 0, "optimizer_bytes": 0})
+            entry[kind] += _num_bytes(tensor for tensor, _ in local_pieces(value))
+    return measured
+
+
+def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
+    """Return the bytes of the dense part as its tensors are."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    states = [value for entry in optimizer.state.values() for value in entry.values()]
+    return {
+        "parameter_bytes": _num_bytes(parameters),
+        "gradient_bytes": _num_bytes(p.grad for p in parameters if p.grad is not None),
+        "optimizer_bytes": _num_bytes(value for value in states if isinstance(value, torch.Tensor)),
+    }
+
+
+def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

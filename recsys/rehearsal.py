@@ -1,0 +1,262 @@
+"""A step without memory: what the dense part and the data will take, before anything is trained, and the prediction."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from recsys.build import build_step
+from recsys.config import Config
+from recsys.data.batch import Batch
+from recsys.data.buffers import Fence
+from recsys.data.order import Position
+from recsys.data.parquet import Dataset, read_head
+from recsys.data.window import Columns, Ragged, convert_table
+from recsys.inputs import Inputs
+from recsys.layers import Layer, analyse_layers, format_layers
+from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
+from recsys.memory.live import LivePeak, storage_bytes
+from recsys.models import TrainStep, forget_constants
+from recsys.tables import Shard, float_features, id_features
+from recsys.topology import Topology
+
+_SAMPLE_ROWS = 20_000
+_MOST_ROWS = 1 << 24  # of a rank
+_PRECISION = 0.02  # of the largest batch that fits
+_TRACED_PIECES = 2  # of a step in micro-batches; each further one leaves its share of the pooled gradients
+
+
+def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
+    """Return what the dense part takes for `rows` rows of a rank, from a step on fake tensors, as it goes on the CPU.
+
+    A process group of the number of ranks must be there, such as that of `rehearse_world`.
+    """
+    with _fake_tensors():
+        step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1))
+        size = predict_dense(step.dense.task.model, config)
+        return DenseFacts(
+            parameter_bytes=size["parameter_bytes"],
+            buffer_bytes=_buffer_bytes(config),
+            gradient_bytes=size["gradient_bytes"],
+            optimizer_bytes=size["optimizer_bytes"],
+            rows=rows,
+            step_bytes=_step_bytes(config, data, step, rows),
+            eval_bytes=_traced(config, data, step.eval(), rows, (0, rows)),
+        )
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    forget_constants()  # that a step has made: fake ones mix with real ones neither way
+    try:
+        with torch.random.fork_rng(devices=[]), FakeTensorMode():
+            yield
+    finally:
+        forget_constants()
+
+
+def _buffer_bytes(config: Config) -> int:
+    item = getattr(config.model, "item_id", None)
+    if item is None or not config.model.logq_correction:
+        return 0
+    return 4 * config.tables[config.features[item].table or ""].num_embeddings  # the log of the items' shares
+
+
+def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> int:
+    micro = min(rows, config.train.micro_batch_size or rows)
+    if config.train.micro_batch_ids is not None:
+        by_ids = int(config.train.micro_batch_ids / max(1e-9, sum(data.mean_ids.values())))
+        micro = max(1, min(micro, by_ids))
+    step.train()
+    pieces = -(-rows // micro)
+    if pieces <= _TRACED_PIECES + 1 or not step.dense.task.loss_by_rows:
+        return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
+    traced = micro * _TRACED_PIECES
+    width = 4 * sum(_dims(config).values())
+    peak = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
+    return max(peak + (rows - traced) * width, 2 * rows * width)
+
+
+def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> int:
+    """Return the peak of what lives in the dense half beside parameters, their gradients and its inputs."""
+    parameters = list(step.dense.parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    pooled, by_id = _looked_up(config, data, rows)
+    batch = _batch(config, data, rows, bounds)
+    tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
+    inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
+    outside = (*parameters, *inputs, batch.ids.offsets())
+    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None))
+    with live, torch.set_grad_enabled(step.training):
+        step.dense(pooled, by_id, batch)
+    return live.peak
+
+
+def layer_page(config: Config, data: DataFacts, rows: int) -> str:
+    """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
+    with _fake_tensors():
+        step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1)).eval()
+        batch = _batch(config, data, rows, (0, rows))
+        pooled, by_id = _looked_up(config, data, rows)
+        with torch.no_grad():
+            layers = analyse_layers(step.dense.task.model, lambda: step.dense(pooled, by_id, batch))
+    return format_layers([*_table_layers(config, data, rows), *layers], rows)
+
+
+def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:
+    """Return the tables as layers: each id looked up adds a row to its feature's vector."""
+    layers = []
+    for name, table in config.tables.items():
+        features = [feature for feature in id_features(config) if config.features[feature].table == name]
+        ids = rows * sum(data.mean_ids[feature] for feature in features)
+        size = table.num_embeddings * table.embedding_dim
+        outputs = rows * len(features) * table.embedding_dim
+        layers.append(Layer(f"tables.{name}", "EmbeddingBag", size, outputs, round(ids * table.embedding_dim)))
+    return layers
+
+
+def _looked_up(config: Config, data: DataFacts, rows: int) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
+    """Return what the tables give for a batch: vectors of rows, and of single ids."""
+    dims = _dims(config)
+    by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in config.unpooled_tables()}
+    values = torch.empty(rows, sum(dims.values()), requires_grad=True)
+    pooled = KeyedTensor(list(dims), list(dims.values()), values) if dims else None
+    lengths = torch.empty(rows, dtype=torch.int32)
+    return pooled, {
+        name: JaggedTensor(torch.empty(math.ceil(rows * data.mean_ids[name]), dim, requires_grad=True), lengths=lengths)
+        for name, dim in by_id.items()
+    }
+
+
+def _dims(config: Config) -> dict[str, int]:
+    return {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
+
+
+def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) -> Batch:
+    names = id_features(config)
+    counts = [math.ceil(rows * data.mean_ids[name]) for name in names]
+    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    ids = KeyedJaggedTensor(
+        names,
+        torch.empty(ends[-1], dtype=torch.int32),
+        lengths=torch.empty(len(names) * rows, dtype=torch.int32),
+        offsets=torch.empty(len(names) * rows + 1, dtype=torch.int32),
+        stride=rows,
+        length_per_key=counts,
+        offset_per_key=ends,
+    )
+    floats = torch.empty(rows, len(float_features(config)))
+    position = Position(0, ())
+    id_bounds = tuple(tuple(count * bound // rows for bound in bounds) for count in counts)
+    return Batch(ids, floats, torch.empty(rows), torch.empty(rows), None, rows, 0, bounds, position, Fence(), id_bounds)
+
+
+def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFacts:
+    """Return what the footers and the first rows tell of the data, or without `inputs` what the config does."""
+    biggest = max(table.num_embeddings for table in config.tables.values())
+    if inputs is None:
+        mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
+        windows = 2 * (config.data.window_mib << 20) * -(-config.data.num_streams // world_size)
+        id_bytes = 4 if biggest < 1 << 31 else 8
+        return DataFacts(mean_ids, id_bytes, windows, windows // 2, {}, "max_length or 1: the data are not here")
+    sample = _Sample(inputs, inputs.datasets["train"])
+    roles = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items() if role != "train"}
+    windows, decoding = _window_bytes(inputs, sample, world_size)
+    id_bytes = inputs.spec("train").dtype.itemsize
+    return DataFacts(sample.mean_ids(), id_bytes, windows, decoding, roles, f"the first {sample.rows:,} rows")
+
+
+class _Sample:
+    """The first rows of a dataset, as a window of the loader holds them."""
+
+    def __init__(self, inputs: Inputs, dataset: Dataset) -> None:
+        # A sample is no training: its ids are counted in no statistics.
+        spec = inputs.spec("train")
+        spec = replace(spec, ids=[replace(part, statistics=None) for part in spec.ids])
+        table = read_head(dataset, _SAMPLE_ROWS)
+        self.columns: Columns = convert_table(table, spec)
+        self.rows = max(1, table.num_rows)
+        self.names = [part.name for part in spec.ids]
+        self.arrow_row_bytes = table.nbytes / self.rows
+        self.row_bytes = self.columns.num_bytes / self.rows
+
+    def mean_ids(self) -> dict[str, float]:
+        """Return the table rows of each feature, of one row of data."""
+        return {
+            name: len(part.values) / self.rows if isinstance(part, Ragged) else 1.0
+            for name, part in zip(self.names, self.columns.ids, strict=True)
+        }
+
+
+def _window_bytes(inputs: Inputs, sample: _Sample, world_size: int) -> tuple[int, int]:
+    """Return the bytes of the windows that the first rank's streams hold at once, and of those being made."""
+    loader, threads = inputs.loader("train"), inputs.config.data.num_threads
+    held, largest = 0, 0
+    for rows in loader.window_rows():
+        pairs = [sum(pair) for pair in zip(rows, [*rows[1:], 0], strict=True)] if threads else rows
+        held += max(pairs, default=0)
+        largest = max(largest, *rows, 0)
+    # One that is made is there twice, in the order of the files and shuffled, with the order and its Arrow table.
+    making = max(1, threads) * largest * (sample.row_bytes + sample.arrow_row_bytes + 12)
+    return int(held * sample.row_bytes), int(making)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of all ranks, and the largest global batch that fits; 0 where none does."""
+
+    ranks: list[RankMemory]
+    data: DataFacts
+    dense: DenseFacts
+    largest_batch: int = 0
+
+
+def predict_run(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> Prediction:
+    """Return the memory of every rank under a plan."""
+    rows = -(-config.train.global_batch_size // topology.world_size)
+    dense = rehearse(config, data, rows)
+    return Prediction(predict(config, data, dense, topology, pieces), data, dense)
+
+
+def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> int:
+    """Return the largest global batch that fits under a plan, to a fiftieth; 0 where none does."""
+
+    def fits(rows: int) -> bool:
+        train = replace(config.train, global_batch_size=rows * topology.world_size)
+        ranks = predict_run(replace(config, train=train), data, topology, pieces).ranks
+        return not misfits(ranks, topology)
+
+    if not fits(1):
+        return 0
+    low = 1
+    while low < _MOST_ROWS and fits(low * 8):
+        low *= 8
+    high = low * 8
+    while high > low * (1 + _PRECISION) and high - low > 1:
+        middle = math.isqrt(low * high) if high > 2 * low else (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * topology.world_size
+
+
+def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
+    """Return a sentence for each GPU and machine whose memory is not enough."""
+    found = []
+    for rank in ranks:
+        size, phase = rank.peak("device")
+        if topology.on_gpu and size > topology.device_bytes:
+            found.append(f"rank {rank.rank} needs {_gib(size)} of {_gib(topology.device_bytes)} GiB in {phase}")
+    for machine in range(topology.num_machines):
+        first = machine * topology.local_world_size
+        size = sum(rank.peak("host")[0] for rank in ranks[first : first + topology.local_world_size])
+        if size > topology.host_bytes:
+            found.append(f"machine {machine} needs {_gib(size)} of {_gib(topology.host_bytes)} GiB of host memory")
+    return found
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.2f}"
