@@ -5,16 +5,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from recsys.build import build_step
 from recsys.config import Config
-from recsys.distributed import check_device, describe_plan, plan_tables, shards
+from recsys.distributed import check_device, describe_plan
 from recsys.errors import UserError
+from recsys.fit import Fitter, pieces_of
 from recsys.inputs import Inputs, open_inputs
 from recsys.memory import RankMemory
 from recsys.memory.page import mib, row
 from recsys.observe import quiet_libraries, to_json
+from recsys.out_of_memory import advise
 from recsys.process_group import World, rehearse_world
 from recsys.rehearsal import Prediction, data_facts, largest_batch, layer_page, misfits, predict_run
 from recsys.tables import Shard
@@ -32,13 +31,17 @@ class DryRun:
     Attributes:
         misfits: a sentence for each GPU and machine whose memory is not enough.
         instead: what the device has no kernel for, and what is done in its place.
+        changes: what memory.fit has changed, or would help where it does not fit.
     """
+
+    config: Config
 
     topology: Topology
     pieces: list[Shard]
     prediction: Prediction
     misfits: list[str]
     instead: list[str]
+    changes: list[str]
     seconds: float
 
 
@@ -52,13 +55,13 @@ def dry_run(config: Config) -> int:
     """
     quiet_libraries()
     found = rehearse_run(config)
-    page = format_dry_run(config, found)
+    page = format_dry_run(found)
     print(page)
     if config.run.dir is not None:
         folder = Path(config.run.dir) / "memory"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "dry_run.md").write_text(page)
-        (folder / "dry_run.json").write_text(to_json(as_json(config, found), indent=1) + "\n")
+        (folder / "dry_run.json").write_text(to_json(as_json(found), indent=1) + "\n")
     return 1 if found.misfits else 0
 
 
@@ -71,20 +74,19 @@ def rehearse_run(config: Config) -> DryRun:
         data = data_facts(config, inputs, topology.world_size)
         if why_not:
             data = replace(data, source=f"{data.source} ({why_not})")
-        step = build_step(config, topology.device, lambda: torch.zeros(1))
-        try:
-            plan = plan_tables(step, config, topology)
-        except UserError:
-            if config.run.plan is not None:
-                raise
-            plan = plan_tables(step, config, topology, must_fit=False)
-        pieces = list(shards(plan, config, topology.world_size))
+        changes: list[str] = []
+        if config.memory.fit:
+            fitted = Fitter(config, data, topology).fit(config.memory.allow)
+            changes = [f"memory.fit: {change} ({change.cost})" for change in fitted.changes]
+            config = fitted.config
+        pieces = pieces_of(config, topology)
         prediction = predict_run(config, data, topology, pieces)
         largest = largest_batch(config, data, topology, pieces)
-    wrong = misfits(prediction.ranks, topology)
-    return DryRun(
-        topology, pieces, replace(prediction, largest_batch=largest), wrong, instead, time.monotonic() - start
-    )
+        wrong = misfits(prediction.ranks, topology)
+        if wrong:
+            changes += advise(config, data, topology).lines()
+    prediction = replace(prediction, largest_batch=largest)
+    return DryRun(config, topology, pieces, prediction, wrong, instead, changes, time.monotonic() - start)
 
 
 def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
@@ -94,9 +96,9 @@ def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
         return None, str(error)
 
 
-def as_json(config: Config, found: DryRun) -> dict[str, Any]:
+def as_json(found: DryRun) -> dict[str, Any]:
     """Return what dry_run.json holds."""
-    topology, prediction = found.topology, found.prediction
+    config, topology, prediction = found.config, found.topology, found.prediction
     return {
         "schema_version": SCHEMA_VERSION,
         "fits": not found.misfits,
@@ -112,13 +114,14 @@ def as_json(config: Config, found: DryRun) -> dict[str, Any]:
         ],
         "shards": [asdict(piece) for piece in found.pieces],
         "instead": found.instead,
+        "changes": found.changes,
         "seconds": round(found.seconds, 2),
     }
 
 
-def format_dry_run(config: Config, found: DryRun) -> str:
+def format_dry_run(found: DryRun) -> str:
     """Return the page for people, as Markdown."""
-    topology, prediction = found.topology, found.prediction
+    config, topology, prediction = found.config, found.topology, found.prediction
     ranks, batch = prediction.ranks, config.train.global_batch_size
     memory = f"{_gib(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
     if topology.on_gpu:
@@ -131,7 +134,7 @@ def format_dry_run(config: Config, found: DryRun) -> str:
         *(f"  - {sentence}" for sentence in _few(found.misfits, _SHOWN_RANKS)),
         f"- {topology.num_machines} machines of {topology.local_world_size} ranks, {memory}",
         f"- Ids a row: {sum(prediction.data.mean_ids.values()):.2f}, by {prediction.data.source}",
-        *(f"- {sentence}" for sentence in found.instead),
+        *(f"- {sentence}" for sentence in [*found.instead, *found.changes]),
         *_locked(found),
         "",
     ]

@@ -15,6 +15,10 @@ class UserError(Exception):
     """A mistake that the user can mend. The message is one sentence: what was found, what is allowed, what to do."""
 
 
+class NoPlanError(UserError):
+    """The tables do not fit into the memory there is."""
+
+
 class LostPeerError(Exception):
     """Another rank ended or does not answer; its own error is the cause."""
 

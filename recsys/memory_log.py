@@ -56,10 +56,14 @@ class MemoryLog:
         self._timeline.close()
         return report, world.from_rank_zero(lambda: write_pages(self._folder, self._layers))
 
-    def write_alone(self) -> None:
-        """Write this rank's report and the pages over those that there are, after a failure that others may share."""
+    def write_alone(self, status: str, extra: dict[str, Any]) -> None:
+        """Write this rank's report and the pages over those that there are, after a failure that others may share.
+
+        Args:
+            extra: further parts of the report.
+        """
         with suppress(Exception):  # the failure itself is what is to be told
-            write_rank(self._folder, self._report("failed"))
+            write_rank(self._folder, self._report(status) | extra)
             write_pages(self._folder, self._layers)
 
     def _report(self, status: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def start_logging(folder: Path, rank: int) -> None:
 def quiet_libraries() -> None:
     """Keep the notices that torch and torchrec give at import, none of them about the user's run, off the screen."""
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
-    for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
+    for name in ("", "torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -30,7 +30,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from recsys.config import ComputeKernel, Config, ShardingChoice
 from recsys.config.choices import COLUMN_SPLITS, REPLICATED, ROWWISE, UNPOOLED, FloatType
-from recsys.errors import UserError
+from recsys.errors import NoPlanError
 from recsys.table_bytes import cache_bytes, piece_bytes
 from recsys.tables import Shard
 from recsys.topology import Topology
@@ -56,7 +56,7 @@ def make_plan(
         must_fit: False gives, of the plans tried, the one whose fullest rank takes least, whether it fits or not.
 
     Raises:
-        UserError: the tables fit under no plan that the config allows.
+        NoPlanError: the tables fit under no plan that the config allows.
     """
     share = 1 - _RESERVED_SHARE
     device, host = int(topology.device_bytes * share), int(topology.host_share_bytes * share)
@@ -85,7 +85,7 @@ def make_plan(
     try:
         return planner.plan(step, sharders)
     except PlannerError as error:
-        raise UserError(_fits_nowhere(config, topology, device if topology.on_gpu else host)) from error
+        raise NoPlanError(_fits_nowhere(config, topology, device if topology.on_gpu else host)) from error
 
 
 def _fits_nowhere(config: Config, topology: Topology, room: int) -> str:

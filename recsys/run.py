@@ -3,6 +3,7 @@
 import shutil
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,10 +15,13 @@ from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
 from recsys.distributed import check_device, describe_plan, save_plan
 from recsys.errors import UserError
+from recsys.fit import Change
 from recsys.inputs import Inputs, learn_facts, open_inputs
 from recsys.memory import Timeline
+from recsys.memory.report import SCHEMA_VERSION
 from recsys.memory_log import MemoryLog
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
+from recsys.out_of_memory import explained, fit_inputs, limit_memory
 from recsys.process_group import World, as_lost_peer, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer
 from recsys.versions import installed_versions
@@ -50,7 +54,9 @@ def run(config: Config) -> int:
     if config.debug and world_size_from_environment() > 1:
         raise UserError("--debug runs one process; start it with `python train.py CONFIG --debug`")
     with open_world(config.run.device, config.run.num_threads) as world, TemporaryDirectory() as scratch:
-        timeline = Timeline(world.device)
+        timeline = Timeline(world.device, limit_memory(config, world))
+        if config.memory.snapshot and world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history()
         try:
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
@@ -75,32 +81,41 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline) -> in
     for sentence in instead:
         logger.warning("%s", sentence)
     inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
-    config = inputs.config
-    with timeline.phase("init"):
+    changes: list[Change] = []
+    if config.memory.fit:
+        inputs, changes = fit_inputs(inputs)
+        world.from_rank_zero(lambda: _save_config(inputs.config, run_dir))
+    config, folder = inputs.config, run_dir / "memory"
+    with explained(inputs, timeline, folder, partial(_write_unbuilt, folder, world)), timeline.phase("init"):
         built = build_model(inputs)
+        timeline.check()
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
     with timeline.phase("load"):
         trainer = Trainer(inputs, built, run_dir, timeline)
-    memory = MemoryLog(inputs, built, trainer, timeline, run_dir / "memory")
+    memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
-    try:
-        with timeline.phase("step"):
-            fitted = trainer.fit()
-    except BaseException:
-        memory.write_alone()
-        raise
+    with explained(inputs, timeline, folder, memory.write_alone), timeline.phase("step"):
+        fitted = trainer.fit()
     report, page = memory.write("stopped" if fitted.stopped else "done")
     logger.info("\n%s", page)
-    result = _result(inputs, fitted, report, time.monotonic() - start) | {"instead": instead}
+    result = _result(inputs, fitted, report, time.monotonic() - start)
+    result |= {"instead": instead, "fitted": [str(change) for change in changes]}
     for name, found in result["data"]["ids"].items():
         logger.info("ids of %s: %s", name, _describe_ids(found))
     if world.rank == 0:
         (run_dir / "result.json").write_text(to_json(result, indent=1) + "\n")
     logger.info("%s: %s", "stopped" if fitted.stopped else "done", run_dir / "result.json")
     return STOPPED_STATUS if fitted.stopped else 0
+
+
+def _write_unbuilt(folder: Path, world: World, status: str, parts: dict[str, Any]) -> None:
+    """Leave a report of a run that has ended before its tables were there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **parts}
+    (folder / f"rank_{world.rank}.json").write_text(to_json(content, indent=1) + "\n")
 
 
 def _kept_footers(config: Config) -> Path | None:
@@ -129,13 +144,17 @@ def _prepare_run_dir(config: Config) -> Path:
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
         (run_dir / _MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
-        # What to do with an earlier run is asked anew each time, and is no part of what this run is.
-        save_config(replace(config, run=replace(config.run, resume=False, overwrite=False)), run_dir / "config.yaml")
+        _save_config(config, run_dir)
     except OSError as error:
         raise UserError(
             f"config key 'run.dir': cannot write to '{run_dir}' ({error.strerror}); name another folder"
         ) from error
     return run_dir
+
+
+def _save_config(config: Config, run_dir: Path) -> None:
+    # What to do with an earlier run is asked anew each time, and is no part of what this run is.
+    save_config(replace(config, run=replace(config.run, resume=False, overwrite=False)), run_dir / "config.yaml")
 
 
 def _unused_dir(name: str) -> Path:

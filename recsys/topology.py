@@ -54,6 +54,8 @@ class Topology:
 def topology_of(config: Config, world: World | None = None) -> Topology:
     """Return the machines of a run, or without a `world` those that the config's `topology` tells of.
 
+    Where memory.budget is less than the memory there is, it stands for that.
+
     Raises:
         UserError: the memory of a GPU is not given, and there is none here to ask.
     """
@@ -67,6 +69,12 @@ def topology_of(config: Config, world: World | None = None) -> Topology:
         on_gpu = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
     device_bytes, device_source = _device_bytes(config) if on_gpu else (0, "")
     host_bytes, host_source = _host_bytes(config)
+    if config.memory.budget is not None:
+        budget = num_bytes("memory.budget", config.memory.budget)
+        if on_gpu and budget < device_bytes:
+            device_bytes, device_source = budget, "memory.budget"
+        elif not on_gpu and budget * local < host_bytes:
+            host_bytes, host_source = budget * local, "memory.budget"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return Topology(
         world_size,

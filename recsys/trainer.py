@@ -233,6 +233,7 @@ class Trainer:
         state.position = output.batch.position
         state.step += 1
         self._timeline.step = state.step
+        self._timeline.check()
         self._progress.step(output.num_rows, None if output.skipped else output.loss, waited)
         self._check_bad_rows(counts[1])
         scale = self._built.step.dense.loss_scale

@@ -34,8 +34,8 @@ LAYERS = (
     ("inputs",),
     ("build",),
     ("evaluation", "rehearsal"),
-    ("trainer",),
-    ("memory_log",),
+    ("trainer", "fit"),
+    ("memory_log", "out_of_memory"),
     ("run", "dry_run"),
 )
 SERVICES = LAYERS[7]

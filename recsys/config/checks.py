@@ -16,7 +16,7 @@ from recsys.config.choices import (
 )
 from recsys.config.model_checks import check_dlrm, check_two_tower, one_of
 from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig, TwoTowerConfig
-from recsys.config.topology import check_topology
+from recsys.config.topology import check_memory, check_topology
 from recsys.errors import UserError, nearest
 
 RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
@@ -41,6 +41,7 @@ def check_config(config: Config) -> None:
     _check_filter(config)
     _check_training(config)
     check_topology(config.topology)
+    check_memory(config.memory)
 
 
 def metric_names(config: Config) -> list[str]:

@@ -152,6 +152,19 @@ class Schedule(Enum):
     cosine = "cosine"
 
 
+class Saver(Enum):
+    """What memory.fit may change so that something else is learned.
+
+    `row_order`: data.window_mib, and with it the order of the rows. `bf16_autocast`: precision.autocast.
+    `row_wise_state`: the tables' optimizer, to its row-wise kind. `fp16_tables`: their data_type.
+    """
+
+    row_order = "row_order"
+    bf16_autocast = "bf16_autocast"
+    row_wise_state = "row_wise_state"
+    fp16_tables = "fp16_tables"
+
+
 class Device(Enum):
     """`auto` takes CUDA where there is a GPU, the CPU otherwise."""
 

@@ -25,7 +25,7 @@ from recsys.config.choices import (
     ShardingChoice,
     TableOptimizer,
 )
-from recsys.config.topology import TopologyConfig
+from recsys.config.topology import MemoryConfig, TopologyConfig
 
 
 @dataclass
@@ -246,6 +246,7 @@ class Config:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     seed: int = 1
     debug: bool = False  # set by --debug

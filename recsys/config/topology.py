@@ -1,11 +1,11 @@
-"""The section `topology` of a config: machines, and sizes of memory as people write them."""
+"""The sections `topology` and `memory` of a config: machines, and sizes of memory as people write them."""
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from recsys.config.choices import Device
+from recsys.config.choices import Device, Saver
 from recsys.errors import UserError
 
 _UNITS = {  # in lower case
@@ -27,6 +27,16 @@ class TopologyConfig:
     host_memory: Any = None  # of one machine; default: that of this machine, or the limit of its cgroup
 
 
+@dataclass
+class MemoryConfig:
+    """How much a rank may take, and what to do where it would be more."""
+
+    budget: Any = None  # of each rank: of its GPU, or on CPU of its process; 8GiB or bytes. Default: what there is
+    fit: bool = False  # change settings so that the run fits, the cheapest first, and say which
+    allow: list[Saver] = field(default_factory=list)  # of `fit`: changes after which something else is learned
+    snapshot: bool = False  # GPUs: when memory runs out, write what torch's viewer shows (pytorch.org/memory_viz)
+
+
 def num_bytes(key: str, value: Any) -> int:
     """Return a size such as `80GiB`, `1.5 TB` or a number of bytes as bytes.
 
@@ -45,6 +55,12 @@ def num_bytes(key: str, value: Any) -> int:
             f"found {value!r}"
         )
     return int(size)
+
+
+def check_memory(memory: MemoryConfig) -> None:
+    """Raise a UserError where the budget is no size."""
+    if memory.budget is not None:
+        num_bytes("memory.budget", memory.budget)
 
 
 def check_topology(topology: TopologyConfig) -> None:

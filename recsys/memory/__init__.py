@@ -1,10 +1,11 @@
 """Memory: predicted from a plan, measured in a run, and the report of both."""
 
 from recsys.memory.predict import DataFacts, DenseFacts, RankMemory, predict
-from recsys.memory.process import Timeline, peak_rss
+from recsys.memory.process import BudgetExceeded, Timeline, peak_rss
 from recsys.memory.tensors import measure_dense, measure_tables, predict_dense, predict_tables
 
 __all__ = [
+    "BudgetExceeded",
     "DataFacts",
     "DenseFacts",
     "RankMemory",

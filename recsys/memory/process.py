@@ -16,6 +16,7 @@ import pyarrow as pa
 import torch
 
 _MOST_SAMPLES = 1200
+_RECENT_SPANS = 3
 _SAME_BYTES = 1 << 20
 _PROCESS = Path("/proc/self")
 
@@ -63,6 +64,10 @@ def locked() -> int | None:
         return None
 
 
+class BudgetExceeded(Exception):
+    """This process has taken more memory than `memory.budget`."""
+
+
 @dataclass
 class Span:
     """A phase, from its begin to its end.
@@ -81,15 +86,20 @@ class Span:
 class Timeline:
     """Resident memory over the time of a run: a sample ten times a second at most, and the true peak of every phase.
 
+    Args:
+        budget_bytes: resident memory that `check` allows; None: any.
+
     Attributes:
         baseline_bytes: resident memory when it began; step: the one that is being trained, set by the trainer.
         spans: phases in their order; phases inside others end these, which go on afterwards.
         samples: (seconds, bytes), evenly thinned when there are many.
         device_peaks: by phase, the most that a GPU's allocator gave out in any; empty without.
+        failed_phase: the innermost that an error ended, if any did.
         device_reserved_peak: the most that it has taken of the GPU; 0 without.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, budget_bytes: int | None = None) -> None:
+        self._budget = budget_bytes
         self.baseline_bytes, self.step = rss(), 0
         self.spans: list[Span] = []
         self.samples: list[tuple[float, int]] = []
@@ -97,7 +107,7 @@ class Timeline:
         self.device_reserved_peak = 0
         self._device, self._start, self._interval = device, time.monotonic(), 0.1
         self._highest, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
-        self._phases = ["other"]
+        self._phases, self.failed_phase = ["other"], ""
         reset_peak_rss()
         self._begin()
         self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
@@ -111,10 +121,23 @@ class Timeline:
         self._begin()
         try:
             yield
+        except BaseException:
+            self.failed_phase = self.failed_phase or name
+            raise
         finally:
             self._end()
             self._phases.pop()
             self._begin()
+
+    def check(self) -> None:
+        """Raise BudgetExceeded where this process has taken more than its budget."""
+        if self._budget is None:
+            return
+        peak = max(rss(), *(span.peak_bytes for span in self.spans[-_RECENT_SPANS:]))
+        if peak > self._budget:
+            raise BudgetExceeded(
+                f"this process has taken {peak / 2**20:,.0f} MiB, and memory.budget allows {self._budget / 2**20:,.0f}"
+            )
 
     def peak(self) -> Span:
         """Return the span with the peak of all so far, with the step of the peak."""

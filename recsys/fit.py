@@ -1,0 +1,328 @@
+"""Settings that make a run fit into its memory: the cheapest first, and none that changes what is learned unasked."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
+
+import torch
+
+from recsys.build import build_step
+from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
+from recsys.config.choices import Autocast, Saver, TableOptimizer
+from recsys.distributed import plan_tables, shards
+from recsys.errors import UserError
+from recsys.memory import DataFacts, RankMemory
+from recsys.rehearsal import predict_run
+from recsys.tables import Shard
+from recsys.topology import Topology
+
+_MARGIN = 0.05  # of the memory there is, that a fitted run leaves: predictions are not exact
+_LEAST_ROWS = 32  # of a micro-batch
+_PASSES = 2
+_LEAST_BYTES = 1 << 20  # that are worth an advice
+_ROWWISE = {
+    TableOptimizer.adagrad: TableOptimizer.rowwise_adagrad,
+    TableOptimizer.adam: TableOptimizer.partial_rowwise_adam,
+    TableOptimizer.lamb: TableOptimizer.partial_rowwise_lamb,
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings by key, what they cost in words, and what must be allowed for them; None: the same is learned."""
+
+    settings: Mapping[str, Any]
+    cost: str
+    saver: Saver | None = None
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={_shown(value)}" for key, value in self.settings.items())
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A config that fits.
+
+    Attributes:
+        changes: from the config that was asked for; before, after: what the fullest rank takes, in bytes.
+        misfits: bytes that are still missing, over all ranks.
+    """
+
+    config: Config
+    changes: list[Change]
+    before: int
+    after: int
+    missing: int
+
+
+def pieces_of(config: Config, topology: Topology) -> list[Shard]:
+    """Return the pieces of the plan that a run would use; where none fits, of the one that takes least."""
+    step = build_step(config, topology.device, lambda: torch.zeros(1))
+    try:
+        plan = plan_tables(step, config, topology)
+    except UserError:
+        if config.run.plan is not None:
+            raise
+        plan = plan_tables(step, config, topology, must_fit=False)
+    return list(shards(plan, config, topology.world_size))
+
+
+class Fitter:
+    """Tries changes of a config on the predicted memory of all ranks.
+
+    Args:
+        data: what is known of the data, as the config reads them.
+        topology: with a budget, if there is one, for its memory.
+    """
+
+    def __init__(self, config: Config, data: DataFacts, topology: Topology) -> None:
+        self._config, self._data, self._topology = config, data, topology
+        self._found: dict[str, list[RankMemory]] = {}
+
+    def fit(self, allowed: Sequence[Saver]) -> Fit:
+        """Return the config with the cheapest changes that make it fit, or with those that bring it nearest."""
+        chosen: list[Change] = []
+        missing = self.missing(self._config)
+        # The peak is that of the highest phase, so that one lever may help only after another has.
+        for lever in LEVERS * _PASSES:
+            if not missing:
+                break
+            best, least = None, missing
+            for change in lever(self._with(chosen), self._topology):
+                if change.saver is not None and change.saver not in allowed:
+                    continue
+                left = self.missing(self._with([*chosen, change]))
+                if left < least:
+                    best, least = change, left
+                if not left:
+                    break
+            if best is not None:
+                chosen = [each for each in chosen if not best.settings.keys() >= each.settings.keys()] + [best]
+                missing = least
+        if not missing:
+            chosen = self._without_needless(chosen)
+        config = self._with(chosen)
+        return Fit(config, chosen, self.fullest(self._config), self.fullest(config), missing)
+
+    def advice(self, num: int = 3) -> list[tuple[Change, int]]:
+        """Return the changes that would help most, each with the bytes that it saves on the fullest rank.
+
+        First what makes the run fit, be it several settings at once; then what saves most by itself.
+        """
+        before = self.fullest(self._config)
+        found: list[tuple[Change, int]] = []
+        for allowed in ((), tuple(Saver)):
+            fitted = self.fit(allowed)
+            if fitted.changes and not fitted.missing:
+                settings = {key: value for change in fitted.changes for key, value in change.settings.items()}
+                costs = "; ".join(change.cost for change in fitted.changes)
+                saver = next((change.saver for change in fitted.changes if change.saver), None)
+                found.append((Change(settings, costs, saver), before - fitted.after))
+                break
+        single = []
+        for lever in LEVERS:
+            changes = lever(self._config, self._topology)
+            saved = [(change, before - self.fullest(self._with([change]))) for change in changes]
+            most = max((size for _, size in saved), default=0)
+            # The weakest that saves nearly as much as any.
+            single += [pair for pair in saved if pair[1] > _LEAST_BYTES and pair[1] >= 0.95 * most][:1]
+        single.sort(key=lambda pair: -pair[1])
+        known = {key for change, _ in found for key in change.settings}
+        found += [pair for pair in single if not known.intersection(pair[0].settings)]
+        return found[:num]
+
+    def fullest(self, config: Config) -> int:
+        """Return the most bytes that a rank takes where memory is short: on its GPU, or of its host's."""
+        ranks = self._ranks(config)
+        return max(rank.peak(self._where(ranks))[0] for rank in ranks)
+
+    def holders(self, num: int = 5) -> list[tuple[str, int]]:
+        """Return what takes most at the peak of the fullest rank: tables by name, all else by kind."""
+        ranks = self._ranks(self._config)
+        where = self._where(ranks)
+        rank = max(ranks, key=lambda each: each.peak(where)[0])
+        kinds = rank.phases[rank.peak(where)[1]][where]
+        tables = {
+            f"table {name}": each.device if where == "device" else each.device + each.host
+            for name, each in rank.tables.items()
+        }
+        others = {kind.replace("_", " "): size for kind, size in kinds.items() if not kind.startswith("table_")}
+        others |= {kind.replace("_", " "): size for kind, size in kinds.items() if kind.startswith("table_cache")}
+        return sorted((tables | others).items(), key=lambda pair: -pair[1])[:num]
+
+    def _where(self, ranks: Sequence[RankMemory]) -> str:
+        topology = self._topology
+        if not topology.on_gpu:
+            return "host"
+        device = max(rank.peak("device")[0] for rank in ranks) / topology.device_bytes
+        host = max(rank.peak("host")[0] for rank in ranks) / topology.host_share_bytes
+        return "device" if device >= host else "host"
+
+    def _ranks(self, config: Config) -> list[RankMemory]:
+        key = repr(config)
+        if key not in self._found:
+            pieces = pieces_of(config, self._topology)
+            self._found[key] = predict_run(config, self._data_of(config), self._topology, pieces).ranks
+        return self._found[key]
+
+    def _data_of(self, config: Config) -> DataFacts:
+        """Return what is known of the data; with smaller windows, the most that they may take."""
+        streams = -(-config.data.num_streams // self._topology.world_size)
+        size = config.data.window_mib << 20
+        most = 2 * size * streams, 3 * size * max(1, config.data.num_threads)
+        if config.data.window_mib == self._config.data.window_mib:
+            return self._data
+        window, decode = self._data.window_bytes, self._data.decode_bytes
+        return replace(self._data, window_bytes=min(window, most[0]), decode_bytes=min(decode, most[1]))
+
+    def missing(self, config: Config) -> int:
+        """Return the bytes by which ranks and machines exceed what they have, less the margin."""
+        topology, total, share = self._topology, 0, 1 - _MARGIN
+        ranks = self._ranks(config)
+        if topology.on_gpu:
+            total += sum(max(0, rank.peak("device")[0] - int(topology.device_bytes * share)) for rank in ranks)
+        for first in range(0, topology.world_size, topology.local_world_size):
+            used = sum(rank.peak("host")[0] for rank in ranks[first : first + topology.local_world_size])
+            total += max(0, used - int(topology.host_bytes * share))
+        return total
+
+    def _with(self, changes: Sequence[Change]) -> Config:
+        return with_changes(self._config, changes)
+
+    def _without_needless(self, changes: list[Change]) -> list[Change]:
+        """Leave out, the most expensive first, what the others do without."""
+        for change in reversed(changes):
+            others = [each for each in changes if each is not change]
+            if not self.missing(self._with(others)):
+                changes = others
+        return changes
+
+
+def with_changes(config: Config, changes: Sequence[Change]) -> Config:
+    """Return a config with other values of some keys."""
+    for change in changes:
+        for key, value in change.settings.items():
+            config = _set(config, key.split("."), value)
+    return config
+
+
+def _set(node: Any, path: Sequence[str], value: Any) -> Any:
+    head, *rest = path
+    if isinstance(node, dict):
+        return {**node, head: _set(node[head], rest, value) if rest else value}
+    assert is_dataclass(node) and not isinstance(node, type)
+    return replace(node, **{head: _set(getattr(node, head), rest, value) if rest else value})
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else getattr(value, "name", str(value))
+
+
+def _micro_batches(config: Config, topology: Topology) -> Iterator[Change]:
+    rows = -(-config.train.global_batch_size // topology.world_size)
+    rows = min(rows, config.train.micro_batch_size or rows)
+    while rows > _LEAST_ROWS:
+        rows = max(_LEAST_ROWS, -(-rows // 2))
+        yield Change({"train.micro_batch_size": rows}, "smaller products of matrices, so slower steps")
+
+
+def _evaluation(config: Config, topology: Topology) -> Iterator[Change]:
+    rows = config.train.eval_batch_size or config.train.global_batch_size
+    while rows > _LEAST_ROWS * topology.world_size:
+        rows = max(_LEAST_ROWS * topology.world_size, -(-rows // 4))
+        yield Change({"train.eval_batch_size": rows}, "evaluations take longer")
+
+
+def _checkpointing(config: Config, topology: Topology) -> Iterator[Change]:
+    if not config.train.activation_checkpointing:
+        yield Change({"train.activation_checkpointing": True}, "MLPs are computed twice")
+
+
+def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
+    if config.data.prefetch_batches > 1:
+        yield Change({"data.prefetch_batches": 1}, "training may wait for data")
+
+
+def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
+    whole = (ShardingChoice.data_parallel, ShardingChoice.table_wise)
+    names = [name for name, table in config.tables.items() if table.sharding_type in whole]
+    if topology.world_size > 1 and names and config.run.plan is None:
+        settings = {f"tables.{name}.sharding_type": ShardingChoice.row_wise for name in names}
+        yield Change(settings, "every rank is asked for rows of these tables")
+
+
+def _kernels(kernel: ComputeKernel, cost: str) -> Callable[[Config, Topology], Iterator[Change]]:
+    before = (ComputeKernel.fused, ComputeKernel.fused_uvm_caching)
+
+    def changes(config: Config, topology: Topology) -> Iterator[Change]:
+        if not topology.on_gpu or config.run.plan is not None:
+            return
+        for names in _largest(
+            config,
+            lambda table: (
+                table.compute_kernel in before[: 1 + (kernel is ComputeKernel.key_value)]
+                and table.sharding_type is not ShardingChoice.data_parallel
+                and (kernel is not ComputeKernel.key_value or table.storage_dir is not None)
+            ),
+        ):
+            yield Change({f"tables.{name}.compute_kernel": kernel for name in names}, cost)
+
+    return changes
+
+
+def _largest(config: Config, wanted: Callable[[TableConfig], bool]) -> Iterator[list[str]]:
+    """Yield the names of the largest table that is wanted, of the two largest, the four largest … and of all."""
+    sizes = {name: t.num_embeddings * t.embedding_dim for name, t in config.tables.items() if wanted(t)}
+    names = sorted(sizes, key=lambda name: -sizes[name])
+    number = 1
+    while names:
+        yield names[:number]
+        if number >= len(names):
+            return
+        number *= 2
+
+
+def _windows(config: Config, topology: Topology) -> Iterator[Change]:
+    size = config.data.window_mib
+    while size > 1:
+        size = max(1, size // 4)
+        yield Change({"data.window_mib": size}, "rows come in another order, shuffled less far", Saver.row_order)
+
+
+def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
+    settings: dict[str, Any] = {}
+    if config.optimizer.tables.name in _ROWWISE:
+        settings["optimizer.tables.name"] = _ROWWISE[config.optimizer.tables.name]
+    for name, table in config.tables.items():
+        if table.optimizer is not None and table.optimizer.name in _ROWWISE:
+            settings[f"tables.{name}.optimizer.name"] = _ROWWISE[table.optimizer.name]
+    if settings:
+        yield Change(settings, "one step size for a whole row", Saver.row_wise_state)
+
+
+def _fp16(config: Config, topology: Topology) -> Iterator[Change]:
+    for names in _largest(config, lambda table: table.data_type is DataType.FP32):
+        settings = {f"tables.{name}.data_type": DataType.FP16 for name in names}
+        yield Change(settings, "updates are rounded to 11 bits", Saver.fp16_tables)
+
+
+def _autocast(config: Config, topology: Topology) -> Iterator[Change]:
+    if config.precision.autocast is Autocast.none:
+        settings = {"precision.autocast": Autocast.bf16}
+        yield Change(settings, "products of matrices have 8 bits", Saver.bf16_autocast)
+
+
+# From the cheapest to the dearest; each gives changes from the weakest to the strongest.
+LEVERS: tuple[Callable[[Config, Topology], Iterator[Change]], ...] = (
+    _evaluation,
+    _micro_batches,
+    _checkpointing,
+    _prefetching,
+    _row_wise,
+    _kernels(ComputeKernel.fused_uvm_caching, "rows that the cache lacks come over the bus"),
+    _kernels(ComputeKernel.key_value, "rows that the cache lacks come from disk"),
+    _windows,
+    _autocast,
+    _row_wise_state,
+    _fp16,
+)
