@@ -83,24 +83,28 @@ def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
     return TableBytes(device_weight=weight, device_optimizer=by_row + by_element)
 
 
-def cache_bytes(config: Config, pieces: Iterable[Shard]) -> TableBytes:
-    """Return what the caches of a rank's pieces take: FBGEMM has one for the tables that it looks up together.
-
-    Every slot of such a cache is as wide as the widest of its tables.
-    """
+def lookup_groups(config: Config, pieces: Iterable[Shard]) -> list[list[Shard]]:
+    """Return a rank's pieces by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
     groups: dict[tuple[object, ...], list[Shard]] = {}
     for piece in pieces:
-        if piece.compute_kernel in (ComputeKernel.fused_uvm_caching.value, ComputeKernel.key_value.value):
-            settings = config.tables[piece.table]
-            key = (
-                piece.sharding_type,
-                piece.compute_kernel,
-                settings.data_type,
-                settings.stochastic_rounding,
-                tuple(vars(config.table_optimizer(piece.table)).values()),
-            )
-            groups.setdefault(key, []).append(piece)
-    return sum((_cache_of(config, group) for group in groups.values()), TableBytes())
+        settings = config.tables[piece.table]
+        kernel = piece.compute_kernel
+        key = (
+            piece.sharding_type,
+            kernel if kernel == ComputeKernel.key_value.value else None,
+            settings.data_type,
+            settings.stochastic_rounding,
+            tuple(vars(config.table_optimizer(piece.table)).values()),
+        )
+        groups.setdefault(key, []).append(piece)
+    return list(groups.values())
+
+
+def cache_bytes(config: Config, pieces: Iterable[Shard]) -> TableBytes:
+    """Return what the caches of a rank's pieces take: one for each group, each slot as wide as its widest table."""
+    cached = (ComputeKernel.fused_uvm_caching.value, ComputeKernel.key_value.value)
+    groups = ([p for p in group if p.compute_kernel in cached] for group in lookup_groups(config, pieces))
+    return sum((_cache_of(config, group) for group in groups if group), TableBytes())
 
 
 def _cache_of(config: Config, pieces: list[Shard]) -> TableBytes:

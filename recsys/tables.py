@@ -17,7 +17,7 @@ _DATA_TYPES = {
     DataType.FP16: TorchrecDataType.FP16,
     DataType.FP8: TorchrecDataType.NFP8,
 }
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 16  # small, since glibc keeps what temporaries of megabytes leave
 
 
 @dataclass(frozen=True)

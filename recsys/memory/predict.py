@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from recsys.config import Config, FeatureType
 from recsys.memory.tensors import Bytes
-from recsys.table_bytes import TableBytes, cache_bytes, rank_tables
+from recsys.table_bytes import TableBytes, cache_bytes, lookup_groups, piece_bytes, rank_tables
 from recsys.tables import Shard
 from recsys.topology import Topology
 
@@ -17,14 +17,13 @@ CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FB
 NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator among many ranks
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
-_FILL_BYTES = 48 << 20  # temporaries of a million initial weights
+_FILL_BYTES = 4 << 20  # temporaries of initial weights
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
 _CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it
 _RESULT_BYTES = 12 + 3 * 24  # of a row evaluated: kept as FP32, then joined, sent and sorted as FP64
-_DCP_BUFFER_BYTES = 16 << 20  # of the writer of checkpoints
 
 PHASES = ("init", "step", "evaluation", "save")
 
@@ -250,9 +249,15 @@ class _Rank:
         return device, {**self._loader(), "results": rows * _RESULT_BYTES}
 
     def _save(self) -> tuple[Bytes, Bytes]:
-        # A tensor that shares its memory with others is copied before it is written; so is one on a GPU.
-        largest = max((max(b.weight, b.optimizer) for b in self._tables.values()), default=0)
-        return self._trained(), {**self._loader(), "save_buffers": largest + _DCP_BUFFER_BYTES}
+        # What lies on a GPU is copied before it is written, and so is a table that shares its memory with others;
+        # torch's writer keeps all copies until the last is written.
+        copied = TableBytes()
+        for group in lookup_groups(self._config, self._pieces):
+            if len(group) > 1 or self._topology.on_gpu:
+                sizes = (piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in group)
+                copied = sum(sizes, copied)
+        buffers = copied.weight - copied.disk_weight + copied.optimizer
+        return self._trained(), {**self._loader(), "save_copies": buffers}
 
 
 def _present(kinds: Bytes) -> Bytes:

@@ -1,0 +1,184 @@
+"""Predicted bytes of tensors are those that live, to the byte; predicted peaks are near those of the process."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from launch import fork_train, run_train
+from storages import walk
+
+from recsys.config import ShardingChoice
+from recsys.memory import Timeline
+
+KINDS = [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
+TYPES = ("FP32", "FP16")
+OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
+TABLES = {"user": (999, 16), "item": (333, 8), "category": (77, 16)}
+MIB = 1 << 20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A config of three tables, one of which two features share, with rows that no number of ranks divides."""
+    content = {
+        "data": {"train": "data/sample/train", "label_column": "label", "window_mib": 1, "num_threads": 0},
+        "features": {
+            "user_id": {"table": "user"},
+            "item_id": {"table": "item"},
+            "history": {"table": "item", "max_length": 10},
+            "category": {"table": "category"},
+            "price": {"type": "float"},
+        },
+        "tables": {name: {"num_embeddings": rows, "embedding_dim": dim} for name, (rows, dim) in TABLES.items()},
+        "model": {"name": "dlrm", "bottom_mlp": [16], "top_mlp": [32]},
+        "optimizer": {"tables": {"allow_column_split": True}},
+        "train": {"global_batch_size": 256},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def variant(kind: str, dtype: str, optimizer: str) -> list[str]:
+    tables = [f"tables.{t}.{key}" for t in TABLES for key in (f"sharding_type={kind}", f"data_type={dtype}")]
+    return [f"optimizer.tables.name={optimizer}", *tables]
+
+
+def check(config: Path, variants: list[list[str]], nproc: int, folder: Path, timeout: float) -> None:
+    for overrides, ranks in zip(variants, walk(config, variants, nproc, folder, timeout), strict=True):
+        for rank in ranks:
+            assert rank["predicted"] == rank["measured"], overrides
+            # FBGEMM's small tensors of offsets and placements, torchrec's of features, constants of the model.
+            assert 0 <= rank["rest"] < 64 << 10, overrides
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_tensors_are_predicted_to_the_byte(nproc: int, config: Path, tmp_path: Path) -> None:
+    variants = [variant("row_wise", "FP16", "rowwise_adagrad"), variant("table_wise", "FP32", "adagrad")]
+    check(config, [*variants, variant("data_parallel", "FP32", "rowwise_adagrad")], nproc, tmp_path, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2, 4])
+def test_every_plan_type_and_optimizer_to_the_byte(nproc: int, config: Path, tmp_path: Path) -> None:
+    check(config, [variant(*each) for each in product(KINDS, TYPES, OPTIMIZERS)], nproc, tmp_path, 900)
+
+
+def test_the_reports_of_a_run(config: Path, tmp_path: Path) -> None:
+    done = fork_train(str(config), f"run.dir={tmp_path}/run", "train.max_steps=3", nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = tmp_path / "run" / "memory"
+    for rank in range(2):
+        report = json.loads((folder / f"rank_{rank}.json").read_text())
+        assert report["schema_version"] == 2
+        identity = report["identity"]
+        assert (identity["rank"], identity["world_size"], identity["status"], identity["step"]) == (rank, 2, "done", 3)
+        assert {line["kind"]: line["error"] for line in report["lines"] if line["measured_bytes"]}.values() <= {0.0}
+        spans = report["timeline"]["spans"]
+        assert {"init", "step", "save"} <= {span["phase"] for span in spans}
+        assert report["host"]["peak_rss_bytes"] >= max(span["peak_bytes"] for span in spans) - MIB
+        assert report["allocator"] is None and report["host"]["baseline_bytes"] > 0
+        peak = report["peak"]
+        assert peak["unexplained_bytes"] == peak["measured_bytes"] - peak["predicted_bytes"]
+        assert sum(peak["by_kind_predicted"].values()) == peak["predicted_bytes"]
+    page = (folder / "report.md").read_text()
+    assert "| rank 0 | rank 1 |" in page and "| top.0 | Linear |" in page and "unexplained" in page
+    html = (folder / "report.html").read_text()
+    assert html.count("<svg") == 3 and "http" not in html.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_run_that_fails_leaves_its_report(config: Path, tmp_path: Path) -> None:
+    bad = ("optimizer.dense.learning_rate=1e30", "optimizer.dense.name=sgd", "train.max_steps=50")
+    done = fork_train(str(config), f"run.dir={tmp_path}/run", *bad)
+    assert done.returncode == 1 and "is not finite" in done.stderr
+    report = json.loads((tmp_path / "run" / "memory" / "rank_0.json").read_text())
+    assert report["identity"]["status"] == "failed" and report["identity"]["step"] > 0
+    assert "failed at step" in (tmp_path / "run" / "memory" / "report.md").read_text()
+
+
+def test_a_mistake_in_the_data_leaves_none(config: Path, tmp_path: Path) -> None:
+    done = fork_train(str(config), f"run.dir={tmp_path}/run", "data.label_column=price_")
+    assert done.returncode == 1 and not (tmp_path / "run").exists()
+
+
+def test_a_timeline_knows_the_peak_of_each_phase() -> None:
+    import torch
+
+    timeline = Timeline(torch.device("cpu"))
+    timeline.step = 1
+    with timeline.phase("step"):
+        timeline.step = 2
+        with timeline.phase("save"):
+            np.ones(64 << 20, np.uint8)  # and is gone
+        timeline.step = 3
+    peak, peaks = timeline.peak(), timeline.peaks()
+    timeline.close()
+    assert (peak.phase, peak.step) == ("save", 2)
+    assert peaks["save"] > timeline.baseline_bytes + 60 * MIB > peaks["step"]
+    assert [span.phase for span in timeline.spans] == ["other", "step", "save", "step", "other"]
+
+
+def write_rows(path: Path, rows: int, ids: int, lists: int, length: int) -> None:
+    rng = np.random.default_rng(0)
+    columns = {f"s{i}": pa.array(rng.integers(0, 1 << 22, rows)) for i in range(ids)}
+    for i in range(lists):
+        ends = np.concatenate([[0], np.cumsum(rng.integers(0, 2 * length + 1, rows))]).astype(np.int32)
+        columns[f"l{i}"] = pa.ListArray.from_arrays(pa.array(ends), pa.array(rng.integers(0, 1 << 22, ends[-1])))
+    columns |= {f"d{i}": pa.array(rng.random(rows, dtype=np.float32)) for i in range(4)}
+    columns["label"] = pa.array(rng.integers(0, 2, rows).astype(np.int8))
+    path.mkdir()
+    pq.write_table(pa.table(columns), path / "rows.parquet", row_group_size=20_000)
+
+
+# rows of data, one-id features, lists, their mean length; number of ranks; overrides
+PEAKS = {
+    "tables": ((100_000, 8, 0, 0), 1, {"rows": 1_000_000, "dim": 32}),
+    "adagrad, FP16": ((100_000, 8, 0, 0), 1, {"rows": 500_000, "dim": 64, "type": "FP16", "optimizer": "adagrad"}),
+    "two ranks": ((100_000, 8, 0, 0), 2, {"rows": 1_000_000, "dim": 32, "optimizer": "sgd"}),
+    "lists": ((100_000, 4, 4, 25), 1, {"rows": 200_000, "dim": 64, "batch": 16384}),
+    "dense": ((100_000, 8, 0, 0), 1, {"rows": 200_000, "dim": 64, "batch": 32768, "top": [1024, 1024, 512]}),
+    "micro-batches": (
+        (100_000, 8, 0, 0),
+        1,
+        {"rows": 200_000, "dim": 64, "batch": 32768, "top": [1024, 1024, 512], "micro": 4096},
+    ),
+    "windows": ((1_000_000, 16, 0, 0), 1, {"rows": 200_000, "dim": 32, "batch": 8192}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_of_the_process_is_predicted(name: str, tmp_path: Path) -> None:
+    """Within 5 % or 32 MiB: `python -m pytest -m slow tests/test_memory.py -k peak_of_the_process`."""
+    (rows, ids, lists, length), nproc, chosen = PEAKS[name]
+    write_rows(tmp_path / "data", rows, ids, lists, length)
+    num_tables = max(ids, lists)
+    table = {"num_embeddings": chosen["rows"], "embedding_dim": chosen["dim"], "data_type": chosen.get("type", "FP32")}
+    content = {
+        "data": {"train": str(tmp_path / "data"), "label_column": "label"},
+        "features": {
+            **{f"s{i}": {"table": f"t{i}"} for i in range(ids)},
+            **{f"l{i}": {"table": f"t{i}"} for i in range(lists)},
+            **{f"d{i}": {"type": "float"} for i in range(4)},
+        },
+        "tables": {f"t{i}": table for i in range(num_tables)},
+        "model": {"name": "dlrm", "bottom_mlp": [64], "top_mlp": chosen.get("top", [64])},
+        "optimizer": {"tables": {"name": chosen.get("optimizer", "rowwise_adagrad")}},
+        "train": {
+            "global_batch_size": chosen.get("batch", 4096),
+            "micro_batch_size": chosen.get("micro"),
+            "max_steps": 12,
+            "epochs": 100,
+        },
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    done = run_train(f"{tmp_path}/config.yaml", f"run.dir={tmp_path}/run", nproc=nproc, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(nproc):
+        peak = json.loads((tmp_path / "run" / "memory" / f"rank_{rank}.json").read_text())["peak"]
+        assert abs(peak["unexplained_bytes"]) < max(32 * MIB, 0.05 * peak["measured_bytes"]), peak
