@@ -17,9 +17,10 @@ from recsys.errors import UserError
 from recsys.inputs import Inputs, learn_facts, open_inputs
 from recsys.memory import measure_dense, measure_tables, predict_dense, predict_tables, write_report
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
-from recsys.process_group import World, as_lost_peer, open_world, world_size_from_environment
+from recsys.process_group import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer
 from recsys.versions import installed_versions
+from recsys.watchdog import Watchdog
 
 _WRITTEN = (
     "config.yaml",
@@ -35,6 +36,8 @@ _WRITTEN = (
 )
 _FOOTERS = "footers"
 _MARKER = ".recsys-run"
+_BEGUN = "run_dir"  # where the launch's store keeps the run directory
+_WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
 
 
@@ -48,19 +51,34 @@ def run(config: Config) -> int:
     quiet_libraries()
     if config.debug and world_size_from_environment() > 1:
         raise UserError("--debug runs one process; start it with `python train.py CONFIG --debug`")
-    with open_world(config.run.device, config.run.num_threads) as world, TemporaryDirectory() as scratch:
+    timeout_s = max(DEFAULT_TIMEOUT_S, config.run.stuck_after_s + _WATCHDOG_LEAD_S)
+    with open_world(config.run.device, config.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
         try:
+            config = _go_on_after_restart(config, world)
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
             inputs = open_inputs(config, world, footers, _kept_footers(config))
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config))
-            start_logging(run_dir / "logs", world.rank)
-            return _run(inputs, run_dir, footers)
-        except RuntimeError as error:
-            raise (as_lost_peer(error) or error) from error
+            world.launch_store.set(_BEGUN, str(run_dir))
+            log = start_logging(run_dir / "logs", world.rank)
+            with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
+                return _run(inputs, run_dir, footers, watchdog)
+        except Exception as error:
+            explained = world.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
 
 
-def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
+def _go_on_after_restart(config: Config, world: World) -> Config:
+    """Return the config with run.dir and run.resume set if torchrun has started the ranks of this run once more."""
+    if not world.from_rank_zero(lambda: world.launch_store.check([_BEGUN])):
+        return config
+    begun = world.launch_store.get(_BEGUN).decode()
+    return replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
+
+
+def _run(inputs: Inputs, run_dir: Path, footers: Path, watchdog: Watchdog) -> int:
     start = time.monotonic()
     config, world = inputs.config, inputs.world
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
@@ -77,11 +95,12 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path) -> int:
     built = build_model(inputs)
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
-    trainer = Trainer(inputs, built, run_dir)
+    trainer = Trainer(inputs, built, run_dir, watchdog.enter)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
     fitted = trainer.fit()
+    watchdog.rest()
     memory, page = _write_memory(config, built, fitted, world, run_dir / "memory")
     logger.info("\n%s", page)
     result = _result(inputs, fitted, memory, time.monotonic() - start) | {"instead": instead}

@@ -29,6 +29,7 @@ LAYERS = (
         "compress",
         "export",
         "observe",
+        "watchdog",
     ),
     ("inputs",),
     ("build",),
