@@ -11,7 +11,7 @@ export PYTHONUNBUFFERED=1 TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${rank}] 
 # In a process group of its own torchrun gets none of Slurm's signals: it would kill the ranks 30 seconds later, saved or
 # not. They are asked to stop by the file, and have the whole of Slurm's grace time.
 set -m
-trap 'touch "$STOP_FILE"' TERM USR2
+trap 'touch "$STOP_FILE"' TERM USR1 USR2
 # shellcheck disable=SC2086 # LAUNCHER is several words
 ${LAUNCHER:-} "$PYTHON" -m torch.distributed.run \
     --nnodes "$SLURM_JOB_NUM_NODES" --node-rank "$SLURM_NODEID" \
