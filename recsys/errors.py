@@ -23,6 +23,10 @@ class LostPeerError(Exception):
     """Another rank ended or does not answer; its own error is the cause."""
 
 
+class StuckError(Exception):
+    """This rank has made no progress for longer than the config allows."""
+
+
 def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
     """Return `"; did you mean 'PREFIXx'?"` for the allowed name x most like `name`, or an empty string."""
     by_lower = {other.lower(): other for other in allowed}
@@ -53,11 +57,12 @@ def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
 def end_run(error: Exception) -> NoReturn:
     """Tell why the run failed, on standard error and to the launcher, and end this process with status 1.
 
-    A mistake of the user, or the end of another rank, is one sentence; anything else comes with its traceback.
+    A mistake of the user, a stuck rank, or the end of another one, is one sentence; anything else comes with its
+    traceback.
     """
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
         error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
-    known = isinstance(error, UserError | LostPeerError)
+    known = isinstance(error, UserError | LostPeerError | StuckError)
     text = f"error: {error}" if known else "".join(traceback.format_exception(error)).rstrip()
     print(text + "\n", end="", file=sys.stderr)  # in one piece, since all ranks write to the same place
     log = logging.getLogger("recsys")

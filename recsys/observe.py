@@ -13,10 +13,11 @@ from typing import Any
 logger = logging.getLogger("recsys")
 
 
-def start_logging(folder: Path, rank: int) -> None:
-    """Send the log of this rank to `folder`/rank_K.log, and rank 0's to standard output too."""
+def start_logging(folder: Path, rank: int) -> Path:
+    """Send the log of this rank to `folder`/rank_K.log, which is returned, and rank 0's to standard output too."""
     folder.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(folder / f"rank_{rank}.log")]
+    path = folder / f"rank_{rank}.log"
+    handlers: list[logging.Handler] = [logging.FileHandler(path)]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if rank == 0:
         console = logging.StreamHandler(sys.stdout)
@@ -32,6 +33,7 @@ def start_logging(folder: Path, rank: int) -> None:
     root.setLevel(logging.WARNING)
     logger.setLevel(logging.INFO)
     logging.captureWarnings(True)
+    return path
 
 
 def quiet_libraries() -> None:

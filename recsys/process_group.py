@@ -4,7 +4,9 @@ import contextlib
 import gc
 import os
 import re
+import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +16,13 @@ import torch
 import torch.distributed as dist
 
 from recsys.config import Device
-from recsys.errors import LostPeerError, UserError
+from recsys.errors import LostPeerError, StuckError, UserError
 
 T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 600.0
+FAILURE_KEY = "failure"
+_FAILURE_WAIT_S = 2.0
 
 # What gloo, NCCL and the store say when the other side is gone; all else keeps its traceback.
 _LOST_PEER_SIGNS = (
@@ -37,6 +43,8 @@ class World:
         rank, world_size: of all processes; local_world_size: how many of them are on this machine.
         device: where this rank computes.
         host_group: gloo group over all ranks, for objects and tensors in host memory.
+        store: keys and values that all ranks see, for this start of the ranks; a thread takes a `clone()`.
+        launch_store: the same, but torchrun keeps it when it starts the ranks again.
     """
 
     rank: int
@@ -44,6 +52,8 @@ class World:
     local_world_size: int
     device: torch.device
     host_group: dist.ProcessGroup
+    store: dist.Store
+    launch_store: dist.Store
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -90,6 +100,36 @@ class World:
         """Wait until every rank is here."""
         dist.barrier(group=self.host_group)
 
+    @property
+    def num_collectives(self) -> int:
+        """How many collectives this rank has begun; the rank that the others wait for has begun the fewest."""
+        groups = {id(group): group for group in (self.group, self.host_group)}
+        return sum(group._get_sequence_number_for_group() for group in groups.values())  # type: ignore[attr-defined]
+
+    def explain(self, error: Exception) -> Exception:
+        """Tell the other ranks of this rank's error; of one that follows from another's, return one that quotes that.
+
+        torchrun's summary shows only the ranks of its own machine, and there the cause may be missing.
+        """
+        lost = as_lost_peer(error)
+        try:
+            if lost is None:
+                announce(self.store, self.rank, error)
+                return error
+            deadline = time.monotonic() + _FAILURE_WAIT_S
+            while not (cause := self.store.get(FAILURE_KEY).decode()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+        except RuntimeError:  # the store has gone with the rank or the launcher that held it
+            return lost or error
+        return LostPeerError(f"another rank ended: {cause}") if cause else lost
+
+
+def announce(store: dist.Store, rank: int, error: Exception) -> None:
+    """Tell all ranks of the error that ends this one, unless another rank was first; they find it at FAILURE_KEY."""
+    told = isinstance(error, UserError | StuckError | LostPeerError)
+    text = f"rank {rank}: {'' if told else type(error).__name__ + ': '}{error}"
+    store.compare_set(FAILURE_KEY, "", " ".join(text.split())[:500])
+
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     try:
@@ -108,7 +148,9 @@ def world_size_from_environment() -> int:
 
 
 @contextlib.contextmanager
-def open_world(device: Device = Device.auto, num_threads: int | None = None) -> Iterator[World]:
+def open_world(
+    device: Device = Device.auto, num_threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[World]:
     """Join the process group that the launcher describes, or make one of a single process; leave it in order.
 
     What holds tensors or collectives (model, pipeline, optimizers) must be released inside the block: gloo and
@@ -118,6 +160,7 @@ def open_world(device: Device = Device.auto, num_threads: int | None = None) -> 
         device: where to compute.
         num_threads: OpenMP threads of this rank; default: its share of this machine's cores, less one for decoding
             where there are more than two.
+        timeout_s: how long a collective waits for the other ranks.
 
     Raises:
         UserError: CUDA is asked for and not there, or there are more ranks than GPUs.
@@ -126,10 +169,12 @@ def open_world(device: Device = Device.auto, num_threads: int | None = None) -> 
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch_device = _choose_device(device, local_rank, local_world_size)
     torch.set_num_threads(num_threads or _default_threads(num_cores() // local_world_size))
-    _init_process_group(torch_device)
-    host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo")
+    timeout = timedelta(seconds=timeout_s)
+    store, launch_store = _init_process_group(torch_device, timeout)
+    host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
     assert host_group is not None
-    world = World(dist.get_rank(), dist.get_world_size(), local_world_size, torch_device, host_group)
+    sizes = dist.get_rank(), dist.get_world_size(), local_world_size
+    world = World(*sizes, torch_device, host_group, store, launch_store)
     yield world
     # Only in success: after an error other ranks may be gone, and the barrier would wait for them.
     gc.collect()
@@ -152,7 +197,8 @@ def rehearse_world(world_size: int, local_world_size: int, device: torch.device)
     try:
         group = dist.group.WORLD
         assert group is not None and dist.get_world_size() == world_size
-        yield World(0, world_size, local_world_size, device, group)
+        store = dist.HashStore()
+        yield World(0, world_size, local_world_size, device, group, store, store)
     finally:
         if opened:
             dist.destroy_process_group()
@@ -183,19 +229,51 @@ def _choose_device(device: Device, local_rank: int, local_world_size: int) -> to
     return torch.device("cuda", local_rank)
 
 
-def _init_process_group(device: torch.device) -> None:
+def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.Store, dist.Store]:
+    """Make the default group; return the stores of this start of the ranks and of the whole launch."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(minutes=10)
+    launch_store: dist.Store
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        launch_store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        launch_store, rank, world_size = dist.HashStore(), 0, 1
+    store = launch_store
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        store = dist.PrefixStore(_agree_on_prefix(launch_store, rank, world_size, timeout), launch_store)
+    store.compare_set(FAILURE_KEY, "", "")
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store, launch_store
+
+
+def _agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """Return a name that rank 0 chooses, the same on all ranks, and another at each start of the ranks.
+
+    torchrun --max-restarts keeps its store. Without a prefix, gloo would now and then take the address of a process of
+    the last start for its peer's, and fail. The count of restarts will not do: machines may count differently.
+    """
+    own = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"start/{rank}", own)
+        prefix = store.get(f"start/answer/{own}").decode()
+        store.set(f"start/{prefix}/{rank}", "")
+        return prefix
+    missing, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    while missing:
+        if time.monotonic() > deadline:
+            raise LostPeerError(f"rank {min(missing)} did not start in {timeout.total_seconds():.0f} s")
+        for other in sorted(missing):
+            if store.check([f"start/{other}"]):  # left by the last start, maybe: then nobody takes the answer
+                store.set(f"start/answer/{store.get(f'start/{other}').decode()}", own)
+            if store.check([f"start/{own}/{other}"]):
+                missing.remove(other)
+        time.sleep(0.01)
+    return own
 
 
 def as_lost_peer(error: Exception) -> LostPeerError | None:
     """Return the error that says so when `error` is a collective broken by the end of another rank, else None."""
     text = str(error)
-    if any(sign in text for sign in _LOST_PEER_SIGNS):
+    if isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS):
         # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
         first = re.sub(r"^\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
         return LostPeerError(f"another rank ended or did not answer, see its own error ({first})")

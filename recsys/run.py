@@ -22,9 +22,10 @@ from recsys.memory.report import SCHEMA_VERSION
 from recsys.memory_log import MemoryLog
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
 from recsys.out_of_memory import explained, fit_inputs, limit_memory
-from recsys.process_group import World, as_lost_peer, open_world, world_size_from_environment
+from recsys.process_group import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer
 from recsys.versions import installed_versions
+from recsys.watchdog import Watchdog
 
 _WRITTEN = (
     "config.yaml",
@@ -40,6 +41,8 @@ _WRITTEN = (
 )
 _FOOTERS = "footers"
 _MARKER = ".recsys-run"
+_BEGUN = "run_dir"  # where the launch's store keeps the run directory
+_WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
 
 
@@ -53,22 +56,37 @@ def run(config: Config) -> int:
     quiet_libraries()
     if config.debug and world_size_from_environment() > 1:
         raise UserError("--debug runs one process; start it with `python train.py CONFIG --debug`")
-    with open_world(config.run.device, config.run.num_threads) as world, TemporaryDirectory() as scratch:
+    timeout_s = max(DEFAULT_TIMEOUT_S, config.run.stuck_after_s + _WATCHDOG_LEAD_S)
+    with open_world(config.run.device, config.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
         timeline = Timeline(world.device, limit_memory(config, world))
         if config.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history()
         try:
+            config = _go_on_after_restart(config, world)
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
             inputs = open_inputs(config, world, footers, _kept_footers(config))
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config))
-            start_logging(run_dir / "logs", world.rank)
-            return _run(inputs, run_dir, footers, timeline)
-        except RuntimeError as error:
-            raise (as_lost_peer(error) or error) from error
+            world.launch_store.set(_BEGUN, str(run_dir))
+            log = start_logging(run_dir / "logs", world.rank)
+            with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
+                return _run(inputs, run_dir, footers, timeline, watchdog)
+        except Exception as error:
+            known = world.explain(error)
+            if known is error:
+                raise
+            raise known from error
 
 
-def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline) -> int:
+def _go_on_after_restart(config: Config, world: World) -> Config:
+    """Return the config with run.dir and run.resume set if torchrun has started the ranks of this run once more."""
+    if not world.from_rank_zero(lambda: world.launch_store.check([_BEGUN])):
+        return config
+    begun = world.launch_store.get(_BEGUN).decode()
+    return replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
+
+
+def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline, watchdog: Watchdog) -> int:
     start = time.monotonic()
     config, world = inputs.config, inputs.world
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
@@ -92,13 +110,14 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline) -> in
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
     with timeline.phase("load"):
-        trainer = Trainer(inputs, built, run_dir, timeline)
+        trainer = Trainer(inputs, built, run_dir, timeline, watchdog.enter)
     memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
     with explained(inputs, timeline, folder, memory.write_alone), timeline.phase("step"):
         fitted = trainer.fit()
+    watchdog.rest()
     report, page = memory.write("stopped" if fitted.stopped else "done")
     logger.info("\n%s", page)
     result = _result(inputs, fitted, report, time.monotonic() - start)

@@ -1,9 +1,10 @@
 """The training loop: steps, evaluation, checkpoints, an orderly stop."""
 
 import math
+import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +20,7 @@ from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import Inputs
 from recsys.memory import Timeline
 from recsys.metrics import is_higher_better
-from recsys.models.step import StepOutput
+from recsys.models.step import StepOutput, ignore_phase
 from recsys.observe import MetricsWriter, Progress, logger
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
@@ -30,16 +31,18 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 class TimedIterator(Iterator[Batch]):
     """Passes batches on and adds up the time that the training thread waited for them."""
 
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Iterator[Batch], enter_phase: Callable[..., None] = ignore_phase) -> None:
+        self._batches, self._enter_phase = batches, enter_phase
         self.seconds = 0.0
 
     def __next__(self) -> Batch:
         start = time.monotonic()
+        self._enter_phase("data loading")
         try:
             return next(self._batches)
         finally:
             self.seconds += time.monotonic() - start
+            self._enter_phase("the exchange of ids")
 
 
 @dataclass
@@ -59,17 +62,30 @@ class FitResult:
 
 
 class Trainer:
-    """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal."""
+    """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal.
 
-    def __init__(self, inputs: Inputs, built: Built, run_dir: Path, timeline: Timeline) -> None:
+    Args:
+        enter_phase: told what training comes to, which is progress: the phase, and with a new step its number.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        built: Built,
+        run_dir: Path,
+        timeline: Timeline,
+        enter_phase: Callable[..., None] = ignore_phase,
+    ) -> None:
         config, world = inputs.config, inputs.world
         self._config, self._built, self._world = config, built, world
-        self._run_dir, self._timeline = run_dir, timeline
+        self._run_dir, self._timeline, self._enter_phase = run_dir, timeline, enter_phase
+        self._next_look = 0.0
         self._loader = inputs.loader("train")
         self._datasets = inputs.datasets
         self._evaluation = Evaluation(inputs)
         self._checkpoints = Checkpoints(run_dir / "checkpoints", world, config.train.keep_checkpoints)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
+        built.step.dense.enter_phase = enter_phase
         self._metrics: dict[str, dict[str, float]] = {}
         self._saved_at: int | None = None
         self._state = self._starting_state()
@@ -178,6 +194,7 @@ class Trainer:
     def _train(self) -> bool:
         """Train to the end; return whether a signal ended it early."""
         state, train = self._state, self._config.train
+        self._enter_phase("data loading", state.step + 1)
         batches = self._loader.batches(state.position, train.epochs)
         with closing(batches):
             if self._at_boundary():
@@ -205,8 +222,10 @@ class Trainer:
 
     def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
         state, train = self._state, self._config.train
-        timed = TimedIterator(islice(batches, boundary - state.step))
+        timed = TimedIterator(islice(batches, boundary - state.step), self._enter_phase)
         while state.step < boundary:
+            self._enter_phase("forward", state.step + 1)
+            self._stop_requested()
             self._learning_rate.set(state.step)
             for set_iteration in self._built.set_iterations:
                 set_iteration(state.step - state.bad_steps - state.overflows)
@@ -276,8 +295,13 @@ class Trainer:
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
         start = time.monotonic()
+
+        def stop_requested() -> bool:  # asked before every batch
+            self._enter_phase(f"evaluation on data.{role}", step)
+            return self._stop_requested()
+
         with self._timeline.phase("evaluation"):
-            metrics = self._evaluation.run(self._built.model, role, lambda: bool(self._built.step.dense.stop_requested))
+            metrics = self._evaluation.run(self._built.model, role, stop_requested)
         self._metrics[role] = metrics
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
         logger.info("%s at step %d: %s", role, step, shown)
@@ -329,6 +353,7 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.monotonic()
+        self._enter_phase("saving the checkpoint", self._state.step)
         with self._timeline.phase("save"):
             path = self._checkpoints.save(self._built.tensors, self._state)
         self._saved_at = self._state.step
@@ -344,6 +369,14 @@ class Trainer:
             half.stop_requested = True
 
         return {number: signal.signal(number, request_stop) for number in _STOP_SIGNALS}
+
+    def _stop_requested(self) -> bool:
+        """Return whether this rank is to stop: a signal came, or rank 0, looking once a second, finds the stop file."""
+        half, path, now = self._built.step.dense, self._config.run.stop_file, time.monotonic()
+        if path is not None and self._world.rank == 0 and now >= self._next_look:
+            self._next_look = now + 1
+            half.stop_requested |= os.path.exists(path)
+        return bool(half.stop_requested)
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -30,6 +30,7 @@ LAYERS = (
         "compress",
         "export",
         "observe",
+        "watchdog",
     ),
     ("inputs",),
     ("build",),

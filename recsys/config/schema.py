@@ -39,6 +39,8 @@ class RunConfig:
     plan: str | None = None  # sharding plan of an earlier run, RUN/plan.json; default: the planner makes one
     device: Device = Device.auto
     num_threads: int | None = None  # OpenMP threads of a rank; default: its share of the cores, less one of many
+    stop_file: str | None = None  # when this file appears, save a checkpoint and end as after SIGTERM
+    stuck_after_s: float = 600  # in training, name a rank that makes no progress for so long, and end; not with --debug
 
 
 @dataclass
