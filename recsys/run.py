@@ -24,6 +24,7 @@ from recsys.versions import installed_versions
 _WRITTEN = (
     "config.yaml",
     "plan.json",
+    "loaded.json",
     "metrics.jsonl",
     "result.json",
     "memory",

@@ -1,17 +1,15 @@
 """The training loop: steps, evaluation, checkpoints, an orderly stop."""
 
 import math
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from recsys.build import Built
-from recsys.checkpoint import Checkpoints, TrainState, find_checkpoint, load_tensors, read_state
+from recsys.checkpoint import Checkpoints, Loaded, TrainState, check_whole, find_checkpoint, load_tensors
 from recsys.data.batch import Batch
 from recsys.data.footer_cache import changed_files
 from recsys.errors import UserError
@@ -22,8 +20,7 @@ from recsys.models.step import StepOutput
 from recsys.observe import MetricsWriter, Progress, logger
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+from recsys.stopping import StopRequests
 
 
 class TimedIterator(Iterator[Batch]):
@@ -69,7 +66,15 @@ class Trainer:
         self._loader = inputs.loader("train")
         self._datasets = inputs.datasets
         self._evaluation = Evaluation(inputs)
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", world, config.train.keep_checkpoints)
+        self._checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            world,
+            config.train.keep_checkpoints,
+            documents=(run_dir / "config.yaml", run_dir / "plan.json"),
+            background=config.train.async_checkpoints,
+        )
+        stop_file = Path(config.run.stop_file) if config.run.stop_file and world.rank == 0 else None
+        self._stop = StopRequests(built.step.dense, stop_file)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         self._metrics: dict[str, dict[str, float]] = {}
         self._saved_at: int | None = None
@@ -81,7 +86,7 @@ class Trainer:
             (config.table_optimizer(table).learning_rate, set_rate) for table, set_rate in built.set_learning_rates
         ]
         self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
-        self._progress = Progress(self._num_steps, self._state.step)
+        self._progress = Progress(self._num_steps, self._state.step, self._state.window_loss, self._state.window_losses)
 
     def fit(self) -> FitResult:
         """Train, evaluate, save; return how it went.
@@ -89,17 +94,14 @@ class Trainer:
         Raises:
             UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
         """
-        state, handlers = self._state, self._catch_signals()
-        try:
+        state = self._state
+        with self._stop.signals(), closing(self._writer):
             stopped = self._train()
             if self._saved_at != state.step:
                 self._save()
             if not stopped:
                 stopped = self._final_evaluation()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            self._writer.close()
+            self._checkpoints.wait()
         seconds = max(self._progress.seconds(), 1e-9)
         return FitResult(
             metrics=self._metrics,
@@ -119,11 +121,11 @@ class Trainer:
             shuffle=config.data.shuffle,
             window_mib=config.data.window_mib,
         )
-        latest = self._world.from_rank_zero(self._checkpoints.latest) if config.run.resume else None
-        if latest is not None:
-            state = read_state(latest)
+        found = self._checkpoints.newest_whole() if config.run.resume else None
+        if found is not None:
+            latest, state = found[0], found[1].state
             self._check_resumable(state, latest)
-            load_tensors(latest, self._built.tensors, self._world)
+            self._report(load_tensors(*found, self._built.tensors, self._world))
             self._saved_at = state.step
             if state.loss_scale is not None:
                 scale = self._built.step.dense.loss_scale
@@ -133,9 +135,16 @@ class Trainer:
             return state
         if config.train.init_from is not None:
             source = self._world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or ""))
-            load_tensors(source, self._built.tensors, self._world)
+            marker = check_whole(source, self._world)
+            loaded = load_tensors(source, marker, self._built.tensors, self._world, config.train.init)
+            self._report(loaded)
             logger.info("weights and optimizers taken from %s", source)
+            for line in loaded.lines():
+                logger.info("%s", line)
         return fresh
+
+    def _report(self, loaded: Loaded) -> None:
+        self._world.from_rank_zero(lambda: loaded.write(self._run_dir / "loaded.json"))
 
     def _check_resumable(self, state: TrainState, path: Path) -> None:
         dataset = self._loader.dataset
@@ -200,11 +209,12 @@ class Trainer:
         timed = TimedIterator(islice(batches, boundary - state.step))
         while state.step < boundary:
             self._learning_rate.set(state.step)
+            self._stop_requested()
             waited = timed.seconds
             output = self._pipeline.progress(timed)
             self._advance(output, timed.seconds - waited)
-            last = state.step == boundary or output.stop
-            if state.step % train.log_every_steps == 0 or last:
+            # No line of its own for a stop, so that after it the lines are those of a run that went on.
+            if state.step % train.log_every_steps == 0 or state.step == boundary:
                 self._tell()
             if output.stop:
                 logger.info("stop requested: saving step %d", state.step)
@@ -264,8 +274,8 @@ class Trainer:
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
         start = time.monotonic()
-        metrics = self._evaluation.run(self._built.model, role, lambda: bool(self._built.step.dense.stop_requested))
-        self._metrics[role] = metrics
+        metrics = self._evaluation.run(self._built.model, role, self._stop_requested)
+        self._metrics[role] = self._state.metrics[role] = metrics
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
         logger.info("%s at step %d: %s", role, step, shown)
         self._writer.write(role, {"step": step, **metrics})
@@ -299,7 +309,9 @@ class Trainer:
         state, step = self._state, self._state.step
         if state.best_step is not None and state.best_step != step:
             step = state.best_step
-            load_tensors(self._checkpoints.path(step), self._built.tensors, self._world)
+            self._checkpoints.wait()
+            best = self._checkpoints.path(step)
+            load_tensors(best, check_whole(best, self._world), self._built.tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
             if "valid" in self._datasets and (state.evaluated_step != step or "valid" not in self._metrics):
@@ -316,20 +328,16 @@ class Trainer:
 
     def _save(self) -> None:
         start = time.monotonic()
-        path = self._checkpoints.save(self._built.tensors, self._state)
+        self._state.window_loss, self._state.window_losses = self._progress.window
+        self._checkpoints.save(self._built.tensors, self._state)
         self._saved_at = self._state.step
-        logger.info("saved %s", path)
         self._progress.pause(time.monotonic() - start)
 
-    def _catch_signals(self) -> dict[signal.Signals, Any]:
-        half = self._built.step.dense
-
-        def request_stop(number: int, frame: Any) -> None:
-            if number == signal.SIGINT and half.stop_requested:
-                raise KeyboardInterrupt  # a second Ctrl-C ends at once
-            half.stop_requested = True
-
-        return {number: signal.signal(number, request_stop) for number in _STOP_SIGNALS}
+    def _stop_requested(self) -> bool:
+        """Return whether this rank wants to end; the step's all-reduce carries its wish to the others."""
+        if self._checkpoints.failed:
+            self._stop.request()  # all ranks end at one step, and then wait for the save, which raises its error
+        return self._stop.requested()
 
 
 def _is_due(step: int, every: int | None) -> bool:

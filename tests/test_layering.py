@@ -18,7 +18,7 @@ LAYERS = (
     ("id_mapping",),
     ("tables", "data"),
     ("models",),
-    ("replicated",),
+    ("replicated", "observe"),
     (
         "distributed",
         "pipeline",
@@ -28,7 +28,7 @@ LAYERS = (
         "memory",
         "compress",
         "export",
-        "observe",
+        "stopping",
     ),
     ("inputs",),
     ("build",),

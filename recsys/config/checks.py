@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+from recsys.config.initial import check_init
 from recsys.config.schema import (
     COLUMN_SPLITS,
     REPLICATED,
@@ -44,6 +45,7 @@ def check_config(config: Config) -> None:
     _check_paths(config)
     _check_filter(config)
     _check_training(config)
+    check_init(config.train.init, config.train.init_from)
 
 
 def metric_names(config: Config) -> list[str]:
