@@ -50,7 +50,7 @@ def fork_train(*arguments: str, nproc: int = 1, timeout: float = 120) -> subproc
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder, _environment_of_the_server():
+    with tempfile.TemporaryDirectory() as folder, environment_of_the_server():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["forked"])
         ranks = []
@@ -72,7 +72,7 @@ def fork_train(*arguments: str, nproc: int = 1, timeout: float = 120) -> subproc
 
 
 @contextlib.contextmanager
-def _environment_of_the_server() -> Iterator[None]:
+def environment_of_the_server() -> Iterator[None]:
     """The process that forks starts at its first use, and takes this one's environment, though not its sys.path."""
     before = dict(os.environ)
     os.environ.update(environment(), PYTHONPATH=f"{ROOT / 'tests'}{os.pathsep}{ROOT}")

@@ -41,11 +41,16 @@ class HashedFile:
         self._file = path.open("wb")
         self._hash = xxhash.xxh3_128()
         self.num_bytes = 0
+        self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Append bytes."""
         self._hash.update(data)
-        written = self._file.write(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._error = error
+            raise
         self.num_bytes += written
         return written
 
@@ -66,9 +71,11 @@ class HashedFile:
             os.fsync(self._file.fileno())
 
     def discard(self) -> None:
-        """Close it after an error."""
+        """Close it after an error, and raise the one that came of writing: torch.save hides it behind another."""
         with contextlib.suppress(OSError):
             self._file.close()
+        if self._error is not None:
+            raise self._error
 
     @property
     def entry(self) -> tuple[int, str]:
