@@ -5,11 +5,21 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from recsys.build import Built
-from recsys.checkpoint import Checkpoints, Loaded, TrainState, check_whole, find_checkpoint, load_tensors
+from recsys.checkpoint import (
+    Checkpoints,
+    Loaded,
+    TableRows,
+    TrainState,
+    check_whole,
+    find_checkpoint,
+    import_table,
+    load_tensors,
+)
 from recsys.data.batch import Batch
 from recsys.data.footer_cache import changed_files
 from recsys.errors import UserError
@@ -64,7 +74,7 @@ class Trainer:
         self._config, self._built, self._world = config, built, world
         self._run_dir = run_dir
         self._loader = inputs.loader("train")
-        self._datasets = inputs.datasets
+        self._datasets, self._facts = inputs.datasets, inputs.facts
         self._evaluation = Evaluation(inputs)
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints",
@@ -141,7 +151,16 @@ class Trainer:
             logger.info("weights and optimizers taken from %s", source)
             for line in loaded.lines():
                 logger.info("%s", line)
+        self._import_tables()
         return fresh
+
+    def _import_tables(self) -> None:
+        config, facts = self._config, self._facts
+        for table, path in config.train.init.from_parquet.items():
+            settings, targets = config.tables[table], self._built.tensors.to_load()
+            rows = TableRows(settings, facts.vocabularies.get(table) if facts else None)
+            taken = self._world.agree(partial(import_table, Path(path), table, settings, rows, targets))
+            logger.info("table %s: %s rows from %s", table, f"{taken:,}", path)
 
     def _report(self, loaded: Loaded) -> None:
         self._world.from_rank_zero(lambda: loaded.write(self._run_dir / "loaded.json"))

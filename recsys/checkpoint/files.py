@@ -141,6 +141,7 @@ class SafeReader(FileSystemReader):
     def __init__(self, path: Path, files: Iterable[str]) -> None:
         super().__init__(path)
         self._folder, self._files = path, set(files)
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the description of the tensors.
@@ -149,6 +150,8 @@ class SafeReader(FileSystemReader):
             UserError: it is damaged, names other objects, or describes what is no tensor or in no file of the
                 checkpoint.
         """
+        if self._metadata is not None:
+            return self._metadata
         path = self._folder / METADATA_FILE
         try:
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
@@ -163,6 +166,7 @@ class SafeReader(FileSystemReader):
                 f"loaded; take another checkpoint"
             ) from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._metadata = metadata
         return metadata
 
 

@@ -45,7 +45,7 @@ def check_config(config: Config) -> None:
     _check_paths(config)
     _check_filter(config)
     _check_training(config)
-    check_init(config.train.init, config.train.init_from)
+    check_init(config.train.init, config.train.init_from, list(config.tables))
 
 
 def metric_names(config: Config) -> list[str]:
