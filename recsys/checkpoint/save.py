@@ -166,7 +166,7 @@ class Checkpoints:
         own = sum(_file_bytes(pieces) for pieces in tensors.values() if not pieces.replicated)
         shared = sum(_file_bytes(pieces) for pieces in tensors.values() if pieces.replicated)
         needed = int(self._world.sum(torch.tensor(own))) + shared + _OVERHEAD_BYTES
-        free = self._world.from_rank_zero(lambda: shutil.disk_usage(self.folder).free)
+        free = self._world.from_rank_zero(lambda: _free_bytes(self.folder))
         if needed > free:
             raise UserError(
                 f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there, lower "
@@ -239,6 +239,17 @@ def _copy_of(state: TrainState) -> TrainState:
     copied = dataclasses.replace(state, epoch_rows=[list(rows) for rows in state.epoch_rows])
     copied.metrics = {role: dict(metrics) for role, metrics in state.metrics.items()}
     return copied
+
+
+def _free_bytes(folder: Path) -> int:
+    """Return what is free where a folder is, which is made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return shutil.disk_usage(folder).free
+    except OSError as error:
+        raise UserError(
+            f"no checkpoint can be written to '{folder}' ({error.strerror}); take another run.dir"
+        ) from error
 
 
 def _file_bytes(pieces: Pieces) -> int:
