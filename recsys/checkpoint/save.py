@@ -81,7 +81,7 @@ class Checkpoints:
         """
         self.wait()
         final = self.path(state.step)
-        if self._world.from_rank_zero(lambda: _has_step(final, state)):
+        if self._world.from_rank_zero(lambda: _is_saved(final)):
             self._world.from_rank_zero(lambda: _attempt_write(lambda: self._update(final, state), final))
             return
         found, approximate = tensors.to_save(self._world)
@@ -166,7 +166,7 @@ class Checkpoints:
         own = sum(_file_bytes(pieces) for pieces in tensors.values() if not pieces.replicated)
         shared = sum(_file_bytes(pieces) for pieces in tensors.values() if pieces.replicated)
         needed = int(self._world.sum(torch.tensor(own))) + shared + _OVERHEAD_BYTES
-        free = self._world.from_rank_zero(lambda: _free_bytes(self.folder))
+        free = self._world.from_rank_zero(self._make_room)
         if needed > free:
             raise UserError(
                 f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there, lower "
@@ -175,7 +175,6 @@ class Checkpoints:
 
     def _write(self, final: Path, content: _Content) -> None:
         world, aside = self._writing_world, aside_of(final)
-        world.from_rank_zero(lambda: _attempt_write(self._clean, final))
         writer = HashingWriter(aside)
         try:
             with _without_zip_checksums():
@@ -222,15 +221,23 @@ class Checkpoints:
                 path.rename(aside_of(path))  # at once, so that no half of it is ever found
                 shutil.rmtree(aside_of(path))
 
-    def _clean(self) -> None:
-        """Remove what a crash has left of checkpoints that were being written or removed."""
-        for path in self.folder.glob("step-*.tmp"):
-            shutil.rmtree(path)
+    def _make_room(self) -> int:
+        """Remove what a crash has left of checkpoints that were being written or removed; return the bytes free."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob("step-*.tmp"):
+                shutil.rmtree(path)
+            return shutil.disk_usage(self.folder).free
+        except OSError as error:
+            raise UserError(
+                f"no checkpoint can be written to '{self.folder}' ({error.strerror}); take another run.dir"
+            ) from error
 
 
-def _has_step(final: Path, state: TrainState) -> bool:
+def _is_saved(final: Path) -> bool:
+    """Whether a step has been saved in this run, or is the one that it went on from: then the tensors are the same."""
     try:
-        return final.exists() and Marker.read(final).state.position == state.position
+        return final.exists() and bool(Marker.read(final))
     except UserError:
         return False
 
@@ -239,17 +246,6 @@ def _copy_of(state: TrainState) -> TrainState:
     copied = dataclasses.replace(state, epoch_rows=[list(rows) for rows in state.epoch_rows])
     copied.metrics = {role: dict(metrics) for role, metrics in state.metrics.items()}
     return copied
-
-
-def _free_bytes(folder: Path) -> int:
-    """Return what is free where a folder is, which is made if it is not there."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return shutil.disk_usage(folder).free
-    except OSError as error:
-        raise UserError(
-            f"no checkpoint can be written to '{folder}' ({error.strerror}); take another run.dir"
-        ) from error
 
 
 def _file_bytes(pieces: Pieces) -> int:
