@@ -199,12 +199,18 @@ def test_tables_go_out_and_in(tmp_path: Path) -> None:
     assert np.array_equal(user.column("momentum1").to_numpy(), there["table_optimizer/user/momentum1"].numpy())
 
     files = (f"train.init.from_parquet.{table}={tmp_path}/{table}.parquet" for table in ("user", "item"))
-    said = train(tmp_path / "b", *VOCABULARY, *STILL, *files, "tables.user.sharding_type=row_wise",
+    start = (f"train.init_from={tmp_path}/a", "train.init.tables=none", "train.init.optimizers=matching")
+    said = train(tmp_path / "b", *VOCABULARY, *STILL, *start, *files, "tables.user.sharding_type=row_wise",
                  "tables.item.sharding_type=table_wise", nproc=2)  # fmt: skip
     assert "table item: 1,000 rows from" in said
     here = load_tables(tmp_path / "b/checkpoints/step-000000001", "")
     for name in ("tables/user", "tables/item"):
         assert torch.equal(here[name], there[name])
+    assert not torch.equal(here["tables/hour"], there["tables/hour"])
+    listed = json.loads((tmp_path / "b/loaded.json").read_text())
+    assert listed["step"] == 5 and listed["kept"]["tables/hour"] == "train.init.tables=none"
+    assert any(name.startswith("dense/") for name in listed["loaded"])
+    assert re.search(r"^kept: tables/.*train.init.tables=none", said, re.MULTILINE)
 
 
 def test_rows_are_found_by_id() -> None:
@@ -240,12 +246,3 @@ def test_large_tensors_are_saved_in_chunks_of_rows(
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     chunks = pieces_module.Pieces((100, 8), torch.float32, (pieces_module.Piece(torch.zeros(40, 4), (10, 4)),)).chunks()
     assert [(c.offsets, len(c.tensor)) for c in chunks][:2] == [((10, 4), 4), ((14, 4), 7)]
-
-
-def test_what_was_loaded_is_listed(tmp_path: Path) -> None:
-    train(tmp_path / "a", "train.max_steps=2")
-    said = train(tmp_path / "b", "train.max_steps=2", f"train.init_from={tmp_path}/a", "train.init.optimizers=none")
-    listed = json.loads((tmp_path / "b/loaded.json").read_text())
-    assert listed["step"] == 2 and "tables/user" in listed["loaded"]
-    assert listed["kept"]["table_optimizer/user/momentum1"] == "train.init.optimizers=none"
-    assert "kept: table_optimizer/" in said

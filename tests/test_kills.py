@@ -112,7 +112,8 @@ def test_a_file_stops_the_run(reference: Path, tmp_path: Path) -> None:
     assert_same(tmp_path / "run", reference, STEPS)
 
 
-@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_ends_all_ranks_alike(background: bool, reference: Path, tmp_path: Path) -> None:
     options = (*SAVING, f"train.async_checkpoints={str(background).lower()}")
     failed = start(tmp_path / "run", *options, nproc=2, before=partial(kills.fill_the_disk, 1, 2))
