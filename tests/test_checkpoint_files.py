@@ -143,11 +143,14 @@ def test_nothing_in_a_checkpoint_is_executed(world: World, tmp_path: Path) -> No
     # A pickle where a tensor should be, which DCP would load as an object.
     as_bytes = pickle.loads((folder / ".metadata").read_bytes())
     as_bytes.state_dict_metadata["tables/t"] = torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+    as_text = pickle.loads((folder / ".metadata").read_bytes())
+    as_text.state_dict_metadata["tables/t"] = "a table"
     elsewhere = pickle.loads((folder / ".metadata").read_bytes())
     next(iter(elsewhere.storage_data.values())).relative_path = "../../elsewhere"
     for changed, reason in (
         (malicious, "it asks for posix.mkdir"),
         (as_bytes, "BytesStorageMetadata, which describes no tensor"),
+        (as_text, "it describes an object that is no tensor"),
         (elsewhere, "it names a file that the checkpoint does not have"),
     ):
         replace(folder, ".metadata", pickle.dumps(changed))
@@ -397,6 +400,8 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint(
         process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
+    for path in (tmp_path / "c").glob("step-?????????"):
+        check_whole(path, world)
     assert loaded(tmp_path / "c", world) == newest
     checkpoints(tmp_path / "c", world, keep=1).save(tensors(3), state(3))
     assert names(tmp_path / "c") == ["latest", "step-000000003"]
