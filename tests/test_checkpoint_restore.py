@@ -24,7 +24,8 @@ TABLES = {name: (table.num_embeddings, table.embedding_dim) for name, table in l
 
 
 def settings(optimizer: str) -> list[str]:
-    fixed = ("data.window_mib=1", "data.test=null", "train.log_every_steps=1", "train.epochs=9", "model.dropout=0.1")
+    fixed = ("data.window_mib=1", "data.test=null", "train.log_every_steps=1", "train.epochs=9", "model.dropout=0.1",
+             "run.num_threads=1")  # fmt: skip
     types = [f"tables.{name}.data_type=FP32" for name in TABLES]
     return [*fixed, *types, f"optimizer.tables.name={optimizer}", "optimizer.tables.allow_column_split=true"]
 

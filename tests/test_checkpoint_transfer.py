@@ -177,7 +177,7 @@ VOCABULARY = ("tables.user.mapping=vocabulary", "tables.user.num_buckets=3", "ta
 
 def train(run_dir: Path, *options: str, nproc: int = 1) -> str:
     done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", "data.valid=null", "data.test=null",
-                      *options, nproc=nproc)  # fmt: skip
+                      "run.num_threads=1", *options, nproc=nproc)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -15,7 +15,10 @@ from launch import fork_train
 
 CONFIG = "configs/dlrm_sample.yaml"
 STEPS = 12
-OPTIONS = ("data.window_mib=1", "data.valid=null", "data.test=null", "train.log_every_steps=5", "model.dropout=0.1")
+OPTIONS = (
+    "data.window_mib=1", "data.valid=null", "data.test=null", "train.log_every_steps=5", "model.dropout=0.1",
+    "run.num_threads=1",
+)  # fmt: skip
 SAVING = ("train.checkpoint_every_steps=4", "train.keep_checkpoints=1", "train.epochs=1")
 _TIMES = ("time", "samples_per_s", "wait_share", "seconds_left")
 
@@ -148,7 +151,7 @@ def test_two_ranks_walk_back_to_what_is_whole(reference: Path, tmp_path: Path) -
 def test_fifty_kills_at_any_moment(tmp_path: Path) -> None:
     """The tables are those of a run that was left alone, and every row of every epoch was trained once."""
     epochs, num_kills = 120, 0
-    options = (f"train.epochs={epochs}", "train.checkpoint_every_steps=5", "train.async_checkpoints=true")
+    options = (f"train.epochs={epochs}", "train.checkpoint_every_steps=10", "train.async_checkpoints=true")
     while num_kills < 50:
         moment = kills.random_seconds(num_kills)
         done = start(tmp_path / "run", *options, before=partial(kills.kill_after, moment))
