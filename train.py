@@ -27,8 +27,9 @@ key=value changes any key of the config, the value is YAML:
   run.overwrite=true                replace an earlier run in run.dir
   train.init_from=runs/yesterday    start from that run's weights and optimizers, on new files
 
-SIGTERM, SIGUSR2 or Ctrl-C: save a checkpoint and exit with status 143 (torchrun's own status is then 1, and it
-passes on SIGUSR2 only with --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2). Status 0: the job is done.
+SIGTERM, SIGUSR2, Ctrl-C or the file run.stop_file: save a checkpoint and exit with status 143 (torchrun's own status is
+then 1, and it passes on SIGUSR2 only with --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2). Status 0: the
+job is done.
 torchrun --max-restarts N goes on from the newest checkpoint by itself after a rank has failed.
 All keys, with their meaning and default: recsys/config/schema.py. The data: data/README.md.
 """

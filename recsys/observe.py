@@ -95,13 +95,18 @@ def _drop_later(path: Path, step: int) -> None:
 
 
 class Progress:
-    """Speed, share of time spent waiting for data, and time left, since the last line and overall."""
+    """Speed, share of time spent waiting for data, and time left, since the last line and overall.
 
-    def __init__(self, num_steps: int, first_step: int) -> None:
+    Args:
+        loss, losses: as `window` was where the run goes on.
+    """
+
+    def __init__(self, num_steps: int, first_step: int, loss: float = 0.0, losses: int = 0) -> None:
         self._num_steps = num_steps
         self._step = self._first_step = first_step
-        self._rows = self._losses = self.total_rows = 0
-        self._loss = self._wait = self.total_wait = 0.0
+        self._rows = self.total_rows = 0
+        self._loss, self._losses = loss, losses
+        self._wait = self.total_wait = 0.0
         self._start = self._mark = time.monotonic()
         self._paused = 0.0
 
@@ -115,6 +120,11 @@ class Progress:
             self._losses += 1
         self._wait += wait_seconds
         self.total_wait += wait_seconds
+
+    @property
+    def window(self) -> tuple[float, int]:
+        """Sum and number of the losses since the last line."""
+        return self._loss, self._losses
 
     def pause(self, seconds: float) -> None:
         """Leave out time spent on evaluation or a checkpoint."""

@@ -30,6 +30,7 @@ from recsys.watchdog import Watchdog
 _WRITTEN = (
     "config.yaml",
     "plan.json",
+    "loaded.json",
     "metrics.jsonl",
     "result.json",
     "memory",

@@ -1,20 +1,21 @@
 """The training loop: steps, evaluation, checkpoints, an orderly stop."""
 
 import math
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from recsys.build import Built
-from recsys.checkpoint import Checkpoints, TrainState, find_checkpoint, load_tensors, read_state
+from recsys.checkpoint import (
+    Checkpoints,
+    TrainState,
+    check_whole,
+    load_tensors,
+)
 from recsys.data.batch import Batch
-from recsys.data.footer_cache import changed_files
 from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import Inputs
@@ -24,8 +25,8 @@ from recsys.models.step import StepOutput, ignore_phase
 from recsys.observe import MetricsWriter, Progress, logger
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
-
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+from recsys.starting import Starting
+from recsys.stopping import StopRequests
 
 
 class TimedIterator(Iterator[Batch]):
@@ -79,16 +80,23 @@ class Trainer:
         config, world = inputs.config, inputs.world
         self._config, self._built, self._world = config, built, world
         self._run_dir, self._timeline, self._enter_phase = run_dir, timeline, enter_phase
-        self._next_look = 0.0
         self._loader = inputs.loader("train")
         self._datasets = inputs.datasets
         self._evaluation = Evaluation(inputs)
-        self._checkpoints = Checkpoints(run_dir / "checkpoints", world, config.train.keep_checkpoints)
+        self._checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            world,
+            config.train.keep_checkpoints,
+            documents=(run_dir / "config.yaml", run_dir / "plan.json"),
+            background=config.train.async_checkpoints,
+        )
+        stop_file = Path(config.run.stop_file) if config.run.stop_file and world.rank == 0 else None
+        self._stop = StopRequests(built.step.dense, stop_file)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         built.step.dense.enter_phase = enter_phase
         self._metrics: dict[str, dict[str, float]] = {}
-        self._saved_at: int | None = None
-        self._state = self._starting_state()
+        self._state = Starting(inputs, built, self._loader, self._checkpoints, run_dir).state()
+        self._saved_at = self._state.step or None
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
         left = self._loader.steps_left(self._state.position, config.train.epochs)
         self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
@@ -96,7 +104,7 @@ class Trainer:
             (config.table_optimizer(table).learning_rate, set_rate) for table, set_rate in built.set_learning_rates
         ]
         self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
-        self._progress = Progress(self._num_steps, self._state.step)
+        self._progress = Progress(self._num_steps, self._state.step, self._state.window_loss, self._state.window_losses)
 
     def fit(self) -> FitResult:
         """Train, evaluate, save; return how it went.
@@ -104,17 +112,14 @@ class Trainer:
         Raises:
             UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
         """
-        state, handlers = self._state, self._catch_signals()
-        try:
+        state = self._state
+        with self._stop.signals(), closing(self._writer):
             stopped = self._train()
             if self._saved_at != state.step:
                 self._save()
             if not stopped:
                 stopped = self._final_evaluation()
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
-            self._writer.close()
+            self._checkpoints.wait()
         seconds = max(self._progress.seconds(), 1e-9)
         return FitResult(
             metrics=self._metrics,
@@ -133,63 +138,6 @@ class Trainer:
     def loader_bytes(self) -> dict[str, int]:
         """Host memory of this rank's loader of data.train, by kind."""
         return self._loader.host_bytes
-
-    def _starting_state(self) -> TrainState:
-        config, dataset = self._config, self._loader.dataset
-        fresh = TrainState(
-            position=self._loader.start(),
-            fingerprint=dataset.fingerprint,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            window_mib=config.data.window_mib,
-        )
-        latest = self._world.from_rank_zero(self._checkpoints.latest) if config.run.resume else None
-        if latest is not None:
-            state = read_state(latest)
-            self._check_resumable(state, latest)
-            load_tensors(latest, self._built.tensors, self._world)
-            self._saved_at = state.step
-            if state.loss_scale is not None:
-                scale = self._built.step.dense.loss_scale
-                scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
-            logger.info("resumed at step %d from %s", state.step, latest)
-            self._resume_order(state)
-            return state
-        if config.train.init_from is not None:
-            source = self._world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or ""))
-            load_tensors(source, self._built.tensors, self._world)
-            logger.info("weights and optimizers taken from %s", source)
-        return fresh
-
-    def _check_resumable(self, state: TrainState, path: Path) -> None:
-        dataset = self._loader.dataset
-        if state.fingerprint != dataset.fingerprint:
-            kept = path.parent.parent / "footers" / "train.footers"
-            raise UserError(
-                f"the files or columns of data.train are not those that checkpoint '{path}' was trained on"
-                f"{changed_files(kept, dataset)}, so its position in them means nothing; start a new run with "
-                f"train.init_from={path}"
-            )
-        for key, found, saved in (
-            ("seed", self._config.seed, state.seed),
-            ("data.shuffle", self._config.data.shuffle, state.shuffle),
-            ("data.window_mib", self._config.data.window_mib, state.window_mib),
-        ):
-            if found != saved:
-                raise UserError(
-                    f"config key '{key}' is {found}, but checkpoint '{path}' has {saved}; use {key}={saved}"
-                )
-
-    def _resume_order(self, state: TrainState) -> None:
-        saved = state.position
-        state.position = self._loader.resume(saved)
-        if state.position != saved:
-            logger.info(
-                "rows left of epoch %d are cut anew into %d streams for %d ranks: each comes once, in another order",
-                saved.epoch,
-                self._loader.num_streams,
-                self._world.world_size,
-            )
 
     def _train(self) -> bool:
         """Train to the end; return whether a signal ended it early."""
@@ -232,8 +180,8 @@ class Trainer:
             waited = timed.seconds
             output = self._pipeline.progress(timed)
             self._advance(output, timed.seconds - waited)
-            last = state.step == boundary or output.stop
-            if state.step % train.log_every_steps == 0 or last:
+            # No line of its own for a stop, so that after it the lines are those of a run that went on.
+            if state.step % train.log_every_steps == 0 or state.step == boundary:
                 self._tell()
             if output.stop:
                 logger.info("stop requested: saving step %d", state.step)
@@ -302,7 +250,7 @@ class Trainer:
 
         with self._timeline.phase("evaluation"):
             metrics = self._evaluation.run(self._built.model, role, stop_requested)
-        self._metrics[role] = metrics
+        self._metrics[role] = self._state.metrics[role] = metrics
         shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
         logger.info("%s at step %d: %s", role, step, shown)
         self._writer.write(role, {"step": step, **metrics})
@@ -336,7 +284,9 @@ class Trainer:
         state, step = self._state, self._state.step
         if state.best_step is not None and state.best_step != step:
             step = state.best_step
-            load_tensors(self._checkpoints.path(step), self._built.tensors, self._world)
+            self._checkpoints.wait()
+            best = self._checkpoints.path(step)
+            load_tensors(best, check_whole(best, self._world), self._built.tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
             if "valid" in self._datasets and (state.evaluated_step != step or "valid" not in self._metrics):
@@ -354,29 +304,17 @@ class Trainer:
     def _save(self) -> None:
         start = time.monotonic()
         self._enter_phase("saving the checkpoint", self._state.step)
+        self._state.window_loss, self._state.window_losses = self._progress.window
         with self._timeline.phase("save"):
-            path = self._checkpoints.save(self._built.tensors, self._state)
+            self._checkpoints.save(self._built.tensors, self._state)
         self._saved_at = self._state.step
-        logger.info("saved %s", path)
         self._progress.pause(time.monotonic() - start)
 
-    def _catch_signals(self) -> dict[signal.Signals, Any]:
-        half = self._built.step.dense
-
-        def request_stop(number: int, frame: Any) -> None:
-            if number == signal.SIGINT and half.stop_requested:
-                raise KeyboardInterrupt  # a second Ctrl-C ends at once
-            half.stop_requested = True
-
-        return {number: signal.signal(number, request_stop) for number in _STOP_SIGNALS}
-
     def _stop_requested(self) -> bool:
-        """Return whether this rank is to stop: a signal came, or rank 0, looking once a second, finds the stop file."""
-        half, path, now = self._built.step.dense, self._config.run.stop_file, time.monotonic()
-        if path is not None and self._world.rank == 0 and now >= self._next_look:
-            self._next_look = now + 1
-            half.stop_requested |= os.path.exists(path)
-        return bool(half.stop_requested)
+        """Return whether this rank wants to end; the step's all-reduce carries its wish to the others."""
+        if self._checkpoints.failed:
+            self._stop.request()  # all ranks end at one step, and then wait for the save, which raises its error
+        return self._stop.requested()
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import benchmark_checkpoints
 import benchmark_loader
 import benchmark_shuffle
 import benchmark_step
@@ -66,6 +67,8 @@ def main() -> None:
     benchmark_training.add_arguments(training)
     step = commands.add_parser("step", help="our trainer against a bare torchrec loop; the last line is JSON")
     benchmark_step.add_arguments(step)
+    checkpoints = commands.add_parser("checkpoints", help="seconds of training that a checkpoint of 1.6 M rows costs")
+    benchmark_checkpoints.add_arguments(checkpoints)
     arguments = parser.parse_args()
     measure = {
         "seeds": measure_seeds,
@@ -73,6 +76,7 @@ def main() -> None:
         "shuffle": benchmark_shuffle.run,
         "training": benchmark_training.run,
         "step": benchmark_step.run,
+        "checkpoints": benchmark_checkpoints.run,
     }
     result = measure[arguments.command](arguments)
     if int(os.environ.get("RANK", "0")) > 0:
@@ -80,7 +84,7 @@ def main() -> None:
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-    if arguments.command in ("loader", "step"):
+    if arguments.command in ("loader", "step", "checkpoints"):
         print(json.dumps(result))
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,23 +40,28 @@ def run_train(
     return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
 
 
-def fork_train(*arguments: str, nproc: int = 1, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def fork_train(
+    *arguments: str, nproc: int = 1, timeout: float = 120, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run train.py as `run_train` does, in processes forked off one that has imported everything.
 
     That takes seconds less for each run. Every rank is a process of its own all the same; what they share is the seed
     of Python's hashes, so some tests on two ranks stay with torchrun.
+
+    Args:
+        before: called in each process before train.py; of a module's top level.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder, _environment_of_the_server():
+    with tempfile.TemporaryDirectory() as folder, environment_of_the_server():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["forked"])
         ranks = []
         for rank in range(nproc):
             variables = {} if nproc == 1 else _variables(rank, nproc, port)
-            process = context.Process(target=_main, args=(list(arguments), variables, f"{folder}/{rank}"))
+            process = context.Process(target=_main, args=(list(arguments), variables, f"{folder}/{rank}", before))
             process.start()
             ranks.append(process)
         for process in ranks:
@@ -72,7 +77,7 @@ def fork_train(*arguments: str, nproc: int = 1, timeout: float = 120) -> subproc
 
 
 @contextlib.contextmanager
-def _environment_of_the_server() -> Iterator[None]:
+def environment_of_the_server() -> Iterator[None]:
     """The process that forks starts at its first use, and takes this one's environment, though not its sys.path."""
     before = dict(os.environ)
     os.environ.update(environment(), PYTHONPATH=f"{ROOT / 'tests'}{os.pathsep}{ROOT}")
@@ -86,7 +91,7 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     return dict(zip(_RANK_VARIABLES, map(str, values), strict=True))
 
 
-def _main(arguments: list[str], variables: dict[str, str], outputs: str) -> None:
+def _main(arguments: list[str], variables: dict[str, str], outputs: str, before: Callable[[], None] | None) -> None:
     """What a forked process does: train.py, as if started from the shell."""
     for stream, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
@@ -97,4 +102,6 @@ def _main(arguments: list[str], variables: dict[str, str], outputs: str) -> None
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["train.py", *arguments]
     sys.path[0] = str(ROOT)
+    if before is not None:
+        before()
     runpy.run_path("train.py", run_name="__main__")

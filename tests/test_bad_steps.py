@@ -64,6 +64,8 @@ def test_it_changes_no_byte(tmp_path: Path) -> None:
     assert any(key.startswith("table_optimizer/") for key in saved[0])
     assert saved[0].keys() == saved[1].keys() and len(saved[0]) > 10
     for key, value in saved[0].items():
+        if key.startswith("rng/"):
+            continue
         assert torch.equal(value, saved[1][key]), key
         if "optimizer" in key and value.numel():
             assert not value.any(), key

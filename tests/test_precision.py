@@ -12,6 +12,7 @@ from checkpoints import load_tables
 from launch import fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
+from recsys.checkpoint import Marker
 from recsys.config import Device, DLRMConfig, PrecisionConfig, TwoTowerConfig
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
@@ -63,10 +64,11 @@ def test_tables_never_see_the_loss_scale(optimizer: str, tmp_path: Path) -> None
     constant = train(tmp_path / "constant", *fp16, "precision.loss_scale=4096")
     higher = ("precision.loss_scale=65536", "train.max_steps=10")
     train(tmp_path / "changed", *fp16, *higher)
-    state = next((tmp_path / "changed/checkpoints").glob("step-*/state.json"))
-    content = json.loads(state.read_text())
-    assert content["loss_scale"] == 65536 and content["overflows"] == 0
-    state.write_text(json.dumps({**content, "loss_scale": 4096.0}))
+    checkpoint = tmp_path / "changed/checkpoints/step-000000010"
+    marker = Marker.read(checkpoint)
+    assert marker.state.loss_scale == 65536 and marker.state.overflows == 0
+    marker.state.loss_scale = 4096.0
+    marker.write(checkpoint)
     fork_train(CONFIG, f"run.dir={tmp_path}/changed", "train.log_every_steps=1", *fp16, "run.resume=true")
     changed = load_tables(tmp_path / "changed/checkpoints/step-000000020", "")
     plain = train(tmp_path / "plain", *options)

@@ -1,7 +1,6 @@
 """The run directory, its records and what a checkpoint brings back."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,16 @@ import torch
 from launch import ROOT, fork_train
 
 from recsys.build import build_model
-from recsys.checkpoint import Tensors, TrainState, find_checkpoint
-from recsys.config import Device, load_config
+from recsys.checkpoint import Checkpoints, Marker, Tensors, TrainState, find_checkpoint, load_tensors
+from recsys.config import Device, OptimizerConfig, load_config
+from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
 from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import open_inputs
+from recsys.models import checkpoint_mlps
 from recsys.observe import MetricsWriter, to_json
+from recsys.optim import build_dense_optimizer
 from recsys.process_group import open_world
 from recsys.run import _prepare_run_dir
 
@@ -60,30 +62,46 @@ def test_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> Non
     assert to_json({"a": [float("inf"), 1.5]}) == '{"a": [null, 1.5]}'
 
 
-def test_loading_keeps_the_settings_of_the_config() -> None:
-    def tensors(weight_decay: float) -> Tensors:
-        model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=weight_decay)
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        return Tensors(dict, dict, model, optimizer)
+@pytest.mark.parametrize("optimizer", list(DenseOptimizer))
+def test_the_dense_optimizer_goes_on_with_the_settings_of_the_config(optimizer: DenseOptimizer, tmp_path: Path) -> None:
+    """Three steps, saved, loaded into a new model under activation checkpointing, and three more."""
 
-    old, new = tensors(0.0), tensors(0.5)
-    new.load_dense(old.state_dict())
-    assert new.dense_optimizer.param_groups[0]["weight_decay"] == 0.5
-    assert torch.equal(next(new.dense.parameters()), next(old.dense.parameters()))
-    weight = next(new.dense.parameters())
-    assert torch.equal(
-        new.dense_optimizer.state[weight]["exp_avg"], old.dense_optimizer.state[next(old.dense.parameters())]["exp_avg"]
-    )
+    def build(weight_decay: float) -> Tensors:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        settings = DenseOptimizerConfig(name=optimizer, weight_decay=weight_decay, momentum=0.9)
+        return Tensors(dict, dict, model, build_dense_optimizer(model, OptimizerConfig(dense=settings)))
+
+    def train(tensors: Tensors) -> None:
+        for number in range(3):
+            tensors.dense(torch.ones(1, 3) * number).square().sum().backward()
+            tensors.dense_optimizer.step()
+            tensors.dense_optimizer.zero_grad()
+
+    old, new = build(0.5), build(0.5)
+    checkpoint_mlps(new.dense[1])
+    (tmp_path / "checkpoints").mkdir()
+    with open_world(Device.cpu) as world:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", world, 2)
+        train(old)
+        checkpoints.save(old, TrainState(Position(0, ()), step=3))
+        found = checkpoints.newest_whole()
+        assert found is not None
+        load_tensors(*found, new, world)
+        other = build(0.25)
+        load_tensors(*found, other, world)
+    train(old)
+    train(new)
+    for mine, theirs in zip(old.dense.parameters(), new.dense.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert other.dense_optimizer.param_groups[0]["weight_decay"] == 0.25
 
 
 def test_a_warm_start_takes_the_best_checkpoint(tmp_path: Path) -> None:
     for step, best in ((10, 10), (20, 20), (30, 20)):
         folder = tmp_path / "checkpoints" / f"step-{step:09d}"
         folder.mkdir(parents=True)
-        state = TrainState(Position(0, ()), step=step, best_step=best)
-        (folder / "state.json").write_text(to_json(asdict(state)))
+        Marker(TrainState(Position(0, ()), step=step, best_step=best), {}, {}, "Adam", {}, {}, 1).write(folder)
     (tmp_path / "checkpoints" / "step-000000040.tmp").mkdir()
     assert find_checkpoint(tmp_path).name == "step-000000020"
     assert find_checkpoint(tmp_path / "checkpoints" / "step-000000030").name == "step-000000030"

@@ -14,6 +14,7 @@ from recsys.config.choices import (
     NullPolicy,
     ShardingChoice,
 )
+from recsys.config.initial import check_init
 from recsys.config.model_checks import check_dlrm, check_two_tower, one_of
 from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig, TwoTowerConfig
 from recsys.config.topology import check_memory, check_topology
@@ -42,6 +43,7 @@ def check_config(config: Config) -> None:
     _check_training(config)
     check_topology(config.topology)
     check_memory(config.memory)
+    check_init(config.train.init, config.train.init_from, list(config.tables))
 
 
 def metric_names(config: Config) -> list[str]:

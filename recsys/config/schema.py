@@ -25,6 +25,7 @@ from recsys.config.choices import (
     ShardingChoice,
     TableOptimizer,
 )
+from recsys.config.initial import InitConfig
 from recsys.config.topology import MemoryConfig, TopologyConfig
 
 
@@ -36,10 +37,10 @@ class RunConfig:
     dir: str | None = None  # default: runs/NAME-TIME
     resume: bool = False  # continue from the newest checkpoint in run.dir, or start if there is none
     overwrite: bool = False  # replace an earlier run in run.dir
+    stop_file: str | None = None  # when this file is there, save and end as for SIGTERM
     plan: str | None = None  # sharding plan of an earlier run, RUN/plan.json; default: the planner makes one
     device: Device = Device.auto
     num_threads: int | None = None  # OpenMP threads of a rank; default: its share of the cores, less one of many
-    stop_file: str | None = None  # when this file appears, save a checkpoint and end as after SIGTERM
     stuck_after_s: float = 600  # in training, name a rank that makes no progress for so long, and end; not with --debug
 
 
@@ -192,9 +193,11 @@ class TrainConfig:
     log_every_steps: int = 50
     checkpoint_every_steps: int | None = None  # default: at the end only
     keep_checkpoints: int = 2
+    async_checkpoints: bool = False  # write a copy in host memory while training goes on
     activation_checkpointing: bool = False  # compute the layers of an MLP again in the backward pass, not keep them
     compile: bool = False  # the dense part by torch.compile; on CPU it needs a C++ compiler
     init_from: str | None = None  # run directory or checkpoint to take weights and optimizer from
+    init: InitConfig = field(default_factory=InitConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
 
 

@@ -1,0 +1,239 @@
+"""Loading: what of a checkpoint goes where, and what is said about it."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from recsys.checkpoint.files import SafeReader
+from recsys.checkpoint.pieces import Piece, Pieces, PiecesLoadPlanner
+from recsys.checkpoint.save import causes
+from recsys.checkpoint.state import Marker
+from recsys.checkpoint.tensors import (
+    DENSE,
+    DENSE_OPTIMIZER,
+    RNG,
+    TABLE_OPTIMIZER,
+    TABLES,
+    Tensors,
+    set_rank_rng,
+)
+from recsys.config.initial import InitConfig, Take
+from recsys.errors import UserError
+from recsys.process_group import World
+
+_log = getLogger("recsys")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Shape and type of a tensor."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass
+class Loaded:
+    """What became of every tensor, by name, each with a remark.
+
+    Attributes:
+        loaded: taken from the checkpoint.
+        kept: both have it, and this run keeps its own initial values.
+        new: only this run has it.
+        left: only the checkpoint has it.
+    """
+
+    source: str
+    step: int
+    loaded: dict[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+    new: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write it as JSON."""
+        path.write_text(json.dumps(vars(self), indent=1) + "\n")
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for every group of tensors with the same fate."""
+        for fate in ("loaded", "kept", "new", "left"):
+            by_remark: dict[str, list[str]] = {}
+            for name, remark in getattr(self, fate).items():
+                by_remark.setdefault(remark, []).append(name)
+            for remark, names in by_remark.items():
+                some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                yield f"{fate}: {some}" + (f" ({remark})" if remark else "")
+
+
+def load_tensors(path: Path, marker: Marker, tensors: Tensors, world: World, init: InitConfig | None = None) -> Loaded:
+    """Load tables, dense part and optimizers, whatever plan and number of ranks wrote them; collective.
+
+    Args:
+        path, marker: a checkpoint that `check_whole` has found whole.
+        init: how it may differ from what is here; None: in nothing, and random number generators are set too.
+
+    Raises:
+        UserError: the checkpoint differs from what is here in what `init` does not allow, or cannot be read.
+    """
+    reader = SafeReader(path, marker.files)
+    entries: dict[str, Any] = world.agree(reader.read_metadata).state_dict_metadata
+    saved = {name: _Form(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+    targets = tensors.to_load()
+    forms = {name: _Form(pieces.size, pieces.dtype) for name, pieces in targets.items()}
+    # A rank knows of no state of a table that it holds no piece of.
+    wanted = {name: form for found in world.gather(forms) for name, form in found.items()}
+    choice = _Choice(path, marker, wanted, saved, init or InitConfig())
+    choice.tables()
+    choice.dense(type(tensors.dense_optimizer).__name__)
+    report = choice.report
+    state = {name: _clip(targets[name], saved[name]) for name in report.loaded if name in targets}
+    extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
+    if init is None and marker.world_size == world.world_size:
+        extra += [name for name in saved if name.startswith(f"{RNG}{world.rank}/")]
+    room = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in extra}
+    state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
+    try:
+        dcp.load(state, storage_reader=reader, planner=PiecesLoadPlanner(), process_group=world.host_group)
+    except CheckpointException as error:
+        raise UserError(f"checkpoint '{path}' cannot be read: {causes(error)}; take another one") from error
+    of_optimizer = {n.removeprefix(DENSE_OPTIMIZER): t for n, t in room.items() if n.startswith(DENSE_OPTIMIZER)}
+    taken = {n: v for n, v in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
+    if of_optimizer or taken:
+        tensors.set_dense_optimizer(of_optimizer, taken)
+    set_rank_rng(room, world)
+    for name, reason in marker.approximate.items():
+        if name in report.loaded:
+            _log.warning("%s is approximate: %s", name, reason)
+    return report
+
+
+class _Choice:
+    """Decides for each tensor whether it is loaded, from both sides' forms alone, so that all ranks decide alike."""
+
+    def __init__(
+        self, path: Path, marker: Marker, wanted: dict[str, _Form], saved: dict[str, _Form], init: InitConfig
+    ) -> None:
+        self._path, self._marker, self._wanted, self._saved, self._init = path, marker, wanted, saved, init
+        self.report = Loaded(str(path), marker.state.step)
+
+    def tables(self) -> None:
+        """Decide on the tables and their optimizers' state."""
+        self._sides(TABLES, self._init.tables, "tables", self._table)
+        self._sides(TABLE_OPTIMIZER, self._init.optimizers, "optimizers", self._table_state)
+
+    def dense(self, optimizer: str) -> None:
+        """Decide on the dense part and its optimizer, of which this is the name."""
+        self._sides(DENSE, self._init.dense, "dense", self._dense_weight)
+        names = [name for name in self._saved if name.startswith(DENSE_OPTIMIZER)]
+        names += [DENSE_OPTIMIZER + name for name in self._marker.scalars]
+        same = optimizer == self._marker.optimizer
+        if names and not same and self._init.optimizers is Take.all and self._init.dense is not Take.none:
+            raise self._differs(
+                f"was trained with {self._marker.optimizer} for the dense part, and the config asks for {optimizer}",
+                "optimizers=none",
+            )
+        for name in names:
+            owner = name.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
+            taken = DENSE + owner in self.report.loaded or (owner.startswith("group") and self._all_dense())
+            if same and taken and self._init.optimizers is not Take.none:
+                self.report.loaded[name] = ""
+            else:
+                self.report.left[name] = "state of the optimizer"
+
+    def _all_dense(self) -> bool:
+        return all(name in self.report.loaded for name in self._wanted if name.startswith(DENSE))
+
+    def _sides(self, prefix: str, take: Take, key: str, decide: Any) -> None:
+        wanted = [name for name in self._wanted if name.startswith(prefix)]
+        saved = [name for name in self._saved if name.startswith(prefix)]
+        for name in wanted:
+            if name not in self._saved:
+                self._missing(name, take, key, f"does not have {name}, which the config has", self.report.new)
+            elif take is Take.none:
+                self.report.kept[name] = f"train.init.{key}=none"
+            else:
+                decide(name, self._wanted[name], self._saved[name])
+        for name in saved:
+            if name not in self._wanted:
+                self._missing(name, take, key, f"has {name}, which the config does not have", self.report.left)
+
+    def _missing(self, name: str, take: Take, key: str, text: str, into: dict[str, str]) -> None:
+        if take is Take.all and not self._of_table_not_taken(name):
+            raise self._differs(text, f"{key}=matching")
+        into[name] = ""
+
+    def _of_table_not_taken(self, name: str) -> bool:
+        table = name.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
+        return name.startswith(TABLE_OPTIMIZER) and TABLES + table not in self.report.loaded
+
+    def _table(self, name: str, here: _Form, there: _Form) -> None:
+        table, remarks = name.removeprefix(TABLES), []
+        if here.size[1] != there.size[1]:
+            raise UserError(
+                f"checkpoint '{self._path}' has table '{table}' with embedding_dim {there.size[1]}, and the config "
+                f"{here.size[1]}; set tables.{table}.embedding_dim={there.size[1]}, or give the table another name"
+            )
+        if here.size[0] != there.size[0]:
+            if not self._init.resize_tables:
+                raise self._differs(
+                    f"has table '{table}' with num_embeddings {there.size[0]}, and the config {here.size[0]}",
+                    "resize_tables=true",
+                )
+            remarks.append(
+                f"rows 0 to {min(here.size[0], there.size[0]) - 1}, of {there.size[0]} there, {here.size[0]} here"
+            )
+        if here.dtype != there.dtype:
+            if not self._init.convert_tables:
+                raise self._differs(
+                    f"has table '{table}' in {_type(there)}, and the config in {_type(here)}", "convert_tables=true"
+                )
+            remarks.append(f"{_type(there)} to {_type(here)}")
+        self.report.loaded[name] = "; ".join(remarks)
+
+    def _table_state(self, name: str, here: _Form, there: _Form) -> None:
+        table = TABLES + name.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
+        if table not in self.report.loaded:
+            self.report.kept[name] = "its table is not loaded"
+        elif len(here.size) == len(there.size) and here.size[1:] == there.size[1:]:
+            self.report.loaded[name] = self.report.loaded[table].partition(";")[0] if here.size != there.size else ""
+        elif self._init.optimizers is Take.all:
+            raise self._differs(f"has {name} of shape {there.size}, and the config {here.size}", "optimizers=matching")
+        else:
+            self.report.kept[name] = f"of shape {there.size} there"
+
+    def _dense_weight(self, name: str, here: _Form, there: _Form) -> None:
+        if here.size == there.size:
+            self.report.loaded[name] = ""
+        elif self._init.dense is Take.all:
+            raise self._differs(f"has {name} of shape {there.size}, and the config {here.size}", "dense=matching")
+        else:
+            self.report.kept[name] = f"of shape {there.size} there"
+
+    def _differs(self, how: str, option: str) -> UserError:
+        return UserError(
+            f"checkpoint '{self._path}' {how}; make the config as it was, or start a run of its own with "
+            f"train.init_from and train.init.{option}"
+        )
+
+
+def _type(form: _Form) -> str:
+    return str(form.dtype).removeprefix("torch.")
+
+
+def _clip(pieces: Pieces, saved: _Form) -> Pieces:
+    """Return the pieces without the rows that the checkpoint does not have."""
+    if pieces.size == saved.size:
+        return pieces
+    kept = []
+    for piece in pieces.pieces:
+        rows = max(0, min(piece.tensor.shape[0], saved.size[0] - piece.offsets[0]))
+        if rows:
+            kept.append(Piece(piece.tensor[:rows], piece.offsets))
+    return Pieces(saved.size, pieces.dtype, tuple(kept))

@@ -1,0 +1,214 @@
+"""Single tables as Parquet: out of a checkpoint, without a process group, and into a run that begins.
+
+Columns: `row` int64; of a vocabulary table also `id`, null for the rows that no id has of its own, and `bucket`, the
+number of the row among those that the other ids share; `vector`, embedding_dim floats; then the optimizer's state, a
+float or embedding_dim floats.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from recsys.checkpoint.files import SafeReader, file_problem
+from recsys.checkpoint.pieces import Piece, Pieces, PiecesLoadPlanner
+from recsys.checkpoint.state import Marker, find_checkpoint
+from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
+from recsys.config import IdMappingType, TableConfig
+from recsys.errors import UserError, nearest
+from recsys.id_mapping import build_mapping, read_vocabulary
+
+VECTOR = "vector"
+_KEYS = ("row", "id", "bucket")
+_ROWS_AT_ONCE = 1 << 16
+
+
+def export_table(source: Path, table: str, out: Path) -> int:
+    """Write a table of a checkpoint, a chunk of rows at a time; return the number of its rows.
+
+    Args:
+        source: a run directory, whose best or newest checkpoint is taken, or a checkpoint.
+        out: replaced once it is complete.
+
+    Raises:
+        UserError: there is no such checkpoint, it is not whole, or it has no such table.
+    """
+    path = find_checkpoint(source)
+    marker = Marker.read(path)
+    problems = [text for name, entry in marker.files.items() if (text := file_problem(path / name, *entry))]
+    if problems:
+        raise UserError(f"checkpoint '{path}' is not whole: {problems[0]}; take another one")
+    reader = SafeReader(path, marker.files)
+    entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    if TABLES + table not in entries:
+        tables = [name.removeprefix(TABLES) for name in entries if name.startswith(TABLES)]
+        raise UserError(
+            f"checkpoint '{path}' has no table '{table}'{nearest(table, tables)} (known: {', '.join(sorted(tables))})"
+        )
+    prefix = f"{TABLE_OPTIMIZER}{table}/"
+    columns = {VECTOR: TABLES + table} | {n.removeprefix(prefix): n for n in entries if n.startswith(prefix)}
+    kept = path.parent.parent / "vocabulary" / f"{table}.parquet"
+    vocabulary = read_vocabulary(kept) if kept.is_file() else None
+    aside = out.with_name(out.name + ".tmp")
+    with _only_tensors_of_one_process():
+        batches = _batches(reader, {column: entries[name] for column, name in columns.items()}, columns, vocabulary)
+        first = next(batches)
+        with pq.ParquetWriter(aside, first.schema, compression="zstd", write_page_checksum=True) as writer:
+            writer.write(first)
+            for batch in batches:
+                writer.write(batch)
+    os.replace(aside, out)
+    return entries[TABLES + table].size[0]
+
+
+@contextmanager
+def _only_tensors_of_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
+def _batches(
+    reader: SafeReader, entries: dict[str, TensorStorageMetadata], names: dict[str, str], vocabulary: pa.Array | None
+) -> Iterator[pa.Table]:
+    """Yield the rows by the chunks that the weights were saved in, each of which is read once."""
+    table = entries[VECTOR]
+    bounds = sorted({chunk.offsets[0] for chunk in table.chunks} | {table.size[0]})
+    for start, stop in pairwise(bounds):
+        parts = {}
+        for column, entry in entries.items():
+            tensor = torch.empty((stop - start, *entry.size[1:]), dtype=entry.properties.dtype)
+            piece = Piece(tensor, (start, *[0] * (tensor.dim() - 1)))
+            parts[names[column]] = Pieces(tuple(entry.size), tensor.dtype, (piece,))
+        dcp.load(dict(parts), storage_reader=reader, planner=PiecesLoadPlanner(), no_dist=True)
+        values = {column: _to_arrow(parts[name].pieces[0].tensor) for column, name in names.items()}
+        yield pa.table({**_keys(start, stop, table.size[0], vocabulary), **values})
+
+
+def _keys(start: int, stop: int, num_rows: int, vocabulary: pa.Array | None) -> dict[str, pa.Array]:
+    rows = np.arange(start, stop)
+    if vocabulary is None:
+        return {"row": pa.array(rows)}
+    first_bucket = 1 + len(vocabulary)
+    known = (rows >= 1) & (rows < first_bucket)
+    ids = vocabulary.take(pa.array(rows - 1, mask=~known))
+    return {"row": pa.array(rows), "id": ids, "bucket": pa.array(rows - first_bucket, mask=rows < first_bucket)}
+
+
+def _to_arrow(tensor: torch.Tensor) -> pa.Array:
+    values = pa.array(tensor.float().reshape(-1).numpy())
+    return values if tensor.dim() == 1 else pa.FixedSizeListArray.from_arrays(values, tensor.shape[1])
+
+
+class TableRows:
+    """Finds the rows of a table that a file's rows are for.
+
+    Args:
+        vocabulary: of a vocabulary table.
+    """
+
+    def __init__(self, table: TableConfig, vocabulary: pa.Array | None) -> None:
+        self._table = table
+        self._first_bucket = None if vocabulary is None else 1 + len(vocabulary)
+        self._mapping = build_mapping(table, vocabulary)
+
+    def find(self, batch: pa.RecordBatch) -> np.ndarray:
+        """Return the row of the table for each row of the batch, int64, or -1 for those that it has no place for.
+
+        By `id` where there is such a column, with the row of null and the shared rows by `bucket`; else by `row`.
+        Vectors of ids that a vocabulary has no row for are left out, since others share theirs.
+        """
+        if "id" not in batch.schema.names:
+            return batch.column("row").fill_null(-1).cast(pa.int64()).to_numpy()
+        rows = np.full(batch.num_rows, -1, np.int64)
+        ids = batch.column("id")
+        given = ids.is_valid().to_numpy(zero_copy_only=False)
+        found = np.empty(int(given.sum()), np.int64)
+        self._mapping.map(ids.drop_null(), found)
+        if self._first_bucket is not None:
+            found[found >= self._first_bucket] = -1
+        rows[given] = found
+        if self._first_bucket is not None and {"row", "bucket"} <= set(batch.schema.names):
+            rows[~given & (batch.column("row").fill_null(-1).to_numpy() == 0)] = 0
+            buckets = batch.column("bucket").fill_null(-1).cast(pa.int64()).to_numpy()
+            shared = ~given & (buckets >= 0) & (buckets < self._table.num_embeddings - self._first_bucket)
+            rows[shared] = self._first_bucket + buckets[shared]
+        return rows
+
+
+def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows, targets: dict[str, Pieces]) -> int:
+    """Set rows of a table, and of its optimizer's state, that a Parquet file has vectors for.
+
+    Args:
+        table: its name.
+        targets: this rank's tensors by their names in a checkpoint; those of the table are set in place.
+
+    Returns:
+        How many rows of the file have a place in the table, on any rank.
+
+    Raises:
+        UserError: the file cannot be read or is not one for this table.
+    """
+    key = f"config key 'train.init.from_parquet.{table}': file '{path}'"
+    prefix, taken = f"{TABLE_OPTIMIZER}{table}/", 0
+    columns = {VECTOR: targets[TABLES + table]}
+    columns |= {name.removeprefix(prefix): pieces for name, pieces in targets.items() if name.startswith(prefix)}
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            _check_columns(key, names, settings)
+            columns = {name: pieces for name, pieces in columns.items() if name in names}
+            wanted = [name for name in _KEYS if name in names] + list(columns)
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=wanted):
+                found = rows.find(batch)
+                if len(found) and found.max() >= settings.num_embeddings:
+                    raise UserError(
+                        f"{key} has row {found.max()}, and the table {settings.num_embeddings} rows; raise "
+                        f"tables.{table}.num_embeddings"
+                    )
+                has_place = found >= 0
+                taken += int(has_place.sum())
+                for name, pieces in columns.items():
+                    values = _from_arrow(key, name, batch.column(name), pieces)
+                    _scatter(pieces, torch.from_numpy(found[has_place]), values[torch.from_numpy(has_place)])
+    except (pa.ArrowException, OSError, TypeError) as error:
+        raise UserError(f"{key} cannot be read ({' '.join(str(error).split())[:200]}); name another one") from error
+    return taken
+
+
+def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:
+    one_row = settings.num_hashes == 1 and settings.mapping is not IdMappingType.quotient_remainder
+    if VECTOR not in names or not {"row", "id"} & set(names):
+        raise UserError(f"{key} has the columns {', '.join(names)}, and must have vector, and id or row")
+    if "id" in names and not one_row:
+        raise UserError(f"{key} has a column id, and the table gives an id several rows; give it a column row instead")
+
+
+def _from_arrow(key: str, name: str, column: pa.Array, pieces: Pieces) -> torch.Tensor:
+    width = torch.Size(pieces.size[1:]).numel()
+    nested = pa.types.is_nested(column.type)
+    values = column.flatten() if nested else column
+    if len(values) != len(column) * width or values.null_count or column.null_count or nested != (len(pieces.size) > 1):
+        raise UserError(f"{key}: column '{name}' must have {width} numbers a row, and no null")
+    return torch.from_numpy(values.cast(pa.float32()).to_numpy().reshape(len(column), *pieces.size[1:]).copy())
+
+
+def _scatter(pieces: Pieces, rows: torch.Tensor, values: torch.Tensor) -> None:
+    """Set rows of a tensor, as far as this rank holds them."""
+    for piece in pieces.pieces:
+        first, columns = piece.offsets[0], values
+        if values.dim() > 1:
+            columns = values[:, piece.offsets[1] : piece.offsets[1] + piece.tensor.shape[1]]
+        mine = (rows >= first) & (rows < first + piece.tensor.shape[0])
+        place = (rows[mine] - first).to(piece.tensor.device)
+        piece.tensor.index_copy_(0, place, columns[mine].to(piece.tensor))

@@ -1,0 +1,282 @@
+"""Saving: written aside, completed by a marker, renamed; in the background if asked for."""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from logging import getLogger
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from recsys.checkpoint.files import HashingWriter, replace_file, sync_folder, write_file
+from recsys.checkpoint.pieces import Pieces, PiecesSavePlanner
+from recsys.checkpoint.state import (
+    Marker,
+    OtherFormatError,
+    TrainState,
+    aside_of,
+    check_whole,
+    list_checkpoints,
+    name_of,
+    refused_of,
+)
+from recsys.checkpoint.tensors import Tensors
+from recsys.errors import UserError
+from recsys.process_group import World
+from recsys.versions import installed_versions
+
+_log = getLogger("recsys")
+_LATEST = "latest"
+_OVERHEAD_BYTES = 1 << 20  # marker, description of the tensors, config and plan
+_OVERHEAD_OF_CHUNK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What is to be written: tensors of this rank and the rest, which nothing changes any more."""
+
+    tensors: dict[str, Pieces]
+    marker: Marker  # without the names of the files
+
+
+class Checkpoints:
+    """The checkpoints of one run directory.
+
+    Args:
+        folder: RUN/checkpoints.
+        keep: how many of the newest stay; the best one of early stopping stays besides.
+        documents: files that are copied into each (config, plan).
+        background: write a copy in host memory while training goes on.
+    """
+
+    def __init__(
+        self, folder: Path, world: World, keep: int, documents: Sequence[Path] = (), background: bool = False
+    ) -> None:
+        self.folder = folder
+        self._world = world
+        self._keep = keep
+        self._documents = documents
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+        self._writing_world = world
+        if background:
+            # A group of its own, because collectives of two threads on one would be taken for each other.
+            group = dist.new_group(backend="gloo")
+            assert group is not None
+            self._writing_world = replace(world, host_group=group)
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+
+    def save(self, tensors: Tensors, state: TrainState) -> None:
+        """Write a checkpoint of step `state.step`, or begin to; a crash at any point leaves the earlier ones whole.
+
+        Raises:
+            UserError: on every rank, it does not fit on the disk or cannot be written, or an earlier one in the
+                background could not.
+        """
+        self.wait()
+        final = self.path(state.step)
+        if self._world.from_rank_zero(lambda: _is_saved(final)):
+            self._world.from_rank_zero(lambda: _attempt_write(lambda: self._update(final, state), final))
+            return
+        found, approximate = tensors.to_save(self._world)
+        for name, reason in approximate.items():
+            _log.warning("%s is approximate in the checkpoint: %s", name, reason)
+        self._check_space(found)
+        marker = Marker(
+            state,
+            {},
+            tensors.scalars(),
+            type(tensors.dense_optimizer).__name__,
+            approximate,
+            installed_versions(),
+            self._world.world_size,
+        )
+        if self._thread is None:
+            self._write(final, _Content(found, marker))
+            return
+        copied = {name: pieces.copy() for name, pieces in found.items()}
+        num_bytes = sum(pieces.num_bytes for pieces in copied.values())
+        _log.info("step %d is saved in the background, from a copy of %.1f MiB", state.step, num_bytes / 2**20)
+        # The marker's state goes on changing with training, so it is copied too.
+        content = _Content(copied, replace(marker, state=_copy_of(state)))
+        self._running = self._thread.submit(self._write, final, content)
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one.
+
+        Raises:
+            UserError: on every rank, it failed.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in the background has failed, as far as this rank knows; `wait` raises why."""
+        return self._running is not None and self._running.done() and self._running.exception() is not None
+
+    def newest_whole(self) -> tuple[Path, Marker] | None:
+        """Return the newest checkpoint that is whole, and its marker; None if there is no checkpoint; collective.
+
+        Newer ones that are damaged are named in the log and renamed, so that their steps can be saved anew.
+
+        Raises:
+            UserError: there are some, and none is whole, or the newest is of another format.
+        """
+        refused: list[str] = []
+        for path in reversed(self._world.from_rank_zero(lambda: list_checkpoints(self.folder))):
+            try:
+                marker = check_whole(path, self._world)
+            except OtherFormatError:
+                raise
+            except UserError as error:
+                refused.append(str(error))
+                continue
+            for text in refused:
+                _log.warning("refused: %s", text)
+            self._world.from_rank_zero(lambda last=path: self._set_aside_after(last))  # type: ignore[misc]
+            return path, marker
+        if refused:
+            raise UserError(
+                f"no checkpoint in '{self.folder}' is whole ({' | '.join(refused[:3])}); remove it to start from the "
+                f"beginning"
+            )
+        return None
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
+        return self.folder / name_of(step)
+
+    def _set_aside_after(self, path: Path) -> None:
+        for other in list_checkpoints(self.folder):
+            if other > path:
+                shutil.rmtree(refused_of(other), ignore_errors=True)
+                other.rename(refused_of(other))
+        sync_folder(self.folder)
+
+    def _check_space(self, tensors: dict[str, Pieces]) -> None:
+        """Refuse to write more than there is room for, before anything is written."""
+        own = sum(_file_bytes(pieces) for pieces in tensors.values() if not pieces.replicated)
+        shared = sum(_file_bytes(pieces) for pieces in tensors.values() if pieces.replicated)
+        needed = int(self._world.sum(torch.tensor(own))) + shared + _OVERHEAD_BYTES
+        free = self._world.from_rank_zero(self._make_room)
+        if needed > free:
+            raise UserError(
+                f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there, lower "
+                f"train.keep_checkpoints, or take another run.dir"
+            )
+
+    def _write(self, final: Path, content: _Content) -> None:
+        world, aside = self._writing_world, aside_of(final)
+        writer = HashingWriter(aside)
+        try:
+            with _without_zip_checksums():
+                dcp.save(
+                    content.tensors,
+                    storage_writer=writer,
+                    planner=PiecesSavePlanner(),
+                    process_group=world.host_group,
+                )
+        except CheckpointException as error:
+            # Every rank has stopped writing: DCP has gathered what each of them says.
+            world.from_rank_zero(lambda: shutil.rmtree(aside, ignore_errors=True))
+            raise UserError(_cannot_write(final, causes(error))) from error
+        files = {name: entry for written in world.gather(writer.written) for name, entry in written.items()}
+        marker = replace(content.marker, files=files)
+        world.from_rank_zero(lambda: _attempt_write(lambda: self._commit(final, marker), final))
+        _log.info("saved %s", final)
+
+    def _commit(self, final: Path, marker: Marker) -> None:
+        aside = aside_of(final)
+        present = [path for path in self._documents if path.exists()]
+        copies = {path.name: write_file(aside / path.name, path.read_bytes()) for path in present}
+        replace(marker, files=marker.files | copies).write(aside)
+        if final.exists():  # damaged since, or it would have been updated
+            shutil.rmtree(refused_of(final), ignore_errors=True)
+            final.rename(refused_of(final))
+        aside.rename(final)
+        sync_folder(self.folder)
+        self._point_to(final)
+        self._prune(marker.state.best_step)
+
+    def _update(self, final: Path, state: TrainState) -> None:
+        """Let a checkpoint of the same step, with the same tensors, say what has been learned of it since."""
+        replace(Marker.read(final), state=state).write(final)
+        self._point_to(final)
+
+    def _point_to(self, final: Path) -> None:
+        replace_file(self.folder / _LATEST, f"{final.name}\n".encode())
+
+    def _prune(self, best_step: int | None) -> None:
+        best = None if best_step is None else self.path(best_step)
+        for path in list_checkpoints(self.folder)[: -self._keep]:
+            if path != best:
+                path.rename(aside_of(path))  # at once, so that no half of it is ever found
+                shutil.rmtree(aside_of(path))
+
+    def _make_room(self) -> int:
+        """Remove what a crash has left of checkpoints that were being written or removed; return the bytes free."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for path in self.folder.glob("step-*.tmp"):
+                shutil.rmtree(path)
+            return shutil.disk_usage(self.folder).free
+        except OSError as error:
+            raise UserError(
+                f"no checkpoint can be written to '{self.folder}' ({error.strerror}); take another run.dir"
+            ) from error
+
+
+def _is_saved(final: Path) -> bool:
+    """Whether a step has been saved in this run, or is the one that it went on from: then the tensors are the same."""
+    try:
+        return final.exists() and bool(Marker.read(final))
+    except UserError:
+        return False
+
+
+def _copy_of(state: TrainState) -> TrainState:
+    copied = dataclasses.replace(state, epoch_rows=[list(rows) for rows in state.epoch_rows])
+    copied.metrics = {role: dict(metrics) for role, metrics in state.metrics.items()}
+    return copied
+
+
+def _file_bytes(pieces: Pieces) -> int:
+    return pieces.num_bytes + sum(_OVERHEAD_OF_CHUNK_BYTES for _ in pieces.chunks())
+
+
+def _attempt_write(action: Callable[[], None], final: Path) -> None:
+    """Write or remove files; what an error leaves of a checkpoint that has no name yet is removed."""
+    try:
+        action()
+    except OSError as error:
+        shutil.rmtree(aside_of(final), ignore_errors=True)
+        raise UserError(_cannot_write(final, f"{error.strerror}: {error.filename or ''}")) from error
+
+
+def _cannot_write(final: Path, reason: str) -> str:
+    return f"checkpoint '{final}' cannot be written: {reason}; the checkpoints before it are whole"
+
+
+def causes(error: CheckpointException) -> str:
+    """Return what DCP's error says of its ranks, in one line."""
+    texts = {" ".join(str(failure[0]).split())[:200] for failure in error.failures.values()}
+    return "; ".join(sorted(texts))
+
+
+@contextlib.contextmanager
+def _without_zip_checksums() -> Iterator[None]:
+    # Those that torch.save computes by the way are slow, nobody looks at them, and every file has one of ours.
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

@@ -1,0 +1,183 @@
+"""What a checkpoint says beside its tensors: where training stands, and which files it consists of."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from recsys.checkpoint.files import file_problem, replace_file
+from recsys.data.order import Cut, Position
+from recsys.errors import UserError
+from recsys.process_group import World
+
+FORMAT = 2
+MARKER = "checkpoint.json"
+_MARKER_OF_FORMAT_1 = "state.json"
+_ASIDE = ".tmp"
+_REFUSED = ".refused"
+
+
+@dataclass
+class TrainState:
+    """Where training stands, beside the tensors.
+
+    Attributes:
+        position: in the data, after `step` steps trained.
+        bad_steps: of `step`, those that were not finite and changed nothing.
+        overflows: of `step`, those whose gradient overflowed FP16, likewise.
+        loss_scale, loss_scale_good_steps: as of `LossScale`.
+        epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
+            in the batches.
+        fingerprint: of the training files; seed, shuffle, window_mib: what the order of the rows depends on besides.
+        evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
+        window_loss, window_losses: sum and number of the losses since the last line of metrics.jsonl.
+        metrics: of the last evaluation of each dataset.
+    """
+
+    position: Position
+    step: int = 0
+    bad_steps: int = 0
+    overflows: int = 0
+    loss_scale: float | None = None
+    loss_scale_good_steps: int = 0
+    epoch_rows: list[list[int]] = field(default_factory=list)
+    fingerprint: str = ""
+    seed: int = 0
+    shuffle: bool = True
+    window_mib: int = 0
+    evaluated_step: int | None = None
+    best_metric: float | None = None
+    best_step: int | None = None
+    bad_evaluations: int = 0
+    window_loss: float = 0.0
+    window_losses: int = 0
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The file that completes a checkpoint: written last, and replaced as a whole.
+
+    Attributes:
+        files: (bytes, checksum) of every other file by name.
+        scalars: what the optimizer of the dense part keeps that is no tensor, by name.
+        optimizer: of the dense part, its class.
+        approximate: tensors that are no exact copy of what was trained, each with the reason.
+        versions: of Python and the libraries; world_size: ranks that wrote it.
+    """
+
+    state: TrainState
+    files: dict[str, tuple[int, str]]
+    scalars: dict[str, Any]
+    optimizer: str
+    approximate: dict[str, str]
+    versions: dict[str, str]
+    world_size: int
+
+    def write(self, folder: Path) -> None:
+        """Write the file, to disk, in place of an earlier one."""
+        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        # The checksum first, on a line of its own, then what it is of.
+        text = json.dumps(content, indent=1)
+        replace_file(folder / MARKER, f"{_checksum(text)}\n{text}\n".encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> "Marker":
+        """Read the file.
+
+        Raises:
+            UserError: it is missing or damaged, or the checkpoint is of another format.
+        """
+        path = folder / MARKER
+        if not path.is_file() and (folder / _MARKER_OF_FORMAT_1).is_file():
+            raise OtherFormatError(_other_format(folder, 1))
+        try:
+            checksum, _, text = path.read_text().removesuffix("\n").partition("\n")
+            if checksum != _checksum(text):
+                raise ValueError("it has changed since it was written")
+            content = json.loads(text)
+            if (found := content.pop("format")) != FORMAT:
+                raise OtherFormatError(_other_format(folder, found))
+            files = {name: (size, digest) for name, (size, digest) in content.pop("files").items()}
+            return cls(state=_state(content.pop("state")), files=files, **content)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+            raise UserError(f"checkpoint '{folder}' is not whole: {MARKER}: {reason}") from error
+
+
+class OtherFormatError(UserError):
+    """A checkpoint that another version of this code has written."""
+
+
+def _other_format(folder: Path, found: int) -> str:
+    return (
+        f"checkpoint '{folder}' has format {found}, and this version reads format {FORMAT} alone; go on with the "
+        f"version that wrote it, or start a new run"
+    )
+
+
+def _checksum(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _state(content: dict[str, Any]) -> TrainState:
+    position = content["position"]
+    cuts = tuple(Cut(tuple(cut["shares"]), tuple(cut["consumed"])) for cut in position["cuts"])
+    return TrainState(**{**content, "position": Position(position["epoch"], cuts, position["rows_before"])})
+
+
+def check_whole(folder: Path, world: World) -> Marker:
+    """Compare every file of a checkpoint with its checksum, each rank its share, and return the marker; collective.
+
+    Raises:
+        UserError: on every rank, the checkpoint is not what was written.
+    """
+    marker = world.from_rank_zero(lambda: Marker.read(folder))
+    names = sorted(marker.files)[world.rank :: world.world_size]
+    problems = [text for name in names if (text := file_problem(folder / name, *marker.files[name]))]
+    found = [text for texts in world.gather(problems) for text in texts]
+    if found:
+        raise UserError(f"checkpoint '{folder}' is not whole: {'; '.join(found[:3])}; take another one")
+    return marker
+
+
+def name_of(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:09d}"
+
+
+def aside_of(folder: Path) -> Path:
+    """Return where a checkpoint is written before it has its name, or lies while it is removed."""
+    return folder.with_name(folder.name + _ASIDE)
+
+
+def refused_of(folder: Path) -> Path:
+    """Return where a checkpoint is put that is not whole."""
+    return folder.with_name(folder.name + _REFUSED)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return what lies in a folder under the name of a checkpoint, whole or not, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """Return the checkpoint that a path names: itself, or of a run directory the best, else the newest.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(path)
+    if any((path / name).is_file() for name in (MARKER, _MARKER_OF_FORMAT_1)):
+        return path
+    found = list_checkpoints(path / "checkpoints")
+    if not found:
+        what = "holds no checkpoint" if path.is_dir() else "does not exist"
+        raise UserError(
+            f"config key 'train.init_from': '{path}' {what}; name a run directory or one of its checkpoints/step-*"
+        )
+    best = Marker.read(found[-1]).state.best_step
+    return next((each for each in found if best is not None and each.name == name_of(best)), found[-1])

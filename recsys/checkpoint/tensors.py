@@ -1,0 +1,157 @@
+"""The tensors of a checkpoint in their canonical form, which no number of ranks and no sharding plan changes.
+
+`tables/T` is [num_embeddings, embedding_dim] and `table_optimizer/T/S` the same, or [num_embeddings] of a row-wise
+optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, `rng/R/G` by rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+
+from recsys.checkpoint.pieces import Piece, Pieces
+from recsys.checkpoint.rng import rng_tensors, set_rng
+from recsys.process_group import World
+from recsys.tables import local_pieces
+
+TABLES, TABLE_OPTIMIZER, DENSE, DENSE_OPTIMIZER, RNG = (
+    "tables/",
+    "table_optimizer/",
+    "dense/",
+    "dense_optimizer/",
+    "rng/",
+)
+_SCALARS = (int, float, str, type(None))
+
+
+@dataclass
+class Tensors:
+    """What a checkpoint holds: functions for the tables, because torchrec makes its state dicts anew each time.
+
+    Attributes:
+        tables: weights by table; table_optimizer: state by `TABLE/STATE`; ShardedTensors, or tensors that every rank
+            holds.
+    """
+
+    tables: Callable[[], dict[str, Any]]
+    table_optimizer: Callable[[], dict[str, Any]]
+    dense: torch.nn.Module
+    dense_optimizer: torch.optim.Optimizer
+
+    def to_save(self, world: World) -> tuple[dict[str, Pieces], dict[str, str]]:
+        """Return all tensors, and the reason for each that is only approximate; collective."""
+        weights, states = self.tables(), self.table_optimizer()
+        found = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
+        split = {name for name in states if _column_shards(weights, name, states[name])}
+        found |= {TABLE_OPTIMIZER + name: Pieces.of(value) for name, value in states.items() if name not in split}
+        approximate = {}
+        # torchrec tells a rank only of the state that it holds a piece of.
+        for name in sorted(set().union(*world.gather(split))):
+            found[TABLE_OPTIMIZER + name] = Pieces.of(_mean_over_columns(weights, name, states.get(name), world))
+            approximate[TABLE_OPTIMIZER + name] = (
+                "row-wise state of a table split by columns, saved as the mean over its column shards by their width"
+            )
+        found |= {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
+        found |= {
+            DENSE_OPTIMIZER + name: Pieces.of(value)
+            for name, value in self._optimizer_state().items()
+            if isinstance(value, torch.Tensor)
+        }
+        for name, value in rng_tensors(world.device).items():
+            found[f"{RNG}{world.rank}/{name}"] = Pieces(tuple(value.shape), value.dtype, (Piece(value, (0,)),))
+        return found, approximate
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what the optimizer of the dense part keeps that is no tensor, by name."""
+        return {name: value for name, value in self._optimizer_state().items() if isinstance(value, _SCALARS)}
+
+    def to_load(self) -> dict[str, Pieces]:
+        """Return the tables, their optimizers' state and the dense weights, to be loaded in place."""
+        weights = self.tables()
+        found = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
+        for name, value in self.table_optimizer().items():
+            shards = _column_shards(weights, name, value)
+            found[TABLE_OPTIMIZER + name] = _column_pieces(weights, name, value) if shards else Pieces.of(value)
+        return found | {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of the dense part by name, in the order of its optimizer."""
+        names = {parameter: _clean(name) for name, parameter in self.dense.named_parameters()}
+        groups = self.dense_optimizer.param_groups
+        return {names[parameter]: parameter for group in groups for parameter in group["params"]}
+
+    def set_dense_optimizer(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
+        """Set the state of the optimizer of the dense part.
+
+        Its settings (weight decay …) stay those of this run's config; parameters without state begin anew.
+
+        Args:
+            tensors: by `PARAMETER/STATE`; scalars: likewise, and of the groups of parameters by `group0/NAME`.
+        """
+        content = self.dense_optimizer.state_dict()
+        numbers = {name: number for number, name in enumerate(self.parameters())}
+        groups = {f"group{number}": group for number, group in enumerate(content["param_groups"])}
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in {**tensors, **scalars}.items():
+            owner, _, name = key.rpartition("/")
+            into = groups[owner] if owner in groups else state.setdefault(numbers[owner], {})
+            into[name] = value
+        self.dense_optimizer.load_state_dict({"state": state, "param_groups": content["param_groups"]})
+
+    def _dense(self) -> dict[str, torch.Tensor]:
+        return {_clean(name): value for name, value in self.dense.state_dict().items()}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Return what the optimizer of the dense part has learned, without its settings."""
+        optimizer = self.dense_optimizer
+        found = {
+            f"{name}/{key}": value
+            for name, parameter in self.parameters().items()
+            for key, value in optimizer.state.get(parameter, {}).items()
+        }
+        for number, group in enumerate(optimizer.param_groups):
+            learned = group.keys() - optimizer.defaults.keys() - {"params"}
+            found |= {f"group{number}/{key}": group[key] for key in learned}
+        return found
+
+
+def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:
+    """Set this rank's generators from the tensors `rng/R/G` of its own, if there are any."""
+    prefix = f"{RNG}{world.rank}/"
+    mine = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    if mine:
+        set_rng(mine, world.device)
+
+
+def _clean(name: str) -> str:
+    """Return a parameter's name as it is without DistributedDataParallel and activation checkpointing."""
+    return name.removeprefix("module.").replace(_CHECKPOINT_PREFIX, "")
+
+
+def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple[int, int]]:
+    """Return (offset, width) of the column shards that a row-wise state repeats the rows for; empty for others."""
+    table = weights[name.rpartition("/")[0]]
+    if not hasattr(table, "local_shards") or len(state.size()) != 1 or state.size()[0] == table.size()[0]:
+        return []
+    return sorted({(s.shard_offsets[1], s.shard_sizes[1]) for s in table.metadata().shards_metadata})
+
+
+def _column_pieces(weights: dict[str, Any], name: str, state: Any) -> Pieces:
+    """Return this rank's pieces of a state of rows × column shards as parts of one of [rows]; rows may come twice."""
+    rows = weights[name.rpartition("/")[0]].size()[0]
+    pieces = tuple(Piece(tensor, (offset % rows,)) for tensor, (offset,) in local_pieces(state))
+    return Pieces((rows,), pieces[0].tensor.dtype, pieces)
+
+
+def _mean_over_columns(weights: dict[str, Any], name: str, state: Any, world: World) -> torch.Tensor:
+    """Return the mean of the state over the column shards by their width, [rows] FP32 in host memory, on every rank."""
+    rows, columns = weights[name.rpartition("/")[0]].size()
+    mean = torch.zeros(rows)
+    if state is not None:
+        shards = _column_shards(weights, name, state)
+        for tensor, (offset,) in local_pieces(state):
+            number, row = divmod(offset, rows)
+            mean[row : row + len(tensor)] += tensor.float().cpu() * (shards[number][1] / columns)
+    return world.sum(mean)

@@ -1,0 +1,49 @@
+"""What a run that starts from another one's weights may find otherwise than in its own config."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from recsys.errors import UserError, nearest
+
+
+class Take(Enum):
+    """What is taken of a kind of tensors.
+
+    `all`: every one, and both sides must have the same. `matching`: those that both sides have alike; what is here
+    alone begins anew, what is there alone is left. `none`: all begin anew.
+    """
+
+    all = "all"
+    matching = "matching"
+    none = "none"
+
+
+@dataclass
+class InitConfig:
+    """How train.init_from may differ from this config; what was loaded, kept and new is in RUN/loaded.json."""
+
+    tables: Take = Take.all  # by name; embedding_dim must be the same
+    resize_tables: bool = False  # of another num_embeddings: the rows that both have; further ones begin anew
+    convert_tables: bool = False  # of another data_type: convert the weights
+    dense: Take = Take.all  # weights of the dense part, by name and shape
+    optimizers: Take = Take.all  # state of both optimizers, of what is taken
+    # By table: file with `vector` and `id` or `row`, as scripts/tables.py export writes; goes without init_from too.
+    from_parquet: dict[str, str] = field(default_factory=dict)
+
+
+def check_init(init: InitConfig, init_from: str | None, tables: Iterable[str]) -> None:
+    """Refuse settings of a start from another run where there is no such start, and files of unknown tables."""
+    for name in init.from_parquet:
+        if name not in tables:
+            raise UserError(
+                f"config key 'train.init.from_parquet': there is no table '{name}'{nearest(name, tables)} "
+                f"(known: {', '.join(tables)})"
+            )
+    initial = InitConfig(from_parquet=init.from_parquet)
+    changed = [name for name, value in vars(init).items() if value != getattr(initial, name)]
+    if changed and init_from is None:
+        raise UserError(
+            f"config key 'train.init.{changed[0]}' says how train.init_from may differ, which is not set; set it, or "
+            f"drop train.init.{changed[0]}"
+        )
