@@ -70,10 +70,11 @@ def strategies(config: Config) -> list[Strategy]:
             *each(lambda name: "num_buckets=8", large),
         )
 
-    # The optimizer that keeps as much as any: what one strategy saves shows beside "in-backward update".
-    full = ("optimizer.tables.name=adagrad",)
+    # State for every element: what a strategy saves by itself shows beside "in-backward update, full state".
+    full = ("optimizer.tables={name: adagrad, learning_rate: 0.02}",)
+    own = config.optimizer.tables.name.name
     fp16 = each(lambda name: "data_type=FP16")
-    rowwise = ("optimizer.tables.name=rowwise_adagrad",)
+    rowwise = ("optimizer.tables={name: rowwise_adagrad, learning_rate: 0.05}",)
     halved = each(lambda name: f"embedding_dim={max(4, tables[name].embedding_dim // 8 * 4)}")
     quotients = {name: 2 + int(2 * (table.num_embeddings) ** 0.5) + 1 for name, table in large.items()}
     batch = config.train.global_batch_size
@@ -83,6 +84,7 @@ def strategies(config: Config) -> list[Strategy]:
         *([Strategy("plain torch, padded lists", command=("scripts/plain_torch.py", "--pad"))] if lists else []),
         Strategy("in-backward update, full state", full),
         Strategy("row-wise state", rowwise),
+        Strategy(f"the config's optimizer: {own}"),
         Strategy("FP16 tables", (*full, *fp16)),
         Strategy("half the dimension", (*full, *halved)),
         *(Strategy(f"hashed to 1/{ratio} of the rows", (*full, *hashed(ratio))) for ratio in (2, 4, 8)),
@@ -106,8 +108,7 @@ def strategies(config: Config) -> list[Strategy]:
     ]
     stack: tuple[str, ...] = ()
     for name, overrides in (
-        ("row-wise state", rowwise),
-        ("FP16", fp16),
+        (f"{own} + FP16", fp16),
         ("half the dimension", halved),
         ("ids seen 3 times or more", trimmed(3)),
         (
@@ -116,7 +117,7 @@ def strategies(config: Config) -> list[Strategy]:
         ),
     ):
         stack += overrides
-        found.append(Strategy(f"stack: + {name}", stack))
+        found.append(Strategy(f"stack: {name}" if stack == overrides else f"stack: + {name}", stack))
     return found
 
 

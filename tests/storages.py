@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from launch import ROOT, _environment_of_the_server, _variables
+from launch import ROOT, environment_of_the_server, _variables
 from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.build import Built, build_model
@@ -32,7 +32,7 @@ def walk(config: Path, variants: Sequence[list[str]], nproc: int, folder: Path, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with _environment_of_the_server():
+    with environment_of_the_server():
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["forked"])
         ranks = []
