@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import shlex
+import string
 import subprocess
 import sys
 import types
@@ -116,7 +117,8 @@ def test_torchx_command(nodes: int, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (role,) = app.roles
     option, line = role.args
     assert (role.entrypoint, option, role.num_replicas) == ("bash", "-c", nodes)
-    line = line.replace("$${${rank0_env}:=localhost}", "host").replace("${app_id}", "job").replace("$$", "$")
+    line = string.Template(line).substitute(app_id="job", rank0_env="HOST")  # as TorchX does
+    line = line.replace("${HOST:=localhost}", "host")  # as the shell does
     command = shlex.split(line.removeprefix("exec "))
     launcher, config = check_command(command)
     assert config.train.epochs == 3 and config.data.train == "/a b/$x"

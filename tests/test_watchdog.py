@@ -24,6 +24,7 @@ def watchdog(tmp_path: Path) -> Iterator[Watchdog]:
     """That of rank 0 of three, which has made no progress for longer than it may, in the backward pass of step 7."""
     with open_world(Device.cpu, 1) as world:
         watchdog = Watchdog(replace(world, world_size=3), LIMIT_S, tmp_path / "rank_0.log")
+        watchdog._store.set_timeout(timedelta(seconds=1))
         watchdog.enter("backward", 7)
         watchdog._mark -= LIMIT_S + 1
         yield watchdog
