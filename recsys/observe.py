@@ -39,8 +39,14 @@ def start_logging(folder: Path, rank: int) -> Path:
 def quiet_libraries() -> None:
     """Keep the notices that torch and torchrec give at import, none of them about the user's run, off the screen."""
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
-    for name in ("", "torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
+    logging.getLogger().addFilter(_is_grave)
+    for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _is_grave(record: logging.LogRecord) -> bool:
+    # On the root logger it meets what is logged there by name of no module, as torchrec's planner does.
+    return record.levelno >= logging.ERROR
 
 
 def to_json(values: Any, indent: int | None = None) -> str:

@@ -197,7 +197,7 @@ def as_markdown(result: dict[str, Any]) -> str:
         mib = [f"{found[key] / 2**20:,.2f}" for key in ("table_bytes", "dense_bytes")]
         whole = [f"{found[key] / 2**20:,.0f}" for key in ("loader_bytes", "peak_rss_bytes")]
         less = f"{plain['table_bytes'] / found['table_bytes']:.1f}×"
-        score = f"{found[metric]:.4f} ± {found['stdev']:.4f}"
+        score = f"{found[metric]:.4f} ± {found['stdev']:.4f}" if len(row["runs"]) > 1 else f"{found[metric]:.4f}"
         cells = [name, mib[0], less, mib[1], *whole, f"{found['samples_per_s']:,.0f}", score]
         lines.append(f"| {' | '.join(cells)} | {found[metric] - plain[metric]:+.4f} |")
     return "\n".join(lines) + "\n"
@@ -234,11 +234,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="path without the endings .json, .md and .svg")
     arguments = parser.parse_args()
     chosen = strategies(load_config(arguments.config, arguments.overrides))
-    if arguments.only:
-        unknown = set(arguments.only) - {strategy.name for strategy in chosen}
-        if unknown:
-            parser.error(f"no strategy {min(unknown)!r}; there are: {', '.join(each.name for each in chosen)}")
-        chosen = [each for each in chosen if each.name in (PLAIN, *arguments.only)]
+    unknown = set(arguments.only or ()) - {strategy.name for strategy in chosen}
+    if unknown:
+        parser.error(f"no strategy {min(unknown)!r}; there are: {', '.join(each.name for each in chosen)}")
     path = arguments.out.with_suffix(".json")
     before = json.loads(path.read_text())["strategies"] if path.exists() else {}
     result: dict[str, Any] = {
@@ -252,10 +250,12 @@ def main() -> None:
     for strategy in chosen:
         runs = before.get(strategy.name, {}).get("runs", {})
         for seed in map(str, arguments.seeds):
-            if seed not in runs:
+            if seed not in runs and strategy.name in (PLAIN, *(arguments.only or [strategy.name])):
                 runs[seed] = run_once(strategy, arguments.config, arguments.overrides, int(seed))
                 print(f"{strategy.name}, seed {seed}: {runs[seed]['test'][arguments.metric]:.4f}", flush=True)
-        summary = summarise([runs[str(seed)] for seed in arguments.seeds], arguments.metric)
+        if not runs:
+            continue
+        summary = summarise(list(runs.values()), arguments.metric)
         result["strategies"][strategy.name] = {"overrides": strategy.overrides, "summary": summary, "runs": runs}
         path.write_text(json.dumps(result, indent=1) + "\n")
         arguments.out.with_suffix(".md").write_text(as_markdown(result))
