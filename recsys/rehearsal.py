@@ -27,6 +27,8 @@ from recsys.topology import Topology
 _SAMPLE_ROWS = 20_000
 _MOST_ROWS = 1 << 24  # of a rank
 _PRECISION = 0.02  # of the largest batch that fits
+_ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
+_DECODING = 5  # times the decoded row group is what Arrow takes for it at its peak (measured: 4 to 5.5)
 _TRACED_PIECES = 2  # of a step in micro-batches; each further one leaves its share of the pooled gradients
 
 
@@ -201,8 +203,11 @@ def _window_bytes(inputs: Inputs, sample: _Sample, world_size: int) -> tuple[int
         pairs = [sum(rows[i : i + 2]) for i in range(len(rows))] if threads else rows
         held += max(pairs, default=0)
         largest = max(largest, *rows, 0)
-    # One that is made is there twice, in the order of the files and shuffled, with the order and its Arrow table.
-    making = max(1, threads) * largest * (sample.row_bytes + sample.arrow_row_bytes + 12)
+    # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
+    row_group = int(inputs.datasets["train"].row_groups.num_rows.max())
+    making = max(1, threads) * (
+        largest * (sample.row_bytes + _ORDER_BYTES) + _DECODING * row_group * sample.arrow_row_bytes
+    )
     return int(held * sample.row_bytes), int(making)
 
 
