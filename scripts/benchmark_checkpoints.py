@@ -18,6 +18,7 @@ import benchmark_training  # noqa: E402
 
 from recsys.build import Built, build_model  # noqa: E402
 from recsys.config import load_config  # noqa: E402
+from recsys.errors import UserError  # noqa: E402
 from recsys.inputs import Inputs, open_inputs  # noqa: E402
 from recsys.memory import Timeline  # noqa: E402
 from recsys.process_group import open_world  # noqa: E402
@@ -37,10 +38,12 @@ def block(inputs: Inputs, built: Built, steps: int, kind: str) -> float:
         timeline = Timeline(inputs.world.device)
         trainer = Trainer(inputs, built, Path(folder), timeline)
         start = time.monotonic()
-        trainer.fit()
+        fitted = trainer.fit()
         seconds = time.monotonic() - start
         timeline.close()
-        return seconds
+    if fitted.stopped or fitted.state.step != steps:  # the request to stop stays with the model, so later ones end too
+        raise UserError(f"a block ended at step {fitted.state.step} of {steps}, so nothing was measured; run it again")
+    return seconds
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -48,10 +51,12 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     data = benchmark_training.files(arguments.rows)
     steps = arguments.rows // 2048
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory() as folder, open_world() as world:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints.yaml"
         path.write_text(benchmark_training.config_text(data))
-        inputs = open_inputs(load_config(path, [f"train.max_steps={steps}", *arguments.overrides]), world)
+        config = load_config(path, [f"train.max_steps={steps}", *arguments.overrides])
+    with open_world(config.run.device, config.run.num_threads) as world:
+        inputs = open_inputs(config, world)
         built = build_model(inputs)
         block(inputs, built, steps, "none")  # the first one is slower
         for repeat in range(arguments.repeats):

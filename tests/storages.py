@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from launch import ROOT, environment_of_the_server, _variables
+from launch import ROOT, _variables, environment_of_the_server
 from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.build import Built, build_model
@@ -88,7 +88,9 @@ def _train(config_path: str, overrides: list[str], world: World) -> dict:
 
 
 def _live() -> dict[int, int]:
-    return _storages(each for each in gc.get_objects() if isinstance(each, torch.Tensor))
+    # The shards of a ShardedTensor are tensors of their own.
+    found = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    return _storages(each for each in found if not hasattr(each, "local_shards"))
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

@@ -121,7 +121,8 @@ def test_all_kinds_of_columns_and_mappings_on_two_ranks(logs: Path, tmp_path: Pa
         rare = sum(count for count in counts.values() if count < 3)
         assert found["out_of_vocabulary_share"] == pytest.approx(rare / len(users), abs=1e-4)
         assert result["data"]["ids"]["history"]["distinct_ids"] == 30
-    weights = json.loads((tmp_path / "one" / "memory" / "rank_0.json").read_text())["tables"]["measured"]["user"]
+    tables = json.loads((tmp_path / "one" / "memory" / "rank_0.json").read_text())["tables"]
+    weights = next(table["measured"] for table in tables if table["name"] == "user")
     assert weights["weight_bytes"] == (1 + len(frequent) + 10) * 8 * 4
 
 
