@@ -1,7 +1,7 @@
 """A step without memory: what the dense part and the data will take, before anything is trained, and the prediction."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -230,22 +230,38 @@ def predict_run(config: Config, data: DataFacts, topology: Topology, pieces: Seq
 
 def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> int:
     """Return the largest global batch that fits under a plan, to a fiftieth; 0 where none does."""
+    dense = _by_rows(config, data, topology)
 
-    def fits(rows: int) -> bool:
+    def fits(rows: int, facts: DenseFacts) -> bool:
         train = replace(config.train, global_batch_size=rows * topology.world_size)
-        ranks = predict_run(replace(config, train=train), data, topology, pieces).ranks
-        return not misfits(ranks, topology)
+        return not misfits(predict(replace(config, train=train), data, facts, topology, pieces), topology)
 
-    if not fits(1):
-        return 0
-    low = 1
-    while low < _MOST_ROWS and fits(low * 8):
-        low *= 8
-    high = low * 8
-    while high > low * (1 + _PRECISION) and high - low > 1:
-        middle = math.isqrt(low * high) if high > 2 * low else (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    low, high = 0, _MOST_ROWS
+    while high - low > max(1, int(low * _PRECISION)):
+        middle = max(1, math.isqrt(max(1, low) * high)) if high > 2 * low else (low + high) // 2
+        low, high = (middle, high) if fits(middle, dense(middle)) else (low, middle)
+    while low and not fits(low, rehearse(config, data, low)):
+        low = int(low * (1 - _PRECISION))
     return low * topology.world_size
+
+
+def _by_rows(config: Config, data: DataFacts, topology: Topology) -> Callable[[int], DenseFacts]:
+    """Return the dense part's bytes as a function of a rank's rows, from three steps.
+
+    They are linear in the rows, or square where the loss compares all rows of a batch with each other.
+    """
+    base = max(64, -(-config.train.global_batch_size // topology.world_size), 4 * (config.train.micro_batch_size or 0))
+    known = [rehearse(config, data, base << i) for i in range(3)]
+
+    def at(rows: int) -> DenseFacts:
+        values = {}
+        for name in ("step_bytes", "eval_bytes"):
+            y0, y1, y2 = (getattr(each, name) for each in known)
+            x = rows / base  # the parabola through 1, 2 and 4
+            values[name] = int(y0 * (x - 2) * (x - 4) / 3 - y1 * (x - 1) * (x - 4) / 2 + y2 * (x - 1) * (x - 2) / 6)
+        return replace(known[0], rows=rows, **{name: max(0, value) for name, value in values.items()})
+
+    return at
 
 
 def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:

@@ -1,0 +1,176 @@
+"""What --dry-run says, of machines that are not here."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from launch import fork_train
+
+from recsys.config import load_config
+from recsys.config.topology import num_bytes
+from recsys.dry_run import rehearse_run
+from recsys.errors import UserError
+from recsys.memory.live import LivePeak, storage_bytes
+from recsys.rehearsal import data_facts
+from recsys.table_bytes import cache_bytes, piece_bytes
+from recsys.tables import Shard
+from recsys.topology import Topology, topology_of
+
+GPUS = [
+    "topology.world_size=64",
+    "topology.local_world_size=8",
+    "topology.device=cuda",
+    "topology.device_memory=80GiB",
+    "topology.host_memory=1TiB",
+]
+
+
+def write(path: Path, num_tables: int, rows: int, **table: Any) -> Path:
+    content = {
+        "data": {"train": "/no/such/place", "label_column": "label"},
+        "features": {
+            **{f"f{i}": {"table": f"t{i}"} for i in range(num_tables)},
+            "list": {"table": "t0", "max_length": 20},
+            "price": {"type": "float"},
+        },
+        "tables": {f"t{i}": {"num_embeddings": rows, "embedding_dim": 128, **table} for i in range(num_tables)},
+        "model": {"name": "dlrm", "bottom_mlp": [64], "top_mlp": [256, 128]},
+        "train": {"global_batch_size": 65536},
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_ten_terabytes_on_64_gpus(tmp_path: Path) -> None:
+    """26 tables in host memory, cached on the GPUs: 10 TB are too much for 8 machines of 1 TiB, a quarter is not."""
+    path = write(tmp_path / "c.yaml", 26, 750_000_000, compute_kernel="fused_uvm_caching", cache_load_factor=0.05)
+    smaller = [f"tables.t{i}.{each}" for i in range(26) for each in ("data_type=FP16", "num_embeddings=375000000")]
+    done = fork_train(str(path), "--dry-run", *GPUS, *smaller, f"run.dir={tmp_path}/run")
+    assert done.returncode == 0, done.stdout
+    assert "- Fits with a global batch of 65,536 rows" in done.stdout and "max_length or 1" in done.stdout
+    found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
+    weights = sum(b["host_weight"] for rank in found["ranks"] for b in rank["tables"].values())
+    assert weights == 26 * 375_000_000 * 128 * 2
+    assert found["largest_global_batch_size"] > 65536 and found["data"]["mean_ids"]["list"] == 20
+    done = fork_train(str(path), "--dry-run", *GPUS)
+    assert done.returncode == 1 and "DOES NOT FIT" in done.stdout and "machine 0 needs" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_two_hundred_tables(tmp_path: Path) -> None:
+    """With torchrec's own proposers this takes minutes, and past the limit of `fork_train`."""
+    path = write(tmp_path / "c.yaml", 200, 20_000_000)
+    done = fork_train(str(path), "--dry-run", *GPUS, "model.interaction=dot", timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "t199 " in done.stdout or "more" in done.stdout
+
+
+def test_this_machine_without_topology(tmp_path: Path) -> None:
+    done = fork_train("configs/dlrm_sample.yaml", "--dry-run")
+    assert done.returncode == 0 and "on 1 × cpu" in done.stdout and "the first" in done.stdout
+    assert "| top.0 | Linear |" in done.stdout and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["topology.device=cuda"], "'topology.device_memory' is not set, and there is no GPU here"),
+        (["topology.host_memory=80Gb per node"], "'topology.host_memory' must be a size above 0"),
+        (["topology.world_size=8", "topology.local_world_size=3"], "must divide topology.world_size=8"),
+        (["topology.world_sise=8"], "did you mean 'topology.world_size'?"),
+    ],
+)
+def test_mistakes(options: list[str], said: str) -> None:
+    done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *options)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_sizes() -> None:
+    sizes = {"80GiB": 80 << 30, "1.5 TB": 1_500_000_000_000, "2e3": 2000, 4096: 4096, "1tib": 1 << 40}
+    assert {text: num_bytes("key", text) for text in sizes} == sizes
+    for wrong in ("GiB", "-1GiB", "3 apples", True, None, 0):
+        with pytest.raises(UserError, match="must be a size above 0"):
+            num_bytes("key", wrong)
+
+
+def test_a_run_and_its_dry_run_have_one_plan(tmp_path: Path) -> None:
+    options = ("configs/dlrm_sample.yaml", "data.valid=null", "data.test=null", f"run.dir={tmp_path}")
+    assert fork_train(*options, "train.max_steps=2", nproc=2).returncode == 0
+    found = rehearse_run(load_config(options[0], [*options[1:], "topology.world_size=2", "topology.device=cpu"]))
+    plan = json.loads((tmp_path / "plan.json").read_text())["shards"]
+    assert [json.loads(json.dumps(asdict(piece))) for piece in found.pieces] == plan
+
+
+def test_kernels_lay_tables_out_as_fbgemm_does(tmp_path: Path) -> None:
+    """Formulas of split_table_batched_embeddings_ops_training.py, by hand."""
+    path = write(tmp_path / "c.yaml", 2, 1000)
+    config = load_config(path, ["tables.t0.data_type=FP8", "tables.t1.data_type=FP16"])
+    fp8 = piece_bytes(config, "t0", 1000, 128, "fused")
+    assert fp8.device_weight == 1000 * 128 and fp8.device_optimizer == 1000 * 4  # no scale; FP32 state by row
+    uvm = piece_bytes(config, "t1", 1000, 128, "fused_uvm_caching")
+    assert (uvm.host_weight, uvm.device_weight) == (1000 * 128 * 2, 0)
+    assert (uvm.host_optimizer, uvm.device_optimizer) == (0, 1000 * 4)  # state by row stays on the device
+    adam = load_config(path, ["optimizer.tables.name=adam"])
+    uvm = piece_bytes(adam, "t1", 1000, 128, "fused_uvm")
+    assert uvm.host_optimizer == 2 * 1000 * 128 * 4 and uvm.device_optimizer == 0
+    pieces = [Shard("t1", 0, (0, 0), (1000, 128), "table_wise", "fused_uvm_caching")]
+    cache = cache_bytes(config, pieces)
+    # 0.2 * 1000 rows in sets of 32: 7 sets, 224 slots.
+    assert cache.device_cache == 224 * 128 * 2
+    assert cache.device_metadata == 224 * (8 + 8) + 1000 * 4
+
+
+def test_micro_batches_and_checkpointing_take_less(tmp_path: Path) -> None:
+    path, sizes = write(tmp_path / "c.yaml", 8, 1000), {}
+    for name, options in {
+        "whole": [],
+        "micro": ["train.micro_batch_size=512"],
+        "checkpointing": ["train.activation_checkpointing=true"],
+        "half": ["train.global_batch_size=2048"],
+    }.items():
+        config = load_config(path, ["train.global_batch_size=4096", *options])
+        sizes[name] = rehearse_run(config).prediction.dense.step_bytes
+    assert sizes["micro"] < sizes["checkpointing"] < sizes["whole"]
+    assert abs(sizes["half"] / sizes["whole"] - 0.5) < 0.02
+
+
+def test_a_prediction_leaves_no_fake_tensors_behind() -> None:
+    config = load_config("configs/dlrm_sample.yaml", ["topology.device=cpu"])
+    rehearse_run(config)
+    from recsys.models import DLRM
+
+    model = DLRM(config.model, {"a": 8, "b": 8}, 0)
+    model({"a": torch.ones(2, 8), "b": torch.ones(2, 8)}, torch.empty(2, 0)).sum().backward()
+
+
+def test_more_ranks_share_out_the_tables(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", 4, 100_000, sharding_type="row_wise")
+    config = load_config(path, ["topology.world_size=4", "topology.device=cpu"])
+    found = rehearse_run(config)
+    assert {rank.phases["step"]["host"]["table_weight"] for rank in found.prediction.ranks} == {4 * 25_000 * 128 * 4}
+
+
+def test_live_peak_counts_what_lives_at_once() -> None:
+    x = torch.ones(1000)
+    with LivePeak([x]) as live:
+        y = x * 2  # 4,000 bytes
+        z = y.view(10, 100)  # the same memory
+        del y
+        w = z + 1  # 8,000 together
+        del z
+        w.add_(1)
+    assert (live.peak, live.live) == (8000, 4000)
+    assert storage_bytes([w, w[:10]]) == 4000
+
+
+def test_topology_of_this_machine() -> None:
+    topology = topology_of(load_config("configs/dlrm_sample.yaml", ["run.device=cpu"]))
+    assert isinstance(topology, Topology) and (topology.world_size, topology.device_bytes) == (1, 0)
+    assert topology.host_bytes > 1 << 30
+    facts = data_facts(load_config("configs/dlrm_sample.yaml"), None, 1)
+    assert facts.mean_ids["history"] == 10
