@@ -4,24 +4,21 @@ import errno
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
-from multiprocessing import get_context
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import environment_of_the_server
+from small_checkpoints import checkpoints, loaded, names, state, tensors
 
-from recsys.checkpoint import Checkpoints, Marker, Tensors, TrainState, check_whole, find_checkpoint, load_tensors
+from recsys.checkpoint import Marker, check_whole, find_checkpoint
 from recsys.checkpoint import files as files_module
 from recsys.checkpoint import save as save_module
 from recsys.checkpoint.files import HashedFile, write_file
 from recsys.config import Device
-from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.process_group import World, open_world
 
@@ -30,43 +27,6 @@ from recsys.process_group import World, open_world
 def world() -> Iterator[World]:
     with open_world(Device.cpu) as opened:
         yield opened
-
-
-def tensors(value: float) -> Tensors:
-    """A table and a dense part full of one number, with an optimizer that has made a step."""
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    table, state = torch.full((50, 4), float(value)), torch.full((50,), float(value))
-    return Tensors(lambda: {"t": table}, lambda: {"t/momentum1": state}, model, optimizer)
-
-
-def state(step: int, **settings: Any) -> TrainState:
-    return TrainState(Position(0, (), rows_before=step), step=step, **settings)
-
-
-def checkpoints(folder: Path, world: World, **settings: Any) -> Checkpoints:
-    folder.mkdir(exist_ok=True)
-    return Checkpoints(folder, world, **{"keep": 3, **settings})
-
-
-def loaded(folder: Path, world: World) -> float:
-    """Load the newest whole checkpoint; return the number that it is full of."""
-    found = checkpoints(folder, world).newest_whole()
-    assert found is not None
-    into = tensors(-1.0)
-    load_tensors(*found, into, world)
-    values = [into.tables()["t"], into.table_optimizer()["t/momentum1"], *into.dense.parameters()]
-    assert len({v.item() for value in values for v in (value.min(), value.max())}) == 1
-    return float(values[0][0, 0])
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_one_bit_in_any_file_is_noticed(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,85 +283,3 @@ def test_what_is_written_is_on_disk_before_it_is_named(
         assert done.index(f"sync {written_as}:{size}") < named
     assert done.index("sync step-000000001.tmp:") < named
     assert done[named + 1 :] == ["sync c:", "sync latest.tmp:15", "sync c:"]
-
-
-def _killed_save(folder: Path, prepare: Callable[[], None]) -> None:
-    with open_world(Device.cpu) as world:
-        saved = checkpoints(folder, world, keep=1)
-        saved.save(tensors(1), state(1))
-        prepare()
-        saved.save(tensors(2), state(2))
-
-
-def _kill(*arguments: Any, **settings: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_in_staging() -> None:
-    Tensors.to_save = _kill  # type: ignore[assignment,method-assign]
-
-
-def _kill_in_a_shard() -> None:
-    write = HashedFile.write
-
-    def half(self: HashedFile, data: Any) -> int:
-        write(self, bytes(data)[: len(data) // 2])
-        self.flush()
-        return 0 if self.num_bytes < 1000 else _kill()  # type: ignore[func-returns-value]
-
-    HashedFile.write = half  # type: ignore[method-assign]
-
-
-def _kill_before_the_marker() -> None:
-    Marker.write = _kill  # type: ignore[method-assign]
-
-
-def _kill_after_the_marker() -> None:
-    write = Marker.write
-
-    def write_and_kill(self: Marker, folder: Path) -> None:
-        write(self, folder)
-        _kill()
-
-    Marker.write = write_and_kill  # type: ignore[method-assign]
-
-
-def _kill_after_the_renaming() -> None:
-    Checkpoints._point_to = _kill  # type: ignore[method-assign]
-
-
-def _kill_in_pruning() -> None:
-    def remove_half(folder: Path, **settings: Any) -> None:
-        if folder.exists():
-            (folder / "__0_0.distcp").unlink()
-            _kill()
-
-    save_module.shutil.rmtree = remove_half  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    "prepare, newest",
-    [
-        (_kill_in_staging, 1),
-        (_kill_in_a_shard, 1),
-        (_kill_before_the_marker, 1),
-        (_kill_after_the_marker, 1),
-        (_kill_after_the_renaming, 2),
-        (_kill_in_pruning, 2),
-    ],
-)
-def test_a_kill_at_any_point_leaves_a_whole_checkpoint(
-    prepare: Callable[[], None], newest: int, world: World, tmp_path: Path
-) -> None:
-    with environment_of_the_server():
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["forked"])
-        process = context.Process(target=_killed_save, args=(tmp_path / "c", prepare))
-        process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
-    for path in (tmp_path / "c").glob("step-?????????"):
-        check_whole(path, world)
-    assert loaded(tmp_path / "c", world) == newest
-    checkpoints(tmp_path / "c", world, keep=1).save(tensors(3), state(3))
-    assert names(tmp_path / "c") == ["latest", "step-000000003"]
