@@ -108,7 +108,7 @@ def _kill() -> None:
 
 def random_seconds(number: int) -> float:
     """Return a moment of a short training run, the same for the same number."""
-    return random.Random(number).uniform(0.0, 0.6)
+    return random.Random(number).uniform(0.0, 1.5)
 
 
 def fill_the_disk(rank: int, number: int) -> None:

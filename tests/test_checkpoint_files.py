@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from saving import checkpoints, loaded, names, state, tensors
+from small_checkpoints import checkpoints, loaded, names, state, tensors
 
 from recsys.checkpoint import Marker, check_whole, find_checkpoint
 from recsys.checkpoint import files as files_module

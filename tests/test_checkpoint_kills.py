@@ -1,4 +1,4 @@
-"""A save that is killed at any point leaves a whole checkpoint."""
+"""A process that is killed at any point of a save leaves a whole checkpoint, and the next save goes on from there."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from launch import environment_of_the_server
-from saving import checkpoints, loaded, names, state, tensors
+from small_checkpoints import checkpoints, loaded, names, state, tensors
 
 from recsys.checkpoint import Checkpoints, Marker, Tensors, check_whole
 from recsys.checkpoint import save as save_module

@@ -158,6 +158,10 @@ def test_fifty_kills_at_any_moment(tmp_path: Path) -> None:
         done = start(tmp_path / "run", *options, before=partial(kills.kill_after, moment))
         assert done.returncode == -9, f"{num_kills} kills: {done.stderr[-2000:]}"
         num_kills += 1
+    # Kills before the first checkpoint, or again at the same step, would show little.
+    told = (tmp_path / "run/logs/rank_0.log").read_text()
+    resumed = re.findall(r"resumed at step (\d+)", told)
+    assert len(resumed) >= 30 and len(set(resumed)) >= 10, resumed
     result = finish(tmp_path / "run", *options)
     assert result["data"]["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}] * epochs
     finish(tmp_path / "whole", f"train.epochs={epochs}")

@@ -31,7 +31,8 @@ def train(run_dir: Path, *overrides: str, config: str = CONFIG, nproc: int = 1) 
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
-    return [line["loss"] for line in lines if line["kind"] == "train"], load_tables(checkpoint, "")
+    saved = {name: value for name, value in load_tables(checkpoint, "").items() if not name.startswith("rng/")}
+    return [line["loss"] for line in lines if line["kind"] == "train"], saved
 
 
 def assert_close(one: dict[str, Any], other: dict[str, Any], rtol: float, atol: float) -> None:
