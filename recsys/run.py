@@ -39,6 +39,7 @@ _WRITTEN = (
     "vocabulary",
     "footers",
     "bad_steps",
+    "profile",
 )
 _FOOTERS = "footers"
 _MARKER = ".recsys-run"

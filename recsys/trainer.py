@@ -25,6 +25,7 @@ from recsys.models.step import StepOutput, ignore_phase
 from recsys.observe import MetricsWriter, Progress, logger
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
+from recsys.profiling import traced_steps
 from recsys.starting import Starting
 from recsys.stopping import StopRequests
 
@@ -113,8 +114,10 @@ class Trainer:
             UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
         """
         state = self._state
+        trace = self._run_dir / "profile" / f"rank_{self._world.rank}.json"
         with self._stop.signals(), closing(self._writer):
-            stopped = self._train()
+            with traced_steps(self._config.run.profile_steps, trace, self._world.device) as self._step_traced:
+                stopped = self._train()
             if self._saved_at != state.step:
                 self._save()
             if not stopped:
@@ -179,6 +182,7 @@ class Trainer:
                 set_iteration(state.step - state.bad_steps - state.overflows)
             waited = timed.seconds
             output = self._pipeline.progress(timed)
+            self._step_traced()
             self._advance(output, timed.seconds - waited)
             # No line of its own for a stop, so that after it the lines are those of a run that went on.
             if state.step % train.log_every_steps == 0 or state.step == boundary:

@@ -30,6 +30,7 @@ LAYERS = (
         "compress",
         "export",
         "watchdog",
+        "profiling",
         "stopping",
     ),
     ("inputs",),

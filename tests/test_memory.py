@@ -182,3 +182,13 @@ def test_the_peak_of_the_process_is_predicted(name: str, tmp_path: Path) -> None
     for rank in range(nproc):
         peak = json.loads((tmp_path / "run" / "memory" / f"rank_{rank}.json").read_text())["peak"]
         assert abs(peak["unexplained_bytes"]) < max(32 * MIB, 0.05 * peak["measured_bytes"]), peak
+
+
+def test_steps_are_traced_with_their_tables_marked(config: Path, tmp_path: Path) -> None:
+    options = ("train.max_steps=16", "train.epochs=9", "run.profile_steps=2")
+    done = fork_train(str(config), f"run.dir={tmp_path}/run", *options, nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(2):
+        events = json.loads((tmp_path / f"run/profile/rank_{rank}.json").read_text())["traceEvents"]
+        marks = [event for event in events if event.get("name") == "## tables: update ##"]
+        assert len(marks) == 2 and any(event.get("name") == "[memory]" for event in events)

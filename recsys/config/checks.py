@@ -79,6 +79,7 @@ def _check_numbers(config: Config) -> None:
         "train.keep_checkpoints": (train.keep_checkpoints, 1, math.inf),
         "train.early_stop.patience": (train.early_stop.patience, 1, math.inf),
         "run.num_threads": (config.run.num_threads, 1, 1024),
+        "run.profile_steps": (config.run.profile_steps, 0, 10_000),
         "run.stuck_after_s": (config.run.stuck_after_s, 2, _LARGE),
         "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0, math.inf),
         "optimizer.schedule.final_factor": (optimizer.schedule.final_factor, 0, _LARGE),

@@ -41,6 +41,7 @@ class RunConfig:
     plan: str | None = None  # sharding plan of an earlier run, RUN/plan.json; default: the planner makes one
     device: Device = Device.auto
     num_threads: int | None = None  # OpenMP threads of a rank; default: its share of the cores, less one of many
+    profile_steps: int = 0  # trace so many steps, from the 13th on, to RUN/profile/rank_K.json
     stuck_after_s: float = 600  # in training, name a rank that makes no progress for so long, and end; not with --debug
 
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.profiler import record_function
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
@@ -260,8 +261,9 @@ class DenseHalf(nn.Module):
             for each, gradient in zip(lookup.tensors, gradients, strict=True)
             if each.requires_grad and gradient is not None
         ]
-        if wanted:
-            torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
+        with record_function("## tables: update ##"):
+            if wanted:
+                torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
 
     def _agree(self) -> list[float]:
         assert self._sums is not None and self._output is not None
