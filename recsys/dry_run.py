@@ -13,7 +13,6 @@ from recsys.inputs import Inputs, open_inputs
 from recsys.memory import RankMemory
 from recsys.memory.page import mib, row
 from recsys.observe import quiet_libraries, to_json
-from recsys.out_of_memory import advise
 from recsys.process_group import World, rehearse_world
 from recsys.rehearsal import Prediction, data_facts, largest_batch, layer_page, misfits, predict_run
 from recsys.tables import Shard
@@ -31,7 +30,7 @@ class DryRun:
     Attributes:
         misfits: a sentence for each GPU and machine whose memory is not enough.
         instead: what the device has no kernel for, and what is done in its place.
-        changes: what memory.fit has changed, or would help where it does not fit.
+        changes: what memory.fit has changed.
     """
 
     config: Config
@@ -83,8 +82,8 @@ def rehearse_run(config: Config) -> DryRun:
         prediction = predict_run(config, data, topology, pieces)
         largest = largest_batch(config, data, topology, pieces)
         wrong = misfits(prediction.ranks, topology)
-        if wrong:
-            changes += advise(config, data, topology).lines()
+        if wrong and not config.memory.fit:
+            changes.append("memory.fit=true looks for settings that fit")
     prediction = replace(prediction, largest_batch=largest)
     return DryRun(config, topology, pieces, prediction, wrong, instead, changes, time.monotonic() - start)
 

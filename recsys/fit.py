@@ -11,8 +11,8 @@ from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, Table
 from recsys.config.choices import Autocast, Saver, TableOptimizer
 from recsys.distributed import plan_tables, shards
 from recsys.errors import UserError
-from recsys.memory import DataFacts, RankMemory
-from recsys.rehearsal import predict_run
+from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
+from recsys.rehearsal import rehearse
 from recsys.tables import Shard
 from recsys.topology import Topology
 
@@ -77,7 +77,9 @@ class Fitter:
 
     def __init__(self, config: Config, data: DataFacts, topology: Topology) -> None:
         self._config, self._data, self._topology = config, data, topology
-        self._found: dict[str, list[RankMemory]] = {}
+        # What takes time is planning and tracing, and most changes ask for only one of them anew.
+        self._pieces: dict[str, list[Shard]] = {}
+        self._dense: dict[str, DenseFacts] = {}
 
     def fit(self, allowed: Sequence[Saver]) -> Fit:
         """Return the config with the cheapest changes that make it fit, or with those that bring it nearest."""
@@ -159,11 +161,15 @@ class Fitter:
         return "device" if device >= host else "host"
 
     def _ranks(self, config: Config) -> list[RankMemory]:
-        key = repr(config)
-        if key not in self._found:
-            pieces = pieces_of(config, self._topology)
-            self._found[key] = predict_run(config, self._data_of(config), self._topology, pieces).ranks
-        return self._found[key]
+        data, rows = self._data_of(config), -(-config.train.global_batch_size // self._topology.world_size)
+        kernels = repr((config.tables, config.optimizer.tables, config.precision.output_dtype))
+        if kernels not in self._pieces:
+            self._pieces[kernels] = pieces_of(config, self._topology)
+        dims = [table.embedding_dim for table in config.tables.values()]
+        layers = repr((config.model, config.train, config.precision, dims))
+        if layers not in self._dense:
+            self._dense[layers] = rehearse(config, data, rows)
+        return predict(config, data, self._dense[layers], self._topology, self._pieces[kernels])
 
     def _data_of(self, config: Config) -> DataFacts:
         """Return what is known of the data; with smaller windows, the most that they may take."""
