@@ -200,7 +200,8 @@ def _window_bytes(inputs: Inputs, sample: _Sample, world_size: int) -> tuple[int
     loader, threads = inputs.loader("train"), inputs.config.data.num_threads
     held, largest = 0, 0
     for rows in loader.window_rows():
-        pairs = [sum(rows[i : i + 2]) for i in range(len(rows))] if threads else rows
+        following = [*rows[1:], rows[0] if rows and inputs.config.train.epochs > 1 else 0]
+        pairs = [sum(pair) for pair in zip(rows, following, strict=False)] if threads else rows
         held += max(pairs, default=0)
         largest = max(largest, *rows, 0)
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.

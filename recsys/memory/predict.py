@@ -17,8 +17,11 @@ CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FB
 NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator among many ranks
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
-# What libraries load and keep on their first use (measured on CPU): up to the end of the initialisation, and after.
-_LIBRARY_BYTES = {"init": 42 << 20, "later": 68 << 20}
+# Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after; and
+# what heaps of the training thread and of a decoding thread keep beside what lives.
+_LIBRARY_BYTES = {"init": 30 << 20, "later": 56 << 20}
+_HEAP_BYTES, _THREAD_HEAP_BYTES = 16 << 20, 16 << 20
+_STATISTICS_BYTES = {"init": 2 << 20, "later": 7 << 19}  # of an id feature: hashes seen; then sketches too
 _FILL_BYTES = 4 << 20  # temporaries of initial weights
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
@@ -160,8 +163,13 @@ class _Rank:
         moments = {"init": self._init(), "step": self._step(), "evaluation": self._evaluation(), "save": self._save()}
         if not self._data.eval_rows:
             del moments["evaluation"]
+        num_ids = sum(feature.type is FeatureType.id for feature in self._config.features.values())
         for phase, (_, host) in moments.items():
-            host["libraries"] = _LIBRARY_BYTES.get(phase, _LIBRARY_BYTES["later"])
+            when = "init" if phase == "init" else "later"
+            host["libraries"] = _LIBRARY_BYTES[when]
+            host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
+            if when == "later":
+                host["heap"] = _HEAP_BYTES + self._config.data.num_threads * _THREAD_HEAP_BYTES
         return RankMemory(self._rank, self._tables, {phase: self._placed(*kinds) for phase, kinds in moments.items()})
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
