@@ -75,7 +75,7 @@ def make_plan(
         topology=planned,
         batch_size=batch_size,
         constraints=constraints,
-        enumerator=EmbeddingEnumerator(planned, batch_size, constraints, estimators),
+        enumerator=_Enumerator(planned, batch_size, constraints, estimators),
         storage_reservation=FixedPercentageStorageReservation(0),
         proposer=_proposers(topology),
         performance_model=None if must_fit else _FullestRank(),
@@ -107,6 +107,14 @@ def _proposers(topology: Topology) -> list[Proposer]:
     if topology.on_gpu:  # it divides by the memory of GPUs
         found.insert(2, DynamicProgrammingProposer(max(1, _MEMORY_BINS // topology.world_size)))
     return found
+
+
+class _Enumerator(EmbeddingEnumerator):
+    """torchrec's, in one order: it goes through sets of names, so that ties would be broken anew in each process."""
+
+    def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
+        options = super().enumerate(module, sharders)
+        return sorted(options, key=lambda option: (option.sharding_type, option.compute_kernel))
 
 
 class _BoundedGreedyProposer(GreedyProposer):

@@ -95,7 +95,8 @@ def _live() -> dict[int, int]:
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Bytes of the storages of tensors in memory, by address."""
-    storages = [t.untyped_storage() for t in tensors if t.layout is torch.strided and t.device.type == "cpu"]
+    plain = (t for t in tensors if not hasattr(t, "local_shards"))  # the pieces of a ShardedTensor are tensors too
+    storages = [t.untyped_storage() for t in plain if t.layout is torch.strided and t.device.type == "cpu"]
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 

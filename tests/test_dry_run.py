@@ -15,7 +15,8 @@ from recsys.config.topology import num_bytes
 from recsys.dry_run import rehearse_run
 from recsys.errors import UserError
 from recsys.memory.live import LivePeak, storage_bytes
-from recsys.rehearsal import data_facts
+from recsys.process_group import rehearse_world
+from recsys.rehearsal import data_facts, rehearse
 from recsys.table_bytes import cache_bytes, piece_bytes
 from recsys.tables import Shard
 from recsys.topology import Topology, topology_of
@@ -134,7 +135,9 @@ def test_micro_batches_and_checkpointing_take_less(tmp_path: Path) -> None:
         "half": ["train.global_batch_size=2048"],
     }.items():
         config = load_config(path, ["train.global_batch_size=4096", *options])
-        sizes[name] = rehearse_run(config).prediction.dense.step_bytes
+        with rehearse_world(1, 1, torch.device("cpu")):
+            facts = rehearse(config, data_facts(config, None, 1), config.train.global_batch_size)
+        sizes[name] = facts.step_bytes
     assert sizes["micro"] < sizes["checkpointing"] < sizes["whole"]
     assert abs(sizes["half"] / sizes["whole"] - 0.5) < 0.02
 

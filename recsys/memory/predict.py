@@ -19,7 +19,8 @@ ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching alloca
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after; and
 # what heaps of the training thread and of a decoding thread keep beside what lives.
-_LIBRARY_BYTES = {"init": 30 << 20, "later": 56 << 20}
+_LIBRARY_BYTES = {"init": 14 << 20, "later": 32 << 20}
+_RANK_ZERO_BYTES = 24 << 20  # rank 0 reads the footers and plans
 _HEAP_BYTES, _THREAD_HEAP_BYTES = 16 << 20, 16 << 20
 _STATISTICS_BYTES = {"init": 2 << 20, "later": 7 << 19}  # of an id feature: hashes seen; then sketches too
 _FILL_BYTES = 4 << 20  # temporaries of initial weights
@@ -166,7 +167,7 @@ class _Rank:
         num_ids = sum(feature.type is FeatureType.id for feature in self._config.features.values())
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
-            host["libraries"] = _LIBRARY_BYTES[when]
+            host["libraries"] = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES if self._rank == 0 else 0)
             host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
                 host["heap"] = _HEAP_BYTES + self._config.data.num_threads * _THREAD_HEAP_BYTES
