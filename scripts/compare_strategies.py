@@ -48,8 +48,8 @@ class Strategy:
     shared: bool = False
 
 
-def strategies(config: Config) -> list[Strategy]:
-    """Return the strategies that fit a config."""
+def strategies(config: Config, of_plain: tuple[str, ...] = ()) -> list[Strategy]:
+    """Return the strategies that fit a config; `of_plain` are further overrides for plain torch."""
     tables = config.tables
     large = {name: table for name, table in tables.items() if table.num_embeddings > SMALL_TABLE}
 
@@ -80,8 +80,12 @@ def strategies(config: Config) -> list[Strategy]:
     batch = config.train.global_batch_size
     lists = [name for name, feature in config.features.items() if feature.max_length]
     found = [
-        Strategy(PLAIN, command=("scripts/plain_torch.py",)),
-        *([Strategy("plain torch, padded lists", command=("scripts/plain_torch.py", "--pad"))] if lists else []),
+        Strategy(PLAIN, of_plain, command=("scripts/plain_torch.py",)),
+        *(
+            [Strategy("plain torch, padded lists", of_plain, command=("scripts/plain_torch.py", "--pad"))]
+            if lists
+            else []
+        ),
         Strategy("in-backward update, full state", full),
         Strategy("row-wise state", rowwise),
         Strategy(f"the config's optimizer: {own}"),
@@ -231,9 +235,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--metric", default="auc", help="of data.test (default: auc)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="strategies to run; plain torch comes with them")
+    parser.add_argument(
+        "--plain",
+        nargs="+",
+        metavar="key=value",
+        default=[],
+        help="for plain torch alone, whose Adam trains tables too",
+    )
     parser.add_argument("--out", type=Path, required=True, help="path without the endings .json, .md and .svg")
     arguments = parser.parse_args()
-    chosen = strategies(load_config(arguments.config, arguments.overrides))
+    chosen = strategies(load_config(arguments.config, arguments.overrides), tuple(arguments.plain))
     unknown = set(arguments.only or ()) - {strategy.name for strategy in chosen}
     if unknown:
         parser.error(f"no strategy {min(unknown)!r}; there are: {', '.join(each.name for each in chosen)}")

@@ -18,6 +18,7 @@ from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Cut, Position
 from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TwoTower, checkpoint_mlps
+from recsys.models.ranker import _PairwiseDots
 from recsys.models.step import LossScale
 from recsys.process_group import open_world
 
@@ -217,3 +218,18 @@ def made_up(rows: int, names: list[str], bounds: tuple[int, ...]) -> tuple[Keyed
         Position(0, (Cut((1,), (0,)),)), Fence(),
     )  # fmt: skip
     return KeyedTensor(names, [16] * 4, torch.randn(rows, 64)), batch
+
+
+@pytest.mark.parametrize("num_vectors", [5, 60])
+def test_dots_of_pairs_and_their_gradient(num_vectors: int) -> None:
+    """Few pairs are picked by a matrix, many by their indices."""
+    torch.manual_seed(1)
+    vectors = torch.randn(3, num_vectors, 4, dtype=torch.double, requires_grad=True)
+    rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+    expected = torch.bmm(vectors, vectors.transpose(1, 2))[:, rows, columns]
+    dots = _PairwiseDots.apply(vectors)
+    torch.testing.assert_close(dots, expected)
+    gradient = torch.randn_like(dots)
+    torch.testing.assert_close(
+        torch.autograd.grad(dots, vectors, gradient), torch.autograd.grad(expected, vectors, gradient)
+    )

@@ -14,27 +14,37 @@ from recsys.data.batch import Batch
 from recsys.models.lookup import row_of_each_id, sum_by_row
 from recsys.models.task import RowDropout, Task, Vectors, mlp
 
+_MOST_BY_MATRIX = 48  # vectors: the matrix has about half their number to the power of 4 elements, here 10 MiB
+
 
 class _PairwiseDots(torch.autograd.Function):
     """The dot products of all pairs of a row's vectors, below the diagonal.
 
     Autograd's own backward takes two batched products where one is enough, since the products are symmetric, and picks
-    the pairs by indices, which takes longer than multiplying by a matrix of zeros and ones.
+    the pairs by indices, which takes longer than multiplying by a matrix of zeros and ones, unless that is large.
     """
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(vectors)
-        picked, _ = _pairs(vectors.shape[1], vectors.dtype, vectors.device)
-        return torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1) @ picked
+        n, products = vectors.shape[1], torch.bmm(vectors, vectors.transpose(1, 2))
+        if n > _MOST_BY_MATRIX:
+            rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
+            return products[:, rows, columns]
+        return products.flatten(1) @ _pairs(n, vectors.dtype, vectors.device)[0]
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (vectors,) = ctx.saved_tensors
-        n = vectors.shape[1]
-        _, spread = _pairs(n, vectors.dtype, vectors.device)
-        # Under autocast the gradient comes in its type.
-        return torch.bmm((gradient.to(vectors.dtype) @ spread).view(-1, n, n), vectors)
+        n, gradient = vectors.shape[1], gradient.to(vectors.dtype)  # under autocast it comes in its type
+        if n > _MOST_BY_MATRIX:
+            rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
+            both = gradient.new_zeros(len(gradient), n, n)
+            both[:, rows, columns] = gradient
+            both[:, columns, rows] = gradient
+        else:
+            both = (gradient @ _pairs(n, vectors.dtype, vectors.device)[1]).view(-1, n, n)
+        return torch.bmm(both, vectors)
 
 
 @lru_cache(maxsize=8)
