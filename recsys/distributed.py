@@ -158,15 +158,16 @@ def check_device(config: Config, world: World) -> list[str]:
 
 def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:
     """Yield every piece of every table of a plan; a replicated table is a piece on each rank."""
-    for module in plan.plan.values():
-        for table, sharding in module.items():
-            how = sharding.sharding_type, sharding.compute_kernel
-            if sharding.sharding_spec is None:
-                size = config.tables[table].num_embeddings, config.tables[table].embedding_dim
-                yield from (Shard(table, rank, (0, 0), size, *how) for rank in range(world_size))
-                continue
-            for piece in sharding.sharding_spec.shards:
-                yield Shard(table, piece.placement.rank(), tuple(piece.shard_offsets), tuple(piece.shard_sizes), *how)
+    found = {table: sharding for module in plan.plan.values() for table, sharding in module.items()}
+    for table, settings in config.tables.items():
+        sharding = found[table]
+        how = sharding.sharding_type, sharding.compute_kernel
+        if sharding.sharding_spec is None:
+            size = settings.num_embeddings, settings.embedding_dim
+            yield from (Shard(table, rank, (0, 0), size, *how) for rank in range(world_size))
+            continue
+        for piece in sharding.sharding_spec.shards:
+            yield Shard(table, piece.placement.rank(), tuple(piece.shard_offsets), tuple(piece.shard_sizes), *how)
 
 
 def describe_plan(pieces: Iterable[Shard]) -> list[str]:

@@ -55,7 +55,8 @@ def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
 def _fake_tensors() -> Iterator[None]:
     forget_constants()  # that a step has made: fake ones mix with real ones neither way
     try:
-        with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        # --debug looks for values that are not finite, and fake tensors have none.
+        with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
             yield
     finally:
         forget_constants()

@@ -57,7 +57,7 @@ def test_activations_are_split_before_anything_else() -> None:
 
 
 def test_nothing_that_changes_what_is_learned_is_chosen_unasked() -> None:
-    big = ("tables.user.num_embeddings=20000000", "optimizer.tables.name=adagrad", "memory.budget=1500MiB")
+    big = ("tables.user.num_embeddings=20000000", "optimizer.tables.name=adagrad", "memory.budget=1700MiB")
     config, found = fitted((), *big)
     assert found.missing > 0 and all(change.saver is None for change in found.changes)
     assert found.config.tables == config.tables
@@ -110,8 +110,8 @@ SHORT = ("train.max_steps=3", "train.log_every_steps=1", "data.valid=null", "dat
 @pytest.mark.parametrize(
     "rows, budget, said",
     [
-        (2_000_000, "800MiB", "memory has run out in init, step 0: this process has taken"),
-        (4_000_000, "1100MiB", "the tables fit under no plan"),
+        (3_000_000, "1000MiB", "this process has taken"),
+        (6_000_000, "1600MiB", "the tables fit under no plan"),
     ],
 )
 def test_tables_that_are_too_large_are_told_with_what_helps(rows: int, budget: str, said: str, tmp_path: Path) -> None:
@@ -125,6 +125,7 @@ def test_tables_that_are_too_large_are_told_with_what_helps(rows: int, budget: s
     follow_first_advice(done.stderr, tmp_path, *options)
 
 
+@pytest.mark.slow
 def test_activations_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> None:
     options = ("model.top_mlp=[1024,1024]", "train.global_batch_size=32768", *SHORT, "memory.budget=900MiB")
     done = run_train(CONFIG, f"run.dir={tmp_path}/short", *options)
@@ -145,6 +146,7 @@ def follow_first_advice(text: str, folder: Path, *options: str) -> None:
     assert again.returncode == 0, again.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_run_that_fits_itself_learns_the_same(tmp_path: Path) -> None:
     losses = {}
     for name, options in (

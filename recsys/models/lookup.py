@@ -1,7 +1,7 @@
 """What the tables gave for a batch, and how the model sees it."""
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -26,17 +26,19 @@ class Lookup:
         ids: table rows of the batch.
         pooled: a vector for each row, by feature; None where no table gives any.
         by_id: a vector for each id of the rows' lists, by feature.
+        tensors: what gradients are wanted of: `pooled`, [rows, sum of its widths], then each in `by_id`, [ids, width].
     """
 
     ids: KeyedJaggedTensor
     pooled: KeyedTensor | None
     by_id: dict[str, JaggedTensor]
+    tensors: list[torch.Tensor] = field(init=False)
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """What gradients are wanted of: `pooled`, [rows, sum of its widths], then of each in `by_id` [ids, width]."""
+    def __post_init__(self) -> None:
+        # At once: torchrec waits for the exchange when the values are first asked for, and where that is under
+        # no_grad they are cut off from the tables.
         pooled = [] if self.pooled is None else [self.pooled.values()]
-        return [*pooled, *(each.values() for each in self.by_id.values())]
+        object.__setattr__(self, "tensors", [*pooled, *(each.values() for each in self.by_id.values())])
 
     def parts(self, bounds: Sequence[int], id_bounds: Sequence[Sequence[int]]) -> Iterator[Part]:
         """Yield the parts of the rows between each two of `bounds`; both as of a `Batch`."""
