@@ -95,6 +95,7 @@ def test_advice_names_what_is_enough_first() -> None:
         assert fitter.holders()[0][0] == "activations"
 
 
+@pytest.mark.slow
 def test_a_dry_run_fits_too(capsys: pytest.CaptureFixture[str]) -> None:
     found = rehearse_run(load_config(CONFIG, [*WIDE, "memory.budget=900MiB"]))
     assert found.misfits and any("memory.fit=true" in line for line in found.changes)

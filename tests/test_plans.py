@@ -199,7 +199,7 @@ def test_each_table_with_a_plan_and_an_optimizer_of_its_own(folder: Path) -> Non
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("item, category", [("row_wise", "table_wise"), ("table_wise", "table_row_wise")])
 def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, folder: Path) -> None:
     options = (f"tables.item={{sharding_type: {item}, pooling: mean}}", f"tables.category.sharding_type={category}")
@@ -213,7 +213,7 @@ def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, fol
 ATTENTION = ("model.attention={history: item_id}", "tables.item.pooling=mean", "tables.category.pooling=sum")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 2])
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "auto"])
 def test_vectors_of_single_ids(kind: str, world_size: int, folder: Path) -> None:
     """The table's other feature comes as averages of the same collection."""
