@@ -11,7 +11,7 @@ from recsys.errors import UserError
 from recsys.fit import Fitter, pieces_of
 from recsys.inputs import Inputs, open_inputs
 from recsys.memory import RankMemory
-from recsys.memory.page import mib, row
+from recsys.memory.page import gib, mib, row
 from recsys.observe import quiet_libraries, to_json
 from recsys.process_group import World, rehearse_world
 from recsys.rehearsal import Prediction, data_facts, largest_batch, layer_page, misfits, predict_run
@@ -34,7 +34,6 @@ class DryRun:
     """
 
     config: Config
-
     topology: Topology
     pieces: list[Shard]
     prediction: Prediction
@@ -122,9 +121,9 @@ def format_dry_run(found: DryRun) -> str:
     """Return the page for people, as Markdown."""
     config, topology, prediction = found.config, found.topology, found.prediction
     ranks, batch = prediction.ranks, config.train.global_batch_size
-    memory = f"{_gib(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
+    memory = f"{gib(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
     if topology.on_gpu:
-        memory = f"{_gib(topology.device_bytes)} a GPU ({topology.sources['device_bytes']}), {memory}"
+        memory = f"{gib(topology.device_bytes)} a GPU ({topology.sources['device_bytes']}), {memory}"
     lines = [
         f"# Dry run: {config.run.name} on {topology.world_size} × {topology.device.type}",
         "",
@@ -155,7 +154,7 @@ def _locked(found: DryRun) -> list[str]:
     pinned = own * topology.local_world_size
     limit = "unlimited" if topology.locked_bytes is None else f"{mib(topology.locked_bytes)} MiB"
     return [
-        f"- Page-locked by CUDA: {mib(own)} MiB a rank, {mib(pinned)} MiB a machine, of {_gib(topology.host_bytes)}; "
+        f"- Page-locked by CUDA: {mib(own)} MiB a rank, {mib(pinned)} MiB a machine, of {gib(topology.host_bytes)}; "
         f"RLIMIT_MEMLOCK here: {limit} (it binds mlock and RDMA, not CUDA's driver)"
     ]
 
@@ -185,7 +184,3 @@ def _few(lines: list[str], most: int) -> list[str]:
     """Return the first lines, long ones cut, and how many there are besides."""
     short = [line if len(line) < 240 else f"{line[:200]} … ({line.count('; ') + 1} pieces)" for line in lines[:most]]
     return short if len(lines) <= most else [*short, f"- … and {len(lines) - most} more"]
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

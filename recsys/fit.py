@@ -12,7 +12,7 @@ from recsys.config.choices import Autocast, Saver, TableOptimizer
 from recsys.distributed import plan_tables, shards
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
-from recsys.rehearsal import rehearse
+from recsys.rehearsal import demands, rehearse
 from recsys.tables import Shard
 from recsys.topology import Topology
 
@@ -45,7 +45,7 @@ class Fit:
 
     Attributes:
         changes: from the config that was asked for; before, after: what the fullest rank takes, in bytes.
-        misfits: bytes that are still missing, over all ranks.
+        missing: bytes that are still missing, over all ranks.
     """
 
     config: Config
@@ -183,14 +183,8 @@ class Fitter:
 
     def missing(self, config: Config) -> int:
         """Return the bytes by which ranks and machines exceed what they have, less the margin."""
-        topology, total, share = self._topology, 0, 1 - _MARGIN
-        ranks = self._ranks(config)
-        if topology.on_gpu:
-            total += sum(max(0, rank.peak("device")[0] - int(topology.device_bytes * share)) for rank in ranks)
-        for first in range(0, topology.world_size, topology.local_world_size):
-            used = sum(rank.peak("host")[0] for rank in ranks[first : first + topology.local_world_size])
-            total += max(0, used - int(topology.host_bytes * share))
-        return total
+        found = demands(self._ranks(config), self._topology)
+        return sum(max(0, size - int(there * (1 - _MARGIN))) for _, size, there in found)
 
     def _with(self, changes: Sequence[Change]) -> Config:
         return with_changes(self._config, changes)

@@ -20,6 +20,7 @@ from recsys.inputs import Inputs
 from recsys.layers import Layer, analyse_layers, format_layers
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.live import LivePeak, storage_bytes
+from recsys.memory.page import gib
 from recsys.models import TrainStep, forget_constants
 from recsys.tables import Shard, float_features, id_features
 from recsys.topology import Topology
@@ -266,20 +267,18 @@ def _by_rows(config: Config, data: DataFacts, topology: Topology) -> Callable[[i
     return at
 
 
-def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
-    """Return a sentence for each GPU and machine whose memory is not enough."""
-    found = []
-    for rank in ranks:
+def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[tuple[str, int, int]]:
+    """Yield for each GPU and machine what it is, the bytes that it needs at its peak, and the bytes that it has."""
+    for rank in ranks if topology.on_gpu else ():
         size, phase = rank.peak("device")
-        if topology.on_gpu and size > topology.device_bytes:
-            found.append(f"rank {rank.rank} needs {_gib(size)} of {_gib(topology.device_bytes)} GiB in {phase}")
+        yield f"the GPU of rank {rank.rank} ({phase})", size, topology.device_bytes
     for machine in range(topology.num_machines):
         first = machine * topology.local_world_size
         size = sum(rank.peak("host")[0] for rank in ranks[first : first + topology.local_world_size])
-        if size > topology.host_bytes:
-            found.append(f"machine {machine} needs {_gib(size)} of {_gib(topology.host_bytes)} GiB of host memory")
-    return found
+        yield f"the host memory of machine {machine}", size, topology.host_bytes
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.2f}"
+def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
+    """Return a sentence for each GPU and machine whose memory is not enough."""
+    found = demands(ranks, topology)
+    return [f"{where} would take {gib(size)} of {gib(there)}" for where, size, there in found if size > there]

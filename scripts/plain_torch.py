@@ -27,7 +27,7 @@ from recsys.checkpoint import Tensors  # noqa: E402
 from recsys.config import Config, load_config  # noqa: E402
 from recsys.data.batch import Batch  # noqa: E402
 from recsys.inputs import learn_facts, open_inputs  # noqa: E402
-from recsys.memory import Timeline  # noqa: E402
+from recsys.memory import Timeline, measure_dense  # noqa: E402
 from recsys.observe import quiet_libraries, start_logging  # noqa: E402
 from recsys.process_group import open_world  # noqa: E402
 from recsys.tables import fill_initial, id_features, init_range  # noqa: E402
@@ -113,12 +113,9 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
         trainer = Trainer(inputs, built, run_dir, timeline)
         fitted = trainer.fit()
         timeline.close()
-        kinds = {}
-        for kind, parameters in (("table", list(tables.parameters())), ("dense", list(half.parameters()))):
-            states = [v for p in parameters for v in optimizer.state[p].values() if isinstance(v, torch.Tensor)]
-            kinds[f"{kind}_weight"] = num_bytes(parameters)
-            kinds[f"{kind}_gradient"] = num_bytes(p.grad for p in parameters if p.grad is not None)
-            kinds[f"{kind}_optimizer"] = num_bytes(states)
+        kinds: dict[str, int] = {}
+        for kind, module in (("table", tables), ("dense", half)):
+            kinds |= {f"{kind}_{name}": size for name, size in measure_dense(module, optimizer).items()}
         return {
             "metrics": fitted.metrics,
             "steps": fitted.state.step,
@@ -127,11 +124,6 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
             "loader_bytes": sum(trainer.loader_bytes.values()),
             "peak_rss_bytes": timeline.peak().peak_bytes,
         }
-
-
-def num_bytes(tensors: Any) -> int:
-    """Return what tensors take."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def main() -> None:

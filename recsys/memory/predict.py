@@ -31,8 +31,6 @@ _SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backwar
 _CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it
 _RESULT_BYTES = 12 + 3 * 24  # of a row evaluated: kept as FP32, then joined, sent and sorted as FP64
 
-PHASES = ("init", "step", "evaluation", "save")
-
 
 @dataclass(frozen=True)
 class DataFacts:

@@ -58,9 +58,9 @@ def measure_tables(weights: dict[str, Any], states: dict[str, Any]) -> dict[str,
 
 
 def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
-    """Return the bytes of the dense part as its tensors are."""
+    """Return the bytes of a model's parameters as its tensors are; the optimizer may have others besides."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    states = [value for entry in optimizer.state.values() for value in entry.values()]
+    states = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
     return {
         "parameter_bytes": _num_bytes(parameters),
         "gradient_bytes": _num_bytes(p.grad for p in parameters if p.grad is not None),
