@@ -13,12 +13,14 @@ from recsys.distributed import plan_tables, shards
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
 from recsys.rehearsal import demands, rehearse
+from recsys.table_bytes import WEIGHT_BYTES
 from recsys.tables import Shard
 from recsys.topology import Topology
 
 _MARGIN = 0.05  # of the memory there is, that a fitted run leaves: predictions are not exact
 _LEAST_ROWS = 32  # of a micro-batch
 _PASSES = 2
+_FINE_STEPS = 4  # up to which tables are moved one by one
 _LEAST_BYTES = 1 << 20  # that are worth an advice
 _ROWWISE = {
     TableOptimizer.adagrad: TableOptimizer.rowwise_adagrad,
@@ -252,34 +254,45 @@ def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
 
 
 def _kernels(kernel: ComputeKernel, cost: str) -> Callable[[Config, Topology], Iterator[Change]]:
-    before = (ComputeKernel.fused, ComputeKernel.fused_uvm_caching)
+    on_disk = kernel is ComputeKernel.key_value
+    before = (ComputeKernel.fused, ComputeKernel.fused_uvm_caching)[: 1 + on_disk]
+
+    def movable(table: TableConfig) -> bool:
+        split = table.sharding_type is not ShardingChoice.data_parallel
+        return split and table.compute_kernel in before and (table.storage_dir is not None or not on_disk)
 
     def changes(config: Config, topology: Topology) -> Iterator[Change]:
         if not topology.on_gpu or config.run.plan is not None:
             return
-        for names in _largest(
-            config,
-            lambda table: (
-                table.compute_kernel in before[: 1 + (kernel is ComputeKernel.key_value)]
-                and table.sharding_type is not ShardingChoice.data_parallel
-                and (kernel is not ComputeKernel.key_value or table.storage_dir is not None)
-            ),
-        ):
+        room = topology.world_size * topology.device_bytes + on_disk * topology.num_machines * topology.host_bytes
+        excess = sum(_weight_bytes(table) for table in config.tables.values()) - room
+        movables = {name: table for name, table in config.tables.items() if movable(table)}
+        least = 0  # as many as must go, before anything else is counted
+        for table in sorted(movables.values(), key=_weight_bytes, reverse=True):
+            if excess <= 0:
+                break
+            excess -= int(_weight_bytes(table) * (1 - table.cache_load_factor))
+            least += 1
+        for names in _largest(movables, least):
             yield Change({f"tables.{name}.compute_kernel": kernel for name in names}, cost)
 
     return changes
 
 
-def _largest(config: Config, wanted: Callable[[TableConfig], bool]) -> Iterator[list[str]]:
-    """Yield the names of the largest table that is wanted, of the two largest, the four largest … and of all."""
-    sizes = {name: t.num_embeddings * t.embedding_dim for name, t in config.tables.items() if wanted(t)}
-    names = sorted(sizes, key=lambda name: -sizes[name])
-    number = 1
-    while names:
-        yield names[:number]
-        if number >= len(names):
-            return
-        number *= 2
+def _weight_bytes(table: TableConfig) -> int:
+    return table.num_embeddings * table.embedding_dim * WEIGHT_BYTES[table.data_type]
+
+
+def _largest(tables: Mapping[str, TableConfig], least: int = 0) -> Iterator[list[str]]:
+    """Yield the names of the `least` largest tables, then of some more each time, and at last of all."""
+    names = sorted(tables, key=lambda name: -tables[name].num_embeddings * tables[name].embedding_dim)
+    more = 0
+    while least + more < len(names):
+        if least + more:
+            yield names[: least + more]
+        more = more + 1 if more < _FINE_STEPS else 2 * more
+    if names:
+        yield names
 
 
 def _windows(config: Config, topology: Topology) -> Iterator[Change]:
@@ -301,7 +314,7 @@ def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
 
 
 def _fp16(config: Config, topology: Topology) -> Iterator[Change]:
-    for names in _largest(config, lambda table: table.data_type is DataType.FP32):
+    for names in _largest({name: t for name, t in config.tables.items() if t.data_type is DataType.FP32}):
         settings = {f"tables.{name}.data_type": DataType.FP16 for name in names}
         yield Change(settings, "updates are rounded to 11 bits", Saver.fp16_tables)
 

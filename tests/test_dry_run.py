@@ -47,7 +47,7 @@ def write(path: Path, num_tables: int, rows: int, **table: Any) -> Path:
 
 
 def test_ten_terabytes_on_64_gpus(tmp_path: Path) -> None:
-    """26 tables in host memory, cached on the GPUs: 10 TB are too much for 8 machines of 1 TiB, a quarter is not."""
+    """26 tables in host memory, cached on the GPUs: a quarter of 10 TB fits into 8 machines of 1 TiB."""
     path = write(tmp_path / "c.yaml", 26, 750_000_000, compute_kernel="fused_uvm_caching", cache_load_factor=0.05)
     smaller = [f"tables.t{i}.{each}" for i in range(26) for each in ("data_type=FP16", "num_embeddings=375000000")]
     done = fork_train(str(path), "--dry-run", *GPUS, *smaller, f"run.dir={tmp_path}/run")
@@ -57,9 +57,23 @@ def test_ten_terabytes_on_64_gpus(tmp_path: Path) -> None:
     weights = sum(b["host_weight"] for rank in found["ranks"] for b in rank["tables"].values())
     assert weights == 26 * 375_000_000 * 128 * 2
     assert found["largest_global_batch_size"] > 65536 and found["data"]["mean_ids"]["list"] == 20
-    done = fork_train(str(path), "--dry-run", *GPUS)
-    assert done.returncode == 1 and "DOES NOT FIT" in done.stdout and "machine 0 needs" in done.stdout
-    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_ten_terabytes_are_made_to_fit(tmp_path: Path) -> None:
+    """Neither GPUs nor hosts are enough alone: memory.fit moves as many tables as must go to the hosts."""
+    path = write(tmp_path / "c.yaml", 26, 750_000_000)
+    for kernel, where in (("fused", "the GPU of rank 0 (step)"), ("fused_uvm", "the host memory of machine 0")):
+        kernels = [f"tables.t{i}.compute_kernel={kernel}" for i in range(26)]
+        done = fork_train(str(path), "--dry-run", *GPUS, *kernels)
+        assert done.returncode == 1 and "DOES NOT FIT" in done.stdout and f"{where} would take" in done.stdout
+        assert "Traceback" not in done.stderr
+    done = fork_train(str(path), "--dry-run", *GPUS, "memory.fit=true", f"run.dir={tmp_path}/run", timeout=300)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
+    kernels = {piece["table"]: piece["compute_kernel"] for piece in found["shards"]}
+    assert 13 <= sum(kernel == "fused_uvm_caching" for kernel in kernels.values()) < 26
+    assert found["fits"] and found["largest_global_batch_size"] >= 65536
 
 
 @pytest.mark.slow

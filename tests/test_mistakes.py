@@ -330,12 +330,14 @@ def test_two_ranks_with_a_wrong_key() -> None:
     check_two_ranks(RANKER, ["train.epoch=3"], KEYS["unknown key"][1])
 
 
+@pytest.mark.slow
 def test_two_ranks_with_data_that_do_not_fit(tmp_path: Path) -> None:
     edit, overrides, said = DATA["rating as label"]
     train = write(tmp_path / "data", edit)
     check_two_ranks(RANKER, [f"data.train={train}", f"run.dir={tmp_path}/run", *overrides], said)
 
 
+@pytest.mark.slow
 def test_a_row_that_only_one_rank_meets_and_late(tmp_path: Path) -> None:
     # Streams of several windows of 1 MiB each; the last row is in rank 1's last stream.
     rows, generator = 40_000, np.random.default_rng(1)

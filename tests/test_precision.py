@@ -136,6 +136,7 @@ def test_the_towers_are_split_and_not_the_softmax(tmp_path: Path) -> None:
         assert_close(tables_of(parts[1]), tables_of(whole[1]), 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_tables_of_several_widths(tmp_path: Path) -> None:
     """Narrower ones are projected to the widest, or all to the width that the model is given."""
     widths = ("tables.user.embedding_dim=16", "tables.item.embedding_dim=4", "optimizer.tables.eps=1e-6")

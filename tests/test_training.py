@@ -114,6 +114,7 @@ def test_other_table_optimizers_resume(optimizer: str, tmp_path: Path) -> None:
     torch.testing.assert_close(losses(tmp_path / "parts"), losses(tmp_path / "whole"), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     schedule = ("optimizer.schedule.name=linear", "optimizer.schedule.warmup_steps=5", "train.epochs=10")
     arguments = (CONFIG, f"run.dir={tmp_path / 'stopped'}", *EACH_STEP, *schedule)

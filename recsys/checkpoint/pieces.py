@@ -26,10 +26,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from recsys.table_bytes import CHUNK_BYTES
 from recsys.tables import local_pieces
-
-# A saved chunk is read whole, so this bounds what loading, resharding and exporting hold besides the tensors.
-CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from recsys.config import Config, FeatureType
 from recsys.memory.tensors import Bytes
-from recsys.table_bytes import TableBytes, cache_bytes, lookup_groups, piece_bytes, rank_tables
+from recsys.table_bytes import CHUNK_BYTES, TableBytes, cache_bytes, lookup_groups, piece_bytes, rank_tables
 from recsys.tables import Shard
 from recsys.topology import Topology
 
@@ -243,7 +243,8 @@ class _Rank:
             },
         ]
         highest = max(moments, key=lambda kinds: sum(kinds.values()))
-        return {**self._trained(), **in_flight, **highest}, self._loader()
+        copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
+        return {**self._trained(), **in_flight, **highest}, {**self._loader(), "save_copies": copies}
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)
@@ -260,15 +261,30 @@ class _Rank:
         return device, {**self._loader(), "results": rows * _RESULT_BYTES}
 
     def _save(self) -> tuple[Bytes, Bytes]:
-        # What lies on a GPU is copied before it is written, and so is a table that shares its memory with others;
-        # torch's writer keeps all copies until the last is written.
-        copied = TableBytes()
+        return self._trained(), {**self._loader(), "save_copies": self._background_copies() or self._written_copies()}
+
+    def _background_copies(self) -> int:
+        """Return the bytes of tables and state that are copied to be written while training goes on."""
+        if not self._config.train.async_checkpoints:
+            return 0
+        return sum(table.weight + table.optimizer for table in self._tables.values())
+
+    def _written_copies(self) -> int:
+        """Return the bytes that torch's writer copies: of each tensor it keeps the last chunk until all are written.
+
+        What lies on a GPU is copied, and what is only a part of a tensor's memory: a chunk, or a table in a group.
+        """
+        copied = 0
         for group in lookup_groups(self._config, self._pieces):
-            if len(group) > 1 or self._topology.on_gpu:
-                sizes = (piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in group)
-                copied = sum(sizes, copied)
-        buffers = copied.weight - copied.disk_weight + copied.optimizer
-        return self._trained(), {**self._loader(), "save_copies": buffers}
+            for piece in group:
+                size = piece_bytes(self._config, piece.table, *piece.size, piece.compute_kernel)
+                parts = (size.weight, size.optimizer)
+                copied += sum(
+                    min(part, CHUNK_BYTES)
+                    for part in parts
+                    if self._topology.on_gpu or len(group) > 1 or part > CHUNK_BYTES
+                )
+        return copied
 
 
 def _present(kinds: Bytes) -> Bytes:
