@@ -1,20 +1,14 @@
 """What allocators are told once, before the libraries that use them are loaded."""
 
-import ctypes
 import os
-from contextlib import suppress
-
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
-_MAPPED_BYTES = 1 << 20
 
 
 def prepare_environment() -> None:
-    """Set up glibc's allocator and Arrow's; call it before pyarrow is imported. A value of the user's own stays."""
+    """Set up Arrow's allocator; call it before pyarrow is imported. A value of the user's own stays.
+
+    glibc's is left as it is. With blocks of a step mapped one by one (a low M_MMAP_THRESHOLD) a process takes no more
+    than what lives, but every step faults all its pages in anew: on two cores it then trains half as many rows.
+    """
     # Arrow gives memory back to the system 10 ms after its last use, in the middle of decoding the next row group. On
     # virtual machines, where getting it again is expensive, that costs a quarter of the time. So many milliseconds:
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "60000")
-    # glibc moves the size from which on blocks are mapped, and given back when they are freed, up to 32 MiB. Tensors of
-    # a step then leave holes in its heap: a run of micro-batches held twice what lived.
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        with suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _MAPPED_BYTES)
