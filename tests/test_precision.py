@@ -18,8 +18,10 @@ from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Cut, Position
 from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TwoTower, checkpoint_mlps
+from recsys.models.lookup import Lookup, Part
 from recsys.models.ranker import _PairwiseDots
 from recsys.models.step import LossScale
+from recsys.models.task import Vectors
 from recsys.process_group import open_world
 
 CONFIG = "configs/dlrm_sample.yaml"
@@ -219,6 +221,31 @@ def made_up(rows: int, names: list[str], bounds: tuple[int, ...]) -> tuple[Keyed
         Position(0, (Cut((1,), (0,)),)), Fence(),
     )  # fmt: skip
     return KeyedTensor(names, [16] * 4, torch.randn(rows, 64)), batch
+
+
+@pytest.mark.parametrize("bad_part", [0, 1, 3, None])
+def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
+    bad_part: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP16 may overflow behind the last weight, where neither the loss nor a gradient of the dense part shows it."""
+    names, part_rows = ["a", "b", "c", "d"], 32
+    task = RankingTask(DLRM(DLRMConfig(bottom_mlp=[16], top_mlp=[8]), dict.fromkeys(names, 16), 2))
+    vectors_of = Lookup.vectors
+
+    def vectors(self: Lookup, part: Part, tensors: list[torch.Tensor], *rest: Any) -> Vectors:
+        if bad_part is not None and part.rows[0] == bad_part * part_rows:
+            tensors[0].register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([5]), torch.inf))
+        return vectors_of(self, part, tensors, *rest)
+
+    monkeypatch.setattr(Lookup, "vectors", vectors)
+    with open_world(Device.cpu, 1):
+        half = DenseHalf(task, 1, None, PrecisionConfig())
+        pooled, batch = made_up(4 * part_rows, names, tuple(range(0, 4 * part_rows + 1, part_rows)))
+        pooled.values().requires_grad_()
+        _, output = half.forward(pooled, None, batch)
+        half.backward()
+        assert output.loss > 0 and output.skipped == (bad_part is not None) == (not output.finite_here)
+        assert (pooled.values().grad is None) == output.skipped
 
 
 @pytest.mark.parametrize("num_vectors", [5, 60])

@@ -1,7 +1,7 @@
 """The two halves of a training step: the lookup, and the dense part on detached embeddings.
 
-The dense part runs forward and backward by itself; then one small all-reduce says the sums of loss and weights
-over all ranks, gradients are divided by the sum of weights, and one backward goes into the tables. So nothing
+The dense part runs forward and backward by itself; with its gradients one small all-reduce says the sums of loss and
+weights over all ranks, gradients are divided by the sum of weights, and one backward goes into the tables. So nothing
 reaches a table before every rank has seen that the step is sound.
 """
 
@@ -9,11 +9,13 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import Variable
 from torch.profiler import record_function
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -25,6 +27,7 @@ from recsys.models.task import Task, Vectors, set_dropout_keys
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
 _GREATEST_SCALE = 2.0**24
+_NUM_BAD = 2  # position among the sums over ranks
 
 
 @dataclass
@@ -129,7 +132,8 @@ class DenseHalf(nn.Module):
         self._dtype = _DTYPES.get(precision.autocast)
         self._lookup: Lookup | None = None
         self._gradients: list[torch.Tensor | None] = []
-        self._sums: torch.Tensor | None = None
+        self._sums: torch.Tensor | None = None  # over all ranks, once `_summing` is done
+        self._summing: dist.Work | None = None
         self._finite: torch.Tensor | None = None
         self._output: StepOutput | None = None
 
@@ -143,7 +147,6 @@ class DenseHalf(nn.Module):
             return batch.weights.new_zeros(()), StepOutput(batch, outputs)
         loss, self._gradients = self._forward_backward(lookup, batch)
         self._lookup = lookup
-        self._sums = torch.stack([loss.double(), batch.weights.sum().double()])
         self._output = StepOutput(batch, ())
         return loss, self._output
 
@@ -157,7 +160,8 @@ class DenseHalf(nn.Module):
         whole: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         if len(parts) > 1 and not self.task.loss_by_rows:
             whole = self._loss_of_all(lookup, batch, parts)
-        losses, gradients = [], []
+        total = batch.weights.new_zeros(()) if whole is None else whole[0]
+        gradients: list[list[torch.Tensor | None]] = []
         for part in parts:
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
             with self._exchanging(part is parts[-1]):
@@ -166,16 +170,38 @@ class DenseHalf(nn.Module):
                 self.enter_phase("forward")
                 outputs = self._part(lookup, part, leaves, rows)
                 self.enter_phase("backward")
+                seeds: list[torch.Tensor] | None = None
                 if whole is None:
                     loss = self.task.loss(outputs, rows)
-                    (loss * self._loss_factor(batch)).backward()
-                    losses.append(loss.detach())
+                    total, outputs = total + loss.detach(), loss * self._loss_factor(batch)
                 else:
-                    several = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-                    torch.autograd.backward(several, [each[slice(*part.rows)] for each in whole[1]])
+                    seeds = [each[slice(*part.rows)] for each in whole[1]]
+                roots = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
+                if part is parts[-1]:
+                    at_end = partial(self._start_summing, batch, total, gradients, leaves)
+                    roots[0].register_hook(partial(_call_at_end, at_end))
+                torch.autograd.backward(roots, seeds)
             gradients.append([leaf.grad for leaf in leaves])
-        total = torch.stack(losses).sum() if whole is None else whole[0]
         return total, [_joined(pieces) for pieces in zip(*gradients, strict=True)]
+
+    @torch.no_grad()
+    def _start_summing(
+        self, batch: Batch, loss: torch.Tensor, gradients: list[list[torch.Tensor | None]], leaves: list[torch.Tensor]
+    ) -> None:
+        """Begin to sum over all ranks what a step must agree on; called when the last backward pass is through.
+
+        That is before DistributedDataParallel waits for the gradients, so that ranks wait for each other only once.
+
+        Args:
+            gradients: of the micro-batches before the last, whose `leaves` have theirs.
+        """
+        every = [*gradients, [leaf.grad for leaf in leaves]]
+        own = [gradient for each in every for gradient in each if gradient is not None]
+        sums = torch.stack([loss.double(), batch.weights.sum().double()])
+        self._finite = torch.isfinite(sums).all() & _all_finite(own)
+        counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
+        self._sums = torch.cat([sums, (~self._finite).double()[None], sums.new_tensor(counts)])
+        self._summing = dist.all_reduce(self._sums, async_op=True) if dist.get_world_size() > 1 else None
 
     def _loss_of_all(self, lookup: Lookup, batch: Batch, parts: list[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the loss of the whole batch, and its gradients by the model's outputs."""
@@ -266,19 +292,14 @@ class DenseHalf(nn.Module):
                 torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
 
     def _agree(self) -> list[float]:
-        assert self._sums is not None and self._output is not None
-        # A sum of absolute values is finite exactly if all values are (and it does not overflow). Gradients of the
-        # dense part are those of all ranks.
-        own = [each for each in self._gradients if each is not None]
-        norms = torch.stack(torch._foreach_norm([*own, *self._dense_gradients()], 1))
-        self._finite = torch.isfinite(self._sums).all() & torch.isfinite(norms[: len(own)]).all()
-        finite = self._finite & torch.isfinite(norms).all()
-        batch = self._output.batch
-        counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
-        sums = torch.cat([self._sums, (~finite).double()[None], self._sums.new_tensor(counts)])
-        if dist.get_world_size() > 1:
-            dist.all_reduce(sums)
-        return sums.tolist()
+        """Return the sums over all ranks of what `_start_summing` has begun to sum."""
+        assert self._sums is not None
+        # Gradients of the dense part are those of all ranks, on each of them.
+        finite = _all_finite(self._dense_gradients())
+        if self._summing is not None:
+            self._summing.wait()
+        self._sums[_NUM_BAD] += ~finite
+        return self._sums.tolist()
 
 
 class TrainStep(nn.Module):
@@ -305,6 +326,17 @@ class TrainStep(nn.Module):
         pooled = None if self.embeddings is None else self.embeddings(batch.ids)
         by_id = None if self.embeddings_by_id is None else self.embeddings_by_id(batch.ids)
         return self.dense(pooled, by_id, batch)
+
+
+def _call_at_end(callback: Callable[[], None], _: torch.Tensor) -> None:
+    """Let autograd call back at the end of the backward pass in which this is called, as the hook of a tensor."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return whether all values are finite, as a bool tensor of no dimensions."""
+    # A sum of absolute values is finite exactly if all values are (and it does not overflow).
+    return torch.isfinite(torch.stack(torch._foreach_norm(tensors, 1))).all()
 
 
 def ignore_phase(phase: str, step: int | None = None) -> None:
