@@ -13,7 +13,7 @@ from recsys.data.order import Cut, Position
 from recsys.errors import UserError
 from recsys.process_group import World
 
-FORMAT = 2
+FORMAT = 3  # 2 had other windows, so that rows came in another order
 MARKER = "checkpoint.json"
 _MARKER_OF_FORMAT_1 = "state.json"
 _ASIDE = ".tmp"

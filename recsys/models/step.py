@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol, cast
 
 import torch
@@ -271,11 +271,15 @@ class DenseHalf(nn.Module):
         scale = dist.get_world_size() / weight / factor if weight else 0.0
         torch._foreach_mul_(self._dense_gradients(), scale)
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self._dense_parameters, self.clip_norm)
         self._train_tables(lookup, [None if each is None else each * scale for each in gradients])
 
+    @cached_property
+    def _dense_parameters(self) -> list[nn.Parameter]:
+        return list(self.task.model.parameters())  # looking for them takes a tenth of a millisecond
+
     def _dense_gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self.task.model.parameters() if p.grad is not None]
+        return [p.grad for p in self._dense_parameters if p.grad is not None]
 
     def _train_tables(self, lookup: Lookup, gradients: list[torch.Tensor | None]) -> None:
         """Hand on the gradients by the looked-up tensors, times the number of ranks."""
