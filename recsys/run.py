@@ -22,6 +22,7 @@ from recsys.memory.report import SCHEMA_VERSION
 from recsys.memory_log import MemoryLog
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
 from recsys.out_of_memory import explained, fit_inputs, limit_memory
+from recsys.process_environment import give_large_blocks_back
 from recsys.process_group import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer
 from recsys.versions import installed_versions
@@ -106,6 +107,8 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline, watch
         inputs, changes = fit_inputs(inputs)
         world.from_rank_zero(lambda: _save_config(inputs.config, run_dir))
     config, folder = inputs.config, run_dir / "memory"
+    if config.train.in_micro_batches:
+        give_large_blocks_back()
     with explained(inputs, timeline, folder, partial(_write_unbuilt, folder, world)), timeline.phase("init"):
         built = build_model(inputs)
         timeline.check()

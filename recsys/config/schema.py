@@ -201,6 +201,11 @@ class TrainConfig:
     init: InitConfig = field(default_factory=InitConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
 
+    @property
+    def in_micro_batches(self) -> bool:
+        """Whether the dense part may be computed for some rows at a time."""
+        return self.micro_batch_size is not None or self.micro_batch_ids is not None
+
 
 @dataclass
 class DLRMConfig:

@@ -18,7 +18,7 @@ NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator amon
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after; and
-# what heaps of the training thread and of a decoding thread keep beside what lives.
+# what heaps of the training thread (unless it gives large blocks back) and of a decoding thread keep beside what lives.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 32 << 20}
 _RANK_ZERO_BYTES = 24 << 20  # rank 0 reads the footers and plans
 _HEAP_BYTES, _THREAD_HEAP_BYTES = 16 << 20, 16 << 20
@@ -168,7 +168,8 @@ class _Rank:
             host["libraries"] = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES if self._rank == 0 else 0)
             host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
-                host["heap"] = _HEAP_BYTES + self._config.data.num_threads * _THREAD_HEAP_BYTES
+                own = 0 if self._config.train.in_micro_batches else _HEAP_BYTES
+                host["heap"] = own + self._config.data.num_threads * _THREAD_HEAP_BYTES
         return RankMemory(self._rank, self._tables, {phase: self._placed(*kinds) for phase, kinds in moments.items()})
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
