@@ -48,8 +48,12 @@ class Strategy:
     shared: bool = False
 
 
-def strategies(config: Config, of_plain: tuple[str, ...] = ()) -> list[Strategy]:
-    """Return the strategies that fit a config; `of_plain` are further overrides for plain torch."""
+def strategies(config: Config, of_plain: tuple[str, ...] = (), of_stack: tuple[str, ...] = ()) -> list[Strategy]:
+    """Return the strategies that fit a config.
+
+    Args:
+        of_plain: further overrides for plain torch; of_stack: for stacks, from half the dimension on.
+    """
     tables = config.tables
     large = {name: table for name, table in tables.items() if table.num_embeddings > SMALL_TABLE}
 
@@ -113,7 +117,7 @@ def strategies(config: Config, of_plain: tuple[str, ...] = ()) -> list[Strategy]
     stack: tuple[str, ...] = ()
     for name, overrides in (
         (f"{own} + FP16", fp16),
-        ("half the dimension", halved),
+        ("half the dimension", (*halved, *of_stack)),
         ("ids seen 3 times or more", trimmed(3)),
         (
             "micro-batches, checkpointing",
@@ -242,9 +246,18 @@ def main() -> None:
         default=[],
         help="for plain torch alone, whose Adam trains tables too",
     )
+    parser.add_argument(
+        "--stack",
+        nargs="+",
+        metavar="key=value",
+        default=[],
+        help="for stacks from half the dimension on, which may want another learning rate and dropout",
+    )
     parser.add_argument("--out", type=Path, required=True, help="path without the endings .json, .md and .svg")
     arguments = parser.parse_args()
-    chosen = strategies(load_config(arguments.config, arguments.overrides), tuple(arguments.plain))
+    chosen = strategies(
+        load_config(arguments.config, arguments.overrides), tuple(arguments.plain), tuple(arguments.stack)
+    )
     unknown = set(arguments.only or ()) - {strategy.name for strategy in chosen}
     if unknown:
         parser.error(f"no strategy {min(unknown)!r}; there are: {', '.join(each.name for each in chosen)}")
