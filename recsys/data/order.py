@@ -19,7 +19,8 @@ import numpy as np
 
 # Of a window, so that a data set of many small files does not open them all before its first batch.
 _MOST_SEGMENTS = 16
-_FIRST_WINDOW = 16  # a stream's first window is a sixteenth as large, the next an eighth …: an epoch begins soon
+_FIRST_SEGMENTS = 4  # of a stream's first window
+_FIRST_WINDOW = 16  # it has a sixteenth of the bytes, the next an eighth …, so that an epoch begins soon
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,10 +194,10 @@ class EpochOrder:
     def _windows(self, stream: int) -> Iterator[Window]:
         pending: list[Segment] = []
         size = number = 0
-        most_bytes, most_segments = self.window_bytes, _MOST_SEGMENTS if self.shuffle else 1  # else nothing is mixed
         for segment, num_bytes in self._segments(stream):
-            part = max(1, _FIRST_WINDOW >> number)
-            if pending and (size + num_bytes > most_bytes // part or len(pending) >= most_segments // part):
+            most_bytes = self.window_bytes // max(1, _FIRST_WINDOW >> number)
+            most_segments = _MOST_SEGMENTS if number else _FIRST_SEGMENTS
+            if pending and (size + num_bytes > most_bytes or len(pending) >= most_segments or not self.shuffle):
                 yield self._window(stream, number, pending)
                 pending, size, number = [], 0, number + 1
             pending.append(segment)
