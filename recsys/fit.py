@@ -285,7 +285,7 @@ def _weight_bytes(table: TableConfig) -> int:
 
 def _largest(tables: Mapping[str, TableConfig], least: int = 0) -> Iterator[list[str]]:
     """Yield the names of the `least` largest tables, then of some more each time, and at last of all."""
-    names = sorted(tables, key=lambda name: -tables[name].num_embeddings * tables[name].embedding_dim)
+    names = sorted(tables, key=lambda name: _weight_bytes(tables[name]), reverse=True)
     more = 0
     while least + more < len(names):
         if least + more:
