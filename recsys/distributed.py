@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
@@ -182,8 +181,8 @@ def describe_plan(pieces: Iterable[Shard]) -> list[str]:
 def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
     """Shard the tables of `step` by the plan, and move the rest to the device.
 
-    With several ranks `step.dense.task.model` is wrapped in DistributedDataParallel of its own; torchrec's wrapping of
-    the whole dense part is left out, because it would hook the tables' backward too.
+    With several ranks the dense model has a DistributedDataParallel of its own; torchrec's wrapping of the whole dense
+    part is left out, because it would hook the tables' backward too.
     """
     step.dense.to(world.device)
     model = DistributedModelParallel(
@@ -194,10 +193,11 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
         sharders=_sharders(config),
         init_data_parallel=False,
     )
-    task: Any = model.module.dense.task
+    dense: Any = model.module.dense
+    for lookup in _lookups(model):
+        dense.gate.guard(lookup)
     if world.world_size > 1:
-        device_ids = [world.device.index] if world.device.type == "cuda" else None
-        task.model = DistributedDataParallel(task.model, device_ids=device_ids, gradient_as_bucket_view=True)
+        dense.replicate(world.device)
     return model
 
 
@@ -280,7 +280,12 @@ def _set_iteration(kernel: Any, number: int) -> None:
 
 def _kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
     """Yield the kernels of a kind on this rank; torchrec keeps them in a plain list, out of sight of `modules()`."""
+    for lookup in _lookups(model):
+        yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))
+
+
+def _lookups(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what looks ids up in the tables on this rank, one for each sharding type."""
     for sharded in model.modules():
         if isinstance(sharded, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            for lookup in sharded._lookups:
-                yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))
+            yield from sharded._lookups

@@ -12,6 +12,7 @@ from recsys.config.choices import Autocast, Saver, TableOptimizer
 from recsys.distributed import plan_tables, shards
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
+from recsys.process_group import batches_ahead
 from recsys.rehearsal import demands, rehearse
 from recsys.table_bytes import WEIGHT_BYTES
 from recsys.tables import Shard
@@ -241,7 +242,7 @@ def _checkpointing(config: Config, topology: Topology) -> Iterator[Change]:
 
 
 def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
-    if config.data.prefetch_batches > 1:
+    if batches_ahead(config.data.prefetch_batches, topology.device, topology.local_world_size) > 1:
         yield Change({"data.prefetch_batches": 1}, "training may wait for data")
 
 

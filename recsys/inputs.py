@@ -23,7 +23,7 @@ from recsys.id_mapping import (
     is_text,
     read_vocabulary,
 )
-from recsys.process_group import World
+from recsys.process_group import World, batches_ahead
 from recsys.tables import float_features, id_features
 
 ROLES = ("train", "valid", "test", "items")
@@ -55,7 +55,7 @@ class Inputs:
 
     def loader(self, role: str) -> Loader:
         """Return this rank's loader of a dataset: shuffled for training, in file order otherwise."""
-        config, train = self.config, role == "train"
+        config, world, train = self.config, self.world, role == "train"
         size = config.train.global_batch_size if train else config.train.eval_batch_size
         options = LoaderOptions(
             seed=config.seed,
@@ -63,14 +63,14 @@ class Inputs:
             num_streams=config.data.num_streams,
             window_bytes=config.data.window_mib << 20,
             num_threads=config.data.num_threads,
-            prefetch_batches=config.data.prefetch_batches,
-            pin_device=self.world.device if self.world.device.type == "cuda" else None,
+            prefetch_batches=batches_ahead(config.data.prefetch_batches, world.device, world.local_world_size),
+            pin_device=world.device if world.device.type == "cuda" else None,
             drop_last=train and config.data.drop_last,
             skip_bad=train and config.data.max_bad_rows > 0,
             micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_ids),
         )
         size = size or config.train.global_batch_size
-        return Loader(self.datasets[role], self.spec(role), options, size, self.world.rank, self.world.world_size)
+        return Loader(self.datasets[role], self.spec(role), options, size, world.rank, world.world_size)
 
     def spec(self, role: str) -> BatchSpec:
         """Return what the batches of a dataset are made of."""

@@ -241,11 +241,14 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
     with open_world(Device.cpu, 1):
         half = DenseHalf(task, 1, None, PrecisionConfig())
         pooled, batch = made_up(4 * part_rows, names, tuple(range(0, 4 * part_rows + 1, part_rows)))
-        pooled.values().requires_grad_()
+        tables, rows = torch.nn.Identity(), pooled.values().requires_grad_()
+        half.gate.guard(tables)
+        pooled = KeyedTensor(pooled.keys(), pooled.length_per_key(), tables(rows))
         _, output = half.forward(pooled, None, batch)
+        assert rows.grad is None
         half.backward()
         assert output.loss > 0 and output.skipped == (bad_part is not None) == (not output.finite_here)
-        assert (pooled.values().grad is None) == output.skipped
+        assert (rows.grad is None) == output.skipped
 
 
 @pytest.mark.parametrize("num_vectors", [5, 60])

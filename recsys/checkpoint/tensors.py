@@ -126,8 +126,8 @@ def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:
 
 
 def _clean(name: str) -> str:
-    """Return a parameter's name as it is without DistributedDataParallel and activation checkpointing."""
-    return name.removeprefix("module.").replace(_CHECKPOINT_PREFIX, "")
+    """Return a parameter's name as it is without activation checkpointing."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple[int, int]]:

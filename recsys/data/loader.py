@@ -22,7 +22,7 @@ WindowSource = Callable[[Window], "Future[Columns]"]
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """How to read: see `DataConfig` for the meaning of each."""
+    """How to read: see `DataConfig` for the meaning of each; `prefetch_batches` with its default filled in."""
 
     seed: int
     shuffle: bool
@@ -124,13 +124,16 @@ class Loader:
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
         batches = self._produce(position, num_epochs, lambda window: pool.submit(self._read, window), num_ahead=1)
-        ahead = _ReadAhead(batches, self._options.prefetch_batches, self._options.pin_device)
+        depth, ahead = self._options.prefetch_batches, None
         try:
-            yield from ahead
+            if depth:
+                ahead = _ReadAhead(batches, depth, self._options.pin_device)
+            yield from ahead or batches
         finally:
             # The pool first, so that nobody waits for windows that nobody needs any more.
             pool.shutdown(wait=False, cancel_futures=True)
-            ahead.close()
+            if ahead is not None:
+                ahead.close()
             pool.shutdown()
 
     def _whole(self) -> Cut:
@@ -257,7 +260,7 @@ class _ReadAhead:
     def __init__(self, batches: Iterator[Batch], depth: int, pin_device: torch.device | None) -> None:
         self._batches = batches
         self._pin_device = pin_device
-        self._queue: queue.Queue[Batch | Exception | None] = queue.Queue(max(1, depth))
+        self._queue: queue.Queue[Batch | Exception | None] = queue.Queue(depth)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
         self._thread.start()

@@ -51,4 +51,4 @@ class LivePeak(TorchDispatchMode):
 
 def storage_bytes(tensors: Any) -> int:
     """Return the bytes of the storages of tensors, each once."""
-    return sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())

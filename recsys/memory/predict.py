@@ -1,6 +1,6 @@
 """What a rank will take of memory, by phase and kind: arithmetic over a plan and what is known of model and data.
 
-Nothing here allocates, asks the machine or looks at other ranks, so that it can be called some dozens of times.
+Nothing here allocates or looks at other ranks, so that it can be called some dozens of times.
 """
 
 from collections.abc import Iterable, Mapping
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from recsys.config import Config, FeatureType
 from recsys.memory.tensors import Bytes
+from recsys.process_group import batches_ahead
 from recsys.table_bytes import CHUNK_BYTES, TableBytes, cache_bytes, lookup_groups, piece_bytes, rank_tables
 from recsys.tables import Shard
 from recsys.topology import Topology
@@ -201,7 +202,9 @@ class _Rank:
         return {"dense_gradient": buckets, "dense_optimizer": self._dense.optimizer_bytes}
 
     def _loader(self) -> Bytes:
-        queued = self._config.data.prefetch_batches + _QUEUED_BATCHES if self._config.data.num_threads else 1
+        data, topology = self._config.data, self._topology
+        ahead = batches_ahead(data.prefetch_batches, topology.device, topology.local_world_size)
+        queued = ahead + _QUEUED_BATCHES if data.num_threads and ahead else 1
         queued += _BATCHES_ON_GPU - 1
         batch = self._batch.bytes
         if self._topology.on_gpu:

@@ -7,6 +7,8 @@ import torch
 
 from recsys.config import Config
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
+from recsys.memory.live import storage_bytes
+from recsys.models import NUM_SUMS
 from recsys.table_bytes import rank_tables
 from recsys.tables import Shard, local_pieces
 
@@ -19,12 +21,16 @@ def predict_tables(pieces: Iterable[Shard], config: Config, rank: int) -> dict[s
     return {name: {"weight_bytes": each.weight, "optimizer_bytes": each.optimizer} for name, each in found.items()}
 
 
-def predict_dense(model: torch.nn.Module, config: Config) -> Bytes:
-    """Return the bytes of the dense part from its parameters' shapes, before a step has been run."""
+def predict_dense(model: torch.nn.Module, config: Config, world_size: int) -> Bytes:
+    """Return the bytes of the dense part from its parameters' shapes, before a step has been run.
+
+    Of several ranks, what a step sums over them lies among the gradients.
+    """
     shapes = [p.shape for p in model.parameters() if p.requires_grad]
     size = 4 * sum(shape.numel() for shape in shapes)
     state = sum(_dense_state_elements(shape, config.optimizer.dense) for shape in shapes)
-    return {"parameter_bytes": size, "gradient_bytes": size, "optimizer_bytes": 4 * state}
+    sums = 4 * NUM_SUMS if world_size > 1 else 0
+    return {"parameter_bytes": size, "gradient_bytes": size + sums, "optimizer_bytes": 4 * state}
 
 
 def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) -> int:
@@ -63,7 +69,7 @@ def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> B
     states = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
     return {
         "parameter_bytes": _num_bytes(parameters),
-        "gradient_bytes": _num_bytes(p.grad for p in parameters if p.grad is not None),
+        "gradient_bytes": storage_bytes(p.grad for p in parameters if p.grad is not None),
         "optimizer_bytes": _num_bytes(value for value in states if isinstance(value, torch.Tensor)),
     }
 

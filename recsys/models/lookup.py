@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.models.task import Vectors
@@ -49,6 +50,16 @@ class Lookup:
             of_pooled = [] if self.pooled is None else [slice(*rows)]
             yield Part(rows, [*of_pooled, *(slice(*each[number : number + 2]) for each in ends)])
 
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hand on the gradients by `tensors`, FP32, as far as to the ranks that hold the rows."""
+        wanted = [
+            (each, gradient.to(each.dtype))
+            for each, gradient in zip(self.tensors, gradients, strict=True)
+            if each.requires_grad and gradient is not None
+        ]
+        if wanted:
+            torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
+
     def pooled_by_feature(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the columns of rows of `pooled`, or of a gradient by them, by feature."""
         assert self.pooled is not None
@@ -80,6 +91,42 @@ class Lookup:
             if name not in unpooled:
                 vectors[name] = vectors[name] / lengths[keys.index(name)].clamp(min=1)[:, None]
         return vectors
+
+
+class UpdateGate:
+    """Keeps gradients from the tables on this rank until it is opened.
+
+    FBGEMM updates tables as soon as a gradient comes in. Here it waits after the exchange over the ranks, so that this
+    need not wait for what the ranks have to agree on first.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def guard(self, kernels: nn.Module) -> None:
+        """Stand behind what `kernels` give for the ids that came to this rank, before it is sent back."""
+        kernels.register_forward_hook(self._cut)
+
+    def _cut(self, _: nn.Module, __: object, found: torch.Tensor) -> torch.Tensor:
+        if not found.requires_grad:
+            return found
+        leaf = found.detach().requires_grad_()
+        self._waiting.append((found, leaf))
+        return leaf
+
+    def open(self, scale: float) -> None:
+        """Let the gradients that have come in update the tables, times `scale`."""
+        waiting = [(found, leaf.grad) for found, leaf in self._waiting if leaf.grad is not None]
+        self.close()
+        if not waiting:
+            return
+        if scale != 1:
+            torch._foreach_mul_([gradient for _, gradient in waiting], scale)
+        torch.autograd.backward([found for found, _ in waiting], [gradient for _, gradient in waiting])
+
+    def close(self) -> None:
+        """Forget them."""
+        self._waiting = []
 
 
 def row_of_each_id(jagged: JaggedTensor) -> torch.Tensor:

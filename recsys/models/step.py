@@ -1,8 +1,9 @@
 """The two halves of a training step: the lookup, and the dense part on detached embeddings.
 
-The dense part runs forward and backward by itself; with its gradients one small all-reduce says the sums of loss and
-weights over all ranks, gradients are divided by the sum of weights, and one backward goes into the tables. So nothing
-reaches a table before every rank has seen that the step is sound.
+The dense part runs forward and backward by itself. At its end, two exchanges are under way together: the gradients of
+the dense part with a few sums over all ranks behind them, and the gradients by embeddings on their way to the ranks
+that hold the rows. When the sums say that the step is sound everywhere, gradients are set right by the sum of weights,
+and the tables are updated. So nothing reaches a table before every rank has seen that.
 """
 
 import math
@@ -10,24 +11,26 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Autocast, PrecisionConfig
 from recsys.data.batch import Batch
-from recsys.models.lookup import Lookup, Part
+from recsys.models.lookup import Lookup, Part, UpdateGate
+from recsys.models.replica import LastInBackward, Replica
 from recsys.models.task import Task, Vectors, set_dropout_keys
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
 _GREATEST_SCALE = 2.0**24
-_NUM_BAD = 2  # position among the sums over ranks
+NUM_SUMS = 6  # over ranks: loss, weights, ranks that are not finite, that ask to stop, rows, bad rows
 
 
 @dataclass
@@ -95,7 +98,7 @@ class DenseHalf(nn.Module):
     """Runs a task on detached embeddings, and hands the gradient on to the tables.
 
     Args:
-        task: its model may be wrapped in DistributedDataParallel, which averages gradients over ranks.
+        task: the dense model and its loss.
         seed: of the run, for dropout.
         clip_norm: most that the norm over all gradients of the dense part may be; None: any.
         precision: types that the task's model computes in.
@@ -105,6 +108,7 @@ class DenseHalf(nn.Module):
     Attributes:
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
         enter_phase: told "forward" and "backward" as a training step comes to them.
+        gate: stands between the tables and the exchange of what is looked up.
         replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
         loss_scale: 1 unless the model computes in FP16.
     """
@@ -125,6 +129,7 @@ class DenseHalf(nn.Module):
         self.averaged, self.unpooled = averaged, unpooled
         self.stop_requested = False
         self.enter_phase: Callable[[str], None] = ignore_phase
+        self.gate = UpdateGate()
         self.replicated: Replicated | None = None
         self.loss_scale = LossScale()
         if precision.autocast is Autocast.fp16:
@@ -132,10 +137,20 @@ class DenseHalf(nn.Module):
         self._dtype = _DTYPES.get(precision.autocast)
         self._lookup: Lookup | None = None
         self._gradients: list[torch.Tensor | None] = []
-        self._sums: torch.Tensor | None = None  # over all ranks, once `_summing` is done
-        self._summing: dist.Work | None = None
-        self._finite: torch.Tensor | None = None
+        # Its gradient is what a step sums over the ranks: so it goes with the others, and costs no message of its own.
+        self._sums = nn.Parameter(torch.zeros(NUM_SUMS))
+        self._replica: Callable[..., Any] = task.model
+        self._loss = self._finite = torch.zeros(())  # of this rank, of the step that is under way
         self._output: StepOutput | None = None
+
+    def replicate(self, device: torch.device) -> None:
+        """Let gradients of the dense part be averaged over all ranks; every rank holds its weights."""
+        replica = DistributedDataParallel(
+            Replica(self.task.model, self._sums),
+            device_ids=[device.index] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+        )
+        object.__setattr__(self, "_replica", replica)  # its weights are those of `task`, which are there once
 
     def forward(
         self, pooled: KeyedTensor | None, by_id: dict[str, JaggedTensor] | None, batch: Batch
@@ -145,13 +160,12 @@ class DenseHalf(nn.Module):
             (part,) = lookup.parts((0, len(batch.weights)), ())
             outputs = self._outputs(self._vectors(lookup, part, _sliced(lookup, part)), batch)
             return batch.weights.new_zeros(()), StepOutput(batch, outputs)
-        loss, self._gradients = self._forward_backward(lookup, batch)
         self._lookup = lookup
         self._output = StepOutput(batch, ())
-        return loss, self._output
+        return self._forward_backward(lookup, batch), self._output
 
-    def _forward_backward(self, lookup: Lookup, batch: Batch) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Return the loss and its gradients by the looked-up tensors; one micro-batch's activations live at a time.
+    def _forward_backward(self, lookup: Lookup, batch: Batch) -> torch.Tensor:
+        """Return the loss, its gradients being on their way; one micro-batch's activations live at a time.
 
         A loss that is no sum over rows is computed on the outputs of all, which are then computed again, micro-batch by
         micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
@@ -160,48 +174,57 @@ class DenseHalf(nn.Module):
         whole: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         if len(parts) > 1 and not self.task.loss_by_rows:
             whole = self._loss_of_all(lookup, batch, parts)
-        total = batch.weights.new_zeros(()) if whole is None else whole[0]
+        self._loss = batch.weights.new_zeros(()) if whole is None else whole[0]
         gradients: list[list[torch.Tensor | None]] = []
+        self._sums.grad = None
         for part in parts:
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
             with self._exchanging(part is parts[-1]):
                 leaves = [each.detach().requires_grad_() for each in _sliced(lookup, part)]
                 rows = batch.dense_rows(*part.rows)
+                sums = []
+                if part is parts[-1]:
+                    finish = partial(self._start_exchanges, lookup, batch, gradients, leaves)
+                    sums = [LastInBackward.apply(self._sums, finish)]
                 self.enter_phase("forward")
                 outputs = self._part(lookup, part, leaves, rows)
                 self.enter_phase("backward")
-                seeds: list[torch.Tensor] | None = None
                 if whole is None:
                     loss = self.task.loss(outputs, rows)
-                    total, outputs = total + loss.detach(), loss * self._loss_factor(batch)
+                    self._loss = self._loss + loss.detach()
+                    torch.autograd.backward([loss * self._loss_factor(batch), *sums])
                 else:
+                    roots = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
                     seeds = [each[slice(*part.rows)] for each in whole[1]]
-                roots = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
-                if part is parts[-1]:
-                    at_end = partial(self._start_summing, batch, total, gradients, leaves)
-                    roots[0].register_hook(partial(_call_at_end, at_end))
-                torch.autograd.backward(roots, seeds)
+                    torch.autograd.backward([*roots, *sums], [*seeds, *(None for _ in sums)])
             gradients.append([leaf.grad for leaf in leaves])
-        return total, [_joined(pieces) for pieces in zip(*gradients, strict=True)]
+        return self._loss
 
     @torch.no_grad()
-    def _start_summing(
-        self, batch: Batch, loss: torch.Tensor, gradients: list[list[torch.Tensor | None]], leaves: list[torch.Tensor]
-    ) -> None:
-        """Begin to sum over all ranks what a step must agree on; called when the last backward pass is through.
+    def _start_exchanges(
+        self,
+        lookup: Lookup,
+        batch: Batch,
+        gradients: list[list[torch.Tensor | None]],
+        leaves: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what this rank adds to the sums, when all else of the last backward pass is through.
 
-        That is before DistributedDataParallel waits for the gradients, so that ranks wait for each other only once.
+        After them DistributedDataParallel sends its last gradients; those by embeddings follow before it waits.
 
         Args:
             gradients: of the micro-batches before the last, whose `leaves` have theirs.
         """
         every = [*gradients, [leaf.grad for leaf in leaves]]
-        own = [gradient for each in every for gradient in each if gradient is not None]
-        sums = torch.stack([loss.double(), batch.weights.sum().double()])
+        self._gradients = [_joined(pieces) for pieces in zip(*every, strict=True)]
+        own = [gradient for gradient in self._gradients if gradient is not None]
+        sums = torch.stack([self._loss, batch.weights.sum()])
         self._finite = torch.isfinite(sums).all() & _all_finite(own)
         counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
-        self._sums = torch.cat([sums, (~self._finite).double()[None], sums.new_tensor(counts)])
-        self._summing = dist.all_reduce(self._sums, async_op=True) if dist.get_world_size() > 1 else None
+        if self.loss_scale.value != 1:
+            torch._foreach_div_(own, self.loss_scale.value)  # a wire of FP16 takes no more than 65,504
+        Variable._execution_engine.queue_callback(partial(lookup.backward, self._gradients))
+        return torch.cat([sums, (~self._finite).float()[None], sums.new_tensor(counts)])
 
     def _loss_of_all(self, lookup: Lookup, batch: Batch, parts: list[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the loss of the whole batch, and its gradients by the model's outputs."""
@@ -216,8 +239,8 @@ class DenseHalf(nn.Module):
         return loss.detach(), list(gradients)
 
     def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
-        model = cast(Any, self.task.model)
-        return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+        replica = self._replica
+        return nullcontext() if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 
     def _part(
         self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch
@@ -232,14 +255,14 @@ class DenseHalf(nn.Module):
 
     def _outputs(self, vectors: Vectors, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if self._dtype is None:
-            return self.task.model(vectors, batch.floats)
+            return self._replica(vectors, batch.floats)
         with torch.autocast(batch.floats.device.type, self._dtype):
-            outputs = self.task.model(vectors, batch.floats)
+            outputs = self._replica(vectors, batch.floats)
         return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(each.float() for each in outputs)
 
     def _loss_factor(self, batch: Batch) -> float:
-        # The loss is a sum over rows. Its scale is one for the mean, because gradients of rows are in the order of 1.
-        return 1.0 if self.loss_scale.value == 1 else self.loss_scale.value / len(batch.weights)
+        # The loss is a sum over rows, and the gradients exchanged are of the mean, but for weights and rows left out.
+        return self.loss_scale.value / len(batch.weights)
 
     @property
     def skipped(self) -> bool:
@@ -253,26 +276,32 @@ class DenseHalf(nn.Module):
         as `skipped`; the optimizer of the dense part is not to be called then.
         """
         assert self._lookup is not None and self._output is not None
-        lookup, gradients = self._lookup, self._gradients
+        lookup, gradients, num_local = self._lookup, self._gradients, len(self._output.batch.weights)
         self.enter_phase("backward")
-        factor = self._loss_factor(self._output.batch)
+        loss_scale = self.loss_scale.value
         loss, weight, num_bad, num_stops, num_rows, num_bad_rows = self._agree()
         self._output.loss = loss / weight if weight else 0.0
         self._output.stop = num_stops > 0
         self._output.num_rows, self._output.num_bad_rows = round(num_rows), round(num_bad_rows)
-        self._lookup, self._gradients, self._sums = None, [], None
+        self._lookup, self._gradients = None, []
         if num_bad:
+            self.gate.close()
             self._output.skipped, self._output.finite_here = True, bool(self._finite)
             self._output.overflowed = math.isfinite(self._output.loss) and self.loss_scale.overflow()
             return
         self.loss_scale.good()
         # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
-        # the weights of the global batch.
-        scale = dist.get_world_size() / weight / factor if weight else 0.0
-        torch._foreach_mul_(self._dense_gradients(), scale)
+        # the weights of the global batch, which is often 1 for each of its rows.
+        scale = dist.get_world_size() * num_local / weight if weight else 0.0
+        if scale != loss_scale:
+            torch._foreach_mul_(self._dense_gradients(), scale / loss_scale)
         if self.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._dense_parameters, self.clip_norm)
-        self._train_tables(lookup, [None if each is None else each * scale for each in gradients])
+        if self.replicated is not None and lookup.pooled is not None and gradients[0] is not None:
+            by_feature = lookup.pooled_by_feature(gradients[0] * (scale / dist.get_world_size()))
+            self.replicated.update(lookup.ids, by_feature)
+        with record_function("## tables: update ##"):
+            self.gate.open(scale)
 
     @cached_property
     def _dense_parameters(self) -> list[nn.Parameter]:
@@ -281,29 +310,15 @@ class DenseHalf(nn.Module):
     def _dense_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._dense_parameters if p.grad is not None]
 
-    def _train_tables(self, lookup: Lookup, gradients: list[torch.Tensor | None]) -> None:
-        """Hand on the gradients by the looked-up tensors, times the number of ranks."""
-        if self.replicated is not None and lookup.pooled is not None and gradients[0] is not None:
-            by_feature = lookup.pooled_by_feature(gradients[0] / dist.get_world_size())
-            self.replicated.update(lookup.ids, by_feature)
-        wanted = [
-            (each, gradient.to(each.dtype))
-            for each, gradient in zip(lookup.tensors, gradients, strict=True)
-            if each.requires_grad and gradient is not None
-        ]
-        with record_function("## tables: update ##"):
-            if wanted:
-                torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
-
     def _agree(self) -> list[float]:
-        """Return the sums over all ranks of what `_start_summing` has begun to sum."""
-        assert self._sums is not None
+        """Return the sums over all ranks of what `_start_exchanges` gave."""
+        assert self._sums.grad is not None
         # Gradients of the dense part are those of all ranks, on each of them.
-        finite = _all_finite(self._dense_gradients())
-        if self._summing is not None:
-            self._summing.wait()
-        self._sums[_NUM_BAD] += ~finite
-        return self._sums.tolist()
+        infinite = ~_all_finite(self._dense_gradients())
+        # DistributedDataParallel gives means.
+        *sums, dense_bad = torch.cat([self._sums.grad * dist.get_world_size(), infinite.float()[None]]).tolist()
+        sums[2] += dense_bad
+        return sums
 
 
 class TrainStep(nn.Module):
@@ -330,11 +345,6 @@ class TrainStep(nn.Module):
         pooled = None if self.embeddings is None else self.embeddings(batch.ids)
         by_id = None if self.embeddings_by_id is None else self.embeddings_by_id(batch.ids)
         return self.dense(pooled, by_id, batch)
-
-
-def _call_at_end(callback: Callable[[], None], _: torch.Tensor) -> None:
-    """Let autograd call back at the end of the backward pass in which this is called, as the hook of a tensor."""
-    Variable._execution_engine.queue_callback(callback)
 
 
 def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:

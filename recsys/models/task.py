@@ -24,8 +24,7 @@ class Task(nn.Module):
 
     Attributes:
         model: maps (vectors by feature: [rows, embedding_dim], or a JaggedTensor with a vector for each id; floats
-            [rows, float features]) to a tensor or tuple of tensors whose first dimension is rows. Training wraps it in
-            DistributedDataParallel.
+            [rows, float features]) to a tensor or tuple of tensors whose first dimension is rows.
         loss_by_rows: the loss of a batch is the sum of the losses of its parts.
     """
 
@@ -60,13 +59,10 @@ class RowDropout(nn.Module):
 
 
 def set_dropout_keys(model: nn.Module, seed: int, step: int, first_row: int) -> None:
-    """Give every RowDropout of a model its key for one step; `step` is any number that no two steps share.
-
-    The model may be wrapped in DistributedDataParallel, which changes nothing.
-    """
-    for name, module in getattr(model, "module", model).named_modules():
+    """Give every RowDropout of a model its key for one step; `step` is any number that no two steps share."""
+    for name, module in model.named_modules():
         if isinstance(module, RowDropout) and module.p > 0:
-            # As the layer is called under DistributedDataParallel, so that earlier runs draw the same masks.
+            # As the layer was called once, so that earlier runs draw the same masks.
             name = "module." + name.replace(_CHECKPOINT_PREFIX, "")
             module.key, module.first_row = make_key(seed, "dropout", step, name), first_row
 
