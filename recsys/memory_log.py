@@ -84,7 +84,7 @@ class MemoryLog:
             "versions": installed_versions(),
         }
         dense = {
-            "predicted": predict_dense(built.dense_model, config, world.world_size),
+            "predicted": predict_dense(built.step.dense, config, world.world_size),
             "measured": measure_dense(built.dense_model, built.dense_optimizer),
         }
         return rank_report(

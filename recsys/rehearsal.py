@@ -41,7 +41,7 @@ def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
     """
     with _fake_tensors():
         step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1))
-        size = predict_dense(step.dense.task.model, config, dist.get_world_size())
+        size = predict_dense(step.dense, config, dist.get_world_size())
         return DenseFacts(
             parameter_bytes=size["parameter_bytes"],
             buffer_bytes=_buffer_bytes(config),

@@ -72,7 +72,7 @@ def _train(config_path: str, overrides: list[str], world: World) -> dict:
     gc.collect()
     live = {pointer: size for pointer, size in _live().items() if pointer not in before}
     kinds = _kinds(built)
-    dense = predict_dense(built.dense_model, config, world.world_size)
+    dense = predict_dense(built.step.dense, config, world.world_size)
     tables = predict_tables(built.pieces, config, world.rank).values()
     return {
         "predicted": {

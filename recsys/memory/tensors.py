@@ -8,7 +8,6 @@ import torch
 from recsys.config import Config
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
 from recsys.memory.live import storage_bytes
-from recsys.models import NUM_SUMS
 from recsys.table_bytes import rank_tables
 from recsys.tables import Shard, local_pieces
 
@@ -21,15 +20,15 @@ def predict_tables(pieces: Iterable[Shard], config: Config, rank: int) -> dict[s
     return {name: {"weight_bytes": each.weight, "optimizer_bytes": each.optimizer} for name, each in found.items()}
 
 
-def predict_dense(model: torch.nn.Module, config: Config, world_size: int) -> Bytes:
-    """Return the bytes of the dense part from its parameters' shapes, before a step has been run.
+def predict_dense(dense: Any, config: Config, world_size: int) -> Bytes:
+    """Return the bytes of the dense part, a `DenseHalf`, from its parameters' shapes, before a step has been run.
 
     Of several ranks, what a step sums over them lies among the gradients.
     """
-    shapes = [p.shape for p in model.parameters() if p.requires_grad]
+    shapes = [p.shape for p in dense.task.model.parameters() if p.requires_grad]
     size = 4 * sum(shape.numel() for shape in shapes)
     state = sum(_dense_state_elements(shape, config.optimizer.dense) for shape in shapes)
-    sums = 4 * NUM_SUMS if world_size > 1 else 0
+    sums = 4 * dense.sums.numel() if world_size > 1 else 0
     return {"parameter_bytes": size, "gradient_bytes": size + sums, "optimizer_bytes": 4 * state}
 
 

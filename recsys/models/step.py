@@ -30,7 +30,7 @@ from recsys.models.task import Task, Vectors, set_dropout_keys
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
 _GREATEST_SCALE = 2.0**24
-NUM_SUMS = 6  # over ranks: loss, weights, ranks that are not finite, that ask to stop, rows, bad rows
+_NUM_SUMS = 6  # over ranks: loss, weights, ranks that are not finite, that ask to stop, rows, bad rows
 
 
 @dataclass
@@ -109,6 +109,8 @@ class DenseHalf(nn.Module):
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
         enter_phase: told "forward" and "backward" as a training step comes to them.
         gate: stands between the tables and the exchange of what is looked up.
+        sums: a parameter whose gradient is what a step sums over the ranks. So it goes with the others, and costs no
+            message of its own.
         replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
         loss_scale: 1 unless the model computes in FP16.
     """
@@ -137,8 +139,7 @@ class DenseHalf(nn.Module):
         self._dtype = _DTYPES.get(precision.autocast)
         self._lookup: Lookup | None = None
         self._gradients: list[torch.Tensor | None] = []
-        # Its gradient is what a step sums over the ranks: so it goes with the others, and costs no message of its own.
-        self._sums = nn.Parameter(torch.zeros(NUM_SUMS))
+        self.sums = nn.Parameter(torch.zeros(_NUM_SUMS))
         self._replica: Callable[..., Any] = task.model
         self._loss = self._finite = torch.zeros(())  # of this rank, of the step that is under way
         self._output: StepOutput | None = None
@@ -146,7 +147,7 @@ class DenseHalf(nn.Module):
     def replicate(self, device: torch.device) -> None:
         """Let gradients of the dense part be averaged over all ranks; every rank holds its weights."""
         replica = DistributedDataParallel(
-            Replica(self.task.model, self._sums),
+            Replica(self.task.model, self.sums),
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )
@@ -176,7 +177,7 @@ class DenseHalf(nn.Module):
             whole = self._loss_of_all(lookup, batch, parts)
         self._loss = batch.weights.new_zeros(()) if whole is None else whole[0]
         gradients: list[list[torch.Tensor | None]] = []
-        self._sums.grad = None
+        self.sums.grad = None
         for part in parts:
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
             with self._exchanging(part is parts[-1]):
@@ -185,7 +186,7 @@ class DenseHalf(nn.Module):
                 sums = []
                 if part is parts[-1]:
                     finish = partial(self._start_exchanges, lookup, batch, gradients, leaves)
-                    sums = [LastInBackward.apply(self._sums, finish)]
+                    sums = [LastInBackward.apply(self.sums, finish)]
                 self.enter_phase("forward")
                 outputs = self._part(lookup, part, leaves, rows)
                 self.enter_phase("backward")
@@ -312,11 +313,11 @@ class DenseHalf(nn.Module):
 
     def _agree(self) -> list[float]:
         """Return the sums over all ranks of what `_start_exchanges` gave."""
-        assert self._sums.grad is not None
+        assert self.sums.grad is not None
         # Gradients of the dense part are those of all ranks, on each of them.
         infinite = ~_all_finite(self._dense_gradients())
         # DistributedDataParallel gives means.
-        *sums, dense_bad = torch.cat([self._sums.grad * dist.get_world_size(), infinite.float()[None]]).tolist()
+        *sums, dense_bad = torch.cat([self.sums.grad * dist.get_world_size(), infinite.float()[None]]).tolist()
         sums[2] += dense_bad
         return sums
 
