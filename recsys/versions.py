@@ -1,9 +1,12 @@
 """Do the installed packages go together? Asked before the heavy imports, which crash if they do not."""
 
+import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 from recsys.errors import UserError
 
@@ -24,6 +27,15 @@ def installed_versions() -> dict[str, str]:
         if version := _version(name):
             versions[name] = version
     return versions
+
+
+def machine() -> dict[str, str | int]:
+    """What was measured on, for reports: the processor's kind, its cores and the system; of a GPU, the run tells."""
+    kind = platform.machine()
+    with suppress(OSError):
+        models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        kind = f"{models[0]} ({kind})" if models else kind
+    return {"processor": kind, "cores": os.cpu_count() or 1, "system": platform.system()}
 
 
 def check_versions() -> None:

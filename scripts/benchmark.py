@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,8 @@ import benchmark_loader
 import benchmark_shuffle
 import benchmark_step
 import benchmark_training
+
+from recsys.versions import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -44,7 +45,7 @@ def summarise(config: str, overrides: list[str], results: dict[int, dict[str, An
         "test": metrics,
         "seconds": [result["seconds"] for result in results.values()],
         "samples_per_s": [result["samples_per_s"] for result in results.values()],
-        "machine": {"processor": platform.machine(), "system": platform.system(), "device": first["device"]},
+        "device": first["device"],
         "versions": first["versions"],
         "git_commit": first["git_commit"],
     }
@@ -78,7 +79,7 @@ def main() -> None:
         "step": benchmark_step.run,
         "checkpoints": benchmark_checkpoints.run,
     }
-    result = measure[arguments.command](arguments)
+    result = {**measure[arguments.command](arguments), "machine": machine()}
     if int(os.environ.get("RANK", "0")) > 0:
         return
     if arguments.out:

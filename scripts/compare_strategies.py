@@ -11,7 +11,6 @@ import argparse
 import html
 import json
 import math
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recsys.config import Config, IdMappingType, load_config, save_config
-from recsys.versions import installed_versions
+from recsys.versions import installed_versions, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL_TABLE = 100  # tables of fewer rows stay as they are
@@ -267,7 +266,7 @@ def main() -> None:
         "config": arguments.config,
         "overrides": arguments.overrides,
         "metric": arguments.metric,
-        "machine": {"processor": platform.machine(), "system": platform.system()},
+        "machine": machine(),
         "versions": installed_versions(),
         "strategies": {},
     }

@@ -71,7 +71,10 @@ def test_all_ranks_end_soon_after_one(fault: str, nproc: int, tmp_path: Path) ->
     [
         ("sleep", r"rank 1 on \S+ is stuck in backward of step 7 .*'run.stuck_after_s' allows 4"),
         ("load", r"rank 1 on \S+ is stuck in data loading of step \d"),
-        ("stop", r"rank 1 on \S+ is stuck: it has not answered .* rank 0 waits for it in the exchange of ids of step 8"),
+        (
+            "stop",
+            r"rank 1 on \S+ is stuck: it has not answered .* rank 0 waits for it in the exchange of ids of step 8",
+        ),
     ],
 )
 def test_a_stuck_rank_is_named(fault: str, said: str, tmp_path: Path) -> None:
