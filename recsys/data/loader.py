@@ -124,11 +124,10 @@ class Loader:
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
         batches = self._produce(position, num_epochs, lambda window: pool.submit(self._read, window), num_ahead=1)
-        depth, ahead = self._options.prefetch_batches, None
+        depth = self._options.prefetch_batches
+        ahead = _ReadAhead(batches, depth, self._options.pin_device) if depth else None
         try:
-            if depth:
-                ahead = _ReadAhead(batches, depth, self._options.pin_device)
-            yield from ahead or batches
+            yield from batches if ahead is None else ahead
         finally:
             # The pool first, so that nobody waits for windows that nobody needs any more.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -140,7 +140,7 @@ class DenseHalf(nn.Module):
         self._lookup: Lookup | None = None
         self._gradients: list[torch.Tensor | None] = []
         self.sums = nn.Parameter(torch.zeros(_NUM_SUMS))
-        self._replica: Callable[..., Any] = task.model
+        self._replica: DistributedDataParallel | None = None  # with several ranks
         self._loss = self._finite = torch.zeros(())  # of this rank, of the step that is under way
         self._output: StepOutput | None = None
 
@@ -151,7 +151,7 @@ class DenseHalf(nn.Module):
             device_ids=[device.index] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
         )
-        object.__setattr__(self, "_replica", replica)  # its weights are those of `task`, which are there once
+        object.__setattr__(self, "_replica", replica)  # not as a submodule, which `task` has already
 
     def forward(
         self, pooled: KeyedTensor | None, by_id: dict[str, JaggedTensor] | None, batch: Batch
@@ -240,8 +240,7 @@ class DenseHalf(nn.Module):
         return loss.detach(), list(gradients)
 
     def _exchanging(self, last: bool) -> AbstractContextManager[Any]:
-        replica = self._replica
-        return nullcontext() if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
+        return nullcontext() if last or self._replica is None else self._replica.no_sync()
 
     def _part(
         self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch
@@ -255,10 +254,11 @@ class DenseHalf(nn.Module):
         return lookup.vectors(part, tensors, self.averaged, self.unpooled)
 
     def _outputs(self, vectors: Vectors, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        model = self.task.model if self._replica is None else self._replica
         if self._dtype is None:
-            return self._replica(vectors, batch.floats)
+            return model(vectors, batch.floats)
         with torch.autocast(batch.floats.device.type, self._dtype):
-            outputs = self._replica(vectors, batch.floats)
+            outputs = model(vectors, batch.floats)
         return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(each.float() for each in outputs)
 
     def _loss_factor(self, batch: Batch) -> float:
@@ -280,12 +280,12 @@ class DenseHalf(nn.Module):
         lookup, gradients, num_local = self._lookup, self._gradients, len(self._output.batch.weights)
         self.enter_phase("backward")
         loss_scale = self.loss_scale.value
-        loss, weight, num_bad, num_stops, num_rows, num_bad_rows = self._agree()
+        loss, weight, num_bad, num_stops, num_rows, num_bad_rows, dense_bad = self._agree()
         self._output.loss = loss / weight if weight else 0.0
         self._output.stop = num_stops > 0
         self._output.num_rows, self._output.num_bad_rows = round(num_rows), round(num_bad_rows)
         self._lookup, self._gradients = None, []
-        if num_bad:
+        if num_bad or dense_bad:
             self.gate.close()
             self._output.skipped, self._output.finite_here = True, bool(self._finite)
             self._output.overflowed = math.isfinite(self._output.loss) and self.loss_scale.overflow()
@@ -312,14 +312,12 @@ class DenseHalf(nn.Module):
         return [p.grad for p in self._dense_parameters if p.grad is not None]
 
     def _agree(self) -> list[float]:
-        """Return the sums over all ranks of what `_start_exchanges` gave."""
+        """Return the sums over all ranks of what `_start_exchanges` gave, and whether the dense part is not finite."""
         assert self.sums.grad is not None
-        # Gradients of the dense part are those of all ranks, on each of them.
-        infinite = ~_all_finite(self._dense_gradients())
-        # DistributedDataParallel gives means.
-        *sums, dense_bad = torch.cat([self.sums.grad * dist.get_world_size(), infinite.float()[None]]).tolist()
-        sums[2] += dense_bad
-        return sums
+        sums = self.sums.grad * dist.get_world_size()  # DistributedDataParallel gives means
+        # Gradients of the dense part are those of all ranks, on each of them. One tensor, for one copy from the GPU:
+        dense_bad = ~_all_finite(self._dense_gradients())
+        return torch.cat([sums, dense_bad.float()[None]]).tolist()
 
 
 class TrainStep(nn.Module):
