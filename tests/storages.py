@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import islice
@@ -69,6 +70,7 @@ def _train(config_path: str, overrides: list[str], world: World) -> dict:
         for _ in range(2):
             pipeline.progress(iter(list(islice(batches, 1))))
     del pipeline, batches
+    time.sleep(0.1)  # gloo's threads let go of what they have exchanged a little after all ranks have it
     gc.collect()
     live = {pointer: size for pointer, size in _live().items() if pointer not in before}
     kinds = _kinds(built)

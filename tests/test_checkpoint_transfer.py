@@ -246,3 +246,14 @@ def test_large_tensors_are_saved_in_chunks_of_rows(
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     chunks = pieces_module.Pieces((100, 8), torch.float32, (pieces_module.Piece(torch.zeros(40, 4), (10, 4)),)).chunks()
     assert [(c.offsets, len(c.tensor)) for c in chunks][:2] == [((10, 4), 4), ((14, 4), 7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_written_is_no_copy(dtype: torch.dtype) -> None:
+    table = torch.arange(12, dtype=dtype).view(6, 2)
+    scalars = torch.zeros(2, dtype=dtype)  # a part of one storage too, as LAMB's are
+    planner = pieces_module.PiecesSavePlanner()
+    planner.set_up_planner({"rows": pieces_module.Pieces.of(table[2:5]), "scalar": pieces_module.Pieces.of(scalars[1])})
+    rows, scalar = (planner.resolve_data(item) for item in planner.create_local_plan().items)
+    assert torch.equal(rows, table[2:5]) and scalar.shape == ()
+    assert rows.data_ptr() == table[2].data_ptr() and rows.untyped_storage().nbytes() == rows.nbytes

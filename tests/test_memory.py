@@ -148,6 +148,14 @@ PEAKS = {
         {"rows": 200_000, "dim": 64, "batch": 32768, "top": [1024, 1024, 512], "micro": 4096},
     ),
     "windows": ((1_000_000, 16, 0, 0), 1, {"rows": 200_000, "dim": 32, "batch": 8192}),
+    "small": ((100_000, 4, 0, 0), 1, {"rows": 50_000, "dim": 16, "batch": 1024}),
+    "row-wise on two ranks": (
+        (200_000, 8, 0, 0),
+        2,
+        {"rows": 500_000, "dim": 64, "optimizer": "adagrad", "sharding": "row_wise", "batch": 8192},
+    ),
+    "evaluations": ((100_000, 8, 2, 10), 1, {"rows": 200_000, "dim": 16, "eval": True, "steps": 60}),
+    "large": ((100_000, 8, 0, 0), 1, {"rows": 2_000_000, "dim": 48, "batch": 8192}),
 }
 
 
@@ -159,8 +167,13 @@ def test_the_peak_of_the_process_is_predicted(name: str, tmp_path: Path) -> None
     write_rows(tmp_path / "data", rows, ids, lists, length)
     num_tables = max(ids, lists)
     table = {"num_embeddings": chosen["rows"], "embedding_dim": chosen["dim"], "data_type": chosen.get("type", "FP32")}
+    table["sharding_type"] = chosen.get("sharding", "auto")
     content = {
-        "data": {"train": str(tmp_path / "data"), "label_column": "label"},
+        "data": {
+            "train": str(tmp_path / "data"),
+            "valid": str(tmp_path / "data") if "eval" in chosen else None,
+            "label_column": "label",
+        },
         "features": {
             **{f"s{i}": {"table": f"t{i}"} for i in range(ids)},
             **{f"l{i}": {"table": f"t{i}"} for i in range(lists)},
@@ -172,7 +185,8 @@ def test_the_peak_of_the_process_is_predicted(name: str, tmp_path: Path) -> None
         "train": {
             "global_batch_size": chosen.get("batch", 4096),
             "micro_batch_size": chosen.get("micro"),
-            "max_steps": 12,
+            "max_steps": chosen.get("steps", 12),
+            "eval_every_steps": 20 if "eval" in chosen else None,
             "epochs": 100,
         },
     }

@@ -68,7 +68,9 @@ def test_two_ranks_row_wise_train_what_one_trains(
 
 
 def test_two_ranks_table_wise_train_what_one_trains(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    both = train(tmp_path, "model.dropout=0.1", *sharded("table_wise"), nproc=2)
+    """Of the tables that are not split there is but one, so that one rank has none to look up in."""
+    plan = [*sharded("row_wise"), "tables.user.sharding_type=table_wise"]
+    both = train(tmp_path, "model.dropout=0.1", *plan, nproc=2)
     assert_same_run(tmp_path, both, *reference)
 
 

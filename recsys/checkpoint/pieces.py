@@ -115,7 +115,19 @@ class PiecesSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        return self._chunks[index]
+        return _with_own_storage(self._chunks[index])
+
+
+def _with_own_storage(chunk: torch.Tensor) -> torch.Tensor:
+    """Return a view with a storage of just its bytes, where it is in host memory.
+
+    DCP copies what is a part of a larger storage, and keeps the last such copy of every tensor until all are written.
+    """
+    if chunk.device.type != "cpu" or not chunk.is_contiguous() or chunk.nbytes == chunk.untyped_storage().nbytes():
+        return chunk
+    if chunk.dim() == 0:  # which cannot be viewed as bytes, and takes few
+        return chunk
+    return torch.from_numpy(chunk.view(torch.uint8).numpy()).view(chunk.dtype)
 
 
 def _write_item(index: MetadataIndex, pieces: Pieces, chunk: Piece) -> WriteItem:

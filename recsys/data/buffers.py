@@ -5,6 +5,7 @@ So whoever keeps a batch keeps its values, and a loop that lets go of them runs 
 """
 
 import math
+import mmap
 import sys
 import threading
 from typing import Any
@@ -119,7 +120,8 @@ class BlockPool:
     def _allocate(self, size: int) -> np.ndarray:
         if self._pin:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        return np.empty(size, np.uint8)
+        # Outside malloc's heaps, where blocks that come and go leave holes.
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 class _Held:

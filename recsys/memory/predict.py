@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from recsys.config import Config, FeatureType
 from recsys.memory.tensors import Bytes
 from recsys.process_group import batches_ahead
-from recsys.table_bytes import CHUNK_BYTES, TableBytes, cache_bytes, lookup_groups, piece_bytes, rank_tables
+from recsys.table_bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
 from recsys.tables import Shard
 from recsys.topology import Topology
 
@@ -18,12 +18,16 @@ CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FB
 NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator among many ranks
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
-# Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after; and
-# what heaps of the training thread (unless it gives large blocks back) and of a decoding thread keep beside what lives.
+# Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 32 << 20}
 _RANK_ZERO_BYTES = 24 << 20  # rank 0 reads the footers and plans
-_HEAP_BYTES, _THREAD_HEAP_BYTES = 16 << 20, 16 << 20
+_EVALUATION_BYTES = 28 << 20  # what evaluations load and leave, beside what other threads decode for them
+# Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
+# to where glibc gives it back or puts it elsewhere (DEFAULT_MMAP_THRESHOLD_MAX, and twice that); a decoding one's:
+_MOST_HEAP_BYTES, _MOST_BLOCK_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 32 << 20, 6 << 20
 _STATISTICS_BYTES = {"init": 2 << 20, "later": 7 << 19}  # of an id feature: hashes seen; then sketches too
+_GLOO_THREADS = 2  # of a group
+_REDUCED = ("row_wise", "table_row_wise", "grid_shard")  # of vectors, ranks look up parts, and add them up
 _FILL_BYTES = 4 << 20  # temporaries of initial weights
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
@@ -138,26 +142,29 @@ class _Rank:
         dims = {name: config.tables[f.table or ""].embedding_dim for name, f in features.items()}
         self._by_id = config.unpooled_tables()
         self.pooled = int(sum(4 * dim * self._num_vectors(name, batch.rows) for name, dim in dims.items()))
-        self.looked_up, self.exchanged_ids = self._lookups()
+        self.looked_up, self.reduced, self.exchanged_ids = self._lookups()
 
     def _num_vectors(self, feature: str, rows: int) -> float:
         """Return how many vectors the tables give for a feature of `rows` rows."""
         by_id = self._config.features[feature].table in self._by_id
         return rows * self._data.mean_ids[feature] if by_id else rows
 
-    def _lookups(self) -> tuple[int, int]:
-        """Return the bytes of the vectors that this rank looks up for all ranks, and the number of ids for that."""
+    def _lookups(self) -> tuple[int, int, int]:
+        """Return the bytes of the vectors that this rank looks up for all ranks, of those the ones that are added up
+        over ranks, and the number of ids for all."""
         ranks = self._topology.world_size
-        vectors = ids = 0.0
+        vectors = reduced = ids = 0.0
         for piece in self._pieces:
             whole = self._config.tables[piece.table].num_embeddings
             own = piece.sharding_type == "data_parallel"
             rows = self._batch.rows * (1 if own else ranks)
             for name, feature in self._config.features.items():
                 if feature.table == piece.table:
-                    vectors += self._num_vectors(name, rows) * piece.size[1] * 4
+                    size = self._num_vectors(name, rows) * piece.size[1] * 4
+                    vectors += size
+                    reduced += size if piece.sharding_type in _REDUCED else 0
                     ids += rows * self._data.mean_ids[name] * (1 if own else piece.size[0] / whole)
-        return int(vectors), int(ids)
+        return int(vectors), int(reduced), int(ids)
 
     def memory(self) -> RankMemory:
         moments = {"init": self._init(), "step": self._step(), "evaluation": self._evaluation(), "save": self._save()}
@@ -167,11 +174,20 @@ class _Rank:
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
             host["libraries"] = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES if self._rank == 0 else 0)
+            host["libraries"] += _EVALUATION_BYTES if when == "later" and self._data.eval_rows else 0
             host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
-                own = 0 if self._config.train.in_micro_batches else _HEAP_BYTES
-                host["heap"] = own + self._config.data.num_threads * _THREAD_HEAP_BYTES
+                host["heap"] = self._heaps()
         return RankMemory(self._rank, self._tables, {phase: self._placed(*kinds) for phase, kinds in moments.items()})
+
+    def _heaps(self) -> int:
+        """Return what heaps keep beside what lives: of the training thread, of threads that decode, of gloo's."""
+        decoding = self._config.data.num_threads * _THREAD_HEAP_BYTES
+        decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
+        if self._topology.on_gpu:
+            return decoding
+        training, copies = min(_total(self._in_steps()), _MOST_HEAP_BYTES), self._gloo_copies()
+        return decoding + training + (_GLOO_THREADS * copies if copies <= _MOST_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
         """Return the kinds of a moment with what is there at any time, where they lie."""
@@ -225,6 +241,11 @@ class _Rank:
         return self._config.tables[piece.table].data_type.name == "FP8"
 
     def _step(self) -> tuple[Bytes, Bytes]:
+        copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
+        return {**self._trained(), **self._in_steps()}, {**self._loader(), "save_copies": copies}
+
+    def _in_steps(self) -> dict[str, int]:
+        """Return what comes and goes with each step, at its highest moment."""
         batch, dense, ranks = self._batch, self._dense, self._topology.world_size
         sort = _SORT_BYTES[self._topology.device.type]
         in_flight = {
@@ -235,20 +256,24 @@ class _Rank:
         if self._topology.on_gpu:
             in_flight["batches"] = _BATCHES_ON_GPU * batch.bytes
         received = self.pooled if ranks > 1 else 0
+        copies = {"collective_copies": self._gloo_copies()}
         moments = [
-            {"pooled": received, "looked_up": self.looked_up},
+            {"pooled": received, "looked_up": self.looked_up, **copies},
             {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes},
             {
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
                 "looked_up_gradient": self.looked_up if ranks > 1 else 0,
+                **copies,
                 "kernel_temporaries": self.exchanged_ids * sort,
                 "dense_gradient": dense.gradient_bytes,
             },
         ]
-        highest = max(moments, key=lambda kinds: sum(kinds.values()))
-        copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
-        return {**self._trained(), **in_flight, **highest}, {**self._loader(), "save_copies": copies}
+        return in_flight | max(moments, key=_total)
+
+    def _gloo_copies(self) -> int:
+        """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""
+        return 0 if self._topology.on_gpu else self.reduced
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)
@@ -274,21 +299,15 @@ class _Rank:
         return sum(table.weight + table.optimizer for table in self._tables.values())
 
     def _written_copies(self) -> int:
-        """Return the bytes that torch's writer copies: of each tensor it keeps the last chunk until all are written.
+        """Return the bytes that torch's writer copies from a GPU: of each tensor it keeps the last chunk to the end."""
+        if not self._topology.on_gpu:
+            return 0
+        sizes = (piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in self._pieces)
+        return sum(min(part, CHUNK_BYTES) for size in sizes for part in (size.weight, size.optimizer))
 
-        What lies on a GPU is copied, and what is only a part of a tensor's memory: a chunk, or a table in a group.
-        """
-        copied = 0
-        for group in lookup_groups(self._config, self._pieces):
-            for piece in group:
-                size = piece_bytes(self._config, piece.table, *piece.size, piece.compute_kernel)
-                parts = (size.weight, size.optimizer)
-                copied += sum(
-                    min(part, CHUNK_BYTES)
-                    for part in parts
-                    if self._topology.on_gpu or len(group) > 1 or part > CHUNK_BYTES
-                )
-        return copied
+
+def _total(kinds: dict[str, int]) -> int:
+    return sum(kinds.values())
 
 
 def _present(kinds: Bytes) -> Bytes:

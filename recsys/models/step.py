@@ -198,7 +198,8 @@ class DenseHalf(nn.Module):
                     roots = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
                     seeds = [each[slice(*part.rows)] for each in whole[1]]
                     torch.autograd.backward([*roots, *sums], [*seeds, *(None for _ in sums)])
-            gradients.append([leaf.grad for leaf in leaves])
+            if part is not parts[-1]:
+                gradients.append([leaf.grad for leaf in leaves])
         return self._loss
 
     @torch.no_grad()
@@ -214,10 +215,13 @@ class DenseHalf(nn.Module):
         After them DistributedDataParallel sends its last gradients; those by embeddings follow before it waits.
 
         Args:
-            gradients: of the micro-batches before the last, whose `leaves` have theirs.
+            gradients: of the micro-batches before the last, whose `leaves` have theirs; not kept.
         """
-        every = [*gradients, [leaf.grad for leaf in leaves]]
-        self._gradients = [_joined(pieces) for pieces in zip(*every, strict=True)]
+        gradients.append([leaf.grad for leaf in leaves])
+        self._gradients = [_joined(pieces) for pieces in zip(*gradients, strict=True)]
+        gradients.clear()  # the pieces are as large as what is joined, and all that follows comes on top
+        for leaf in leaves:
+            leaf.grad = None
         own = [gradient for gradient in self._gradients if gradient is not None]
         sums = torch.stack([self._loss, batch.weights.sum()])
         self._finite = torch.isfinite(sums).all() & _all_finite(own)
@@ -301,6 +305,7 @@ class DenseHalf(nn.Module):
         if self.replicated is not None and lookup.pooled is not None and gradients[0] is not None:
             by_feature = lookup.pooled_by_feature(gradients[0] * (scale / dist.get_world_size()))
             self.replicated.update(lookup.ids, by_feature)
+        del lookup, gradients  # the update takes as much
         with record_function("## tables: update ##"):
             self.gate.open(scale)
 
