@@ -171,7 +171,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         return DataFacts(mean_ids, id_bytes, windows, windows // 2, {}, "max_length or 1: the data are not here")
     sample = _Sample(inputs, inputs.datasets["train"])
     roles = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items() if role != "train"}
-    windows, decoding = _window_bytes(inputs, sample, world_size)
+    windows, decoding = _window_bytes(inputs, sample)
     id_bytes = inputs.spec("train").dtype.itemsize
     return DataFacts(sample.mean_ids(), id_bytes, windows, decoding, roles, f"the first {sample.rows:,} rows")
 
@@ -210,7 +210,7 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     return held, largest
 
 
-def _window_bytes(inputs: Inputs, sample: _Sample, world_size: int) -> tuple[int, int]:
+def _window_bytes(inputs: Inputs, sample: _Sample) -> tuple[int, int]:
     """Return the bytes of the windows that the first rank's loaders hold at once, and of those being made.
 
     Beside that of the training data there is one that evaluates, and keeps its memory for the next time.

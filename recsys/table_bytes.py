@@ -86,7 +86,7 @@ def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
     return TableBytes(device_weight=weight, device_optimizer=by_row + by_element)
 
 
-def lookup_groups(config: Config, pieces: Iterable[Shard]) -> list[list[Shard]]:
+def _lookup_groups(config: Config, pieces: Iterable[Shard]) -> list[list[Shard]]:
     """Return a rank's pieces by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
     groups: dict[tuple[object, ...], list[Shard]] = {}
     for piece in pieces:
@@ -106,7 +106,7 @@ def lookup_groups(config: Config, pieces: Iterable[Shard]) -> list[list[Shard]]:
 def cache_bytes(config: Config, pieces: Iterable[Shard]) -> TableBytes:
     """Return what the caches of a rank's pieces take: one for each group, each slot as wide as its widest table."""
     cached = (ComputeKernel.fused_uvm_caching.value, ComputeKernel.key_value.value)
-    groups = ([p for p in group if p.compute_kernel in cached] for group in lookup_groups(config, pieces))
+    groups = ([p for p in group if p.compute_kernel in cached] for group in _lookup_groups(config, pieces))
     return sum((_cache_of(config, group) for group in groups if group), TableBytes())
 
 

@@ -67,9 +67,18 @@ def test_two_ranks_row_wise_train_what_one_trains(
     assert_same_run(*pair, *reference)
 
 
-def test_two_ranks_table_wise_train_what_one_trains(reference: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Of the tables that are not split there is but one, so that one rank has none to look up in."""
-    plan = [*sharded("row_wise"), "tables.user.sharding_type=table_wise"]
+@pytest.mark.parametrize(
+    "plan",
+    [
+        sharded("table_wise"),
+        # One rank has no table to look up in, of those that are not split.
+        [*sharded("row_wise"), "tables.user.sharding_type=table_wise"],
+    ],
+    ids=["all", "one"],
+)
+def test_two_ranks_table_wise_train_what_one_trains(
+    plan: list[str], reference: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     both = train(tmp_path, "model.dropout=0.1", *plan, nproc=2)
     assert_same_run(tmp_path, both, *reference)
 

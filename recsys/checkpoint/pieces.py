@@ -123,9 +123,7 @@ def _with_own_storage(chunk: torch.Tensor) -> torch.Tensor:
 
     DCP copies what is a part of a larger storage, and keeps the last such copy of every tensor until all are written.
     """
-    if chunk.device.type != "cpu" or not chunk.is_contiguous() or chunk.nbytes == chunk.untyped_storage().nbytes():
-        return chunk
-    if chunk.dim() == 0:  # which cannot be viewed as bytes, and takes few
+    if chunk.device.type != "cpu" or not chunk.is_contiguous() or chunk.dim() == 0:  # which is no view of bytes
         return chunk
     return torch.from_numpy(chunk.view(torch.uint8).numpy()).view(chunk.dtype)
 

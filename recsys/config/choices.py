@@ -106,6 +106,8 @@ UNPOOLED = (
     ShardingChoice.column_wise,
 )
 COLUMN_SPLITS = (ShardingChoice.column_wise, ShardingChoice.table_column_wise, ShardingChoice.grid_shard)
+# Ranks look up parts of a list's vector, and add them up.
+ROW_SPLITS = (ShardingChoice.row_wise, ShardingChoice.table_row_wise, ShardingChoice.grid_shard)
 
 
 class TableOptimizer(Enum):

@@ -121,7 +121,7 @@ class BlockPool:
         if self._pin:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
         # Outside malloc's heaps, where blocks that come and go leave holes.
-        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 class _Held:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from recsys.config import Config, FeatureType
+from recsys.config.choices import ROW_SPLITS, ShardingChoice
 from recsys.memory.tensors import Bytes
 from recsys.process_group import batches_ahead
 from recsys.table_bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
@@ -27,7 +28,6 @@ _EVALUATION_BYTES = 28 << 20  # what evaluations load and leave, beside what oth
 _MOST_HEAP_BYTES, _MOST_BLOCK_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 32 << 20, 6 << 20
 _STATISTICS_BYTES = {"init": 2 << 20, "later": 7 << 19}  # of an id feature: hashes seen; then sketches too
 _GLOO_THREADS = 2  # of a group
-_REDUCED = ("row_wise", "table_row_wise", "grid_shard")  # of vectors, ranks look up parts, and add them up
 _FILL_BYTES = 4 << 20  # temporaries of initial weights
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
@@ -157,12 +157,13 @@ class _Rank:
         for piece in self._pieces:
             whole = self._config.tables[piece.table].num_embeddings
             own = piece.sharding_type == "data_parallel"
+            split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
             rows = self._batch.rows * (1 if own else ranks)
             for name, feature in self._config.features.items():
                 if feature.table == piece.table:
                     size = self._num_vectors(name, rows) * piece.size[1] * 4
                     vectors += size
-                    reduced += size if piece.sharding_type in _REDUCED else 0
+                    reduced += size if split else 0
                     ids += rows * self._data.mean_ids[name] * (1 if own else piece.size[0] / whole)
         return int(vectors), int(reduced), int(ids)
 
@@ -171,13 +172,14 @@ class _Rank:
         if not self._data.eval_rows:
             del moments["evaluation"]
         num_ids = sum(feature.type is FeatureType.id for feature in self._config.features.values())
+        heaps = self._heaps()
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
             host["libraries"] = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES if self._rank == 0 else 0)
             host["libraries"] += _EVALUATION_BYTES if when == "later" and self._data.eval_rows else 0
             host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
-                host["heap"] = self._heaps()
+                host["heap"] = heaps
         return RankMemory(self._rank, self._tables, {phase: self._placed(*kinds) for phase, kinds in moments.items()})
 
     def _heaps(self) -> int:
@@ -186,7 +188,7 @@ class _Rank:
         decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
         if self._topology.on_gpu:
             return decoding
-        training, copies = min(_total(self._in_steps()), _MOST_HEAP_BYTES), self._gloo_copies()
+        training, copies = min(sum(self._in_steps().values()), _MOST_HEAP_BYTES), self._gloo_copies()
         return decoding + training + (_GLOO_THREADS * copies if copies <= _MOST_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
@@ -244,7 +246,7 @@ class _Rank:
         copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
         return {**self._trained(), **self._in_steps()}, {**self._loader(), "save_copies": copies}
 
-    def _in_steps(self) -> dict[str, int]:
+    def _in_steps(self) -> Bytes:
         """Return what comes and goes with each step, at its highest moment."""
         batch, dense, ranks = self._batch, self._dense, self._topology.world_size
         sort = _SORT_BYTES[self._topology.device.type]
@@ -256,20 +258,20 @@ class _Rank:
         if self._topology.on_gpu:
             in_flight["batches"] = _BATCHES_ON_GPU * batch.bytes
         received = self.pooled if ranks > 1 else 0
-        copies = {"collective_copies": self._gloo_copies()}
         moments = [
-            {"pooled": received, "looked_up": self.looked_up, **copies},
+            {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
             {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes},
             {
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
                 "looked_up_gradient": self.looked_up if ranks > 1 else 0,
-                **copies,
+                "collective_copies": self._gloo_copies(),
                 "kernel_temporaries": self.exchanged_ids * sort,
                 "dense_gradient": dense.gradient_bytes,
             },
         ]
-        return in_flight | max(moments, key=_total)
+        highest = max(moments, key=lambda kinds: sum(kinds.values()))
+        return {**in_flight, **highest}
 
     def _gloo_copies(self) -> int:
         """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""
@@ -304,10 +306,6 @@ class _Rank:
             return 0
         sizes = (piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in self._pieces)
         return sum(min(part, CHUNK_BYTES) for size in sizes for part in (size.weight, size.optimizer))
-
-
-def _total(kinds: dict[str, int]) -> int:
-    return sum(kinds.values())
 
 
 def _present(kinds: Bytes) -> Bytes:

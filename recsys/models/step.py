@@ -180,11 +180,12 @@ class DenseHalf(nn.Module):
         self.sums.grad = None
         for part in parts:
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
-            with self._exchanging(part is parts[-1]):
+            last = part is parts[-1]
+            with self._exchanging(last):
                 leaves = [each.detach().requires_grad_() for each in _sliced(lookup, part)]
                 rows = batch.dense_rows(*part.rows)
                 sums = []
-                if part is parts[-1]:
+                if last:
                     finish = partial(self._start_exchanges, lookup, batch, gradients, leaves)
                     sums = [LastInBackward.apply(self.sums, finish)]
                 self.enter_phase("forward")
@@ -198,7 +199,7 @@ class DenseHalf(nn.Module):
                     roots = (outputs,) if isinstance(outputs, torch.Tensor) else outputs
                     seeds = [each[slice(*part.rows)] for each in whole[1]]
                     torch.autograd.backward([*roots, *sums], [*seeds, *(None for _ in sums)])
-            if part is not parts[-1]:
+            if not last:
                 gradients.append([leaf.grad for leaf in leaves])
         return self._loss
 
