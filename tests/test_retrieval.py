@@ -1,7 +1,6 @@
 """The two-tower model: its loss by hand, and the same numbers on any number of ranks."""
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
-from recsys.models import RetrievalTask
+from recsys.models import RetrievalTask, two_tower
 from recsys.process_group import open_world
 
 NUM_USERS, NUM_ITEMS = 40, 60
@@ -84,8 +83,10 @@ def test_ranks_share_their_negatives(config: Path, tmp_path: Path) -> None:
     assert alone["recall@10"] > 0.5
 
 
-def test_the_loss_by_hand() -> None:
-    users, items = torch.randn(5, 3), torch.randn(5, 3)
+@pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
+def test_the_loss_by_hand(scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_tower, "_SCORES", {"cpu": scores_at_once})
+    users, items = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
     item_rows = [7, 2, 7, 4, 2]  # rows 0 and 2 hold the same item, and row 4 is fill
     weights = torch.tensor([1.0, 2.0, 1.0, 0.5, 0.0])
     log_q = torch.log(torch.arange(1, 11) / 55)
@@ -93,14 +94,18 @@ def test_the_loss_by_hand() -> None:
     ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor(item_rows), lengths=lengths)
     batch = Batch(ids, torch.zeros(5, 0), torch.zeros(5), weights, None, 4, 0, (0, 5), Position(0, ()), Fence())
 
-    expected = 0.0
+    expected = torch.zeros(())
     for i in range(4):
         scores = {}
         for j in range(4):
             if j == i or item_rows[j] != item_rows[i]:
-                scores[j] = float(users[i] @ items[j]) / 0.5 - float(log_q[item_rows[j]])
-        expected -= float(weights[i]) * (scores[i] - math.log(sum(math.exp(score) for score in scores.values())))
+                scores[j] = users[i] @ items[j] / 0.5 - log_q[item_rows[j]]
+        total = torch.stack([score.exp() for score in scores.values()]).sum()
+        expected = expected - weights[i] * (scores[i] - total.log())
 
     with open_world():
         task = RetrievalTask(torch.nn.Identity(), "item", 0.5, log_q)
-        assert float(task.loss((users, items), batch)) == pytest.approx(expected, rel=1e-5)
+        loss = task.loss((users, items), batch)
+        gradients = torch.autograd.grad(3 * loss, (users, items))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (users, items)))

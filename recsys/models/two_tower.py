@@ -11,6 +11,10 @@ from recsys.config import TwoTowerConfig
 from recsys.data.batch import Batch
 from recsys.models.task import Task, Vectors, mlp
 
+# Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
+_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
+_MOST_PARTS = 128  # of a batch, however large
+
 
 class Tower(nn.Module):
     """An MLP over the concatenated pooled embeddings and floats of one side."""
@@ -82,15 +86,10 @@ class RetrievalTask(Task):
         keys = _first_ids(batch, self.item_id)
         everyones_items = _GatherRows.apply(items)
         others_keys = _gather(torch.where(batch.weights > 0, keys, -1))
-        own = torch.arange(len(users), device=users.device) + dist.get_rank() * len(users)
-
-        scores = users @ everyones_items.T / self.temperature  # [rows, rows of the global batch]
+        offsets = everyones_items.new_zeros(len(others_keys))
         if self.log_q is not None:
-            scores = scores - self.log_q[others_keys.clamp(min=0)]
-        barred = (others_keys == -1)[None, :] | (others_keys[None, :] == keys[:, None])
-        barred[torch.arange(len(users)), own] = False
-        losses = F.cross_entropy(scores.masked_fill(barred, -torch.inf), own, reduction="none")
-        return torch.where(batch.weights > 0, losses * batch.weights, 0.0).sum()
+            offsets = -self.log_q[others_keys.clamp(min=0)]
+        return _SoftmaxLoss.apply(users / self.temperature, everyones_items, offsets, keys, others_keys, batch.weights)
 
 
 def _first_ids(batch: Batch, feature: str) -> torch.Tensor:
@@ -99,6 +98,45 @@ def _first_ids(batch: Batch, feature: str) -> torch.Tensor:
     padded = torch.cat([jagged.values(), jagged.values().new_full((1,), -1)])
     first = jagged.offsets()[:-1].long().clamp(max=len(padded) - 1)
     return torch.where(jagged.lengths() > 0, padded[first], -1)
+
+
+class _SoftmaxLoss(torch.autograd.Function):
+    """The cross-entropies of this rank's rows, each over all items that are not barred for it: their weighted sum.
+
+    Scores, [rows, items of the global batch], are what takes memory. A few rows have theirs at a time, and their
+    gradient is made where they lie, in the forward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        users: torch.Tensor,
+        items: torch.Tensor,
+        offsets: torch.Tensor,
+        keys: torch.Tensor,
+        items_keys: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        own = torch.arange(len(users), device=users.device) + dist.get_rank() * len(users)
+        losses, of_users, of_items = torch.empty_like(weights), torch.empty_like(users), torch.zeros_like(items)
+        some = max(1, _SCORES[users.device.type] // len(items), len(users) // _MOST_PARTS)
+        for rows in (slice(first, first + some) for first in range(0, len(users), some)):
+            scores = torch.addmm(offsets, users[rows], items.T)
+            positives = own[rows, None]
+            barred = (items_keys == -1)[None, :] | (items_keys[None, :] == keys[rows, None])
+            logs = scores.masked_fill_(barred.scatter_(1, positives, False), -torch.inf).log_softmax(dim=1)
+            losses[rows] = -logs.gather(1, positives)[:, 0]
+            gradient = logs.exp_().scatter_add_(1, positives, torch.full_like(positives, -1, dtype=logs.dtype))
+            gradient.mul_(weights[rows, None])
+            of_users[rows] = gradient @ items
+            of_items.addmm_(gradient.T, users[rows])
+        ctx.save_for_backward(of_users, of_items)
+        return torch.where(weights > 0, losses * weights, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_users, of_items = ctx.saved_tensors
+        return of_users * gradient, of_items * gradient, None, None, None, None
 
 
 class _GatherRows(torch.autograd.Function):
