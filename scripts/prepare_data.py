@@ -13,7 +13,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recsys.data import delimited, movielens, prepare, synthetic  # noqa: E402
+from recsys.data import delimited, movielens, prepare, retrieval, synthetic  # noqa: E402
 from recsys.errors import UserError  # noqa: E402
 
 EXAMPLES = """examples:
@@ -24,6 +24,7 @@ EXAMPLES = """examples:
   python scripts/prepare_data.py csv ratings.dat --out data/ratings --delimiter '\\t' \\
       --columns user_id,item_id,rating,ts --types user_id=string --label 'rating>=4' \\
       --split 0.8,0.1,0.1 --split-by user:user_id
+  python scripts/prepare_data.py retrieval logs/ --time ts --out data/clicks-retrieval
 
 data/README.md describes the columns that are written and the rules for your own files.
 """
@@ -50,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_movielens(commands)
     _add_synthetic(commands)
     _add_csv(commands)
+    _add_retrieval(commands)
     args = parser.parse_args(arguments)
     try:
         written = args.run(args)
@@ -175,6 +177,37 @@ def _run_csv(args: argparse.Namespace) -> bool:
         rows_per_file=args.rows_per_file,
     )
     delimited.convert_csv(args.inputs, args.out, options, args.overwrite)
+    return True
+
+
+def _add_retrieval(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "retrieval",
+        help="a Parquet log of interactions, for two towers",
+        description="A log with a row for each interaction, as train/, valid/, test/ (a user's queries, with what is "
+        "to be found and what was seen) and items/.",
+    )
+    parser.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=".parquet files, or folders of them")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--user", default="user_id", metavar="COLUMN", help="(%(default)s)")
+    parser.add_argument("--item", default="item_id", metavar="COLUMN", help="(%(default)s)")
+    parser.add_argument("--time", metavar="COLUMN", help="without it, rows are taken to be in order")
+    parser.add_argument("--user-features", type=_names, default=[], metavar="A,B", help="columns of the log")
+    parser.add_argument("--item-features", type=_names, default=[], metavar="A,B", help="columns of the log")
+    parser.add_argument(
+        "--hold-out",
+        choices=retrieval.HOLD_OUT,
+        default=retrieval.HOLD_OUT[0],
+        help="last: each user's last item is of test, the one before of valid; random: a tenth of each user's items "
+        "for each, as RecBole does (%(default)s)",
+    )
+    _add_overwrite(parser)
+    parser.set_defaults(run=_run_retrieval)
+
+
+def _run_retrieval(args: argparse.Namespace) -> bool:
+    columns = retrieval.Columns(args.user, args.item, args.time, args.user_features, args.item_features)
+    retrieval.convert_log(args.inputs, args.out, columns, args.hold_out, args.overwrite)
     return True
 
 

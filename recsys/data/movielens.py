@@ -20,7 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.data.prepare import read_marker, replacing, write_parts
+from recsys.data.prepare import read_marker, replacing
+from recsys.data.retrieval import SPLITS, Log, Timeline, shuffled, time_key, write_files, write_retrieval
 from recsys.errors import UserError
 
 MARKER = {"kind": "movielens-100k", "version": 2}
@@ -31,8 +32,6 @@ SHA256 = {
     "item": "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
     "user": "4f670007d9cfbeb9807e757209af1555b9bcc186bde25e767f67cb67c6dd5972",
 }
-SPLITS = ("train", "valid", "test")
-HISTORY = 50
 LIKED = 4.0
 USER_COLUMNS = ("age", "gender", "occupation", "zip_code")
 ITEM_COLUMNS = ("release_year", "genres")
@@ -62,7 +61,7 @@ def prepare_movielens_100k(out: Path, cache: Path) -> bool:
     earlier_version = marker is not None and marker.get("kind") == MARKER["kind"]
     with replacing(out, MARKER, overwrite=earlier_version) as folder:
         _write_ctr(folder / "ctr", ratings, users, items)
-        _write_retrieval(folder / "retrieval", ratings, users, items)
+        write_retrieval(folder / "retrieval", _retrieval_log(ratings, users, items), "random")
     return True
 
 
@@ -142,76 +141,12 @@ def _complete(table: pa.Table, key: str, used: np.ndarray) -> pa.Table:
 
 def split_random(num_rows: int) -> np.ndarray:
     """int8 per row, an index into SPLITS: shuffle all rows, cut 8:1:1."""
-    order = _shuffled(num_rows)
+    order = shuffled(num_rows)
     tenth = num_rows // 10
     split = np.zeros(num_rows, np.int8)
     split[order[-2 * tenth : -tenth]] = 1
     split[order[-tenth:]] = 2
     return split
-
-
-def split_per_user(user: np.ndarray) -> np.ndarray:
-    """int8 per row, an index into SPLITS: shuffle all rows, cut each user's rows 8:1:1.
-
-    RecBole's ``split_by_ratio(group_by=user)``: each held-out part is a tenth, rounded down. (Its rule
-    for users of fewer than ten rows has no effect here: everybody in ML-100K has at least twenty.)
-    """
-    order = _shuffled(len(user))
-    order = order[np.argsort(user[order], kind="stable")]
-    grouped = user[order]
-    first = np.searchsorted(grouped, grouped, side="left")
-    last = np.searchsorted(grouped, grouped, side="right")
-    tenth = (0.1 * (last - first)).astype(np.int64)
-    from_end = last - np.arange(len(user))  # 1 for the last row of a user
-    split = np.zeros(len(user), np.int8)
-    split[order[from_end <= 2 * tenth]] = 1
-    split[order[from_end <= tenth]] = 2
-    return split
-
-
-def _shuffled(num_rows: int) -> np.ndarray:
-    import torch  # only torch's generator reproduces RecBole's order
-
-    generator = torch.Generator().manual_seed(2020)
-    return torch.randperm(num_rows, generator=generator).numpy()
-
-
-class _Timeline:
-    """Chosen rows sorted by (user, time, file order), to cut lists of items out of."""
-
-    def __init__(self, ratings: Ratings, chosen: np.ndarray):
-        rows = np.flatnonzero(chosen)
-        self.rows = rows[np.lexsort((ratings.time[rows], ratings.user[rows]))]
-        self.items = ratings.item[self.rows]
-        self.keys = _time_key(ratings.user[self.rows], ratings.time[self.rows])
-
-    def starts(self, user: np.ndarray) -> np.ndarray:
-        """Where each user's rows begin; those of user + 1 begin where they end."""
-        return np.searchsorted(self.keys, _time_key(user, np.zeros_like(user)))
-
-    def lists(self, starts: np.ndarray, ends: np.ndarray, without: np.ndarray | None = None) -> pa.ListArray:
-        """list<int64> of the items at positions start to end, end excluded, and one position of each left out."""
-        lengths = ends - starts
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        if without is not None:
-            positions = positions[positions != np.repeat(without, lengths)]
-            offsets = np.concatenate([[0], np.cumsum(lengths - ((starts <= without) & (without < ends)))])
-        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), self.items[positions])
-
-    def history(self, user: np.ndarray, ends: np.ndarray) -> pa.ListArray:
-        """The last HISTORY items of each user before position ``ends``."""
-        return self.lists(np.maximum(self.starts(user), ends - HISTORY), ends)
-
-    def others(self, user: np.ndarray, positions: np.ndarray) -> pa.ListArray:
-        """The last HISTORY items of each user, the one at the row's own position left out."""
-        ends = self.starts(user + 1)
-        starts = np.where(positions < ends - HISTORY, ends - HISTORY, ends - HISTORY - 1)
-        return self.lists(np.maximum(self.starts(user), starts), ends, without=positions)
-
-
-def _time_key(user: np.ndarray, time: np.ndarray) -> np.ndarray:
-    return (user << 32) | time
 
 
 def _features(table: pa.Table, key: str, ids: np.ndarray, names: tuple[str, ...]) -> dict[str, pa.Array]:
@@ -221,18 +156,12 @@ def _features(table: pa.Table, key: str, ids: np.ndarray, names: tuple[str, ...]
     return {name: taken[name] for name in names}
 
 
-def _write_files(table: pa.Table, folder: Path, files: int) -> None:
-    """Files of four row groups each: small, but many enough that every rank has its own to read."""
-    rows_per_file = -(-table.num_rows // files)
-    write_parts([table], folder, row_group_rows=-(-rows_per_file // 4), rows_per_file=rows_per_file)
-
-
 def _write_ctr(folder: Path, ratings: Ratings, users: pa.Table, items: pa.Table) -> None:
     split = split_random(len(ratings.user))
     liked = ratings.rating >= LIKED
-    timeline = _Timeline(ratings, liked & (split == 0))
+    timeline = Timeline(ratings.user, pa.array(ratings.item), ratings.time, liked & (split == 0))
     # side="left": a like of the same second does not count as known beforehand.
-    ends = np.searchsorted(timeline.keys, _time_key(ratings.user, ratings.time), side="left")
+    ends = np.searchsorted(timeline.keys, time_key(ratings.user, ratings.time), side="left")
     table = pa.table(
         {
             "user_id": ratings.user,
@@ -247,53 +176,15 @@ def _write_ctr(folder: Path, ratings: Ratings, users: pa.Table, items: pa.Table)
     )
     for index, name in enumerate(SPLITS):
         rows = table.filter(pa.array(split == index))
-        _write_files(rows, folder / name, files=2 if index else 4)
+        write_files(rows, folder / name, files=2 if index else 4)
 
 
-def _write_retrieval(folder: Path, ratings: Ratings, users: pa.Table, items: pa.Table) -> None:
-    """Train rows know the user's other items, whether they came before or after.
-
-    The held-out items are a random tenth of each user's, not the latest, and a query's history is cut from all of
-    train. From rows with only what came before them a two-tower model learns which item comes next in a session:
-    its recall@10 on test is 0.15 then, and falls with the epochs, instead of 0.25.
-    """
-    split = split_per_user(ratings.user)
-    train = _Timeline(ratings, split == 0)
-    rows = np.flatnonzero(split == 0)
-    position = np.empty(len(split), np.int64)
-    position[train.rows] = np.arange(len(train.rows))
-    user, item = ratings.user[rows], ratings.item[rows]
-    table = pa.table(
-        {
-            "user_id": user,
-            "item_id": item,
-            "timestamp": ratings.time[rows],
-            **_features(users, "user_id", user, USER_COLUMNS),
-            **_features(items, "item_id", item, ITEM_COLUMNS),
-            "history": train.others(user, position[rows]),
-        }
-    )
-    _write_files(table, folder / "train", files=4)
-    for index in (1, 2):
-        queries = _queries(ratings, users, train, split, index)
-        _write_files(queries, folder / SPLITS[index], files=2)
-    _write_files(items.select(("item_id", *ITEM_COLUMNS)), folder / "items", files=2)
-
-
-def _queries(ratings: Ratings, users: pa.Table, train: _Timeline, split: np.ndarray, index: int) -> pa.Table:
-    """One row for each user with an interaction held out in split ``index``.
-
-    ``seen`` follows RecBole's full-sort evaluation (``Sampler.get_used_ids``): the items of all earlier
-    splits, so the test masks those of valid too.
-    """
-    user = np.unique(ratings.user[split == index])
-    held_out, earlier = _Timeline(ratings, split == index), _Timeline(ratings, split < index)
-    return pa.table(
-        {
-            "user_id": user,
-            **_features(users, "user_id", user, USER_COLUMNS),
-            "history": train.history(user, train.starts(user + 1)),
-            "targets": held_out.lists(held_out.starts(user), held_out.starts(user + 1)),
-            "seen": earlier.lists(earlier.starts(user), earlier.starts(user + 1)),
-        }
+def _retrieval_log(ratings: Ratings, users: pa.Table, items: pa.Table) -> Log:
+    return Log(
+        np.searchsorted(users["user_id"].to_numpy(), ratings.user),
+        np.searchsorted(items["item_id"].to_numpy(), ratings.item),
+        ratings.time,
+        pa.table({"timestamp": ratings.time}),
+        users.select(("user_id", *USER_COLUMNS)),
+        items.select(("item_id", *ITEM_COLUMNS)),
     )
