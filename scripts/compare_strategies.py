@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,23 @@ class Strategy:
     shared: bool = False
 
 
-def strategies(config: Config, of_plain: tuple[str, ...] = (), of_stack: tuple[str, ...] = ()) -> list[Strategy]:
+def strategies(
+    config: Config,
+    of_plain: Sequence[str] = (),
+    of_state: Sequence[str] = (),
+    of_rowwise: Sequence[str] = (),
+    of_stack: Sequence[str] = (),
+) -> list[Strategy]:
     """Return the strategies that fit a config.
 
     Args:
-        of_plain: further overrides for plain torch; of_stack: for stacks, from half the dimension on.
+        of_plain: further overrides for plain torch; of_state: for Adagrad, with which strategies are tried one by one;
+            of_rowwise: for row-wise Adagrad; of_stack: for stacks, from half the dimension on.
     """
     tables = config.tables
     large = {name: table for name, table in tables.items() if table.num_embeddings > SMALL_TABLE}
+    told_apart = getattr(config.model, "item_id", None)  # by a row of their own
+    composed = [name for name in large if not told_apart or config.features[told_apart].table != name]
 
     def each(setting: Callable[[str], str], names: Any = tables) -> tuple[str, ...]:
         return tuple(f"tables.{name}.{setting(name)}" for name in names)
@@ -66,26 +75,27 @@ def strategies(config: Config, of_plain: tuple[str, ...] = (), of_stack: tuple[s
             *each(lambda name: f"num_embeddings={rows[name]}", large),
         )
 
-    def trimmed(count: int) -> tuple[str, ...]:
+    def trimmed(percent: int) -> tuple[str, ...]:
+        rows = {name: table.num_embeddings * percent // 100 for name, table in large.items()}
         return (
             *each(lambda name: "mapping=vocabulary", large),
-            *each(lambda name: f"min_count={count}", large),
+            *each(lambda name: f"num_embeddings={rows[name]}", large),
             *each(lambda name: "num_buckets=8", large),
         )
 
     # State for every element: what a strategy saves by itself shows beside "in-backward update, full state".
-    full = ("optimizer.tables={name: adagrad, learning_rate: 0.02}",)
+    full = ("optimizer.tables={name: adagrad, learning_rate: 0.02}", *of_state)
     own = config.optimizer.tables.name.name
     fp16 = each(lambda name: "data_type=FP16")
-    rowwise = ("optimizer.tables={name: rowwise_adagrad, learning_rate: 0.05}",)
+    rowwise = ("optimizer.tables={name: rowwise_adagrad, learning_rate: 0.05}", *of_rowwise)
     halved = each(lambda name: f"embedding_dim={max(4, tables[name].embedding_dim // 8 * 4)}")
     quotients = {name: 2 + int(2 * (table.num_embeddings) ** 0.5) + 1 for name, table in large.items()}
     batch = config.train.global_batch_size
     lists = [name for name, feature in config.features.items() if feature.max_length]
     found = [
-        Strategy(PLAIN, of_plain, command=("scripts/plain_torch.py",)),
+        Strategy(PLAIN, tuple(of_plain), command=("scripts/plain_torch.py",)),
         *(
-            [Strategy("plain torch, padded lists", of_plain, command=("scripts/plain_torch.py", "--pad"))]
+            [Strategy("plain torch, padded lists", tuple(of_plain), command=("scripts/plain_torch.py", "--pad"))]
             if lists
             else []
         ),
@@ -95,18 +105,18 @@ def strategies(config: Config, of_plain: tuple[str, ...] = (), of_stack: tuple[s
         Strategy("FP16 tables", (*full, *fp16)),
         Strategy("half the dimension", (*full, *halved)),
         *(Strategy(f"hashed to 1/{ratio} of the rows", (*full, *hashed(ratio))) for ratio in (2, 4, 8)),
-        Strategy("two hashes, 1/4 of the rows", (*full, *hashed(4), *each(lambda name: "num_hashes=2", large))),
+        Strategy("two hashes, 1/4 of the rows", (*full, *hashed(4), *each(lambda name: "num_hashes=2", composed))),
         Strategy(
             "quotient and remainder",
             (
                 *full,
-                *each(lambda name: "mapping=quotient_remainder", large),
-                *each(lambda name: f"num_ids={tables[name].num_embeddings}", large),
-                *each(lambda name: f"num_embeddings={quotients[name]}", large),
+                *each(lambda name: "mapping=quotient_remainder", composed),
+                *each(lambda name: f"num_ids={tables[name].num_embeddings}", composed),
+                *each(lambda name: f"num_embeddings={quotients[name]}", composed),
             ),
         ),
         *([Strategy("one shared table of half the rows", full, shared=True)] if len(large) > 1 else []),
-        *(Strategy(f"ids seen {count} times or more", (*full, *trimmed(count))) for count in (3, 10)),
+        *(Strategy(f"rows for the most frequent ids, {share} %", (*full, *trimmed(share))) for share in (75, 50)),
         Strategy("micro-batches of 1/4", (*full, f"train.micro_batch_size={max(1, batch // 4)}")),
         Strategy("activation checkpointing", (*full, "train.activation_checkpointing=true")),
         Strategy("BF16 autocast", (*full, "precision.autocast=bf16")),
@@ -117,7 +127,7 @@ def strategies(config: Config, of_plain: tuple[str, ...] = (), of_stack: tuple[s
     for name, overrides in (
         (f"{own} + FP16", fp16),
         ("half the dimension", (*halved, *of_stack)),
-        ("ids seen 3 times or more", trimmed(3)),
+        ("rows for the most frequent ids, 75 %", trimmed(75)),
         (
             "micro-batches, checkpointing",
             (f"train.micro_batch_size={max(1, batch // 4)}", "train.activation_checkpointing=true"),
@@ -238,24 +248,21 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--metric", default="auc", help="of data.test (default: auc)")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="strategies to run; plain torch comes with them")
-    parser.add_argument(
-        "--plain",
-        nargs="+",
-        metavar="key=value",
-        default=[],
-        help="for plain torch alone, whose Adam trains tables too",
-    )
-    parser.add_argument(
-        "--stack",
-        nargs="+",
-        metavar="key=value",
-        default=[],
-        help="for stacks from half the dimension on, which may want another learning rate and dropout",
-    )
+    for name, of in (
+        ("plain", "plain torch alone, whose Adam trains tables too"),
+        ("state", "all strategies with Adagrad, such as optimizer.tables.learning_rate"),
+        ("rowwise", "row-wise Adagrad"),
+        ("stack", "stacks from half the dimension on, which may want another learning rate and dropout"),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", metavar="key=value", default=[], help=f"for {of}")
     parser.add_argument("--out", type=Path, required=True, help="path without the endings .json, .md and .svg")
     arguments = parser.parse_args()
     chosen = strategies(
-        load_config(arguments.config, arguments.overrides), tuple(arguments.plain), tuple(arguments.stack)
+        load_config(arguments.config, arguments.overrides),
+        arguments.plain,
+        arguments.state,
+        arguments.rowwise,
+        arguments.stack,
     )
     unknown = set(arguments.only or ()) - {strategy.name for strategy in chosen}
     if unknown:

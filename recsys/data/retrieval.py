@@ -204,7 +204,7 @@ def convert_log(inputs: list[Path], out: Path, columns: Columns, hold_out: str, 
     """Write the interactions of Parquet files, or folders of them, below ``out`` as `write_retrieval` does.
 
     Of a user's rows with one item the first counts. Features are those of the user's, or item's, last row. The columns
-    are held in memory, histories too: some 500 bytes a row.
+    are held in memory, histories too: some 900 bytes a row.
 
     Raises:
         UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
