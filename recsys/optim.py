@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torchrec.optim.optimizers as table_optimizers
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule, TableOptimizerConfig
-from recsys.config.choices import DenseOptimizer, TableOptimizer
+from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
 from recsys.errors import UserError
 
 _KINDS = {
@@ -33,6 +34,13 @@ _NEAREST_ON_CPU = {
 }
 
 
+class _StateTypes(dict[str, SparseType]):
+    """Types by name of the state, as FBGEMM takes them, that torchrec can group tables by."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted((name, kind.value) for name, kind in self.items())))
+
+
 def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config: Config, device: torch.device) -> None:
     """Mark the tables, before they are sharded, to be updated in the backward pass by FBGEMM.
 
@@ -53,6 +61,8 @@ def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config
         arguments["lr"] = settings.learning_rate
         if settings.weight_decay:
             arguments["weight_decay"] = settings.weight_decay
+        if settings.state_dtype is StateType.FP16:
+            arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.FP16)
         apply_optimizer_in_backward(kind, [parameter], arguments)
 
 

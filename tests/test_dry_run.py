@@ -133,6 +133,8 @@ def test_kernels_lay_tables_out_as_fbgemm_does(tmp_path: Path) -> None:
     adam = load_config(path, ["optimizer.tables.name=adam"])
     uvm = piece_bytes(adam, "t1", 1000, 128, "fused_uvm")
     assert uvm.host_optimizer == 2 * 1000 * 128 * 4 and uvm.device_optimizer == 0
+    half = load_config(path, ["optimizer.tables.name=partial_rowwise_adam", "optimizer.tables.state_dtype=FP16"])
+    assert piece_bytes(half, "t1", 1000, 128, "fused").device_optimizer == 1000 * 128 * 2 + 1000 * 4
     pieces = [Shard("t1", 0, (0, 0), (1000, 128), "table_wise", "fused_uvm_caching")]
     cache = cache_bytes(config, pieces)
     # 0.2 * 1000 rows in sets of 32: 7 sets, 224 slots.

@@ -9,7 +9,7 @@ import torchrec.optim.optimizers as table_optimizers
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig
-from recsys.config.choices import DenseOptimizer, TableOptimizer
+from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
 from recsys.config.schema import ScheduleConfig
 from recsys.errors import UserError
 from recsys.optim import LearningRate, attach_table_optimizers, build_dense_optimizer
@@ -121,6 +121,17 @@ def test_table_optimizer_of_each_table(name):
     assert vars(one)["_optimizer_kwargs"] == [expected | {"weight_decay": 0.5}]
     assert vars(other)["_optimizer_classes"] == [table_optimizers.SGD]
     assert vars(other)["_optimizer_kwargs"] == [{"lr": 0.1}]
+
+
+def test_state_in_fp16_reaches_fbgemm_grouped_with_its_like():
+    half = TableOptimizerConfig(TableOptimizer.partial_rowwise_adam, state_dtype=StateType.FP16)
+    tables = dict(zip("abc", parameters(3), strict=True))
+    config = config_of(half, a=None, b=None, c=TableOptimizerConfig(TableOptimizer.partial_rowwise_adam))
+    attach_table_optimizers(tables, config, torch.device("cuda"))
+    given = {name: vars(weight)["_optimizer_kwargs"][0] for name, weight in tables.items()}
+    assert given["a"]["optimizer_state_dtypes"]["momentum1"].as_dtype() is torch.float16
+    keys = [tuple(sorted(given[name].items())) for name in "abc"]  # as torchrec's group_tables makes them
+    assert len(set(keys)) == 2 and keys[0] == keys[1]
 
 
 def test_what_fbgemm_lacks_on_cpu_is_refused():

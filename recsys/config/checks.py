@@ -13,6 +13,8 @@ from recsys.config.choices import (
     IdMappingType,
     NullPolicy,
     ShardingChoice,
+    StateType,
+    TableOptimizer,
 )
 from recsys.config.initial import check_init
 from recsys.config.model_checks import check_dlrm, check_two_tower, one_of
@@ -210,6 +212,11 @@ def _check_tables(config: Config) -> None:
 def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
     optimizer, choice = config.table_optimizer(name), table.sharding_type
     key = config.table_optimizer_key(name)
+    if optimizer.state_dtype is StateType.FP16 and optimizer.name is not TableOptimizer.partial_rowwise_adam:
+        raise UserError(
+            f"config key '{key}.state_dtype': FBGEMM keeps FP16 state for partial_rowwise_adam alone, found "
+            f"{key}.name={optimizer.name.name}; use FP32, or that"
+        )
     if choice in COLUMN_SPLITS and optimizer.name in ROWWISE and not optimizer.allow_column_split:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': {choice.name} splits the rows that {optimizer.name.name} "

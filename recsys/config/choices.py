@@ -73,6 +73,13 @@ class FloatType(Enum):
     BF16 = "BF16"
 
 
+class StateType(Enum):
+    """Type that an optimizer of tables keeps its state for each element in; state for each row is FP32."""
+
+    FP32 = "FP32"
+    FP16 = "FP16"
+
+
 class Pooling(Enum):
     """How the rows of one feature's list become one vector."""
 

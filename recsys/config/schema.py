@@ -23,6 +23,7 @@ from recsys.config.choices import (
     Pooling,
     Schedule,
     ShardingChoice,
+    StateType,
     TableOptimizer,
 )
 from recsys.config.initial import InitConfig
@@ -102,6 +103,7 @@ class TableOptimizerConfig:
     beta2: float = 0.999
     momentum: float = 0.9  # of lars_sgd
     weight_decay: float = 0.0  # on GPUs
+    state_dtype: StateType = StateType.FP32  # FP16: of partial_rowwise_adam, its first moment
     allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
 
 
