@@ -22,7 +22,7 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 32 << 20}
 _RANK_ZERO_BYTES = 24 << 20  # rank 0 reads the footers and plans
-_EVALUATION_BYTES = 28 << 20  # what evaluations load and leave, beside what other threads decode for them
+_EVALUATION_BYTES = 36 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
 # to where glibc gives it back or puts it elsewhere (DEFAULT_MMAP_THRESHOLD_MAX, and twice that); a decoding one's:
 _MOST_HEAP_BYTES, _MOST_BLOCK_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 32 << 20, 6 << 20
@@ -185,7 +185,8 @@ class _Rank:
     def _heaps(self) -> int:
         """Return what heaps keep beside what lives: of the training thread, of threads that decode, of gloo's."""
         decoding = self._config.data.num_threads * _THREAD_HEAP_BYTES
-        decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
+        if self._data.eval_rows:  # other threads decode for evaluations, and Arrow takes a second to give back
+            decoding = 2 * decoding + self._data.decode_bytes // 2
         if self._topology.on_gpu:
             return decoding
         training, copies = min(sum(self._in_steps().values()), _MOST_HEAP_BYTES), self._gloo_copies()
