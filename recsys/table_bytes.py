@@ -14,7 +14,7 @@ _CACHE_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 2}  # of an el
 # Of a tensor in a checkpoint. A chunk is written and read whole, so this bounds what saving, loading, resharding and
 # exporting hold besides the tensors.
 CHUNK_BYTES = 32 << 20
-_ROW_STATE_BYTES = 4  # optimizer state is FP32 whatever the weights are
+_ROW_STATE_BYTES = 4  # state of a row is FP32 whatever the weights are
 _STATE_BYTES = {StateType.FP32: 4, StateType.FP16: 2}  # of an element
 _WAYS = 32  # of the cache's sets
 _SLOT_BYTES = 8 + 8  # which row a slot holds (lxu_cache_state), and when it was used (lxu_state)

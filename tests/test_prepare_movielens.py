@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.data import movielens, retrieval
+from recsys.data import movielens, prepare, retrieval
 from recsys.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,7 +39,7 @@ def splits():
     return pq.read_table(path)
 
 
-@pytest.mark.parametrize(("index", "split"), list(enumerate(retrieval.SPLITS)))
+@pytest.mark.parametrize(("index", "split"), list(enumerate(prepare.SPLITS)))
 def test_ctr_split_is_recboles(ml100k, splits, index, split):
     table = read(ml100k / "ctr" / split)
     wanted = splits.filter(pc.equal(splits["recbole_split_random"], index))
@@ -71,7 +71,7 @@ def test_retrieval_split_is_recboles(ml100k, splits):
 def test_ctr_history_is_what_the_user_liked_in_train_before(ml100k):
     names = ["user_id", "item_id", "timestamp", "label", "history"]
     train = read(ml100k / "ctr" / "train").select(names)
-    for split in retrieval.SPLITS:
+    for split in prepare.SPLITS:
         for row in read(ml100k / "ctr" / split).select(names).take(list(range(0, 3000, 100))).to_pylist():
             mine = train.filter(pc.equal(train["user_id"], row["user_id"])).to_pylist()
             past = [r for r in mine if r["label"] and r["timestamp"] < row["timestamp"]]

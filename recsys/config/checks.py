@@ -206,17 +206,21 @@ def _check_tables(config: Config) -> None:
                 f"found {table.embedding_dim}"
             )
         _check_mapping(config, name, table)
+        _check_state(config.table_optimizer(name), config.table_optimizer_key(name))
         _check_sharding(config, name, table)
 
 
-def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
-    optimizer, choice = config.table_optimizer(name), table.sharding_type
-    key = config.table_optimizer_key(name)
+def _check_state(optimizer: TableOptimizerConfig, key: str) -> None:
     if optimizer.state_dtype is StateType.FP16 and optimizer.name is not TableOptimizer.partial_rowwise_adam:
         raise UserError(
             f"config key '{key}.state_dtype': FBGEMM keeps FP16 state for partial_rowwise_adam alone, found "
             f"{key}.name={optimizer.name.name}; use FP32, or that"
         )
+
+
+def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
+    optimizer, choice = config.table_optimizer(name), table.sharding_type
+    key = config.table_optimizer_key(name)
     if choice in COLUMN_SPLITS and optimizer.name in ROWWISE and not optimizer.allow_column_split:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': {choice.name} splits the rows that {optimizer.name.name} "

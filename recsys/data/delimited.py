@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.data.prepare import ROW_GROUP_ROWS, PartWriter, hash_uniform, replacing
+from recsys.data.prepare import ROW_GROUP_ROWS, SPLITS, PartWriter, hash_uniform, replacing
 from recsys.errors import UserError, nearest
 from recsys.id_mapping import hash_column
 
@@ -25,7 +25,6 @@ TYPES = {
     "float64": pa.float64(),
     "string": pa.string(),
 }
-SPLITS = ("train", "valid", "test")
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows

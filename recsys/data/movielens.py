@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.data.prepare import read_marker, replacing
-from recsys.data.retrieval import SPLITS, Log, Timeline, shuffled, time_key, write_files, write_retrieval
+from recsys.data.prepare import SPLITS, read_marker, replacing
+from recsys.data.retrieval import Log, Timeline, shuffled, time_key, write_files, write_retrieval
 from recsys.errors import UserError
 
 MARKER = {"kind": "movielens-100k", "version": 2}

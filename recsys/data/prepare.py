@@ -1,6 +1,6 @@
 """What every converter shares: writing Parquet, replacing an output folder whole, random numbers by key.
 
-The converters themselves are beside this file: ``movielens``, ``synthetic`` and ``delimited``.
+The converters themselves are beside this file: ``movielens``, ``synthetic``, ``delimited`` and ``retrieval``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from recsys.id_mapping import hash_integers
 
 MARKER = "prepared.json"
 ROW_GROUP_ROWS = 65536
+SPLITS = ("train", "valid", "test")
 
 
 class ParquetSink:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 from recsys.data.prepare import ROW_GROUP_ROWS, replacing, write_parts
 from recsys.errors import UserError, nearest
 
-SPLITS = ("train", "valid", "test")
 WRITTEN = ("history", "targets", "seen")
 HOLD_OUT = ("last", "random")
 HISTORY = 50
@@ -227,12 +226,13 @@ def _read(inputs: list[Path], names: list[str]) -> pa.Table:
     tables = []
     for file in files:
         try:
-            present = pq.read_schema(file).names
-            missing = [name for name in names if name not in present]
-            if missing:
-                others = f"only {', '.join(present)}{nearest(missing[0], present)}"
-                raise UserError(f"{file} has no column {missing[0]!r}, {others}")
-            tables.append(pq.ParquetFile(file).read(names))
+            with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+                present = opened.schema_arrow.names
+                missing = [name for name in names if name not in present]
+                if missing:
+                    others = f"only {', '.join(present)}{nearest(missing[0], present)}"
+                    raise UserError(f"{file} has no column {missing[0]!r}, {others}")
+                tables.append(opened.read(names))
         except (OSError, pa.ArrowInvalid) as error:
             hint = "; prepare_data.py csv makes Parquet of delimited files"
             raise UserError(f"{file} cannot be read as Parquet ({error}){hint}") from None
@@ -266,22 +266,26 @@ def _log(table: pa.Table, columns: Columns) -> Log:
 
 def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
     """Return for each row the number of its id, int64, and the ids in the order in which they come."""
-    column = table[name]
-    if not (
-        pa.types.is_integer(column.type) or pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    ):
-        raise UserError(f"column {name!r} is {column.type}; an id is an integer or a string")
-    if column.null_count:
-        raise UserError(f"column {name!r} holds {column.null_count:,} nulls; every row needs an id")
+    kinds = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)
+    column = _whole_column(table, name, kinds, "an id", "an integer or a string")
     encoded = column.combine_chunks().dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), [encoded.dictionary]
 
 
 def _ranks(table: pa.Table, name: str) -> np.ndarray:
     """Return the place of each row's time among all times, int64."""
-    column = table[name]
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_temporal(column.type)):
-        raise UserError(f"column {name!r} is {column.type}; a time is a number, a date or a timestamp")
-    if column.null_count:
-        raise UserError(f"column {name!r} holds {column.null_count:,} nulls; every row needs a time")
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal)
+    column = _whole_column(table, name, kinds, "a time", "a number, a date or a timestamp")
     return np.unique(column.to_numpy(), return_inverse=True)[1]
+
+
+def _whole_column(
+    table: pa.Table, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], what: str, allowed: str
+) -> pa.ChunkedArray:
+    """Return a column of one of some kinds that has a value in each row; UserError for another."""
+    column = table[name]
+    if not any(fits(column.type) for fits in kinds):
+        raise UserError(f"column {name!r} is {column.type}; {what} is {allowed}")
+    if column.null_count:
+        raise UserError(f"column {name!r} holds {column.null_count:,} nulls; every row needs {what}")
+    return column

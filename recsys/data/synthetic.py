@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recsys.data.prepare import hash_uniform, read_marker, replacing, write_parts
+from recsys.data.prepare import SPLITS, hash_uniform, read_marker, replacing, write_parts
 from recsys.errors import UserError
 from recsys.id_mapping import hash_integers
 
 VERSION = 1
-SPLITS = ("train", "valid", "test")
 CHUNK_ROWS = 65536
 UNSEEN_GENERATION = 1 << 20  # ids that training never shows
 

@@ -185,8 +185,7 @@ class _Rank:
     def _heaps(self) -> int:
         """Return what heaps keep beside what lives: of the training thread, of threads that decode, of gloo's."""
         decoding = self._config.data.num_threads * _THREAD_HEAP_BYTES
-        if self._data.eval_rows:  # other threads decode for evaluations, and Arrow takes a second to give back
-            decoding = 2 * decoding + self._data.decode_bytes // 2
+        decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
         if self._topology.on_gpu:
             return decoding
         training, copies = min(sum(self._in_steps().values()), _MOST_HEAP_BYTES), self._gloo_copies()
@@ -228,9 +227,12 @@ class _Rank:
         batch = self._batch.bytes
         if self._topology.on_gpu:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
+        decoding = self._data.decode_bytes
+        if self._data.eval_rows:  # of what the other loader decoded Arrow may not have given back all, a second later
+            decoding += decoding // 2
         return {
             "loader_windows": self._data.window_bytes,
-            "loader_decoding": self._data.decode_bytes,
+            "loader_decoding": decoding,
             "loader_batches": queued * batch,
         }
 
