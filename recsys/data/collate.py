@@ -71,9 +71,12 @@ def collate(
     filled = sum(piece.stop - piece.start for piece in pieces)
     rows = _Rows(pieces, filled, num_rows)
     ids = _Jagged([part.name for part in spec.ids], [p.columns.ids for p in pieces], rows, spec.dtype, spec.weighted)
-    lists = _Jagged([part.name for part in spec.lists], [p.columns.lists for p in pieces], rows, spec.dtype, False)
+    lists = None
+    if spec.lists:
+        lists = _Jagged([part.name for part in spec.lists], [p.columns.lists for p in pieces], rows, spec.dtype, False)
     num_floats = len(spec.floats)
-    block = pool.take(ids.num_bytes + lists.num_bytes + padded(4 * num_rows * num_floats) + 2 * padded(4 * num_rows))
+    num_bytes = padded(4 * num_rows * num_floats) + 2 * padded(4 * num_rows)
+    block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
     floats = block.array((num_rows, num_floats), np.float32)
     labels, weights = (block.array((num_rows,), np.float32) for _ in range(2))
     if filled < num_rows:
@@ -93,7 +96,7 @@ def collate(
         floats=torch.from_numpy(floats),
         labels=torch.from_numpy(labels),
         weights=torch.from_numpy(weights),
-        lists=lists.build(block) if spec.lists else None,
+        lists=lists.build(block) if lists else None,
         num_rows=filled - num_bad,
         num_bad_rows=num_bad,
         micro_batches=bounds,

@@ -164,12 +164,12 @@ class Loader:
     def _produce(self, position: Position, num_epochs: int, source: WindowSource, num_ahead: int) -> Iterator[Batch]:
         readers = [_StreamReader(self._spans(position, num_epochs, v), source, num_ahead) for v in self._streams]
         while position.epoch < num_epochs:
-            if self._steps(position) == 0:  # drop_last, and less than a batch is left
-                position = self._next_epoch(position)
-                continue
-            epoch, position = position.epoch, self._advance(position)
-            # No name for the pieces, which would keep windows that are used up.
-            yield self._collate(self._pieces(readers, epoch), position)
+            epoch, lengths = position.epoch, position.stream_rows(self._num_rows)
+            for more in reversed(range(self._steps(position))):
+                position = self._advance(position, lengths)
+                # No name for the pieces, which would keep windows that are used up.
+                yield self._collate(self._pieces(readers, epoch), position if more else self._next_epoch(position))
+            position = self._next_epoch(position)
 
     def _collate(self, pieces: list[Piece], position: Position) -> Batch:
         micro_batches = self._options.micro_batches
@@ -193,11 +193,12 @@ class Loader:
     def _next_epoch(self, position: Position) -> Position:
         return Position(position.epoch + 1, (self._whole(),), position.num_rows)
 
-    def _advance(self, position: Position) -> Position:
-        steps = zip(position.cuts[-1].consumed, self._left(position), self._shares, strict=True)
-        cut = replace(position.cuts[-1], consumed=tuple(done + min(left, share) for done, left, share in steps))
-        position = replace(position, cuts=(*position.cuts[:-1], cut))
-        return position if self._steps(position) else self._next_epoch(position)
+    def _advance(self, position: Position, lengths: list[int]) -> Position:
+        """Return the position a step on, before it is that of the next epoch."""
+        *before, cut = position.cuts
+        steps = zip(cut.consumed, self._shares, lengths, strict=True)
+        consumed = tuple([min(done + share, rows) for done, share, rows in steps])
+        return Position(position.epoch, (*before, Cut(cut.shares, consumed)), position.rows_before)
 
     def _read(self, window: Window) -> Columns:
         return load_window(window, self._reader.read, self._spec, self._windows, self._options.skip_bad)
