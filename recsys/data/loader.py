@@ -217,35 +217,41 @@ class _StreamReader:
         self._source = source
         self._pending: list[tuple[int, Span, Future[Columns]]] = []
         self._num_ahead = num_ahead
-        self._row = 0  # of the current window's rows
+        self._columns: Columns | None = None  # of the first that is pending, once rows of it are taken
+        self._row = self._stop = 0  # of its rows: what comes next, and the end
         for _ in range(num_ahead):
             self._request()
 
-    def take(self, epoch: int, rows: int, at: int) -> Iterator[Piece]:
-        """Yield pieces of up to `rows` rows of an epoch in all, for the rows of a batch from `at` on."""
-        while rows:
-            self._drop_before(epoch)
+    def take(self, epoch: int, rows: int, at: int) -> list[Piece]:
+        """Return pieces of up to `rows` rows of an epoch in all, for the rows of a batch from `at` on."""
+        pieces: list[Piece] = []
+        while rows and (columns := self._window(epoch)) is not None:
+            start, self._row = self._row, min(self._row + rows, self._stop)
+            pieces.append(Piece(columns, start, self._row, at))
+            rows, at = rows - (self._row - start), at + self._row - start
+            if self._row == self._stop:
+                self._drop()
+        return pieces
+
+    def _window(self, epoch: int) -> Columns | None:
+        """Return the window that the epoch's next rows are in, or None after its last."""
+        while self._pending and self._pending[0][0] < epoch:  # what drop_last has left of an earlier one
+            self._drop()
+            self._request()
+        if self._columns is None:
             if not self._pending:
                 self._request()
             if not self._pending or self._pending[0][0] != epoch:
-                return
+                return None
             _, span, future = self._pending[0]
             if len(self._pending) <= self._num_ahead:
                 self._request()
-            start = max(self._row, span.start)
-            stop = min(start + rows, span.stop)
-            yield Piece(future.result(), start, stop, at)
-            rows, at, self._row = rows - (stop - start), at + stop - start, stop
-            if stop == span.stop:
-                self._pending.pop(0)
-                self._row = 0
+            self._columns, self._row, self._stop = future.result(), span.start, span.stop
+        return self._columns
 
-    def _drop_before(self, epoch: int) -> None:
-        # What drop_last has left of an earlier epoch, and perhaps requested already.
-        while self._pending and self._pending[0][0] < epoch:
-            self._pending.pop(0)
-            self._row = 0
-            self._request()
+    def _drop(self) -> None:
+        self._pending.pop(0)
+        self._columns = None
 
     def _request(self) -> None:
         following = next(self._spans, None)
