@@ -242,7 +242,7 @@ def _checkpointing(config: Config, topology: Topology) -> Iterator[Change]:
 
 
 def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
-    if batches_ahead(config.data.prefetch_batches, topology.device) > 1:
+    if batches_ahead(config.data.prefetch_batches, topology.device, topology.local_world_size) > 1:
         yield Change({"data.prefetch_batches": 1}, "training may wait for data")
 
 

@@ -63,8 +63,8 @@ class DataConfig:
     window_mib: int = 64  # rows of a stream shuffled together, in MiB as held in memory; two are held for each stream
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
     num_threads: int = 2  # decoding threads of a rank; 0 reads in the training thread
-    # Put together ahead of training, by a thread; 0: in the training thread. Default: 4, but 0 on CPU, where the two
-    # threads would wait for each other longer than it takes.
+    # Put together ahead of training, by a thread; 0: in the training thread. Default: 4, but 0 where ranks of a CPU run
+    # have no core to spare, and the two threads would only wait for each other.
     prefetch_batches: int | None = None
     max_rows: int | None = None  # use only the first rows of each dataset
     filter: Any = None  # rows of data.train to use, such as "day >= '2026-11-01'"; or {train: …, valid: …, test: …}

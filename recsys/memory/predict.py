@@ -221,7 +221,7 @@ class _Rank:
 
     def _loader(self) -> Bytes:
         data, topology = self._config.data, self._topology
-        ahead = batches_ahead(data.prefetch_batches, topology.device)
+        ahead = batches_ahead(data.prefetch_batches, topology.device, topology.local_world_size)
         queued = ahead + _QUEUED_BATCHES if data.num_threads and ahead else 1
         queued += _BATCHES_ON_GPU - 1
         batch = self._batch.bytes
