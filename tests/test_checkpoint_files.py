@@ -1,6 +1,8 @@
 """A checkpoint on disk: damage is noticed, what interrupts a save leaves the one before it, nothing is executed."""
 
+import enum
 import errno
+import io
 import os
 import pickle
 import shutil
@@ -91,6 +93,31 @@ def replace(folder: Path, name: str, content: bytes) -> None:
     marker = Marker.read(folder)
     marker.files[name] = write_file(folder / name, content)
     marker.write(folder)
+
+
+class _OldPickler(pickle._Pickler):
+    """Pickles members of an Enum as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, each: object) -> object:
+        return (getattr, (type(each), each.name)) if isinstance(each, enum.Enum) else NotImplemented
+
+
+def test_a_checkpoint_of_an_old_python_is_read(world: World, tmp_path: Path) -> None:
+    saved = checkpoints(tmp_path / "c", world)
+    saved.save(tensors(1), state(1))
+    folder, pickled = tmp_path / "c/step-000000001", io.BytesIO()
+    _OldPickler(pickled).dump(pickle.loads((folder / ".metadata").read_bytes()))
+    assert b"getattr" in pickled.getvalue()
+    replace(folder, ".metadata", pickled.getvalue())
+    assert loaded(tmp_path / "c", world) == 1
+    replace(folder, ".metadata", pickle.dumps(_Attribute()))
+    with pytest.raises(UserError, match=r"getattr of <class '.*TensorProperties'>"):
+        loaded(tmp_path / "c", world)
+
+
+class _Attribute:
+    def __reduce__(self) -> object:
+        return getattr, (torch.distributed.checkpoint.metadata.TensorProperties, "__init__")
 
 
 def test_nothing_in_a_checkpoint_is_executed(world: World, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The files of a checkpoint: written with a checksum and synced, read with nothing executed."""
 
 import contextlib
+import enum
 import io
 import os
 import pickle
@@ -176,7 +177,16 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
+
+
+def _enum_member(kind: Any, name: str) -> Any:
+    """Stand in for getattr, as which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle members of an Enum."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"it asks for builtins.getattr of {kind}, which describes no tensor")
+    return kind[name]
 
 
 def write_file(path: Path, content: bytes) -> tuple[int, str]:
