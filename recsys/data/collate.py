@@ -68,8 +68,7 @@ def collate(
         pool: where the memory of the batch is taken from.
         micro_batches: bounds of what the dense part computes together.
     """
-    filled = sum(piece.stop - piece.start for piece in pieces)
-    rows = _Rows(pieces, filled, num_rows)
+    rows = _Rows(pieces, num_rows)
     ids = _Jagged([part.name for part in spec.ids], [p.columns.ids for p in pieces], rows, spec.dtype, spec.weighted)
     lists = None
     if spec.lists:
@@ -79,11 +78,11 @@ def collate(
     block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
     floats = block.array((num_rows, num_floats), np.float32)
     labels, weights = (block.array((num_rows,), np.float32) for _ in range(2))
-    if filled < num_rows:
+    if rows.num_filled < num_rows:
         for array in (floats, labels, weights):
             array[:] = 0
     if pieces:
-        # Joined first, because so much fewer calls are made, each of which takes the lock of Python from training.
+        # Joined first, which takes far fewer calls; each holds the lock of Python, which training waits for.
         joined = np.concatenate([p.columns.floats[:, p.start : p.stop] for p in pieces], axis=1)
         floats[rows.places] = joined[:-2].T
         labels[rows.places], weights[rows.places] = joined[-2:]
@@ -97,7 +96,7 @@ def collate(
         labels=torch.from_numpy(labels),
         weights=torch.from_numpy(weights),
         lists=lists.build(block) if lists else None,
-        num_rows=filled - num_bad,
+        num_rows=rows.num_filled - num_bad,
         num_bad_rows=num_bad,
         micro_batches=bounds,
         position=position,
@@ -115,16 +114,16 @@ class _Rows:
     """Which rows of a batch its pieces fill.
 
     Attributes:
-        num_filled, num_rows: with those that no piece fills.
-        places: of the pieces' rows in the batch, in order; an index of an array.
+        num_rows: of the batch; num_filled: of the pieces.
+        places: of the pieces' rows in the batch, in order; an index of an array. Of no use without pieces.
     """
 
-    def __init__(self, pieces: Sequence[Piece], num_filled: int, num_rows: int) -> None:
-        self.pieces, self.num_filled, self.num_rows = pieces, num_filled, num_rows
+    def __init__(self, pieces: Sequence[Piece], num_rows: int) -> None:
+        self.pieces, self.num_rows = pieces, num_rows
+        self.num_filled = sum(piece.stop - piece.start for piece in pieces)
         self.places: slice | np.ndarray = slice(num_rows)
-        if num_filled < num_rows:
-            ranges = [np.arange(p.at, p.at + p.stop - p.start) for p in pieces]
-            self.places = np.concatenate([np.empty(0, np.int64), *ranges])
+        if pieces and self.num_filled < num_rows:
+            self.places = np.concatenate([np.arange(p.at, p.at + p.stop - p.start) for p in pieces])
 
 
 class _Jagged:
@@ -207,8 +206,8 @@ class _Jagged:
         sources, lengths, given = zip(*found, strict=True)
         np.concatenate(sources, out=values)
         if weights is not None:
-            ones = [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, given, strict=True)]
-            np.concatenate(ones, out=weights)
+            each = [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, given, strict=True)]
+            np.concatenate(each, out=weights)
         return np.concatenate(lengths)
 
 
