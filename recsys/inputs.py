@@ -23,6 +23,7 @@ from recsys.id_mapping import (
     is_text,
     read_vocabulary,
 )
+from recsys.process_environment import give_unused_back
 from recsys.process_group import World, batches_ahead
 from recsys.tables import float_features, id_features
 
@@ -338,14 +339,17 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Path | None) -> Inputs:
         facts = measure(inputs.datasets["train"], requests, columns, world)
         given = {name: table.vocabulary for name, table in tables.items() if table.vocabulary is not None}
         read = world.from_rank_zero(lambda: {name: read_vocabulary(Path(path)) for name, path in given.items()})
-        facts = Facts({**facts.vocabularies, **read}, facts.floats)
+        facts = replace(facts, vocabularies={**facts.vocabularies, **read})
     world.from_rank_zero(lambda: facts.save(run_dir / _FACTS))
     sized = {
         name: replace(table, num_embeddings=1 + len(facts.vocabularies[name]) + table.num_buckets)
         for name, table in tables.items()
     }
     sized_config = replace(config, tables={**config.tables, **sized})
-    return Inputs(sized_config, inputs.datasets, inputs.corpus, world, facts)
+    known_inputs = Inputs(sized_config, inputs.datasets, inputs.corpus, world, facts)
+    if tables:
+        give_unused_back()  # what counting took is never wanted again
+    return known_inputs
 
 
 def _needs_figures(feature: FeatureConfig) -> bool:

@@ -4,6 +4,7 @@ import ctypes
 import os
 from contextlib import suppress
 
+HEAP_BLOCK_BYTES = 32 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 
 
@@ -16,7 +17,7 @@ def prepare_environment() -> None:
     # Blocks from the first size on come from the system, and go back to it when they are freed; smaller ones are cut
     # out of heaps, whose free end goes back beyond the second. glibc raises both as it sees large blocks freed, to
     # these at most and mostly to less: steps of 8192 rows then faulted 1,500 pages in anew.
-    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", 32 << 20)
+    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", HEAP_BLOCK_BYTES)
     _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 64 << 20)
 
 
@@ -28,6 +29,15 @@ def give_large_blocks_back() -> None:
     anew: with blocks from 1 MiB on, steps of 8192 rows took twice as long.
     """
     _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", 8 << 20)
+
+
+def give_unused_back() -> None:
+    """Let Arrow and glibc give what they keep of freed memory back to the system, after much of it was used once."""
+    import pyarrow as pa  # here, because the environment is prepared before
+
+    pa.default_memory_pool().release_unused()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _tell_malloc(parameter: int, variable: str, size: int) -> None:

@@ -64,6 +64,8 @@ class World:
 
     def gather(self, value: T) -> list[T]:
         """Return every rank's `value` (any picklable object), in order of rank, on every rank."""
+        if self.world_size == 1:
+            return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.host_group)
         return values
@@ -89,6 +91,8 @@ class World:
 
     def from_rank_zero(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result, or raise its failure, on every rank."""
+        if self.world_size == 1:
+            return action()
         outcome: list[Any] = [_attempt(action) if self.rank == 0 else None]
         dist.broadcast_object_list(outcome, src=0, group=self.host_group)
         result, error = outcome[0]

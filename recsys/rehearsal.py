@@ -5,18 +5,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.build import build_step
-from recsys.config import Config
+from recsys.config import Config, IdMappingType
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
 from recsys.data.parquet import Dataset, read_head
 from recsys.data.window import Columns, Ragged, convert_table
+from recsys.id_mapping import index_bytes, is_text
 from recsys.inputs import Inputs
 from recsys.layers import Layer, analyse_layers, format_layers
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
@@ -28,6 +30,7 @@ from recsys.topology import Topology
 
 _SAMPLE_ROWS = 20_000
 _MOST_ROWS = 1 << 24  # of a rank
+_NUMBER_BYTES = 8  # of an id, unless it is a text
 _PRECISION = 0.02  # of the largest batch that fits
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
 _DECODING = 5  # times the decoded row group is what Arrow takes for it at its peak (measured: 4 to 5.5)
@@ -42,14 +45,16 @@ def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
     with _fake_tensors():
         step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1))
         size = predict_dense(step.dense, config, dist.get_world_size())
+        step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
         return DenseFacts(
             parameter_bytes=size["parameter_bytes"],
             buffer_bytes=_buffer_bytes(config),
             gradient_bytes=size["gradient_bytes"],
             optimizer_bytes=size["optimizer_bytes"],
             rows=rows,
-            step_bytes=_step_bytes(config, data, step, rows),
-            eval_bytes=_traced(config, data, step.eval(), rows, (0, rows)),
+            step_bytes=step_bytes,
+            eval_bytes=_traced(config, data, step.eval(), rows, (0, rows)).peak,
+            heap_bytes=heap_bytes,
         )
 
 
@@ -71,7 +76,8 @@ def _buffer_bytes(config: Config) -> int:
     return 4 * config.tables[config.features[item].table or ""].num_embeddings  # the log of the items' shares
 
 
-def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> int:
+def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int]:
+    """Return `step_bytes` and `heap_bytes` of the dense part."""
     micro = min(rows, config.train.micro_batch_size or rows)
     if config.train.micro_batch_ids is not None:
         by_ids = int(config.train.micro_batch_ids / max(1e-9, sum(data.mean_ids.values())))
@@ -79,15 +85,16 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
     step.train()
     pieces = -(-rows // micro)
     if pieces <= _TRACED_PIECES + 1 or not step.dense.task.loss_by_rows:
-        return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
+        live = _traced(config, data, step, rows, (*range(0, rows, micro), rows))
+        return live.peak, live.heap_peak
     traced = micro * _TRACED_PIECES
     width = 4 * sum(_dims(config).values())
-    peak = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
-    return max(peak + (rows - traced) * width, 2 * rows * width)
+    live = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
+    return max(live.peak + (rows - traced) * width, 2 * rows * width), live.heap_peak
 
 
-def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> int:
-    """Return the peak of what lives in the dense half beside parameters, their gradients and its inputs."""
+def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> LivePeak:
+    """Return what lives at most in the dense half beside parameters, their gradients and its inputs."""
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
@@ -99,7 +106,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None))
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, by_id, batch)
-    return live.peak
+    return live
 
 
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:
@@ -168,12 +175,36 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
         windows = 2 * (config.data.window_mib << 20) * -(-config.data.num_streams // world_size)
         id_bytes = 4 if biggest < 1 << 31 else 8
-        return DataFacts(mean_ids, id_bytes, windows, windows // 2, {}, "max_length or 1: the data are not here")
+        source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None)
+        return DataFacts(mean_ids, id_bytes, windows, windows // 2, {}, source, *of_ids)
     sample = _Sample(inputs, inputs.datasets["train"])
     roles = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items() if role != "train"}
     windows, decoding = _window_bytes(inputs, sample)
     id_bytes = inputs.spec("train").dtype.itemsize
-    return DataFacts(sample.mean_ids(), id_bytes, windows, decoding, roles, f"the first {sample.rows:,} rows")
+    source, of_ids = f"the first {sample.rows:,} rows", _vocabularies(config, inputs)
+    return DataFacts(sample.mean_ids(), id_bytes, windows, decoding, roles, source, *of_ids)
+
+
+def _vocabularies(config: Config, inputs: Inputs | None) -> tuple[int, dict[str, int]]:
+    """Return the bytes of vocabularies and their indices, and of how many ids each table's is chosen.
+
+    Before the data are counted, a vocabulary is taken to have as many ids as the table has rows for, and no more to
+    choose from.
+    """
+    corpus = [] if inputs is None or inputs.corpus is None else [inputs.corpus]
+    facts = None if inputs is None else inputs.facts
+    if facts is not None:
+        return sum(map(_index_bytes, [*corpus, *facts.vocabularies.values()])), facts.num_counted
+    tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
+    rows = {name: table.num_embeddings - 1 - table.num_buckets for name, table in tables.items()}
+    counted = {name: rows[name] for name, table in tables.items() if table.vocabulary is None}
+    indices = sum(index_bytes(each, each * _NUMBER_BYTES) for each in rows.values())
+    return indices + sum(map(_index_bytes, corpus)), counted
+
+
+def _index_bytes(ids: pa.Array) -> int:
+    """Return the bytes of a list of ids and of its index, which shares numbers with it, and has texts of its own."""
+    return index_bytes(len(ids), ids.nbytes * (2 if is_text(ids.type) else 1))
 
 
 class _Sample:

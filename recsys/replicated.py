@@ -11,6 +11,7 @@ from recsys.config import TableOptimizerConfig
 from recsys.config.choices import TableOptimizer
 
 _STATE = "momentum1"  # FBGEMM's name for the sums of squares
+_ELEMENTS_AT_ONCE = 1 << 18  # of a table that is updated: what that takes besides stays in the cache
 
 
 @dataclass
@@ -70,7 +71,9 @@ class ReplicatedTables:
                 _add_rows(into, ids[feature], gradients[feature])
         dist.all_reduce(total)
         for table, gradient in zip(self.tables, sums, strict=True):
-            _apply(table, gradient)
+            rows = max(1, _ELEMENTS_AT_ONCE // table.weights.shape[1])
+            for start in range(0, len(table.weights), rows):
+                _apply(table, slice(start, start + rows), gradient[start : start + rows])
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's state, by `TABLE/STATE`."""
@@ -85,16 +88,17 @@ def _add_rows(into: torch.Tensor, jagged: JaggedTensor, gradient: torch.Tensor) 
     into.index_add_(0, jagged.values(), by_id)
 
 
-def _apply(table: ReplicatedTable, gradient: torch.Tensor) -> None:
-    config = table.optimizer
+def _apply(table: ReplicatedTable, rows: slice, gradient: torch.Tensor) -> None:
+    """Update some rows of a table by the gradient by them, [rows, embedding_dim]."""
+    config, weights = table.optimizer, table.weights[rows]
     step = gradient * table.learning_rate
     if config.name is not TableOptimizer.sgd:
         # Rows that no id touched have no gradient: nothing is added, and their step is 0 / (… + eps).
-        squares, state = gradient.square(), table.state[_STATE]
+        squares, state = gradient.square(), table.state[_STATE][rows]
         rowwise = config.name is TableOptimizer.rowwise_adagrad
         state += squares.mean(dim=1) if rowwise else squares
         root = state.sqrt().add_(config.eps)
         step /= root[:, None] if rowwise else root
-    if config.name is TableOptimizer.adagrad and table.weights.device.type == "cpu":
-        step = step.to(table.weights.dtype)  # as FBGEMM's kernel does there, before it subtracts
-    table.weights.copy_(table.weights.float().sub_(step))
+    if config.name is TableOptimizer.adagrad and weights.device.type == "cpu":
+        step = step.to(weights.dtype)  # as FBGEMM's kernel does there, before it subtracts
+    weights.copy_(weights.float().sub_(step))

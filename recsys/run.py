@@ -22,7 +22,7 @@ from recsys.memory.report import SCHEMA_VERSION
 from recsys.memory_log import MemoryLog
 from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
 from recsys.out_of_memory import explained, fit_inputs, limit_memory
-from recsys.process_environment import give_large_blocks_back
+from recsys.process_environment import give_large_blocks_back, give_unused_back
 from recsys.process_group import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
 from recsys.trainer import FitResult, Trainer
 from recsys.versions import installed_versions
@@ -101,7 +101,8 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline, watch
     instead = check_device(config, world)
     for sentence in instead:
         logger.warning("%s", sentence)
-    inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
+    with timeline.phase("vocabularies"):
+        inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
     changes: list[Change] = []
     if config.memory.fit:
         inputs, changes = fit_inputs(inputs)
@@ -120,6 +121,7 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline, watch
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
+    give_unused_back()  # what planning and predicting took
     with explained(inputs, timeline, folder, memory.write_alone), timeline.phase("step"):
         fitted = trainer.fit()
     watchdog.rest()

@@ -1,4 +1,4 @@
-"""Measure: test metrics of a config over seeds, the cost of the loader, shuffling, training. Results are JSON."""
+"""Measure: test metrics of a config over seeds, what loader, shuffling, training, memory cost. Results are JSON."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from typing import Any
 
 import benchmark_checkpoints
 import benchmark_loader
+import benchmark_peaks
 import benchmark_shuffle
 import benchmark_step
 import benchmark_training
@@ -70,6 +71,8 @@ def main() -> None:
     benchmark_step.add_arguments(step)
     checkpoints = commands.add_parser("checkpoints", help="seconds of training that a checkpoint of 1.6 M rows costs")
     benchmark_checkpoints.add_arguments(checkpoints)
+    peaks = commands.add_parser("peaks", help="peaks of memory, predicted and measured, of runs of many shapes")
+    benchmark_peaks.add_arguments(peaks)
     arguments = parser.parse_args()
     measure = {
         "seeds": measure_seeds,
@@ -78,6 +81,7 @@ def main() -> None:
         "training": benchmark_training.run,
         "step": benchmark_step.run,
         "checkpoints": benchmark_checkpoints.run,
+        "peaks": benchmark_peaks.run,
     }
     result = {**measure[arguments.command](arguments), "machine": machine()}
     if int(os.environ.get("RANK", "0")) > 0:

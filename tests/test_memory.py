@@ -1,19 +1,22 @@
 """Predicted bytes of tensors are those that live, to the byte; predicted peaks are near those of the process."""
 
 import json
+import sys
 from itertools import product
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import yaml
-from launch import fork_train, run_train
+from launch import fork_train
 from storages import walk
 
 from recsys.config import ShardingChoice
 from recsys.memory import Timeline
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import benchmark_peaks as peaks
 
 KINDS = [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
 TYPES = ("FP32", "FP16")
@@ -123,78 +126,11 @@ def test_a_timeline_knows_the_peak_of_each_phase() -> None:
     assert [span.phase for span in timeline.spans] == ["other", "step", "save", "step", "other"]
 
 
-def write_rows(path: Path, rows: int, ids: int, lists: int, length: int) -> None:
-    rng = np.random.default_rng(0)
-    columns = {f"s{i}": pa.array(rng.integers(0, 1 << 22, rows)) for i in range(ids)}
-    for i in range(lists):
-        ends = np.concatenate([[0], np.cumsum(rng.integers(0, 2 * length + 1, rows))]).astype(np.int32)
-        columns[f"l{i}"] = pa.ListArray.from_arrays(pa.array(ends), pa.array(rng.integers(0, 1 << 22, ends[-1])))
-    columns |= {f"d{i}": pa.array(rng.random(rows, dtype=np.float32)) for i in range(4)}
-    columns["label"] = pa.array(rng.integers(0, 2, rows).astype(np.int8))
-    path.mkdir()
-    pq.write_table(pa.table(columns), path / "rows.parquet", row_group_size=20_000)
-
-
-# rows of data, one-id features, lists, their mean length; number of ranks; overrides
-PEAKS = {
-    "tables": ((100_000, 8, 0, 0), 1, {"rows": 1_000_000, "dim": 32}),
-    "adagrad, FP16": ((100_000, 8, 0, 0), 1, {"rows": 500_000, "dim": 64, "type": "FP16", "optimizer": "adagrad"}),
-    "two ranks": ((100_000, 8, 0, 0), 2, {"rows": 1_000_000, "dim": 32, "optimizer": "sgd"}),
-    "lists": ((100_000, 4, 4, 25), 1, {"rows": 200_000, "dim": 64, "batch": 16384}),
-    "dense": ((100_000, 8, 0, 0), 1, {"rows": 200_000, "dim": 64, "batch": 32768, "top": [1024, 1024, 512]}),
-    "micro-batches": (
-        (100_000, 8, 0, 0),
-        1,
-        {"rows": 200_000, "dim": 64, "batch": 32768, "top": [1024, 1024, 512], "micro": 4096},
-    ),
-    "windows": ((1_000_000, 16, 0, 0), 1, {"rows": 200_000, "dim": 32, "batch": 8192}),
-    "small": ((100_000, 4, 0, 0), 1, {"rows": 50_000, "dim": 16, "batch": 1024}),
-    "row-wise on two ranks": (
-        (200_000, 8, 0, 0),
-        2,
-        {"rows": 500_000, "dim": 64, "optimizer": "adagrad", "sharding": "row_wise", "batch": 8192},
-    ),
-    "evaluations": ((100_000, 8, 2, 10), 1, {"rows": 200_000, "dim": 16, "eval": True, "steps": 60}),
-    "large": ((100_000, 8, 0, 0), 1, {"rows": 2_000_000, "dim": 48, "batch": 8192}),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PEAKS)
+@pytest.mark.parametrize("name", peaks.CASES)
 def test_the_peak_of_the_process_is_predicted(name: str, tmp_path: Path) -> None:
     """Within 5 % or 32 MiB: `python -m pytest -m slow tests/test_memory.py -k peak_of_the_process`."""
-    (rows, ids, lists, length), nproc, chosen = PEAKS[name]
-    write_rows(tmp_path / "data", rows, ids, lists, length)
-    num_tables = max(ids, lists)
-    table = {"num_embeddings": chosen["rows"], "embedding_dim": chosen["dim"], "data_type": chosen.get("type", "FP32")}
-    table["sharding_type"] = chosen.get("sharding", "auto")
-    content = {
-        "data": {
-            "train": str(tmp_path / "data"),
-            "valid": str(tmp_path / "data") if "eval" in chosen else None,
-            "label_column": "label",
-        },
-        "features": {
-            **{f"s{i}": {"table": f"t{i}"} for i in range(ids)},
-            **{f"l{i}": {"table": f"t{i}"} for i in range(lists)},
-            **{f"d{i}": {"type": "float"} for i in range(4)},
-        },
-        "tables": {f"t{i}": table for i in range(num_tables)},
-        "model": {"name": "dlrm", "bottom_mlp": [64], "top_mlp": chosen.get("top", [64])},
-        "optimizer": {"tables": {"name": chosen.get("optimizer", "rowwise_adagrad")}},
-        "train": {
-            "global_batch_size": chosen.get("batch", 4096),
-            "micro_batch_size": chosen.get("micro"),
-            "max_steps": chosen.get("steps", 12),
-            "eval_every_steps": 20 if "eval" in chosen else None,
-            "epochs": 100,
-        },
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    done = run_train(f"{tmp_path}/config.yaml", f"run.dir={tmp_path}/run", nproc=nproc, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for rank in range(nproc):
-        peak = json.loads((tmp_path / "run" / "memory" / f"rank_{rank}.json").read_text())["peak"]
+    for peak in peaks.measure(peaks.CASES[name], tmp_path):
         assert abs(peak["unexplained_bytes"]) < max(32 * MIB, 0.05 * peak["measured_bytes"]), peak
 
 

@@ -1,5 +1,6 @@
 """Looking ids up in lists, and making, choosing and keeping the lists."""
 
+import pickle
 from decimal import Decimal
 
 import numpy as np
@@ -18,10 +19,12 @@ from recsys.id_mapping import (
     choose_vocabulary,
     hash_column,
     hashing,
+    index_bytes,
     most_frequent,
     read_vocabulary,
     write_vocabulary,
 )
+from recsys.id_mapping.index import IdIndex
 
 
 def rows_of(mapping: IdMapping, ids: pa.Array) -> list[int]:
@@ -211,6 +214,22 @@ def test_counts_of_many_parts():
     assert chosen.column("id").to_pylist() == order.tolist()
     assert chosen.column("count").to_pylist() == expected[order].tolist()
     assert choose_vocabulary([counter.to_table()], 10, 5000).to_pylist() == order.tolist()
+
+
+def test_counts_go_to_other_ranks_once():
+    """Of a column's slices pickle takes all of the memory that they share, each time."""
+    counter = IdCounter()
+    for part in np.random.default_rng(0).permutation(400_000).reshape(20, -1):
+        counter.add(pa.array(part))
+    table = counter.to_table()
+    assert len(pickle.dumps(table)) < 1.1 * table.nbytes
+
+
+@pytest.mark.parametrize("ids", [pa.array(range(70_000)), pa.array([f"user {i}" for i in range(1000)])], ids=["i", "s"])
+def test_bytes_of_an_index(ids):
+    index = IdIndex(ids, seed=1)
+    own = index._keys.numbers.nbytes + index._keys.texts.nbytes
+    assert index_bytes(len(ids), own) == own + index._hashes.nbytes + index._numbers.nbytes
 
 
 def test_choice_by_count_then_id():

@@ -16,7 +16,7 @@ from recsys.data.arrow import decoded, drop_nulls, is_list, plain, to_numbers
 from recsys.data.convert import FloatColumn, Transform, convert_floats, transform_numbers
 from recsys.data.parquet import Dataset, SegmentReader
 from recsys.errors import UserError
-from recsys.id_mapping import IdCounter, choose_vocabulary, read_vocabulary, write_vocabulary
+from recsys.id_mapping import IdCounter, add_up, choose_vocabulary, read_vocabulary, write_vocabulary
 from recsys.process_group import World
 
 _FLOATS = "floats.json"
@@ -34,10 +34,15 @@ class FloatFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Vocabularies by table, each a list of distinct ids, the most frequent first; figures of float features."""
+    """Vocabularies by table, each a list of distinct ids, the most frequent first; figures of float features.
+
+    Attributes:
+        num_counted: by table, the distinct ids that a vocabulary was chosen from, where this start of the run chose it.
+    """
 
     vocabularies: dict[str, pa.Array] = field(default_factory=dict)
     floats: dict[str, FloatFacts] = field(default_factory=dict)
+    num_counted: dict[str, int] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write RUN/vocabulary: one Parquet file a table, and floats.json."""
@@ -87,15 +92,16 @@ def measure(
     if not vocabularies and not floats:
         return Facts()
     counters, moments = world.agree(lambda: _pass(dataset, vocabularies, floats, world))
-    gathered = world.gather({table: counter.to_table() for table, counter in counters.items()})
-    chosen = {
-        table: choose_vocabulary([each[table] for each in gathered], request.min_count, request.max_size)
-        for table, request in vocabularies.items()
-    }
+    chosen, num_counted = {}, {}
+    for table, request in vocabularies.items():
+        # One table at a time, and each counter goes: they hold every id there is.
+        counts = add_up(world.gather(counters.pop(table).to_table()))
+        chosen[table] = choose_vocabulary([counts], request.min_count, request.max_size)
+        num_counted[table] = counts.num_rows
     # Added up in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(moments) for pair in part.items()))
     figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
-    return Facts(chosen, figures)
+    return Facts(chosen, figures, num_counted)
 
 
 def _pass(

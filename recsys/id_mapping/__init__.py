@@ -4,6 +4,7 @@ Every mapping works on whole Arrow columns, and gives an id the same row on ever
 """
 
 from recsys.id_mapping.hashing import hash_column, hash_integers, is_text, read_keys
+from recsys.id_mapping.index import index_bytes
 from recsys.id_mapping.mappings import (
     NULL_ROW,
     HashMapping,
@@ -17,6 +18,7 @@ from recsys.id_mapping.mappings import (
 from recsys.id_mapping.statistics import IdState, IdStatistics
 from recsys.id_mapping.vocabulary import (
     IdCounter,
+    add_up,
     choose_vocabulary,
     most_frequent,
     read_vocabulary,
@@ -34,10 +36,12 @@ __all__ = [
     "IndexMapping",
     "QuotientRemainderMapping",
     "VocabularyMapping",
+    "add_up",
     "build_mapping",
     "choose_vocabulary",
     "hash_column",
     "hash_integers",
+    "index_bytes",
     "is_text",
     "most_frequent",
     "read_keys",

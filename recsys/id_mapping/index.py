@@ -10,6 +10,12 @@ from recsys.id_mapping.hashing import IdKeys, read_keys
 _MAX_MOVES = 200  # 10 are enough for 10 million ids, unless three of them want the same two places
 
 
+def index_bytes(num_ids: int, id_bytes: int) -> int:
+    """Return the bytes of an `IdIndex` of so many ids, whose own take `id_bytes` together: they, hashes and places."""
+    place = 4 if num_ids + 1 < 2**31 else 8
+    return id_bytes + 8 * (1 + num_ids) + place * _num_places(num_ids)
+
+
 class IdIndex:
     """Finds ids in a list, exactly: the first of the list is number 1, and an id that is not in it has number 0.
 
@@ -113,7 +119,7 @@ class IdIndex:
 
     def _fill(self, distinct: np.ndarray) -> np.ndarray:
         """Return a table of places, at most a quarter full, with each number in one of its two places."""
-        num_places = 4 << len(distinct).bit_length()
+        num_places = _num_places(len(distinct))
         while (table := self._try_to_fill(distinct, num_places)) is None:
             num_places *= 2
         return table
@@ -157,6 +163,11 @@ def _in_order(ids: pa.Array) -> IdKeys:
 
 def _twice(shown: object) -> UserError:
     return UserError(f"id {shown} is there twice in a list of distinct ids; list it once")
+
+
+def _num_places(num_ids: int) -> int:
+    """Return how many places so many ids have, as a rule."""
+    return 4 << num_ids.bit_length()
 
 
 def _places(hashes: np.ndarray, num_places: int, side: np.ndarray | int) -> np.ndarray:

@@ -51,8 +51,10 @@ class IdCounter:
         self._merge()
         if not self._parts:
             return pa.table({"id": pa.array([], pa.int64()), "count": pa.array([], pa.int64())})
-        ids = self._parts[0].column("id").combine_chunks()
-        return self._parts[0].set_column(0, "id", _strings(ids) if is_text(ids.type) else ids)
+        # In one piece: of a column's slices, each is pickled with all of the memory that they share.
+        table = self._parts[0].combine_chunks()
+        ids = table.column("id").combine_chunks()
+        return table.set_column(0, "id", _strings(ids)) if is_text(ids.type) else table
 
     def _append(self, ids: pa.Array, counts: pa.Array) -> None:
         if not len(ids):
@@ -66,27 +68,34 @@ class IdCounter:
             self._merge()
 
     def _merge(self) -> None:
-        if self._parts:
-            summed = _same_type(self._parts).group_by("id").aggregate([("count", "sum")])
+        if self._num_new:
+            summed = _same_type(self._parts).group_by("id", use_threads=False).aggregate([("count", "sum")])
             self._parts = [summed.rename_columns(["id", "count"])]
             self._num_new = 0
 
 
+def add_up(counts: Sequence[pa.Table]) -> pa.Table:
+    """Return the sum of count tables of `IdCounter.to_table`, from any number of processes, as such a table."""
+    if len(counts) == 1:
+        return counts[0]
+    total = IdCounter()
+    for each in counts:
+        total.add_table(each)
+    return total.to_table()
+
+
 def most_frequent(counts: Sequence[pa.Table], min_count: int, max_size: int) -> pa.Table:
-    """Add up count tables, and return the ids for a vocabulary.
+    """Add up count tables, at least one, and return the ids for a vocabulary.
 
     Args:
-        counts: of `IdCounter.to_table`, from any number of processes.
+        counts: as `add_up` takes them.
         min_count: rarer ids are left out.
         max_size: the most ids to return.
 
     Returns:
         Columns id and count, the most frequent first, of equally frequent ones the least id first.
     """
-    total = IdCounter()
-    for each in counts:
-        total.add_table(each)
-    table = total.to_table()
+    table = add_up(counts)
     table = table.filter(pc.greater_equal(table.column("count"), min_count))
     return table.sort_by([("count", "descending"), ("id", "ascending")]).slice(0, max_size)
 

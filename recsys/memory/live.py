@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from recsys.process_environment import HEAP_BLOCK_BYTES
+
 
 class LivePeak(TorchDispatchMode):
     """Counts the bytes of storages that operators make inside it, while they live.
@@ -18,11 +20,13 @@ class LivePeak(TorchDispatchMode):
 
     Attributes:
         live: bytes now; peak: the most that `live` less `apart` has been.
+        heap_peak: the most that blocks of less than HEAP_BLOCK_BYTES have taken together.
     """
 
     def __init__(self, outside: Iterable[torch.Tensor] = (), apart: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
         self.live = self.peak = self._highest = 0
+        self._on_heap = self.heap_peak = 0
         self._apart = apart
         self._known: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
 
@@ -43,9 +47,13 @@ class LivePeak(TorchDispatchMode):
         if self.live > self._highest:
             self._highest = self.live
             self.peak = max(self.peak, self.live - self._apart())
+        if size < HEAP_BLOCK_BYTES:
+            self._on_heap += size
+            self.heap_peak = max(self.heap_peak, self._on_heap)
 
     def _forget(self, key: int, size: int) -> None:
         self.live -= size
+        self._on_heap -= size if size < HEAP_BLOCK_BYTES else 0
         del self._known[key]
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from recsys.config import Config, FeatureType
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
 from recsys.memory.tensors import Bytes
+from recsys.process_environment import HEAP_BLOCK_BYTES
 from recsys.process_group import batches_ahead
 from recsys.table_bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
 from recsys.tables import Shard
@@ -22,12 +23,16 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 32 << 20}
 _RANK_ZERO_BYTES = 24 << 20  # rank 0 reads the footers and plans
-_EVALUATION_BYTES = 36 << 20  # what evaluations load and leave, beside what other threads decode for them
+_EVALUATION_BYTES = 26 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
-# to where glibc gives it back or puts it elsewhere (DEFAULT_MMAP_THRESHOLD_MAX, and twice that); a decoding one's:
-_MOST_HEAP_BYTES, _MOST_BLOCK_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 32 << 20, 6 << 20
+# to where glibc gives it back or puts it elsewhere (see process_environment); a decoding one's:
+_MOST_HEAP_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 6 << 20
+# Vectors of lists differ in length from batch to batch, and seldom fit where others were (measured: 1.6 to 3 times).
+_JAGGED_HEAP = 1.9
 _STATISTICS_BYTES = {"init": 2 << 20, "later": 7 << 19}  # of an id feature: hashes seen; then sketches too
 _GLOO_THREADS = 2  # of a group
+# Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
+_COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES = 4 << 20  # temporaries of initial weights
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
@@ -46,6 +51,8 @@ class DataFacts:
         id_bytes: of one table row number, as the loader holds it.
         window_bytes, decode_bytes: host memory of a rank's windows, and of what becomes windows.
         eval_rows: of a rank, by dataset.
+        vocabulary_bytes: host memory of the vocabularies and of what finds ids in them.
+        counted_ids: by table, distinct ids that its vocabulary is chosen from.
         source: where the figures come from, in words.
     """
 
@@ -55,6 +62,8 @@ class DataFacts:
     decode_bytes: int
     eval_rows: Mapping[str, int]
     source: str
+    vocabulary_bytes: int = 0
+    counted_ids: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,7 @@ class DenseFacts:
         step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
             gradients and pooled embeddings; pooled gradients are among them.
         eval_bytes: the same of a forward pass alone.
+        heap_bytes: the most that those of a step below HEAP_BLOCK_BYTES take at once.
     """
 
     parameter_bytes: int
@@ -76,6 +86,7 @@ class DenseFacts:
     rows: int
     step_bytes: int
     eval_bytes: int
+    heap_bytes: int
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,24 @@ class _Rank:
             host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
                 host["heap"] = heaps
-        return RankMemory(self._rank, self._tables, {phase: self._placed(*kinds) for phase, kinds in moments.items()})
+            host["vocabularies"] = self._data.vocabulary_bytes
+        phases = {phase: self._placed(*kinds) for phase, kinds in moments.items()}
+        return RankMemory(self._rank, self._tables, {**self._counting(), **phases})
+
+    def _counting(self) -> dict[str, dict[str, Bytes]]:
+        """Return the phase in which vocabularies are made of the data, if there is one; no table is there yet."""
+        counts = self._data.counted_ids.values()
+        if not counts:
+            return {}
+        ranks = self._topology.world_size
+        gathered = 3 * ranks * _COUNTED_BYTES * max(counts) if ranks > 1 else 0  # as bytes twice, and as tables
+        host = {
+            "id_counts": _COUNTED_BYTES * sum(counts) + _CHOICE_BYTES * max(counts) + gathered,
+            "vocabularies": self._data.vocabulary_bytes,
+            "libraries": _LIBRARY_BYTES["init"] + (_RANK_ZERO_BYTES if self._rank == 0 else 0),
+            "process": HOST_PROCESS_BYTES[self._topology.device.type],
+        }
+        return {"vocabularies": {"device": {}, "host": _present(host)}}
 
     def _heaps(self) -> int:
         """Return what heaps keep beside what lives: of the training thread, of threads that decode, of gloo's."""
@@ -188,8 +216,13 @@ class _Rank:
         decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
         if self._topology.on_gpu:
             return decoding
-        training, copies = min(sum(self._in_steps().values()), _MOST_HEAP_BYTES), self._gloo_copies()
-        return decoding + training + (_GLOO_THREADS * copies if copies <= _MOST_BLOCK_BYTES else 0)
+        steps, copies = self._in_steps(), self._gloo_copies()
+        steps["replicated_gradient"] = min(steps.get("replicated_gradient", 0), HEAP_BLOCK_BYTES)  # it is one block
+        training = min(sum(steps.values()), _MOST_HEAP_BYTES)
+        if self._by_id:
+            looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
+            training = max(training, int(_JAGGED_HEAP * (self._dense.heap_bytes + looked_up)))
+        return decoding + training + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
         """Return the kinds of a moment with what is there at any time, where they lie."""
@@ -272,9 +305,19 @@ class _Rank:
                 "kernel_temporaries": self.exchanged_ids * sort,
                 "dense_gradient": dense.gradient_bytes,
             },
+            {
+                "pooled": self.pooled,
+                "pooled_gradient": 2 * self.pooled,
+                "replicated_gradient": self._replicated_gradient(),
+                "dense_gradient": dense.gradient_bytes,
+            },
         ]
         highest = max(moments, key=lambda kinds: sum(kinds.values()))
         return {**in_flight, **highest}
+
+    def _replicated_gradient(self) -> int:
+        """Return the bytes of the gradients by tables that every rank holds, which are summed over ranks in FP32."""
+        return 4 * sum(p.size[0] * p.size[1] for p in self._pieces if p.sharding_type == "data_parallel")
 
     def _gloo_copies(self) -> int:
         """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""
