@@ -26,6 +26,7 @@ class Topology:
         host_bytes: memory of one machine that its processes may use.
         locked_bytes: host memory that a process may lock without privilege; None: any. CUDA's pinned memory is not
             bound by it, RDMA's and mlock's are.
+        blas_bytes: of a GPU: the workspace that torch's allocator gives cuBLAS for each thread that calls it.
         sources: where the two sizes come from, by `device_bytes` and `host_bytes`.
     """
 
@@ -35,6 +36,7 @@ class Topology:
     device_bytes: int
     host_bytes: int
     locked_bytes: int | None
+    blas_bytes: int
     sources: dict[str, str]
 
     @property
@@ -83,6 +85,7 @@ def topology_of(config: Config, world: World | None = None) -> Topology:
         device_bytes,
         host_bytes,
         None if limit == resource.RLIM_INFINITY else limit,
+        _blas_bytes() if on_gpu else 0,
         {"device_bytes": device_source, "host_bytes": host_source},
     )
 
@@ -96,6 +99,12 @@ def _device_bytes(config: Config) -> tuple[int, str]:
             "GPU, such as topology.device_memory=80GiB"
         )
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "the GPU here"
+
+
+def _blas_bytes() -> int:
+    """Return torch's default for the GPU here, or for Hopper (ATen/cuda/CublasHandlePool.cpp)."""
+    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
+    return (32 << 20) if hopper else (2 * 4096 + 8 * 16) << 10
 
 
 def _host_bytes(config: Config) -> tuple[int, str]:

@@ -185,6 +185,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py peaks`."""
     found = {}
     for name in arguments.only or CASES:
+        if CASES[name].nproc > arguments.ranks:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             peaks = measure(CASES[name], Path(folder), *arguments.overrides)
         found[name] = peaks
@@ -202,4 +204,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `benchmark.py peaks`."""
     parser.add_argument("overrides", metavar="key=value", nargs="*")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="some of them")
+    parser.add_argument("--ranks", type=int, default=4, help="leave cases of more out, such as where GPUs are fewer")
     parser.add_argument("--out", type=Path, help="JSON file to write")

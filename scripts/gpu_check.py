@@ -1,6 +1,7 @@
 """Everything that needs a GPU, in one call: the tests marked gpu, then benchmarks, with JSON under a folder."""
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,13 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+_BENCHMARKS = {
+    "peaks": ["peaks", "run.device=cuda"],
+    "seeds": ["seeds", "configs/dlrm_sample.yaml", "run.device=cuda", "--seeds", "1", "2", "3"],
+    "loader": ["loader", "--ratios-only"],
+}
+_PARTS = ("tests", *_BENCHMARKS)
+_TESTS_AT_ONCE = "4"  # on the same GPUs: what they do there is short, and their start is not
 
 
 def main() -> int:
@@ -17,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for what is measured")
     parser.add_argument("--nproc", type=int, help="GPUs to use, one rank each (default: all there are)")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     if not torch.cuda.is_available():
@@ -30,17 +39,21 @@ def main() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_gpus])  # of what is started below
     out.mkdir(parents=True, exist_ok=True)
-    tests = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={out}/tests.xml"], cwd=ROOT)
-    seeds = ["seeds", "configs/dlrm_sample.yaml", "run.device=cuda", "--seeds", "1", "2", "3"]
-    loader = ["loader", "--ratios-only", "--folder", f"{out}/../loader-files"]
-    statuses = [tests.returncode]
-    for command_line, name in ((seeds, "dlrm_sample_gpu"), (loader, "loader_gpu")):
-        command = [sys.executable, "scripts/benchmark.py", *command_line, "--out", f"{out}/{name}.json"]
-        statuses.append(subprocess.run(command, cwd=ROOT).returncode)
     device = torch.cuda.get_device_properties(0)
     found = {"name": device.name, "num_gpus": num_gpus, "memory_bytes": device.total_memory, "torch": torch.__version__}
     (out / "device.json").write_text(json.dumps(found, indent=1) + "\n")
-    return max(statuses)
+    return max([_run(part, out, num_gpus) for part in arguments.parts])
+
+
+def _run(part: str, out: Path, num_gpus: int) -> int:
+    if part == "tests":
+        at_once = ["-n", _TESTS_AT_ONCE] if importlib.util.find_spec("xdist") else []
+        command = ["-m", "pytest", "-m", "gpu", *at_once, f"--junitxml={out}/tests.xml"]
+    else:
+        command = ["scripts/benchmark.py", *_BENCHMARKS[part], "--out", f"{out}/{part}_gpu.json"]
+        command += ["--folder", f"{out}/../loader-files"] if part == "loader" else []
+        command += ["--ranks", str(num_gpus)] if part == "peaks" else []
+    return subprocess.run([sys.executable, *command], cwd=ROOT).returncode
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The same config on a GPU: the numbers of the CPU, a checkpoint that moves between the two, device peaks."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,16 @@ import torch
 from launch import run_train
 from rows import SPEC, build, rows
 from rows import write as write_rows
+from test_fit import SHORT, follow_first_advice
 from test_plans import KINDS, overrides, write
 
 from recsys.config import ComputeKernel, ShardingChoice
 from recsys.config.choices import COLUMN_SPLITS
 from recsys.data.parquet import open_dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
+import benchmark_peaks as peaks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,6 +115,26 @@ def test_debug_mode_and_device_peaks(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "memory" / "rank_0.json").read_text())
     assert all(line["predicted_bytes"] == line["measured_bytes"] for line in report["lines"])
     assert report["host"]["device_peak_allocated_bytes"] > report["lines"][0]["measured_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", peaks.CASES)
+def test_the_peak_of_the_allocator_is_predicted(name: str, tmp_path: Path) -> None:
+    """Within 3 %, and 98 % of it has a kind."""
+    if torch.cuda.device_count() < peaks.CASES[name].nproc:
+        pytest.skip(f"this takes {peaks.CASES[name].nproc} GPUs")
+    for peak in peaks.measure(peaks.CASES[name], tmp_path, "run.device=cuda"):
+        assert -0.02 <= peak["error"] <= 0.03, peak
+
+
+def test_memory_that_runs_out_is_told_with_what_helps(tmp_path: Path) -> None:
+    wide = ("model.top_mlp=[1024,1024]", "train.global_batch_size=131072")
+    options = (*wide, *SHORT, "memory.budget=2GiB", "run.device=cuda")
+    done = run_train(CONFIG, f"run.dir={tmp_path}/short", *options)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    report = json.loads((tmp_path / "short/memory/rank_0.json").read_text())
+    assert report["identity"]["status"] == "out of memory"
+    assert report["out_of_memory"]["holders"][0]["name"] == "activations"
+    follow_first_advice(done.stderr, tmp_path, *options)
 
 
 def test_page_locked_batches_are_written_again_only_after_their_copy(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from recsys.tables import Shard
 from recsys.topology import Topology
 
 # What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
-CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FBGEMM, cuBLAS's workspace
+CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FBGEMM
 NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator among many ranks
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
@@ -34,6 +34,7 @@ _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES = 4 << 20  # temporaries of initial weights
+_BLAS_THREADS = 2  # the training thread, and autograd's for backward passes on a GPU
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
@@ -250,7 +251,8 @@ class _Rank:
         """Return what is there from the first step on, beside the tables and parameters."""
         # DistributedDataParallel keeps gradients in its buckets; alone, they are dropped after each step.
         buckets = self._dense.gradient_bytes if self._topology.world_size > 1 else 0
-        return {"dense_gradient": buckets, "dense_optimizer": self._dense.optimizer_bytes}
+        blas = _BLAS_THREADS * self._topology.blas_bytes
+        return {"dense_gradient": buckets, "dense_optimizer": self._dense.optimizer_bytes, "blas_workspaces": blas}
 
     def _loader(self) -> Bytes:
         data, topology = self._config.data, self._topology
