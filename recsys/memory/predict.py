@@ -21,8 +21,8 @@ NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator amon
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
-_LIBRARY_BYTES = {"init": 14 << 20, "later": 32 << 20}
-_RANK_ZERO_BYTES = 24 << 20  # rank 0 reads the footers and plans
+_LIBRARY_BYTES = {"init": 14 << 20, "later": 38 << 20}
+_RANK_ZERO_BYTES = {"init": 24 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _EVALUATION_BYTES = 26 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
 # to where glibc gives it back or puts it elsewhere (see process_environment); a decoding one's:
@@ -187,7 +187,7 @@ class _Rank:
         heaps = self._heaps()
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
-            host["libraries"] = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES if self._rank == 0 else 0)
+            host["libraries"] = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
             host["libraries"] += _EVALUATION_BYTES if when == "later" and self._data.eval_rows else 0
             host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
@@ -206,7 +206,7 @@ class _Rank:
         host = {
             "id_counts": _COUNTED_BYTES * sum(counts) + _CHOICE_BYTES * max(counts) + gathered,
             "vocabularies": self._data.vocabulary_bytes,
-            "libraries": _LIBRARY_BYTES["init"] + (_RANK_ZERO_BYTES if self._rank == 0 else 0),
+            "libraries": _LIBRARY_BYTES["init"] + (_RANK_ZERO_BYTES["init"] if self._rank == 0 else 0),
             "process": HOST_PROCESS_BYTES[self._topology.device.type],
         }
         return {"vocabularies": {"device": {}, "host": _present(host)}}
