@@ -53,7 +53,7 @@ def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
             optimizer_bytes=size["optimizer_bytes"],
             rows=rows,
             step_bytes=step_bytes,
-            eval_bytes=_traced(config, data, step.eval(), rows, (0, rows)).peak,
+            eval_bytes=_traced(config, data, step.eval(), rows, (0, rows))[0],
             heap_bytes=heap_bytes,
         )
 
@@ -85,16 +85,16 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
     step.train()
     pieces = -(-rows // micro)
     if pieces <= _TRACED_PIECES + 1 or not step.dense.task.loss_by_rows:
-        live = _traced(config, data, step, rows, (*range(0, rows, micro), rows))
-        return live.peak, live.heap_peak
+        return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
     traced = micro * _TRACED_PIECES
     width = 4 * sum(_dims(config).values())
-    live = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
-    return max(live.peak + (rows - traced) * width, 2 * rows * width), live.heap_peak
+    peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
+    return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes
 
 
-def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> LivePeak:
-    """Return what lives at most in the dense half beside parameters, their gradients and its inputs."""
+def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> tuple[int, int]:
+    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, and how
+    much of it lies in heaps at most."""
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
@@ -106,7 +106,10 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None))
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, by_id, batch)
-    return live
+    if dist.get_world_size() > 1:  # gradients live in DistributedDataParallel's buckets all the time
+        return live.peak, live.heap_peak
+    gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
+    return max(0, live.highest - gradients), live.heap_peak
 
 
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:

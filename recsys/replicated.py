@@ -11,7 +11,8 @@ from recsys.config import TableOptimizerConfig
 from recsys.config.choices import TableOptimizer
 
 _STATE = "momentum1"  # FBGEMM's name for the sums of squares
-_ELEMENTS_AT_ONCE = 1 << 18  # of a table that is updated: what that takes besides stays in the cache
+# Of a table that is updated: on CPU so few that what it takes besides stays in the cache.
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
 @dataclass
@@ -71,7 +72,7 @@ class ReplicatedTables:
                 _add_rows(into, ids[feature], gradients[feature])
         dist.all_reduce(total)
         for table, gradient in zip(self.tables, sums, strict=True):
-            rows = max(1, _ELEMENTS_AT_ONCE // table.weights.shape[1])
+            rows = max(1, _ELEMENTS_AT_ONCE[total.device.type] // table.weights.shape[1])
             for start in range(0, len(table.weights), rows):
                 _apply(table, slice(start, start + rows), gradient[start : start + rows])
 

@@ -16,7 +16,7 @@ ROWS, DIM = 37, 4
 def trained(
     monkeypatch: pytest.MonkeyPatch, optimizer: TableOptimizer, dtype: torch.dtype, at_once: int
 ) -> list[torch.Tensor]:
-    monkeypatch.setattr(replicated, "_ELEMENTS_AT_ONCE", at_once)
+    monkeypatch.setattr(replicated, "_ELEMENTS_AT_ONCE", {"cpu": at_once})
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)  # of one rank
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(ROWS, DIM, generator=generator).to(dtype)

@@ -19,13 +19,13 @@ class LivePeak(TorchDispatchMode):
         apart: bytes, of those that live, which are accounted for elsewhere; asked at every new peak.
 
     Attributes:
-        live: bytes now; peak: the most that `live` less `apart` has been.
+        live: bytes now; highest: the most that has been; peak: the most that `live` less `apart` has been.
         heap_peak: the most that blocks of less than HEAP_BLOCK_BYTES have taken together.
     """
 
     def __init__(self, outside: Iterable[torch.Tensor] = (), apart: Callable[[], int] = lambda: 0) -> None:
         super().__init__()
-        self.live = self.peak = self._highest = 0
+        self.live = self.highest = self.peak = 0
         self._on_heap = self.heap_peak = 0
         self._apart = apart
         self._known: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
@@ -44,8 +44,8 @@ class LivePeak(TorchDispatchMode):
         size = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
         self.live += size
-        if self.live > self._highest:
-            self._highest = self.live
+        if self.live > self.highest:
+            self.highest = self.live
             self.peak = max(self.peak, self.live - self._apart())
         if size < HEAP_BLOCK_BYTES:
             self._on_heap += size

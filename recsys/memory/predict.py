@@ -27,6 +27,8 @@ _EVALUATION_BYTES = 26 << 20  # what evaluations load and leave, beside what oth
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
 # to where glibc gives it back or puts it elsewhere (see process_environment); a decoding one's:
 _MOST_HEAP_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 6 << 20
+_MICRO_HEAP_BYTES = 40 << 20  # the first, where blocks from 8 MiB on are given back
+_MOST_DENSE_HEAP_BYTES = 24 << 20  # around parameters, gradients and state of the dense part
 # Vectors of lists differ in length from batch to batch, and seldom fit where others were (measured: 1.6 to 3 times).
 _JAGGED_HEAP = 1.9
 _STATISTICS_BYTES = {"init": 2 << 20, "later": 7 << 19}  # of an id feature: hashes seen; then sketches too
@@ -219,7 +221,9 @@ class _Rank:
             return decoding
         steps, copies = self._in_steps(), self._gloo_copies()
         steps["replicated_gradient"] = min(steps.get("replicated_gradient", 0), HEAP_BLOCK_BYTES)  # it is one block
-        training = min(sum(steps.values()), _MOST_HEAP_BYTES)
+        most = _MICRO_HEAP_BYTES if self._config.train.in_micro_batches else _MOST_HEAP_BYTES
+        dense = self._dense.parameter_bytes + self._dense.gradient_bytes + self._dense.optimizer_bytes
+        training = min(sum(steps.values()), most) + min(dense, _MOST_DENSE_HEAP_BYTES)
         if self._by_id:
             looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
             training = max(training, int(_JAGGED_HEAP * (self._dense.heap_bytes + looked_up)))
