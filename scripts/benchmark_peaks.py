@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
+from launcher import launch_command
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -168,11 +169,8 @@ def measure(case: Case, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """
     write_rows(case, folder / "data")
     (folder / "config.yaml").write_text(yaml.safe_dump(case.settings(folder / "data")))
-    command = [sys.executable]
-    if case.nproc > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command += ["--nproc_per_node", str(case.nproc)]
-    command += ["train.py", f"{folder}/config.yaml", f"run.dir={folder}/run", *case.overrides, *overrides]
+    arguments = [f"{folder}/config.yaml", f"run.dir={folder}/run", *case.overrides, *overrides]
+    command = [*launch_command(case.nproc), "train.py", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"the run has failed: {done.stderr[-3000:]}")

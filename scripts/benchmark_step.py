@@ -24,6 +24,7 @@ prepare_environment()  # before pyarrow is imported
 
 import benchmark_training  # noqa: E402
 import torch  # noqa: E402
+from launcher import launch_command  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
 from torchrec.datasets.utils import Batch as BareBatch  # noqa: E402
@@ -240,12 +241,10 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
 
 def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
     """Do `measure_batch_size` under torchrun; anew for each batch size, since its store serves one process group."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         changed = ["--batch-size", str(batch_size), "--out", str(out)]
-        ranks = ["--nproc_per_node", str(arguments.ranks)]
-        subprocess.run([sys.executable, *launcher, *ranks, *sys.argv, *changed], check=True)
+        subprocess.run([*launch_command(arguments.ranks), *sys.argv, *changed], check=True)
         result: dict[str, Any] = json.loads(out.read_text())["batches"][str(batch_size)]
         return result
 

@@ -22,6 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from launcher import launch_command
+
 from recsys.config import Config, IdMappingType, load_config, save_config
 from recsys.versions import installed_versions, machine
 
@@ -142,10 +144,7 @@ def run_once(strategy: Strategy, config: str, overrides: list[str], seed: int) -
     """Train one strategy with one seed; return its test metrics, samples/s and bytes by kind, of all ranks together."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        launcher = [sys.executable]
-        if strategy.nproc > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-            launcher += ["--nproc_per_node", str(strategy.nproc)]
+        launcher = launch_command(strategy.nproc)
         if strategy.shared:
             config, overrides = share_a_table(config, overrides, Path(folder))
         settings = [*overrides, *strategy.overrides, f"seed={seed}", f"run.dir={run_dir}"]

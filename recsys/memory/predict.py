@@ -189,7 +189,7 @@ class _Rank:
         heaps = self._heaps()
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
-            host["libraries"] = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
+            host["libraries"] = self._libraries(when)
             host["libraries"] += _EVALUATION_BYTES if when == "later" and self._data.eval_rows else 0
             host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
@@ -208,10 +208,14 @@ class _Rank:
         host = {
             "id_counts": _COUNTED_BYTES * sum(counts) + _CHOICE_BYTES * max(counts) + gathered,
             "vocabularies": self._data.vocabulary_bytes,
-            "libraries": _LIBRARY_BYTES["init"] + (_RANK_ZERO_BYTES["init"] if self._rank == 0 else 0),
+            "libraries": self._libraries("init"),
             "process": HOST_PROCESS_BYTES[self._topology.device.type],
         }
         return {"vocabularies": {"device": {}, "host": _present(host)}}
+
+    def _libraries(self, when: str) -> int:
+        """Return what libraries and, on rank 0, footers and plan take in "init" or "later"."""
+        return _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
 
     def _heaps(self) -> int:
         """Return what heaps keep beside what lives: of the training thread, of threads that decode, of gloo's."""
