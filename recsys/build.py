@@ -68,7 +68,7 @@ class Built:
 def build_model(inputs: Inputs) -> Built:
     """Build, plan, shard and initialise the model of the config; the same weights under every plan."""
     config, world = inputs.config, inputs.world
-    step = build_step(config, world.device, partial(log_q, inputs))
+    step = build_step(config, partial(log_q, inputs))
     task = step.dense.task
     if config.train.compile:
         task.model.compile()
@@ -93,14 +93,14 @@ def build_model(inputs: Inputs) -> Built:
     return Built(model, pieces, optimizer, tensors, rates, iterations)
 
 
-def build_step(config: Config, device: torch.device, log_q: Callable[[], torch.Tensor]) -> TrainStep:
+def build_step(config: Config, log_q: Callable[[], torch.Tensor]) -> TrainStep:
     """Return the step with its tables on the meta device, marked with their optimizers, and the dense part on the CPU.
 
     Args:
-        device: that the tables are to lie on. log_q: gives what logQ correction subtracts, if the model has it.
+        log_q: gives what logQ correction subtracts, if the model has it.
     """
     step = TrainStep(*build_embeddings(config), build_dense_half(config, log_q))
-    attach_table_optimizers(table_parameters(step), config, device)
+    attach_table_optimizers(table_parameters(step), config)
     return step
 
 

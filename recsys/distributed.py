@@ -23,7 +23,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.fused import FusedOptimizerModule
 
-from recsys.config import ComputeKernel, Config, DataType, ShardingChoice
+from recsys.config import Config, ShardingChoice
 from recsys.config.choices import COUNTING, FloatType
 from recsys.errors import UserError
 from recsys.planner import make_plan, table_constraints
@@ -126,33 +126,6 @@ def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology)
         output_dtype=constraints.output_dtype,
         key_value_params=constraints.key_value_params,
     )
-
-
-def check_device(config: Config, world: World) -> list[str]:
-    """Return a sentence for each setting that this device has no kernel for, and what is done in its place.
-
-    Raises:
-        UserError: what would be done in its place would learn something else.
-    """
-    if world.device.type == "cuda":
-        return []
-    instead = []
-    for name, table in config.tables.items():
-        key = f"tables.{name}"
-        if table.data_type is DataType.FP8:
-            raise UserError(f"config key '{key}.data_type': FBGEMM trains FP8 on GPUs only; use FP16")
-        if table.stochastic_rounding:
-            raise UserError(
-                f"config key '{key}.stochastic_rounding': FBGEMM's CPU kernels round to nearest without a word; set it "
-                f"to false, or {key}.data_type=FP32"
-            )
-        if table.compute_kernel is not ComputeKernel.fused:
-            instead.append(f"{key}.compute_kernel={table.compute_kernel.name} is fused, in host memory, on CPU")
-    if config.precision.output_dtype is FloatType.BF16:
-        instead.append("precision.output_dtype=BF16 is FP32 on CPU")
-    if config.precision.tf32:
-        instead.append("precision.tf32=true changes nothing on CPU")
-    return instead
 
 
 def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from recsys.config import Config
-from recsys.distributed import check_device, describe_plan
+from recsys.config.device import check_device
+from recsys.distributed import describe_plan
 from recsys.errors import UserError
 from recsys.fit import Fitter, pieces_of
 from recsys.inputs import Inputs, open_inputs
@@ -66,8 +67,8 @@ def dry_run(config: Config) -> int:
 def rehearse_run(config: Config) -> DryRun:
     """Plan and predict, for the machines of `topology`."""
     start, topology = time.monotonic(), topology_of(config)
+    instead = check_device(config, topology.on_gpu)
     with rehearse_world(topology.world_size, topology.local_world_size, topology.device) as world:
-        instead = check_device(config, world)
         inputs, why_not = _open(config, world)
         data = data_facts(config, inputs, topology.world_size)
         if why_not:

@@ -60,7 +60,7 @@ class Fit:
 
 def pieces_of(config: Config, topology: Topology) -> list[Shard]:
     """Return the pieces of the plan that a run would use; where none fits, of the one that takes least."""
-    step = build_step(config, topology.device, lambda: torch.zeros(1))
+    step = build_step(config, lambda: torch.zeros(1))
     try:
         plan = plan_tables(step, config, topology)
     except UserError:

@@ -10,9 +10,8 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys.config import Config, OptimizerConfig, Schedule, TableOptimizerConfig
+from recsys.config import Config, OptimizerConfig, Schedule
 from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
-from recsys.errors import UserError
 
 _KINDS = {
     TableOptimizer.rowwise_adagrad: (RowWiseAdagrad, ("eps",)),
@@ -24,14 +23,6 @@ _KINDS = {
     TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ("eps", "beta1", "beta2")),
     TableOptimizer.lars_sgd: (table_optimizers.LarsSGD, ("momentum",)),
 }
-# FBGEMM's CPU kernels know three; another's nearest is the one that keeps as much per row.
-_NEAREST_ON_CPU = {
-    TableOptimizer.adam: TableOptimizer.adagrad,
-    TableOptimizer.partial_rowwise_adam: TableOptimizer.rowwise_adagrad,
-    TableOptimizer.lamb: TableOptimizer.adagrad,
-    TableOptimizer.partial_rowwise_lamb: TableOptimizer.rowwise_adagrad,
-    TableOptimizer.lars_sgd: TableOptimizer.sgd,
-}
 
 
 class _StateTypes(dict[str, SparseType]):
@@ -41,21 +32,14 @@ class _StateTypes(dict[str, SparseType]):
         return hash(tuple(sorted((name, kind.value) for name, kind in self.items())))
 
 
-def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config: Config, device: torch.device) -> None:
+def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config: Config) -> None:
     """Mark the tables, before they are sharded, to be updated in the backward pass by FBGEMM.
 
     Args:
         parameters: weights by table.
-
-    Raises:
-        UserError: FBGEMM has no such optimizer, or no weight decay, on this device.
     """
     for table, parameter in parameters.items():
         settings = config.table_optimizer(table)
-        if device.type == "cpu":
-            _check_on_cpu(
-                settings, f"tables.{table}.optimizer" if config.tables[table].optimizer else "optimizer.tables"
-            )
         kind, names = _KINDS[settings.name]
         arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
         arguments["lr"] = settings.learning_rate
@@ -64,20 +48,6 @@ def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config
         if settings.state_dtype is StateType.FP16:
             arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.FP16)
         apply_optimizer_in_backward(kind, [parameter], arguments)
-
-
-def _check_on_cpu(settings: TableOptimizerConfig, key: str) -> None:
-    nearest = _NEAREST_ON_CPU.get(settings.name)
-    if nearest is not None:
-        raise UserError(
-            f"config key '{key}.name': FBGEMM trains tables on CPU by rowwise_adagrad, adagrad and sgd only, found "
-            f"{settings.name.name}; the nearest is {key}.name={nearest.name}"
-        )
-    if settings.weight_decay:
-        raise UserError(
-            f"config key '{key}.weight_decay': FBGEMM's CPU kernels leave it out without a word, found "
-            f"{settings.weight_decay}; set it to 0"
-        )
 
 
 def build_dense_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

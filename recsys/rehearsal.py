@@ -43,7 +43,7 @@ def rehearse(config: Config, data: DataFacts, rows: int) -> DenseFacts:
     A process group of the number of ranks must be there, such as that of `rehearse_world`.
     """
     with _fake_tensors():
-        step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1))
+        step = build_step(config, lambda: torch.zeros(1))
         size = predict_dense(step.dense, config, dist.get_world_size())
         step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
         return DenseFacts(
@@ -115,7 +115,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:
     """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
     with _fake_tensors():
-        step = build_step(config, torch.device("cpu"), lambda: torch.zeros(1)).eval()
+        step = build_step(config, lambda: torch.zeros(1)).eval()
         batch = _batch(config, data, rows, (0, rows))
         pooled, by_id = _looked_up(config, data, rows)
         with torch.no_grad():

@@ -13,7 +13,8 @@ import torch
 from recsys.build import build_model
 from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
-from recsys.distributed import check_device, describe_plan, save_plan
+from recsys.config.device import check_device
+from recsys.distributed import describe_plan, save_plan
 from recsys.errors import UserError
 from recsys.fit import Change
 from recsys.inputs import Inputs, learn_facts, open_inputs
@@ -66,6 +67,7 @@ def run(config: Config) -> int:
             torch.cuda.memory._record_memory_history()
         try:
             config = _go_on_after_restart(config, world)
+            instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
             inputs = open_inputs(config, world, footers, _kept_footers(config))
@@ -73,7 +75,7 @@ def run(config: Config) -> int:
             world.launch_store.set(_BEGUN, str(run_dir))
             log = start_logging(run_dir / "logs", world.rank)
             with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
-                return _run(inputs, run_dir, footers, timeline, watchdog)
+                return _run(inputs, instead, run_dir, footers, timeline, watchdog)
         except Exception as error:
             known = world.explain(error)
             if known is error:
@@ -89,7 +91,9 @@ def _go_on_after_restart(config: Config, world: World) -> Config:
     return replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
 
 
-def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline, watchdog: Watchdog) -> int:
+def _run(
+    inputs: Inputs, instead: list[str], run_dir: Path, footers: Path, timeline: Timeline, watchdog: Watchdog
+) -> int:
     start = time.monotonic()
     config, world = inputs.config, inputs.world
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
@@ -98,7 +102,6 @@ def _run(inputs: Inputs, run_dir: Path, footers: Path, timeline: Timeline, watch
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, run_dir)
     for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
-    instead = check_device(config, world)
     for sentence in instead:
         logger.warning("%s", sentence)
     with timeline.phase("vocabularies"):

@@ -174,6 +174,12 @@ def test_more_ranks_share_out_the_tables(tmp_path: Path) -> None:
     assert {rank.phases["step"]["host"]["table_weight"] for rank in found.prediction.ranks} == {4 * 25_000 * 128 * 4}
 
 
+def test_gpus_have_the_optimizers_that_this_machine_lacks() -> None:
+    options = ["topology.device=cuda", "topology.device_memory=80GiB", "optimizer.tables.name=adam"]
+    found = rehearse_run(load_config("configs/dlrm_sample.yaml", [*options, "optimizer.tables.weight_decay=0.1"]))
+    assert not found.misfits and not found.instead
+
+
 def test_live_peak_counts_what_lives_at_once() -> None:
     x = torch.ones(1000)
     with LivePeak([x]) as live:

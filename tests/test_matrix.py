@@ -54,7 +54,8 @@ def test_trains(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, tmp_path: Path) -> None:
     options, said = REFUSED[name]
-    done = fork_train(CONFIG, f"run.dir={tmp_path}", *SHORT, *options)
+    # The data are not there, and are not missed: what no data would change is told before any are opened.
+    done = fork_train(CONFIG, f"run.dir={tmp_path}", "data.train=/no/such/place", *SHORT, *options)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 

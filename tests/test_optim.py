@@ -10,6 +10,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig
 from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
+from recsys.config.device import check_device
 from recsys.config.schema import ScheduleConfig
 from recsys.errors import UserError
 from recsys.optim import LearningRate, attach_table_optimizers, build_dense_optimizer
@@ -114,7 +115,7 @@ def test_table_optimizer_of_each_table(name):
     )
     one, other = parameters(2)
     config = config_of(settings, one=None, other=TableOptimizerConfig(TableOptimizer.sgd, 0.1))
-    attach_table_optimizers({"one": one, "other": other}, config, torch.device("cuda"))
+    attach_table_optimizers({"one": one, "other": other}, config)
     # What torchrec reads when it shards the tables.
     kind, expected = TABLE_OPTIMIZERS[name]
     assert vars(one)["_optimizer_classes"] == [kind]
@@ -127,7 +128,7 @@ def test_state_in_fp16_reaches_fbgemm_grouped_with_its_like():
     half = TableOptimizerConfig(TableOptimizer.partial_rowwise_adam, state_dtype=StateType.FP16)
     tables = dict(zip("abc", parameters(3), strict=True))
     config = config_of(half, a=None, b=None, c=TableOptimizerConfig(TableOptimizer.partial_rowwise_adam))
-    attach_table_optimizers(tables, config, torch.device("cuda"))
+    attach_table_optimizers(tables, config)
     given = {name: vars(weight)["_optimizer_kwargs"][0] for name, weight in tables.items()}
     assert given["a"]["optimizer_state_dtypes"]["momentum1"].as_dtype() is torch.float16
     keys = [tuple(sorted(given[name].items())) for name in "abc"]  # as torchrec's group_tables makes them
@@ -137,15 +138,14 @@ def test_state_in_fp16_reaches_fbgemm_grouped_with_its_like():
 def test_what_fbgemm_lacks_on_cpu_is_refused():
     for name in TableOptimizer:
         config = config_of(TableOptimizerConfig(), item=TableOptimizerConfig(name))
-        (weight,) = parameters()
+        assert check_device(config, on_gpu=True) == []
         if name in (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd):
-            attach_table_optimizers({"item": weight}, config, torch.device("cpu"))
+            assert check_device(config, on_gpu=False) == []
             continue
         with pytest.raises(UserError, match=rf"tables.item.optimizer.name.*{name.name}.*nearest is .*name="):
-            attach_table_optimizers({"item": weight}, config, torch.device("cpu"))
+            check_device(config, on_gpu=False)
     with pytest.raises(UserError, match=r"'optimizer.tables.weight_decay'"):
-        config = config_of(TableOptimizerConfig(weight_decay=0.1), item=None)
-        attach_table_optimizers({"item": weight}, config, torch.device("cpu"))
+        check_device(config_of(TableOptimizerConfig(weight_decay=0.1), item=None), on_gpu=False)
 
 
 DENSE_OPTIMIZERS = {

@@ -94,10 +94,15 @@ class FeatureConfig:
 
 @dataclass
 class TableOptimizerConfig:
-    """Optimizer of tables, applied in the backward pass to the rows that a batch touches, and to no others."""
+    """Optimizer of tables, applied in the backward pass to the rows that a batch touches, and to no others.
+
+    The loss is the mean over the global batch, and a row of a table is touched by few of its rows. So the steps of sgd
+    shrink as train.global_batch_size grows: a rate for one row at a time is to be multiplied by it (0.02 of one row is
+    20 of batches of 1,000). The others divide by the size of past gradients, and need no such factor.
+    """
 
     name: TableOptimizer = TableOptimizer.rowwise_adagrad
-    learning_rate: float = 0.05
+    learning_rate: float = 0.05  # of sgd: grows with train.global_batch_size, see above
     eps: float = 1e-8  # of all but sgd and lars_sgd
     beta1: float = 0.9  # of adam and lamb
     beta2: float = 0.999

@@ -1,0 +1,56 @@
+"""What a device has no kernel for: refused where something else would be learned, otherwise said."""
+
+from recsys.config.choices import ComputeKernel, DataType, FloatType, TableOptimizer
+from recsys.config.schema import Config, TableOptimizerConfig
+from recsys.errors import UserError
+
+# FBGEMM's CPU kernels know three; another's nearest is the one that keeps as much per row.
+_NEAREST_ON_CPU = {
+    TableOptimizer.adam: TableOptimizer.adagrad,
+    TableOptimizer.partial_rowwise_adam: TableOptimizer.rowwise_adagrad,
+    TableOptimizer.lamb: TableOptimizer.adagrad,
+    TableOptimizer.partial_rowwise_lamb: TableOptimizer.rowwise_adagrad,
+    TableOptimizer.lars_sgd: TableOptimizer.sgd,
+}
+
+
+def check_device(config: Config, on_gpu: bool) -> list[str]:
+    """Return a sentence for each setting that the device has no kernel for, and what is done in its place.
+
+    Raises:
+        UserError: what would be done in its place would learn something else.
+    """
+    if on_gpu:
+        return []
+    instead = []
+    for name, table in config.tables.items():
+        key = f"tables.{name}"
+        _check_optimizer(config.table_optimizer(name), config.table_optimizer_key(name))
+        if table.data_type is DataType.FP8:
+            raise UserError(f"config key '{key}.data_type': FBGEMM trains FP8 on GPUs only; use FP16")
+        if table.stochastic_rounding:
+            raise UserError(
+                f"config key '{key}.stochastic_rounding': FBGEMM's CPU kernels round to nearest without a word; set it "
+                f"to false, or {key}.data_type=FP32"
+            )
+        if table.compute_kernel is not ComputeKernel.fused:
+            instead.append(f"{key}.compute_kernel={table.compute_kernel.name} is fused, in host memory, on CPU")
+    if config.precision.output_dtype is FloatType.BF16:
+        instead.append("precision.output_dtype=BF16 is FP32 on CPU")
+    if config.precision.tf32:
+        instead.append("precision.tf32=true changes nothing on CPU")
+    return instead
+
+
+def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:
+    nearest = _NEAREST_ON_CPU.get(settings.name)
+    if nearest is not None:
+        raise UserError(
+            f"config key '{key}.name': FBGEMM trains tables on CPU by rowwise_adagrad, adagrad and sgd only, found "
+            f"{settings.name.name}; the nearest is {key}.name={nearest.name}"
+        )
+    if settings.weight_decay:
+        raise UserError(
+            f"config key '{key}.weight_decay': FBGEMM's CPU kernels leave it out without a word, found "
+            f"{settings.weight_decay}; set it to 0"
+        )
