@@ -89,7 +89,7 @@ KEYS = {
         "tables.x={num_embeddings: 9, embedding_dim: 8}",
         ["'tables.x': no feature uses this table"],
     ),
-    "dot in a name": ("features={a.b: {table: user}}", ["'features.a.b'", "dot"]),
+    "dot in a name": ("features={a.b: {table: user}}", ["'features': 'a.b' is no name", "use letters, digits"]),
     "items for a ranker": ("data.items=x", ["'data.items'", "dlrm"]),
     "metric": ("train.early_stop.metric=acu", ["there is no metric 'acu'", "did you mean 'auc'?"]),
     "no label column": ("data.label_column=null", ["'data.label_column' is not set"]),

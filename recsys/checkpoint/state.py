@@ -102,6 +102,8 @@ class Marker:
             if (found := content.pop("format")) != FORMAT:
                 raise OtherFormatError(_other_format(folder, found))
             files = {name: (size, digest) for name, (size, digest) in content.pop("files").items()}
+            if outside := [name for name in files if Path(name).name != name or name in ("", "..") or "\0" in name]:
+                raise ValueError(f"{outside[0]!r} is no file of this folder")
             return cls(state=_state(content.pop("state")), files=files, **content)
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())

@@ -18,6 +18,7 @@ from recsys.config.choices import (
 )
 from recsys.config.initial import check_init
 from recsys.config.model_checks import check_dlrm, check_two_tower, one_of
+from recsys.config.names import check_names
 from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig, TwoTowerConfig
 from recsys.config.topology import check_memory, check_topology
 from recsys.errors import UserError, nearest
@@ -33,6 +34,7 @@ def check_config(config: Config) -> None:
     Raises:
         UserError: names the key, what was found, what is allowed and what to do.
     """
+    check_names(config)
     _check_numbers(config)
     _check_features(config)
     _check_tables(config)
@@ -140,7 +142,6 @@ def _check_features(config: Config) -> None:
         raise UserError("config key 'features' is empty, and needs at least one feature")
     for name, feature in config.features.items():
         key = f"features.{name}"
-        _check_name(key, name)
         if feature.type is FeatureType.float:
             if feature.table is not None:
                 raise UserError(f"config key '{key}.table': a float feature has no table; drop it, or set type: id")
@@ -185,16 +186,10 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
         raise UserError(f"config key '{key}.boundaries' must be ascending numbers, one at least, found {bounds}")
 
 
-def _check_name(key: str, name: str) -> None:
-    if not name or "." in name:
-        raise UserError(f"config key '{key}': a name must not be empty or hold a dot (a feature's column may)")
-
-
 def _check_tables(config: Config) -> None:
     used = {feature.table for feature in config.features.values()}
     for name, table in config.tables.items():
         key = f"tables.{name}"
-        _check_name(key, name)
         if name not in used:
             raise UserError(
                 f"config key '{key}': no feature uses this table{nearest(name, [t for t in used if t])}"

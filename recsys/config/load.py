@@ -20,6 +20,7 @@ from omegaconf.errors import (
 )
 
 from recsys.config.checks import check_config
+from recsys.config.names import run_name_of
 from recsys.config.schema import MODELS, Config
 from recsys.errors import UserError, nearest
 
@@ -61,7 +62,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
         raise UserError(_wrong_value(error, model)) from error
     assert isinstance(config, Config)
     if config.run.name is None:
-        config.run.name = Path(path).stem
+        config.run.name = run_name_of(Path(path))
     check_config(config)
     return config
 

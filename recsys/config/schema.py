@@ -1,6 +1,7 @@
 """The dataclasses behind a config file: every key, its type, its default and its meaning.
 
 Features and tables are mappings by name, so that `tables.item.embedding_dim=32` reaches them from the command line.
+Names are letters and digits of any script, `_` and `-` (`names`), since files, modules and tensors are called by them.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from recsys.config.topology import MemoryConfig, TopologyConfig
 class RunConfig:
     """Where a run writes, and what to do when that place is taken."""
 
-    name: str | None = None  # default: the config file's stem
+    name: str | None = None  # letters, digits, _, - and .; default: the config file's stem
     dir: str | None = None  # default: runs/NAME-TIME
     resume: bool = False  # continue from the newest checkpoint in run.dir, or start if there is none
     overwrite: bool = False  # replace an earlier run in run.dir

@@ -1,0 +1,58 @@
+"""What tables, features and runs may be called: their names become names of files, of modules and of tensors."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recsys.config.schema import Config
+from recsys.errors import UserError
+
+_MOST_BYTES = 150  # a file system takes 255, and what is written aside has a longer name
+_NAME = re.compile(r"\w[\w-]*")
+_RUN_NAME = re.compile(r"\w[\w.-]*")
+
+
+def check_names(config: Config) -> None:
+    """Refuse names that are no part of a path, and text that no path may hold, before anything is written.
+
+    Raises:
+        UserError: names the key, and what is allowed.
+    """
+    for section in ("features", "tables"):
+        for name in getattr(config, section):
+            if not _fits(_NAME, name):
+                raise UserError(
+                    f"config key '{section}': {_shown(name)} is no name for one of them; use letters, digits, '_' and "
+                    f"'-', {_MOST_BYTES} bytes at most, and no '-' first (a feature's column may have any name)"
+                )
+    if not _fits(_RUN_NAME, config.run.name or "run"):
+        raise UserError(
+            f"config key 'run.name': {_shown(config.run.name or '')} is no name for a run; use letters, digits, '_', "
+            f"'-' and '.', {_MOST_BYTES} bytes at most, and a letter or digit first (run.dir may be any path)"
+        )
+    for key, text in _texts("", asdict(config)):
+        if "\0" in text:
+            raise UserError(f"config key '{key}' holds the character NUL, which no path and no name may; remove it")
+
+
+def run_name_of(path: Path) -> str:
+    """Return the name of the runs of a config file that gives none."""
+    return re.sub(r"[^\w.-]|^[.-]", "_", path.stem)[:30]
+
+
+def _fits(pattern: re.Pattern[str], name: str) -> bool:
+    return pattern.fullmatch(name) is not None and len(name.encode()) <= _MOST_BYTES
+
+
+def _shown(name: str) -> str:
+    return repr(name) if len(name) <= 40 else f"{name[:40]!r} … of {len(name)} characters"
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        yield from _texts(f"{key}.{name}".lstrip("."), part)
