@@ -101,6 +101,11 @@ class Trainer:
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
         left = self._loader.steps_left(self._state.position, config.train.epochs)
         self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
+        per_epoch = self._loader.steps_left(self._loader.start(), 1)
+        batch = config.train.global_batch_size
+        logger.info(
+            "an epoch has %s steps of %s rows, the run %s", *(f"{n:,}" for n in (per_epoch, batch, self._num_steps))
+        )
         rates = [
             (config.table_optimizer(table).learning_rate, set_rate) for table, set_rate in built.set_learning_rates
         ]
@@ -151,8 +156,7 @@ class Trainer:
             if self._at_boundary():
                 return True
             while state.step < self._num_steps and not self._should_stop_early():
-                boundary = _next_multiple(state.step, train.eval_every_steps, self._num_steps)
-                if self._run_until(boundary, batches):
+                if self._run_until(min(self._num_steps, self._next_evaluation()), batches):
                     return True
                 # All batches handed to the pipeline are trained here, so it holds none while the tables are read.
                 self._pipeline.detach()
@@ -164,12 +168,27 @@ class Trainer:
         """Evaluate and save if it is time; return whether a signal came meanwhile (resuming evaluates then)."""
         state = self._state
         try:
-            if _is_due(state.step, self._config.train.eval_every_steps) and state.evaluated_step != state.step:
+            if self._evaluation_is_due() and state.evaluated_step != state.step:
                 self._evaluate_and_compare()
         except EvaluationStopped:
             return True
         self._save_if_due()
         return False
+
+    def _next_evaluation(self) -> int:
+        """Return the next step after which data.valid is evaluated, which may lie after the end."""
+        state, train = self._state, self._config.train
+        if train.eval_every_epochs is not None:
+            epochs = _next_multiple(state.position.epoch, train.eval_every_epochs)
+            return state.step + self._loader.steps_left(state.position, epochs)
+        return self._num_steps if train.eval_every_steps is None else _next_multiple(state.step, train.eval_every_steps)
+
+    def _evaluation_is_due(self) -> bool:
+        position, every = self._state.position, self._config.train.eval_every_epochs
+        if every is None:
+            return _is_due(self._state.step, self._config.train.eval_every_steps)
+        # After the last row of an epoch the position is that before the first of the next one.
+        return position.num_rows == position.rows_before and _is_due(position.epoch, every)
 
     def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
         state, train = self._state, self._config.train
@@ -321,9 +340,9 @@ class Trainer:
         return self._stop.requested()
 
 
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step > 0 and step % every == 0
+def _is_due(count: int, every: int | None) -> bool:
+    return every is not None and count > 0 and count % every == 0
 
 
-def _next_multiple(step: int, every: int | None, end: int) -> int:
-    return end if every is None else min(end, (step // every + 1) * every)
+def _next_multiple(count: int, every: int) -> int:
+    return (count // every + 1) * every

@@ -91,6 +91,8 @@ KEYS = {
     ),
     "dot in a name": ("features={a.b: {table: user}}", ["'features': 'a.b' is no name", "use letters, digits"]),
     "items for a ranker": ("data.items=x", ["'data.items'", "dlrm"]),
+    "evaluations": ("train={eval_every_steps: 9, eval_every_epochs: 1}", ["exclude each other", "to null"]),
+    "metric without evaluations": ("train.early_stop.metric=auc", ["needs train.eval_every_epochs"]),
     "metric": ("train.early_stop.metric=acu", ["there is no metric 'acu'", "did you mean 'auc'?"]),
     "no label column": ("data.label_column=null", ["'data.label_column' is not set"]),
 }

@@ -188,13 +188,24 @@ def test_debug_mode_is_one_short_plain_process(tmp_path: Path) -> None:
 
 
 def test_early_stop_tests_the_best(tmp_path: Path) -> None:
-    stop = ("train.early_stop.metric=auc", "train.early_stop.patience=2", "train.eval_every_steps=6")
+    stop = ("train.early_stop.metric=auc", "train.early_stop.patience=2", "train.eval_every_epochs=1")
     result = train(tmp_path, *stop, "train.epochs=40", "optimizer.dense.learning_rate=0.03")
     evaluations = lines(tmp_path, "valid")
     best = max(evaluations, key=lambda record: record["auc"])
     assert result["best_step"] == best["step"]
-    assert result["steps"] == best["step"] + 2 * 6 < 480
+    assert best["step"] % 12 == 0 and result["steps"] == best["step"] + 2 * 12 < 480
     assert result["metrics"]["valid"]["auc"] == best["auc"]
+
+
+def test_evaluations_fall_on_the_ends_of_epochs(tmp_path: Path) -> None:
+    """Also of a run that goes on in the middle of an epoch, with as many ranks as cut its rows into other streams."""
+    options = ("train.eval_every_epochs=2", "train.epochs=5", "data.test=null")
+    train(tmp_path, *options, "train.max_steps=30")
+    train(tmp_path, *options, "run.resume=true", nproc=3)
+    rows = {record["step"]: record["rows"] for record in lines(tmp_path, "train")}
+    evaluated = [rows[record["step"]] for record in lines(tmp_path, "valid")]
+    assert evaluated == [6000, rows[30], 12_000, 15_000] and rows[30] < 9000
+    assert "an epoch has 12 steps of 256 rows, the run 30" in (tmp_path / "logs" / "rank_0.log").read_text()
 
 
 @pytest.mark.slow

@@ -78,6 +78,7 @@ def _check_numbers(config: Config) -> None:
         "precision.loss_scale_growth_steps": (config.precision.loss_scale_growth_steps, 1, math.inf),
         "train.max_bad_steps": (train.max_bad_steps, 0, math.inf),
         "train.eval_every_steps": (train.eval_every_steps, 1, math.inf),
+        "train.eval_every_epochs": (train.eval_every_epochs, 1, math.inf),
         "train.log_every_steps": (train.log_every_steps, 1, math.inf),
         "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1, math.inf),
         "train.keep_checkpoints": (train.keep_checkpoints, 1, math.inf),
@@ -322,7 +323,15 @@ def _check_training(config: Config) -> None:
         one_of("train.early_stop.metric", metric, metric_names(config), "metric")
         if not config.data.valid:
             raise UserError("config key 'train.early_stop.metric' needs data.valid, which is not set")
-        if train.eval_every_steps is None:
-            raise UserError("config key 'train.early_stop.metric' needs train.eval_every_steps, which is not set")
-    if train.eval_every_steps is not None and not config.data.valid:
-        raise UserError("config key 'train.eval_every_steps' needs data.valid, which is not set")
+        if train.eval_every_steps is None and train.eval_every_epochs is None:
+            raise UserError(
+                "config key 'train.early_stop.metric' needs train.eval_every_epochs (or eval_every_steps), which is "
+                "not set"
+            )
+    every = [key for key in ("eval_every_steps", "eval_every_epochs") if getattr(train, key) is not None]
+    if len(every) > 1:
+        raise UserError(
+            "train.eval_every_steps and train.eval_every_epochs exclude each other; set one of them to null"
+        )
+    if every and not config.data.valid:
+        raise UserError(f"config key 'train.{every[0]}' needs data.valid, which is not set")

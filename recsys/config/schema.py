@@ -52,7 +52,7 @@ class DataConfig:
     """Parquet files and how they are read. A path is a directory, a glob, a file, or a list of these."""
 
     train: Any = MISSING
-    valid: Any = None  # evaluated every train.eval_every_steps and at the end
+    valid: Any = None  # evaluated every train.eval_every_steps, or eval_every_epochs, and at the end
     test: Any = None  # evaluated once, at the end
     items: Any = None  # retrieval: every item once
     label_column: str | None = None
@@ -201,6 +201,7 @@ class TrainConfig:
     max_steps: int | None = None  # end earlier than the epochs do
     max_bad_steps: int = 0  # steps whose loss or gradient is not finite: leave out up to so many, in place of an error
     eval_every_steps: int | None = None  # default: at the end only
+    eval_every_epochs: int | None = None  # in place of steps: after the last row of every so many epochs
     log_every_steps: int = 50
     checkpoint_every_steps: int | None = None  # default: at the end only
     keep_checkpoints: int = 2
