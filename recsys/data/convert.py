@@ -317,9 +317,12 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
     if transform.log1p:
         if x.size and x.min() <= -1:
             raise UserError(f"{_title(part)} holds {x.min():.10g}, and log1p takes numbers above -1; clip them to such")
-        # NumPy's log1p takes twice as long. What it saves is the rounding of 1 + x, 1.1e-16 where x is small.
-        x += 1
-        np.log(x, out=x)
+        if transform.std is None:
+            # NumPy's log1p takes twice as long. What it saves is the rounding of 1 + x, 1.1e-16 where x is small.
+            x += 1
+            np.log(x, out=x)
+        else:  # which may be as small as x
+            np.log1p(x, out=x)
     if transform.mean is not None:
         x -= transform.mean
     if transform.std is not None:

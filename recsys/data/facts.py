@@ -4,7 +4,6 @@ One pass over the columns concerned, each rank over its share of the row groups;
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,15 +90,15 @@ def measure(
     """
     if not vocabularies and not floats:
         return Facts()
-    counters, moments = world.agree(lambda: _pass(dataset, vocabularies, floats, world))
+    counters, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world))
     chosen, num_counted = {}, {}
     for table, request in vocabularies.items():
         # One table at a time, and each counter goes: they hold every id there is.
         counts = add_up(world.gather(counters.pop(table).to_table()))
         chosen[table] = choose_vocabulary([counts], request.min_count, request.max_size)
         num_counted[table] = counts.num_rows
-    # Added up in the order of the row groups, so that rounding does not tell how many ranks there were.
-    by_group = dict(sorted(pair for part in world.gather(moments) for pair in part.items()))
+    # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
+    by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
     figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
     return Facts(chosen, figures, num_counted)
 
@@ -111,15 +110,15 @@ def _pass(
     columns += [part.column for part in floats if part.column is not None]
     reader = SegmentReader(dataset, list(dict.fromkeys(columns)))
     counters = {table: IdCounter() for table in vocabularies}
-    moments: dict[int, list[np.ndarray]] = {}
+    summaries: dict[int, list[np.ndarray]] = {}
     for i in range(world.rank, len(dataset.row_groups), world.world_size):
         rows = reader.read(dataset.row_groups.segment(i))
         for table, request in vocabularies.items():
             for column in request.columns:
                 for chunk in rows.column(column).chunks:
                     counters[table].add(_flat(chunk))
-        moments[i] = [_moments(rows.column(part.column or ""), part) for part in floats]
-    return counters, moments
+        summaries[i] = [_summarise(rows.column(part.column or ""), part) for part in floats]
+    return counters, summaries
 
 
 def _flat(ids: pa.Array) -> pa.Array:
@@ -129,24 +128,47 @@ def _flat(ids: pa.Array) -> pa.Array:
     return drop_nulls(ids) if ids.null_count else ids
 
 
-def _moments(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
-    """Return count, sum of raw values, sum and sum of squares of transformed ones, [4] float64."""
+def _summarise(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
+    """Return count and mean of the raw values, mean and deviation of the transformed ones, [4] float64."""
+    raw = np.concatenate([np.zeros(0), *(_numbers(chunk, part) for chunk in values.chunks)])
+    if not len(raw):
+        return np.zeros(4)
     given = part.transform or Transform()
-    total = np.zeros(4)
-    for chunk in values.chunks:
-        convert_floats(chunk, FloatColumn(part.name, part.column))  # refuses what is no finite number
-        numbers = decoded(chunk)
-        numbers = drop_nulls(numbers) if numbers.null_count else numbers
-        raw = to_numbers(numbers).astype(np.float64)
-        done = raw.copy()
-        transform_numbers(done, Transform(given.clip, given.log1p), part)
-        total += (len(raw), raw.sum(), done.sum(), (done**2).sum())
-    return total
+    done = raw.copy()
+    transform_numbers(done, Transform(given.clip, given.log1p, std=1.0), part)  # with a std, as it is to be trained on
+    return np.array([len(raw), _mean_and_std(raw)[0], *_mean_and_std(done)])
 
 
-def _figures(moments: list[np.ndarray]) -> FloatFacts:
-    count, raw, done, squares = (math.fsum(group[i] for group in moments) for i in range(4))
-    if count == 0:
+def _numbers(chunk: pa.Array, part: FloatColumn) -> np.ndarray:
+    convert_floats(chunk, FloatColumn(part.name, part.column))  # refuses what is no finite number
+    numbers = decoded(chunk)
+    return to_numbers(drop_nulls(numbers) if numbers.null_count else numbers).astype(np.float64)
+
+
+def _figures(groups: Sequence[np.ndarray]) -> FloatFacts:
+    """Join what `_summarise` returned of each row group."""
+    counts, raw, means, stds = np.array([group for group in groups if group[0]]).reshape(-1, 4).T
+    if not len(counts):
         return FloatFacts()
-    mean = done / count
-    return FloatFacts(raw / count, mean, math.sqrt(max(0.0, squares / count - mean**2)) or 1.0)
+    mean, std = _mean_and_std(means, counts, stds)
+    # Values that differ by their own rounding are a constant.
+    is_constant = std <= np.finfo(np.float64).eps * abs(mean)
+    return FloatFacts(_mean_and_std(raw, counts)[0], mean, 1.0 if is_constant else std)
+
+
+def _mean_and_std(
+    values: np.ndarray, counts: np.ndarray | None = None, stds: np.ndarray | float = 0.0
+) -> tuple[float, float]:
+    """Return mean and deviation of numbers, or of groups of `counts` numbers whose means and deviations are given.
+
+    Sums are of what lies between the numbers and the first of them, so that a common offset costs no digits, and
+    squares are of numbers up to 1, so that they neither overflow nor become 0.
+    """
+    offsets = values - values[0]
+    mean = np.average(offsets, weights=counts)
+    offsets -= mean
+    largest = max(np.abs(offsets).max(), np.max(stds))
+    offsets /= largest or 1.0
+    np.square(offsets, out=offsets)
+    offsets += np.square(stds / (largest or 1.0))
+    return float(values[0] + mean), float(largest * np.sqrt(np.average(offsets, weights=counts)))

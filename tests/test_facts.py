@@ -1,0 +1,127 @@
+"""Means and deviations of float features: exact at any offset and size, and the same on every number of ranks."""
+
+import math
+import statistics
+from datetime import datetime, timedelta
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.data.convert import FloatColumn, Transform, convert_floats
+from recsys.data.facts import FloatFacts, measure
+from recsys.data.parquet import open_dataset
+from recsys.errors import UserError
+
+RANDOM = np.random.default_rng(18)
+MINUTE = RANDOM.permutation(np.arange(60) % 60)  # seconds, whose deviation is 17.318
+
+
+class Ranks:
+    """Stands in for `World`: passes over the data as each of some ranks, one after another."""
+
+    def __init__(self, world_size):
+        self.rank, self.world_size, self.results = 0, world_size, []
+
+    def agree(self, action):
+        for rank in range(self.world_size):
+            self.rank = rank
+            self.results.append(action())
+        return self.results[0]
+
+    def gather(self, value):
+        assert value is self.results[0][1]
+        return [summaries for _, summaries in self.results]
+
+
+def figures(folder, column, group_rows=7, ranks=1, transform=None):
+    if not list(folder.glob("*.parquet")):
+        pq.write_table(pa.table({"x": column}), folder / "rows.parquet", row_group_size=group_rows)
+    dataset = open_dataset("data.train", str(folder), {"x": "features.x"})
+    return measure(dataset, {}, [FloatColumn("x", "x", transform=transform)], Ranks(ranks)).floats["x"]
+
+
+COLUMNS = {
+    "seconds": pa.array(1.7e9 + MINUTE),
+    "times": pa.array([datetime(2026, 11, 22) + timedelta(seconds=int(s)) for s in MINUTE]),
+    "far": pa.array(1e15 + 0.125 * MINUTE),
+    "large integers": pa.array(2**53 - MINUTE),
+    "beyond 2^53": pa.array(2**60 + 2**10 * MINUTE),
+    "unsigned": pa.array(2**63 + 2**11 * MINUTE.astype(np.uint64)),
+    "float32": pa.array((1e6 + MINUTE).astype(np.float32)),
+    "nulls": pa.array([None if s % 3 else 1e9 + s for s in MINUTE.tolist()]),
+    "great": pa.array(RANDOM.permutation([3e38, -3e38, 1e38] * 20)),
+    "one great": pa.array([3e38, *MINUTE.astype(float)]),
+    "small": pa.array(1e-170 * (1 + MINUTE)),
+    "denormal": pa.array(5e-324 * MINUTE),
+    "steps": pa.array(np.repeat([1e9, 1e9 + 1, 1e9 + 9], 20)),  # groups of rows that are constant in themselves
+    "heavy tail": pa.array(RANDOM.standard_cauchy(500) * 1e6),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_mean_and_deviation_are_those_of_exact_arithmetic(tmp_path, name):
+    column = COLUMNS[name]
+    numbers = [n.timestamp() if isinstance(n, datetime) else float(n) for n in column.drop_null().to_pylist()]
+    if name == "times":
+        numbers = (column.cast(pa.int64()).to_numpy() / 1e6).tolist()
+    found = figures(tmp_path, column)
+    mean, std = statistics.fmean(numbers), statistics.pstdev(map(float, numbers))
+    size = max(abs(n) for n in numbers)
+    assert found.mean == found.raw_mean == pytest.approx(mean, rel=0, abs=2.3e-16 * size + 5e-324)
+    assert found.std == pytest.approx(std, rel=1e-9, abs=1e-16 * size)
+    for ranks in (2, 3, 5, 8, 64):
+        assert figures(tmp_path, column, ranks=ranks) == found, "bit for bit"
+    done = convert_floats(
+        column, FloatColumn("x", "x", found.raw_mean, transform=Transform(None, False, found.mean, found.std))
+    )
+    rounding = (1.2e-16 * size + 5e-324) / found.std  # of the mean
+    assert abs(done.mean()) < 1e-5 + rounding and np.ptp(done) > 1, "it is spread out, in float32 too"
+
+
+@pytest.mark.parametrize("value", [1e15 + 0.5, 0.1, -1.7e9, 3.4e38, 5e-324, 0.0, 2**60 + 1])
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_a_constant_has_a_deviation_of_1(tmp_path, value, rows):
+    assert figures(tmp_path, pa.array([value] * rows)) == FloatFacts(float(value), float(value), 1.0)
+
+
+def test_numbers_that_differ_by_their_rounding_are_a_constant(tmp_path):
+    noisy = [0.1 + 0.2, 0.3, np.nextafter(0.3, 0)] * 5
+    assert figures(tmp_path, pa.array(noisy)).std == 1.0
+
+
+def test_nothing_but_nulls(tmp_path):
+    assert figures(tmp_path, pa.nulls(20, pa.float32())) == FloatFacts()
+
+
+def test_row_groups_and_files_without_rows_or_numbers_count_for_nothing(tmp_path):
+    schema = pa.schema([("x", pa.float64())])
+    with pq.ParquetWriter(tmp_path / "a.parquet", schema) as writer:
+        for numbers in ([], [1.0, 3.0], [None, None], [5.0], []):
+            writer.write_table(pa.table({"x": numbers}, schema))
+    pq.write_table(schema.empty_table(), tmp_path / "b.parquet")
+    found = figures(tmp_path, None)
+    assert (found.raw_mean, found.mean) == (3.0, 3.0) and found.std == pytest.approx(math.sqrt(8 / 3))
+
+
+def test_figures_are_of_what_clip_and_log1p_leave(tmp_path):
+    numbers = pa.array([-5.0, 0.0, 1e-17, 3e-17, 9.0, 1000.0])
+    transform = Transform((0.0, 99.0), True)
+    found = figures(tmp_path, numbers, transform=transform)
+    logs = [math.log1p(min(max(n, 0), 99)) for n in numbers.to_pylist()]
+    assert found.raw_mean == pytest.approx(statistics.fmean(numbers.to_pylist()))
+    assert (found.mean, found.std) == (pytest.approx(statistics.fmean(logs)), pytest.approx(statistics.pstdev(logs)))
+
+
+def test_log1p_of_small_numbers_keeps_their_differences(tmp_path):
+    numbers = pa.array([1e-17, 2e-17, 3e-17])
+    found = figures(tmp_path, numbers, transform=Transform(log1p=True))
+    done = convert_floats(numbers, FloatColumn("x", "x", transform=Transform(None, True, found.mean, found.std)))
+    assert done.tolist() == pytest.approx([-math.sqrt(1.5), 0, math.sqrt(1.5)], abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [1e308, math.inf, math.nan])
+def test_numbers_beyond_float32_are_refused_by_column(tmp_path, value):
+    with pytest.raises(UserError, match=r"column 'x' \(x\) holds .*, and only finite numbers up to 3.4e38 train"):
+        figures(tmp_path, pa.array([1.0, value]))
