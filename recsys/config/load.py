@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationResolutionError,
+    InterpolationValidationError,
     KeyValidationError,
     MissingMandatoryValue,
     OmegaConfBaseException,
@@ -61,6 +63,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
     except (OmegaConfBaseException, TypeError) as error:
         raise UserError(_wrong_value(error, model)) from error
     assert isinstance(config, Config)
+    config.given = (OmegaConf.to_container(merged), OmegaConf.to_container(merged, resolve=True))
     if config.run.name is None:
         config.run.name = run_name_of(Path(path))
     check_config(config)
@@ -68,13 +71,25 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write the resolved config as YAML that `load_config` reads back to an equal `Config`."""
-    OmegaConf.save(OmegaConf.structured(config), path)
+    """Write the config as YAML that `load_config` reads back to an equal `Config`."""
+    Path(path).write_text(config_text(config))
 
 
 def config_text(config: Config) -> str:
-    """Return the resolved config as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """Return the config as YAML; what was given as `${oc.env:NAME}` stays so, as it may be a secret."""
+    now = OmegaConf.to_container(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(_with_references(now, *config.given)))
+
+
+def _with_references(now: Any, given: Any, resolved: Any) -> Any:
+    """Return values with the references that they were given by, save those that have been changed since."""
+    if isinstance(given, str) and "${" in given:
+        return given if now == resolved else now
+    if isinstance(given, dict) and isinstance(now, dict):
+        return {key: _with_references(value, given.get(key), resolved.get(key)) for key, value in now.items()}
+    if isinstance(given, list) and isinstance(now, list) and len(now) == len(given):
+        return [_with_references(*values) for values in zip(now, given, resolved, strict=True)]
+    return now
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -119,6 +134,7 @@ def _fields(kind: Any, model: type | None) -> dict[str, Any]:
     """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
     kind = _required(kind)
     fields = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    fields.pop("given", None)
     return fields | {"model": model or dict} if kind is Config else fields
 
 
@@ -176,6 +192,11 @@ def _wrong_value(error: Exception, model: type) -> str:
         hint = nearest(str(value), kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else ""
         return f"config key '{key}' must be {_describe(kind)}, found {_show(value)}{hint}"
     where = f"config key '{key}'" if key else "the config cannot be read"
+    if isinstance(error, InterpolationValidationError):  # whose text tells the value, which may be a secret
+        return f"{where} must be {_describe(_type_of(key, model))}, and what it refers to is not"
+    if missing := re.search(r"Environment variable '(.*)' not found", str(error)):
+        name = missing[1]
+        return f"{where}: the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}"
     return f"{where}: {_one_line(error).split(' full_key:')[0]}"
 
 

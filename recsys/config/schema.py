@@ -272,6 +272,8 @@ class Config:
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     seed: int = 1
     debug: bool = False  # set by --debug
+    # Not a key: all values as they were given, which may refer to others or to the environment, and as these were then.
+    given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False, metadata={"omegaconf_ignore": True})
 
     def unpooled_features(self) -> list[str]:
         """Return the id features of which the model reads a vector for each id of a list, not one for the list."""

@@ -155,7 +155,7 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
     given = [_split(key, path) for path in ([paths] if isinstance(paths, str) else paths)]
     roots = sorted({root for root, _ in given})
     if len(roots) > 1:
-        shown = " and ".join(f"'{root}'" if root else "local files" for root in roots[:2])
+        shown = " and ".join(f"'{Storage(root).shown}'" if root else "local files" for root in roots[:2])
         raise UserError(f"config key '{key}' names files in {shown}; keep the files of one key in one place")
     storage = Storage(roots[0], retries)
     found = [file for _, path in given for file in _expand(key, storage, path)]
@@ -175,6 +175,8 @@ def _split(key: str, path: str) -> tuple[str, str]:
     if uri is None:
         return "", os.path.expanduser(path)
     scheme, user, host, name, options = (part or "" for part in uri.groups())
+    if not user and ":" in host and "@" in name:
+        raise UserError(f"config key '{key}': a name or password in '{scheme}://' holds a '/'; write it as %2F")
     if scheme not in SCHEMES:
         raise UserError(
             f"config key '{key}': files cannot be read from '{scheme}://'{nearest(scheme, SCHEMES)}; give a local path "
