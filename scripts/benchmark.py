@@ -13,6 +13,7 @@ from typing import Any
 import benchmark_checkpoints
 import benchmark_loader
 import benchmark_peaks
+import benchmark_random
 import benchmark_shuffle
 import benchmark_step
 import benchmark_training
@@ -73,6 +74,8 @@ def main() -> None:
     benchmark_checkpoints.add_arguments(checkpoints)
     peaks = commands.add_parser("peaks", help="peaks of memory, predicted and measured, of runs of many shapes")
     benchmark_peaks.add_arguments(peaks)
+    random = commands.add_parser("random", help="peaks of memory, predicted and measured, of random configs and data")
+    benchmark_random.add_arguments(random)
     arguments = parser.parse_args()
     measure = {
         "seeds": measure_seeds,
@@ -82,6 +85,7 @@ def main() -> None:
         "step": benchmark_step.run,
         "checkpoints": benchmark_checkpoints.run,
         "peaks": benchmark_peaks.run,
+        "random": benchmark_random.run,
     }
     result = {**measure[arguments.command](arguments), "machine": machine()}
     if int(os.environ.get("RANK", "0")) > 0:

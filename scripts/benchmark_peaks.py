@@ -169,14 +169,26 @@ def measure(case: Case, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """
     write_rows(case, folder / "data")
     (folder / "config.yaml").write_text(yaml.safe_dump(case.settings(folder / "data")))
-    arguments = [f"{folder}/config.yaml", f"run.dir={folder}/run", *case.overrides, *overrides]
-    command = [*launch_command(case.nproc), "train.py", *arguments]
+    reports = train(folder / "config.yaml", folder / "run", case.nproc, *case.overrides, *overrides)
+    return [report["peak"] for report in reports]
+
+
+def train(config: Path, run_dir: Path, nproc: int, *overrides: str) -> list[dict[str, Any]]:
+    """Train a config in so many processes, and return the report of each.
+
+    Raises:
+        RuntimeError: the run fails; with the end of what it says.
+    """
+    command = [*launch_command(nproc), "train.py", str(config), f"run.dir={run_dir}", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     if done.returncode:
         raise RuntimeError(f"the run has failed: {done.stderr[-3000:]}")
-    reports = [json.loads((folder / f"run/memory/rank_{rank}.json").read_text()) for rank in range(case.nproc)]
-    peaks: list[dict[str, Any]] = [report["peak"] for report in reports]
-    return peaks
+    return [json.loads((run_dir / f"memory/rank_{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def is_near(predicted: int, measured: int) -> bool:
+    """Whether a prediction is within 5 % or 32 MiB."""
+    return abs(predicted - measured) < max(32 * MIB, 0.05 * measured)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
