@@ -177,7 +177,12 @@ def _table(run: RandomRun, draw: _Draw, plain: bool, room: int) -> dict[str, Any
 
 
 def _ranker(run: RandomRun, draw: _Draw) -> dict[str, Any]:
-    model = {"name": "dlrm", "bottom_mlp": draw.layers(), "top_mlp": draw.layers(), "interaction": "dot"}
+    model: dict[str, Any] = {
+        "name": "dlrm",
+        "bottom_mlp": draw.layers(),
+        "top_mlp": draw.layers(),
+        "interaction": "dot",
+    }
     tables, features = run.settings["tables"], run.settings["features"]
     dims = {name: tables[feature["table"]]["embedding_dim"] for name, feature in features.items() if "table" in feature}
     lists = [name for name in dims if run.columns[name][0].startswith("list")]
