@@ -83,10 +83,10 @@ class Starting:
         dataset = self._loader.dataset
         if state.fingerprint != dataset.fingerprint:
             kept = path.parent.parent / "footers" / "train.footers"
+            changes = changed_files(kept, dataset, self._config.data.max_rows is None)
             raise UserError(
-                f"the files or columns of data.train are not those that checkpoint '{path}' was trained on"
-                f"{changed_files(kept, dataset)}, so its position in them means nothing; start a new run with "
-                f"train.init_from={path}"
+                f"the files of data.train are not those that checkpoint '{path}' was trained on{changes}, so its "
+                f"position in them means nothing; start a new run with train.init_from={path}"
             )
         for key, found, saved in (
             ("seed", self._config.seed, state.seed),

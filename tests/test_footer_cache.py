@@ -1,6 +1,7 @@
 """What a resumed run takes from the cache of footers and counts, and what it reads again."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data import footers
+from recsys.data.footer_cache import changed_files
 from recsys.data.footers import FooterParser
 from recsys.data.parquet import Dataset, ReadOptions, open_dataset, read_column
 
@@ -172,3 +174,31 @@ def test_arrow_parses_one_footer_of_each_schema(tmp_path, monkeypatch):
     assert open_dataset("data.train", str(tmp_path / "5.parquet"), {"l": "key"}).num_rows == 2 and len(parsed) == 1
     pq.write_table(pa.table({"x": [1], "l": [[1]], "more": [1]}), tmp_path / "5.parquet")
     assert open_dataset("data.train", str(tmp_path), wanted).num_rows == 1079
+
+
+def test_changed_files_are_named(work, tmp_path):
+    first = work.open(filter=None)
+    kept = tmp_path / "run/cache"
+    assert changed_files(kept, first) == ""
+    write(tmp_path / "b.parquet", [0, 1, 1, 2, 1, 0])
+    again = work.open(filter=None, cache="other")
+    assert again.fingerprint != first.fingerprint
+    assert changed_files(kept, again) == f" ('{tmp_path}/b.parquet' was rewritten)"
+    shutil.copytree(tmp_path, tmp_path / "moved", ignore=lambda *_: ["run", "other", "moved", "c.parquet"])
+    moved = open_dataset("data.train", str(tmp_path / "moved"), {"x": "key"})
+    assert changed_files(kept, moved) == " ('c.parquet' is gone; 'b.parquet' was rewritten)"
+    shutil.rmtree(tmp_path / "moved")
+    write(tmp_path / "d.parquet", [1])
+    write(tmp_path / "a.parquet", [1, 2])
+    said = changed_files(kept, work.open(filter=None, cache="third"))
+    assert "d.parquet' is new; " in said and "a.parquet' has 2 rows, and had 6; " in said
+    cut = open_dataset("data.train", str(tmp_path), {"x": "key"}, max_rows=2)
+    assert "gone" not in changed_files(kept, cut, all_rows=False)
+
+
+def test_files_that_do_not_tell_when_they_changed_are_read_again(work, tmp_path):
+    for name in "abc":
+        os.utime(tmp_path / f"{name}.parquet", (0, 0))
+    work.open()
+    work.open()
+    assert len(work.parsed) == 3

@@ -14,7 +14,6 @@ from recsys.data.order import (
     RowGroups,
     Window,
     drop_rows,
-    fingerprint,
     limit_rows,
     shares,
 )
@@ -192,21 +191,6 @@ def test_limited_row_groups_are_trained_from_their_beginning():
     order = replace(epoch_order([], num_streams=3), row_groups=limit_rows(row_groups([[100], [100]]), 130))
     expected = [(f"/logs/part-{f}.parquet", 0, i) for f, rows in ((0, 100), (1, 30)) for i in range(rows)]
     assert sorted(row for each in streams(order) for row in each) == expected
-
-
-def test_fingerprint_knows_files_by_name_and_rows():
-    sizes = [[5, 8], [1]]
-    groups = row_groups(sizes)
-    assert fingerprint(groups) == fingerprint(row_groups(sizes, folder="/mnt/x"))
-    others = [
-        row_groups([[5, 9], [1]]),
-        row_groups([[8, 5], [1]]),
-        row_groups([[5], [8, 1]]),
-        row_groups([[5, 8]]),
-        replace(groups, paths=(groups.paths[0], "/logs/part-2.parquet")),
-        replace(groups, num_bytes=groups.num_bytes + 1),
-    ]
-    assert len({fingerprint(each) for each in [groups, *others]}) == 7
 
 
 @pytest.mark.parametrize(("num_rows", "num_streams"), [(16, 4), (10, 3), (7, 7), (1024, 9)])

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -93,11 +94,33 @@ def test_max_rows(tmp_path):
     assert open_users(tmp_path, max_rows=1000).num_rows == 20
 
 
-def test_fingerprint_notices_other_rows(tmp_path):
-    first = open_users(write(tmp_path / "x" / "a.parquet"))
-    assert first.fingerprint == open_users(write(tmp_path / "y" / "a.parquet")).fingerprint
-    assert first.fingerprint != open_users(write(tmp_path / "z" / "a.parquet", {"user": [1, 2]})).fingerprint
-    assert first.fingerprint != open_users(tmp_path / "x" / "a.parquet", max_rows=2).fingerprint
+def test_fingerprint_is_of_names_and_footers(tmp_path):
+    path = write(tmp_path / "x" / "a.parquet")
+    first = open_users(path).fingerprint
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    os.utime(tmp_path / "y" / "a.parquet", (1, 1))
+    assert open_users(tmp_path / "y").fingerprint == first
+    assert open_users(path, max_rows=2).fingerprint != first
+    (tmp_path / "y" / "a.parquet").rename(tmp_path / "y" / "b.parquet")
+    assert open_users(tmp_path / "y").fingerprint != first
+    # As many rows with the same least and most, in files of the same size.
+    for number, users in enumerate(([1, 2, 3, 4], [1, 3, 2, 4])):
+        pq.write_table(pa.table({"user": users}), tmp_path / f"{number}.parquet", compression="none")
+    assert len({os.path.getsize(tmp_path / f"{number}.parquet") for number in (0, 1)}) == 1
+    prints = set()
+    for number in (0, 1):
+        shutil.copy(tmp_path / f"{number}.parquet", tmp_path / "a.parquet")
+        prints.add(open_users(tmp_path / "a.parquet").fingerprint)
+    assert len(prints) == 2
+
+
+def test_fingerprint_knows_the_partition_keys_that_are_read(tmp_path):
+    for day in ("1", "2"):
+        write(tmp_path / f"day={day}" / "a.parquet")
+    both = [open_dataset("key", str(tmp_path / f"day={day}"), {"user": "", "day": ""}).fingerprint for day in "12"]
+    assert both[0] != both[1]
+    both = [open_dataset("key", str(tmp_path / f"day={day}"), {"user": ""}).fingerprint for day in "12"]
+    assert both[0] == both[1]
 
 
 def test_missing_column_names_file_key_and_nearest(tmp_path):

@@ -2,13 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
 
 from recsys.data.footers import Layout
-from recsys.data.order import RowGroups, fingerprint
-from recsys.data.sources import Storage
+from recsys.data.order import RowGroups
+from recsys.data.sources import Storage, partition_keys
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Dataset:
         bad_files: left out, since their footers could not be read.
         filter_schema: of the columns that the filter names.
         storage: the file system. layouts: of the files.
-        file_layouts, file_sizes: int64 [files], number in `layouts` and bytes of each of `row_groups.paths`.
+        file_layouts, file_sizes, file_digests: int64 [files], of each of `row_groups.paths` its number in `layouts`,
+            its bytes, and `Footer.digest`.
         stored_rows: int64 [row groups], rows before the filter.
     """
 
@@ -50,6 +52,7 @@ class Dataset:
     layouts: tuple[Layout, ...]
     file_layouts: np.ndarray
     file_sizes: np.ndarray
+    file_digests: np.ndarray
     stored_rows: np.ndarray
 
     @property
@@ -62,8 +65,24 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the files' names without their folders, row counts and sizes, and of the filter."""
-        digest = fingerprint(self.row_groups)
-        if self.filter is None:
-            return digest
-        return hashlib.sha256(f"{digest} {self.filter}".encode()).hexdigest()[:16]
+        """Digest of the files' names and footers, of the rows of each row group, and of the filter."""
+        groups = self.row_groups
+        digest = hashlib.sha256("\n".join(map(self.own_name, groups.paths)).encode())
+        for column in (self.file_digests, groups.file, groups.index, groups.num_rows, groups.num_bytes):
+            digest.update(column.astype("<i8").tobytes())
+        digest.update((self.filter or "").encode())
+        return digest.hexdigest()[:16]
+
+    def own_name(self, path: str) -> str:
+        """Return the name of a file without the folders that it lies in, which a copy need not have.
+
+        Partition keys in its path stay where they stand for columns that are read.
+        """
+        keys = {key: value for key, value in partition_keys(path).items() if key in self._of_paths}
+        return "/".join([*(f"{key}={value}" for key, value in keys.items()), path.rsplit("/", 1)[-1]])
+
+    @cached_property
+    def _of_paths(self) -> set[str]:
+        """The columns that are read and that some file does not have itself."""
+        wanted = {*self.columns, *self.filter_schema.names}
+        return {name for name in wanted for layout in self.layouts if name not in layout.schema.names}

@@ -18,7 +18,7 @@ from recsys.data.footers import FileKey, Footer, Layout
 
 logger = logging.getLogger("recsys")
 
-_VERSION = 1
+_VERSION = 2
 _LISTS = ("num_rows", "num_bytes", "matching")
 
 
@@ -45,11 +45,11 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
             Layout(_decoded(schema), tuple(map(tuple, leaves)), tuple(dictionaries))
             for schema, leaves, dictionaries in header["layouts"]
         ]
-        names, sizes, times, numbers, *lists = (column.to_pylist() for column in table.columns)
+        names, sizes, times, numbers, digests, *lists = (column.to_pylist() for column in table.columns)
         keys = zip(names, sizes, times, strict=True)
         footers = {
-            key: Footer(number, num_rows, num_bytes, matching=matching)
-            for key, number, num_rows, num_bytes, matching in zip(keys, numbers, *lists, strict=True)
+            key: Footer(number, num_rows, num_bytes, digest, matching=matching)
+            for key, number, digest, num_rows, num_bytes, matching in zip(keys, numbers, digests, *lists, strict=True)
             if 0 <= number < len(layouts) and (matching is not None or text is None)
         }
         return Known(footers, layouts, _decoded(header["filter_schema"]))
@@ -74,6 +74,7 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Kn
         "size": pa.array(sizes, pa.int64()),
         "time": pa.array(times, pa.int64()),
         "layout": pa.array([footer.layout for footer in footers], pa.int64()),
+        "digest": pa.array([footer.digest for footer in footers], pa.int64()),
         **{name: pa.array([getattr(footer, name) for footer in footers], pa.list_(pa.int64())) for name in _LISTS},
     }
     table = pa.table(data).replace_schema_metadata({"footers": json.dumps(header)})
@@ -88,18 +89,32 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Kn
             temporary.unlink()
 
 
-def changed_files(path: Path, dataset: Dataset) -> str:
-    """Return, for a message, how the files differ from those in a file of `save_footers`; empty if it does not tell."""
+def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
+    """Return, for a message, how the files differ from those in a file of `save_footers`; empty if it does not tell.
+
+    Args:
+        all_rows: the dataset has not been cut at some number of rows, and files with it.
+    """
     try:
-        table = pq.read_table(path, columns=["name", "num_rows"])
+        table = pq.read_table(path, columns=["name", "num_rows", "matching", "digest"])
     except (pa.ArrowException, OSError):
         return ""
-    before = {name: sum(rows) for name, rows in zip(*(c.to_pylist() for c in table.columns), strict=True) if sum(rows)}
+    names, rows, matching, digests = (column.to_pylist() for column in table.columns)
+    before = {
+        name: (sum(stored), digest)
+        for name, stored, counted, digest in zip(names, rows, matching, digests, strict=True)
+        if sum(stored if counted is None else counted)
+    }
     totals = np.bincount(dataset.row_groups.file, weights=dataset.stored_rows, minlength=dataset.num_files)
-    now = dict(zip(dataset.row_groups.paths, totals.astype(np.int64).tolist(), strict=True))
-    found = [f"'{name}' is gone" for name in before if name not in now]
+    facts = zip(totals.astype(np.int64).tolist(), dataset.file_digests.tolist(), strict=True)
+    now = dict(zip(dataset.row_groups.paths, facts, strict=True))
+    if not before.keys() & now.keys():  # they lie in another folder
+        before, now = ({dataset.own_name(name): fact for name, fact in each.items()} for each in (before, now))
+    found = [f"'{name}' is gone" for name in before if name not in now and all_rows]
     found += [f"'{name}' is new" for name in now if name not in before]
-    found += [f"'{name}' has {now[name]:,} rows, and had {n:,}" for name, n in before.items() if now.get(name, n) != n]
+    both = [(name, before[name], now[name]) for name in now if name in before]
+    found += [f"'{name}' has {new[0]:,} rows, and had {old[0]:,}" for name, old, new in both if new[0] != old[0]]
+    found += [f"'{name}' was rewritten" for name, old, new in both if new[0] == old[0] and new[1] != old[1]]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f" ({'; '.join(found[:3])}{more})" if found else ""
 

@@ -13,6 +13,7 @@ from operator import add
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from pyarrow._parquet import ParquetReader
 
 from recsys.data.sources import BadDataError, Files, Storage, partition_keys, reason
@@ -52,6 +53,8 @@ class Footer:
     Attributes:
         layout: number in `FooterParser.layouts`.
         num_rows: rows. num_bytes: what the wanted columns take in a window of the loader.
+        digest: of the file's end, at least of all of its footer: one number for the file, XXH3 as int64. Offsets, sizes
+            and statistics are in it, so that a file that was written anew has another, and a copy the same.
         statistics: for each column of the filter (least, most, number of nulls), each None where unknown; no column
             if an earlier run has counted the rows that match.
         matching: these rows.
@@ -60,6 +63,7 @@ class Footer:
     layout: int
     num_rows: list[int]
     num_bytes: list[int]
+    digest: int
     statistics: dict[str, list[Statistics]] = field(default_factory=dict)
     matching: list[int] | None = None
 
@@ -85,13 +89,16 @@ class FooterParser:
         self._seen: list[_Seen] = []
         self._lock = threading.Lock()
 
-    def parse(self, name: str, content: bytes) -> Footer:
+    def parse(self, name: str, tail: bytes) -> Footer:
         """Return what is wanted of a footer, given as `read_footer` returns it.
 
         Raises:
             UserError: a column is missing or there twice.
             OSError, pa.ArrowException: the footer is damaged.
         """
+        length = 8 + int.from_bytes(tail[-8:-4], "little")
+        content = tail[-length:-8]  # a FileMetaData of Parquet
+        digest = xxhash.xxh3_64_digest(tail[-max(length, _TAIL_BYTES) :])
         seen, num_rows = self._rows_of_seen(content) or self._rows_of_any(name, content)
         columns, count = seen.columns, len(num_rows)
         if columns.missing:
@@ -100,7 +107,9 @@ class FooterParser:
         for path in columns.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
         found = {column: statistics(content, path, count, kind) for column, path, kind in columns.ordered}
-        return Footer(seen.layout, num_rows, [4 * each for each in numbers], found)
+        return Footer(
+            seen.layout, num_rows, [4 * each for each in numbers], int.from_bytes(digest, "little", signed=True), found
+        )
 
     def _rows_of_seen(self, content: bytes) -> "tuple[_Seen, list[int]] | None":
         """Return the rows of each row group, if the schema has been seen and has a column that tells them."""
@@ -259,7 +268,8 @@ def read_footers(
         UserError: a column is missing or there twice.
         BadDataError: more than `max_bad` footers cannot be read.
     """
-    footers = [None if known is None else known.get(key) for key in file_keys(files)]
+    # A file of which it is not known when it changed may have, at the same size.
+    footers = [known.get(key) if known and key[2] else None for key in file_keys(files)]
     bad: dict[str, str] = {}
     for i, footer in _read_all(files, parser, [i for i, footer in enumerate(footers) if footer is None]):
         if isinstance(footer, Footer):
@@ -314,12 +324,12 @@ def _is_slow(files: Files, numbers: list[int]) -> bool:
     start = time.perf_counter()
     for i in numbers:
         with suppress(OSError):
-            _read_tail(files.storage, files.names[i], int(files.sizes[i]))
+            read_footer(files.storage, files.names[i], int(files.sizes[i]))
     return time.perf_counter() - start > _SLOW_SECONDS * len(numbers)
 
 
 def read_footer(storage: Storage, name: str, size: int) -> bytes:
-    """Return the bytes of a file's footer: a FileMetaData of Parquet.
+    """Return the end of a file: the last 16 KiB (of a remote one 64), or its whole footer where that is longer.
 
     Args:
         size: of the file in bytes, -1 if unknown.
@@ -327,8 +337,14 @@ def read_footer(storage: Storage, name: str, size: int) -> bytes:
     Raises:
         OSError: it cannot be read, or the file does not end as a Parquet file does.
     """
-    tail = _read_tail(storage, name, size)
-    return tail[-8 - int.from_bytes(tail[-8:-4], "little") : -8]
+    if size == 0:
+        raise OSError("it is empty")
+    if storage.root:
+        with storage.open(name) as file:
+            return _tail(file.size(), file.read_at, _REMOTE_TAIL_BYTES)
+    with open(name, "rb", buffering=0) as local:
+        number = local.fileno()
+        return _tail(size, lambda count, start: os.pread(number, count, start), _TAIL_BYTES)
 
 
 def _parsed(content: bytes) -> pq.FileMetaData:
@@ -344,17 +360,6 @@ def _without_arrow_schema(content: bytes) -> bytes:
     # decoding it takes as long as half of the rest. So its key is renamed: a string of 12 bytes, followed by a string.
     place = content.rfind(b"\x18\x0cARROW:schema\x18")
     return content if place < 0 else content[: place + 2] + b"arrow" + content[place + 7 :]
-
-
-def _read_tail(storage: Storage, name: str, size: int) -> bytes:
-    if size == 0:
-        raise OSError("it is empty")
-    if storage.root:
-        with storage.open(name) as file:
-            return _tail(file.size(), file.read_at, _REMOTE_TAIL_BYTES)
-    with open(name, "rb", buffering=0) as local:
-        number = local.fileno()
-        return _tail(size, lambda count, start: os.pread(number, count, start), _TAIL_BYTES)
 
 
 def _tail(size: int, read: Callable[[int, int], bytes], at_once: int) -> bytes:

@@ -9,7 +9,6 @@ Where the number of ranks does not divide V, the rows that are still untrained a
 that it does divide: what is left of every stream is laid end to end and cut again. Each row comes once all the same.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -254,15 +253,6 @@ def _split(spans: list[Span], num_rows: int) -> tuple[list[Span], list[Span]]:
         if stop < span.stop:
             return taken, [Span(span.window, stop, span.stop), *spans[i + 1 :]]
     return taken, []
-
-
-def fingerprint(row_groups: RowGroups) -> str:
-    """Return a digest of the files' names, row counts and sizes, to notice that the order is not a checkpoint's."""
-    # Names without their folders: the same data may be mounted elsewhere when a run goes on.
-    digest = hashlib.sha256("\n".join(path.rsplit("/", 1)[-1] for path in row_groups.paths).encode())
-    for column in (row_groups.file, row_groups.index, row_groups.num_rows, row_groups.num_bytes):
-        digest.update(column.astype("<i8").tobytes())
-    return digest.hexdigest()[:16]
 
 
 def limit_rows(row_groups: RowGroups, max_rows: int | None) -> RowGroups:

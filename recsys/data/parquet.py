@@ -173,6 +173,7 @@ def _dataset(key: str, found: _Found, columns: Mapping[str, str], filter: str | 
         layouts=found.layouts,
         file_layouts=np.array([footer.layout for footer in footers], np.int64),
         file_sizes=found.files.sizes,
+        file_digests=np.array([footer.digest for footer in footers], np.int64),
         stored_rows=groups.num_rows,
     )
 
@@ -202,6 +203,7 @@ def _chosen(dataset: Dataset, chosen: np.ndarray) -> Dataset:
         ),
         file_layouts=dataset.file_layouts[used],
         file_sizes=dataset.file_sizes[used],
+        file_digests=dataset.file_digests[used],
         stored_rows=dataset.stored_rows[chosen],
     )
 
@@ -218,6 +220,7 @@ def _with_rows(dataset: Dataset, matching: np.ndarray, max_rows: int | None) -> 
         row_groups=limited,
         file_layouts=kept.file_layouts[:files],
         file_sizes=kept.file_sizes[:files],
+        file_digests=kept.file_digests[:files],
         stored_rows=kept.stored_rows[: len(limited)],
     )
 
