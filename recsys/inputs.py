@@ -168,7 +168,7 @@ def _filter(config: Config, role: str) -> str | None:
     given = config.data.filter
     if isinstance(given, dict):
         return given.get(role)
-    return given if role == "train" else None
+    return None if role == "items" else given  # a corpus has columns of its own
 
 
 def _check_types(config: Config, datasets: dict[str, Dataset]) -> None:

@@ -11,7 +11,11 @@ import pytest
 import torch
 from launch import ROOT, fork_train
 
+from recsys.config import Device, load_config
 from recsys.data.prepare import write_parquet
+from recsys.errors import UserError
+from recsys.inputs import open_inputs
+from recsys.process_group import open_world
 
 SAMPLE = "configs/dlrm_sample.yaml"
 EACH_STEP = ("train.log_every_steps=1", "data.window_mib=1", "data.valid=null", "data.test=null")
@@ -169,3 +173,28 @@ def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_pat
     assert result["data"]["epochs"] == [{"expected": ROWS, "seen": ROWS - 250, "bad": 250, "skipped": 0}] * 2
     done = fork_train(str(config), f"run.dir={tmp_path}/few", *EACH_STEP, *options, "data.max_bad_rows=249", nproc=2)
     assert done.returncode == 1 and "'data.max_bad_rows' allows 249" in done.stderr, done.stderr
+
+
+def test_one_filter_is_for_all_data_sets_of_rows(tmp_path: Path) -> None:
+    for i, role in enumerate(("train", "valid", "test")):
+        columns = {"u": range(20), "label": [0, 1] * 10, "day": [i] * 5 + [9] * 15}
+        write_parquet(pa.table(columns), tmp_path / role / "a.parquet")
+    write_parquet(pa.table({"u": range(20), "label": [0, 1] * 10}), tmp_path / "late" / "a.parquet")
+    (tmp_path / "config.yaml").write_text(
+        f"data: {{train: {tmp_path}/train, valid: {tmp_path}/valid, test: {tmp_path}/test, label_column: label}}\n"
+        "features: {u: {table: u}}\ntables: {u: {num_embeddings: 100, embedding_dim: 4}}\n"
+        "model: {name: dlrm, interaction: dot_and_embeddings}\n"
+    )
+
+    def counts(*overrides: str) -> list[int]:
+        datasets = open_inputs(load_config(tmp_path / "config.yaml", overrides), world).datasets
+        return [datasets[role].num_rows for role in ("train", "valid", "test")]
+
+    with open_world(Device.cpu) as world:
+        assert counts("data.filter=day == 9") == [15, 15, 15]
+        assert counts("data.filter={train: day == 9, test: day == 2}") == [15, 20, 5]
+        for overrides in (("data.filter=day == 0",), ("data.filter=day == 9", f"data.valid={tmp_path}/late")):
+            with pytest.raises(UserError) as refused:
+                counts(*overrides)
+            message = str(refused.value)
+            assert "config key 'data.filter'" in message and "valid" in message and "data.filter={train: …}" in message

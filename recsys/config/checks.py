@@ -305,7 +305,7 @@ def _check_filter(config: Config) -> None:
     for text in expressions:
         if text is not None and not (isinstance(text, str) and text.strip()):
             raise UserError(
-                f"config key 'data.filter' must be an expression such as \"day >= '2026-11-01'\", for data.train, or a "
+                f"config key 'data.filter' must be an expression such as \"day >= '2026-11-01'\", or a "
                 f"section of these by dataset ({', '.join(roles)}), found {text!r}"
             )
 

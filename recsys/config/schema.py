@@ -68,7 +68,9 @@ class DataConfig:
     # have no core to spare, and the two threads would only wait for each other.
     prefetch_batches: int | None = None
     max_rows: int | None = None  # use only the first rows of each dataset
-    filter: Any = None  # rows of data.train to use, such as "day >= '2026-11-01'"; or {train: …, valid: …, test: …}
+    filter: Any = (
+        None  # rows of train, valid and test to use: "day >= '2026-11-01'"; or {train: …, items: …}, each its own
+    )
     verify_checksums: bool = True  # of pages that have one, as our own writers' do
     retries: int = 3  # of a read from a remote file system
     max_bad_files: int = 0  # files whose footer cannot be read: leave out up to so many, in place of an error

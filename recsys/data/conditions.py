@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from recsys.errors import UserError
 
 KEY = "config key 'data.filter'"
+BY_DATASET = "a filter of one data set alone is written as data.filter={train: …}"
 _KERNELS: dict[str, Callable[..., Any]] = {
     "==": pc.equal,
     "!=": pc.not_equal,

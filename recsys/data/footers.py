@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import xxhash
 from pyarrow._parquet import ParquetReader
 
+from recsys.data.conditions import BY_DATASET, KEY
 from recsys.data.sources import BadDataError, Files, Storage, partition_keys, reason
 from recsys.data.thrift import Statistics, num_row_groups, num_values, schema_end, statistics
 from recsys.errors import UserError, nearest
@@ -176,9 +177,10 @@ class FooterParser:
         for column in columns.missing:
             if column not in keys:
                 have = list(dict.fromkeys([*columns.names, *keys]))
+                advice = f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
                 raise UserError(
                     f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
-                    f"(it has: {_listed(have)})"
+                    f"(it has: {_listed(have)}){advice}"
                 )
 
 

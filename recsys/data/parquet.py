@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from recsys.data.conditions import KEY, Condition
+from recsys.data.conditions import BY_DATASET, KEY, Condition
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import Decoder
 from recsys.data.filters import parse_filter
@@ -69,7 +69,8 @@ def open_dataset(
     shown = paths if isinstance(paths, str) else ", ".join(paths)
     if not any(sum(footer.num_rows) for footer in found.footers):
         some = f" that can match '{filter}' (data.filter) by their path" if condition else ""
-        raise UserError(f"config key '{key}': the Parquet files of '{shown}'{some} hold no rows")
+        advice = f"; {BY_DATASET}" if condition else ""
+        raise UserError(f"config key '{key}': the Parquet files of '{shown}'{some} hold no rows{advice}")
     dataset = _dataset(key, found, columns, filter, options)
     matching = dataset.row_groups.num_rows
     if condition is not None:
@@ -77,7 +78,7 @@ def open_dataset(
     if cache is not None:
         _save(cache, found, matching, list(columns), filter)
     if not matching.any():
-        raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'")
+        raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
     return _with_rows(dataset, matching, max_rows)
 
 
@@ -102,7 +103,7 @@ def _read(
     options: ReadOptions,
     known: Known,
 ) -> _Found:
-    of_filter = dict.fromkeys(sorted(condition.columns()), KEY) if condition else {}
+    of_filter = dict.fromkeys(sorted(condition.columns()), f"{KEY} (for {key})") if condition else {}
     parser = FooterParser(key, columns, of_filter, known.layouts)
     footers_known = dict(known.footers)
     left = files
