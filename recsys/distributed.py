@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed import _remote_device
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
@@ -158,6 +159,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     part is left out, because it would hook the tables' backward too.
     """
     step.dense.to(world.device)
+    _place(plan, world)
     model = DistributedModelParallel(
         step,
         env=ShardingEnv.from_process_group(world.group),
@@ -172,6 +174,15 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     if world.world_size > 1:
         dense.replicate(world.device)
     return model
+
+
+def _place(plan: ShardingPlan, world: World) -> None:
+    """Let the plan name this rank's device; torchrec's planner counts all GPUs of a machine, and a rank may see one."""
+    for module in plan.plan.values():
+        for sharding in module.values():
+            for piece in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
+                if piece.placement.rank() == world.rank:
+                    piece.placement = _remote_device(f"rank:{world.rank}/{world.device}")
 
 
 def table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:

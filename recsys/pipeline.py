@@ -25,10 +25,27 @@ class Pipeline(Protocol):
         """Give the model its own forward back; to be called when the batches are used up."""
 
 
+class GatedOptimizer:
+    """An optimizer of the dense part that leaves out the steps which `DenseHalf.backward` has skipped.
+
+    The gate is here, since each version of torchrec's pipeline calls the optimizer in a way of its own.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dense_half: Any) -> None:
+        self._optimizer, self._dense_half = optimizer, dense_half
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        if not self._dense_half.skipped:
+            self._optimizer.step()
+
+
 class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):
     """Copies the batch after next and exchanges the next batch's ids while one is trained."""
 
-    def __init__(self, model: DistributedModelParallel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, model: DistributedModelParallel, optimizer: GatedOptimizer, device: torch.device) -> None:
         super().__init__(model, optimizer, device, execute_all_batches=True)
         self._dense_half = model.module.dense
 
@@ -36,15 +53,11 @@ class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):
         with record_function("## backward ##"):
             self._dense_half.backward()
 
-    def _optimizer_step(self) -> None:
-        if not self._dense_half.skipped:
-            super()._optimizer_step()
-
 
 class PlainPipeline:
     """One batch at a time, nothing in flight: what the debugger shows is what runs."""
 
-    def __init__(self, model: DistributedModelParallel, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(self, model: DistributedModelParallel, optimizer: GatedOptimizer, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
 
     def progress(self, dataloader_iter: Iterator[Batch]) -> Any:
@@ -54,8 +67,7 @@ class PlainPipeline:
         self._optimizer.zero_grad()
         _, output = self._model(batch)
         self._model.module.dense.backward()
-        if not self._model.module.dense.skipped:
-            self._optimizer.step()
+        self._optimizer.step()
         return output
 
     def detach(self) -> Any:
@@ -66,4 +78,5 @@ def build_pipeline(
     model: DistributedModelParallel, optimizer: torch.optim.Optimizer, device: torch.device, debug: bool
 ) -> Pipeline:
     """Return the pipeline for training or, with the model in eval mode, for evaluation."""
-    return (PlainPipeline if debug else OverlappedPipeline)(model, optimizer, device)
+    gated = GatedOptimizer(optimizer, model.module.dense)
+    return (PlainPipeline if debug else OverlappedPipeline)(model, gated, device)

@@ -150,7 +150,8 @@ class _Storage(ShardEstimator):
     def __init__(self, config: Config, topology: Topology) -> None:
         self._config, self._topology = config, topology
 
-    def estimate(self, sharding_options: list[ShardingOption], **sharders: Any) -> None:
+    def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
+        """Set the storage of each shard; torchrec's versions add arguments of their own, by position or by keyword."""
         for option in sharding_options:
             kernel = option.compute_kernel
             for shard in option.shards:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import platform
 import re
 import time
 import traceback
@@ -179,6 +180,8 @@ def open_world(
     assert host_group is not None
     sizes = dist.get_rank(), dist.get_world_size(), local_world_size
     world = World(*sizes, torch_device, host_group, store, launch_store)
+    if torch_device.type == "cuda":
+        _check_own_gpu(world)
     yield world
     # Only in success: after an error other ranks may be gone, and the barrier would wait for them.
     gc.collect()
@@ -234,14 +237,29 @@ def _choose_device(device: Device, local_rank: int, local_world_size: int) -> to
         return torch.device("cpu")
     if gpus == 0:
         raise UserError("config key 'run.device' is cuda, but torch finds no GPU here; use run.device=cpu")
-    if local_world_size > gpus:
-        raise UserError(
-            f"{local_world_size} processes were started on a machine with {gpus} GPUs; "
-            f"use --nproc_per_node {gpus}, or run.device=cpu"
-        )
+    # Launchers may show each process the one GPU that is its own, as `srun --gpus-per-task=1` does.
+    if max(local_world_size, local_rank + 1) > gpus > 1:
+        raise UserError(_too_few_gpus(max(local_world_size, local_rank + 1), gpus))
+    index = 0 if gpus == 1 else local_rank
     # NCCL binds to the current device when it starts, so the device is set first.
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _check_own_gpu(world: World) -> None:
+    """Raise a UserError on every rank if ranks were shown one GPU each, and it is the same one."""
+    gpus = torch.cuda.device_count()
+    name = platform.node(), str(torch.cuda.get_device_properties(world.device).uuid)
+    names = [each for each in world.gather(name if world.local_world_size > gpus else None) if each is not None]
+    if len(set(names)) < len(names):
+        raise UserError(_too_few_gpus(world.local_world_size, gpus))
+
+
+def _too_few_gpus(processes: int, gpus: int) -> str:
+    return (
+        f"{processes} processes were started on a machine where torch finds {gpus} GPU{'s' if gpus > 1 else ''}; use "
+        f"--nproc_per_node {gpus}, or run.device=cpu"
+    )
 
 
 def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.Store, dist.Store]:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -11,6 +12,8 @@ import pytest
 import torch
 from checkpoints import load_tables
 from launch import ROOT, fork_train
+
+from recsys.pipeline import GatedOptimizer
 
 CONFIG = "configs/dlrm_sample.yaml"
 
@@ -94,3 +97,15 @@ def test_the_quota_ends_the_run(tmp_path: Path) -> None:
     assert "config key 'train.max_bad_steps' allows 2 such steps" in done.stderr and "Traceback" not in done.stderr
     done = train(tmp_path / "strict", data)
     assert done.returncode == 1 and "column 'price'" in done.stderr and "holds nan" in done.stderr
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_whoever_calls_the_optimizer_is_stopped(skipped: bool) -> None:
+    """As torchrec 1.6 does, whose pipeline asks nobody."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = GatedOptimizer(torch.optim.SGD([weight], lr=1.0), SimpleNamespace(skipped=skipped))
+    weight.grad = torch.full((1,), math.nan)
+    optimizer.step()
+    assert weight.isnan().item() != skipped
+    optimizer.zero_grad()
+    assert weight.grad is None
