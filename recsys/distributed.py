@@ -27,6 +27,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from recsys.config import Config, ShardingChoice
 from recsys.config.choices import COUNTING, FloatType
 from recsys.errors import UserError
+from recsys.module_names import config_name, module_name
 from recsys.planner import make_plan, table_constraints
 from recsys.process_group import World
 from recsys.replicated import ReplicatedTable, ReplicatedTables
@@ -99,10 +100,8 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
             )
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
     for key in filter(_is_table, dict(step.named_parameters())):
-        module, name = key.split(".")[0], _table_of(key)
-        modules.setdefault(module, EmbeddingModuleShardingPlan())[name] = _parameter_sharding(
-            by_table[name], config, topology
-        )
+        module, name = modules.setdefault(key.split(".")[0], EmbeddingModuleShardingPlan()), _table_of(key)
+        module[module_name(name)] = _parameter_sharding(by_table[name], config, topology)
     return ShardingPlan(dict(modules))
 
 
@@ -131,7 +130,7 @@ def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology)
 
 def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:
     """Yield every piece of every table of a plan; a replicated table is a piece on each rank."""
-    found = {table: sharding for module in plan.plan.values() for table, sharding in module.items()}
+    found = {config_name(name): sharding for module in plan.plan.values() for name, sharding in module.items()}
     for table, settings in config.tables.items():
         sharding = found[table]
         how = sharding.sharding_type, sharding.compute_kernel
@@ -200,7 +199,7 @@ def _is_table(key: str) -> bool:
 
 
 def _table_of(key: str) -> str:
-    return key.removesuffix(".weight").rpartition(".")[2]
+    return config_name(key.removesuffix(".weight").rpartition(".")[2])
 
 
 def table_optimizer_tensors(model: DistributedModelParallel, replicated: ReplicatedTables) -> dict[str, Any]:
@@ -220,14 +219,9 @@ def replicated_tables(model: DistributedModelParallel, config: Config) -> Replic
     for kernel in _kernels(model, BatchedDenseEmbeddingBag):
         kernel.emb_module.weights.requires_grad_(False)
         for table in kernel.config.embedding_tables:
-            tables.append(
-                ReplicatedTable(
-                    table.name,
-                    weights[table.name].detach(),
-                    table.feature_names,
-                    config.table_optimizer(table.name),
-                )
-            )
+            name = config_name(table.name)
+            optimizer = config.table_optimizer(name)
+            tables.append(ReplicatedTable(name, weights[name].detach(), table.feature_names, optimizer))
     return ReplicatedTables(tables)
 
 
@@ -239,8 +233,7 @@ def learning_rate_setters(
         (table.name, table.set_learning_rate) for table in replicated.tables
     ]
     for kernel in _kernels(model, FusedOptimizerModule):
-        # Tables of one kernel have one optimizer, so that the first stands for all.
-        setters.append((kernel.config.embedding_tables[0].name, kernel.emb_module.set_learning_rate))
+        setters.append((_first_table(kernel), kernel.emb_module.set_learning_rate))
     return setters
 
 
@@ -252,8 +245,13 @@ def iteration_setters(model: DistributedModelParallel, config: Config) -> list[C
     return [
         partial(_set_iteration, kernel.emb_module)
         for kernel in _kernels(model, FusedOptimizerModule)
-        if config.table_optimizer(kernel.config.embedding_tables[0].name).name in COUNTING
+        if config.table_optimizer(_first_table(kernel)).name in COUNTING
     ]
+
+
+def _first_table(kernel: Any) -> str:
+    """Return a kernel's first table, which stands for all, since they have one optimizer."""
+    return config_name(kernel.config.embedding_tables[0].name)
 
 
 def _set_iteration(kernel: Any, number: int) -> None:

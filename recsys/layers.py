@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from recsys.module_names import parameter_name
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -37,11 +39,11 @@ def analyse_layers(module: nn.Module, forward: Callable[[], Any]) -> list[Layer]
     """
     found: dict[str, Layer] = {}
     handles = []
-    for name, child in module.named_modules():
+    for path, child in module.named_modules():
         if isinstance(child, nn.modules.linear.NonDynamicallyQuantizableLinear):
             continue  # within MultiheadAttention, which does not call it
         if type(child) in _FLOPS or isinstance(child, nn.Linear):
-            handles.append(child.register_forward_hook(_counting(found, name, child), with_kwargs=True))
+            handles.append(child.register_forward_hook(_counting(found, parameter_name(path), child), with_kwargs=True))
     try:
         forward()
     finally:

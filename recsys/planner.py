@@ -31,6 +31,7 @@ from torchrec.modules.embedding_configs import DataType
 from recsys.config import ComputeKernel, Config, ShardingChoice
 from recsys.config.choices import COLUMN_SPLITS, REPLICATED, ROWWISE, UNPOOLED, FloatType
 from recsys.errors import NoPlanError
+from recsys.module_names import config_name, module_name
 from recsys.table_bytes import cache_bytes, piece_bytes
 from recsys.tables import Shard
 from recsys.topology import Topology
@@ -68,7 +69,7 @@ def make_plan(
         ddr_cap=host if must_fit else _ENOUGH,
         ssd_cap=_ENOUGH,
     )
-    constraints = {name: table_constraints(config, name, topology) for name in config.tables}
+    constraints = {module_name(name): table_constraints(config, name, topology) for name in config.tables}
     batch_size = max(1, config.train.global_batch_size // topology.world_size)
     estimators = [EmbeddingPerfEstimator(topology=planned, constraints=constraints), _Storage(config, topology)]
     planner = EmbeddingShardingPlanner(
@@ -153,11 +154,11 @@ class _Storage(ShardEstimator):
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
         """Set the storage of each shard; torchrec's versions add arguments of their own, by position or by keyword."""
         for option in sharding_options:
-            kernel = option.compute_kernel
+            table, kernel = config_name(option.name), option.compute_kernel
             for shard in option.shards:
                 rows, columns = shard.size
-                found = piece_bytes(self._config, option.name, rows, columns, kernel)
-                piece = Shard(option.name, 0, (0, 0), (rows, columns), option.sharding_type, kernel)
+                found = piece_bytes(self._config, table, rows, columns, kernel)
+                piece = Shard(table, 0, (0, 0), (rows, columns), option.sharding_type, kernel)
                 found += cache_bytes(self._config, [piece])
                 if self._topology.on_gpu:
                     shard.storage = Storage(hbm=found.device, ddr=found.host, ssd=found.disk_weight)

@@ -11,6 +11,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recsys.config import Config, DataType, FeatureType, Pooling, TableConfig
 from recsys.counter_random import make_key, uniform
+from recsys.module_names import module_name
 
 _DATA_TYPES = {
     DataType.FP32: TorchrecDataType.FP32,
@@ -83,7 +84,7 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, Emb
 def _settings(config: Config, table: str) -> dict[str, Any]:
     settings = config.tables[table]
     return {
-        "name": table,
+        "name": module_name(table),
         "num_embeddings": settings.num_embeddings,
         "embedding_dim": settings.embedding_dim,
         "feature_names": [f for f in id_features(config) if config.features[f].table == table],

@@ -46,3 +46,10 @@ def test_dlrm_needs_two_vectors_to_multiply(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="needs two features"):
         load_config(path)
     assert load_config(path, ["model.interaction=dot_and_embeddings"]).model.name == "dlrm"
+
+
+def test_attention_over_tables_of_one_width() -> None:
+    overrides = ["model.attention={history: item_id, hour: device}", "tables.item.embedding_dim=16"]
+    with pytest.raises(UserError, match=r"one embedding_dim, found tables\.hour with 8, tables\.item with 16"):
+        load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides)
+    assert load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides[:1]).unpooled_tables() == {"item", "hour"}

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 
 from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.checkpoint.rng import rng_tensors, set_rng
+from recsys.module_names import parameter_name
 from recsys.process_group import World
 from recsys.tables import local_pieces
 
@@ -78,7 +78,7 @@ class Tensors:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of the dense part by name, in the order of its optimizer."""
-        names = {parameter: _clean(name) for name, parameter in self.dense.named_parameters()}
+        names = {parameter: parameter_name(name) for name, parameter in self.dense.named_parameters()}
         groups = self.dense_optimizer.param_groups
         return {names[parameter]: parameter for group in groups for parameter in group["params"]}
 
@@ -101,7 +101,7 @@ class Tensors:
         self.dense_optimizer.load_state_dict({"state": state, "param_groups": content["param_groups"]})
 
     def _dense(self) -> dict[str, torch.Tensor]:
-        return {_clean(name): value for name, value in self.dense.state_dict().items()}
+        return {parameter_name(name): value for name, value in self.dense.state_dict().items()}
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Return what the optimizer of the dense part has learned, without its settings."""
@@ -123,11 +123,6 @@ def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:
     mine = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     if mine:
         set_rng(mine, world.device)
-
-
-def _clean(name: str) -> str:
-    """Return a parameter's name as it is without activation checkpointing."""
-    return name.replace(_CHECKPOINT_PREFIX, "")
 
 
 def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple[int, int]]:

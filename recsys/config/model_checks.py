@@ -35,6 +35,12 @@ def check_dlrm(config: Config, model: DLRMConfig) -> None:
     _check_layers(model.dropout, bottom_mlp=model.bottom_mlp, top_mlp=model.top_mlp, attention_mlp=model.attention_mlp)
     for name, query in model.attention.items():
         _check_attention(config, model, name, query)
+    dims = {table: config.tables[table].embedding_dim for table in sorted(config.unpooled_tables())}
+    if len(set(dims.values())) > 1:
+        shown = ", ".join(f"tables.{table} with {dim}" for table, dim in dims.items())
+        raise UserError(
+            f"config key 'model.attention': its features' tables must have one embedding_dim, found {shown}"
+        )
 
 
 def _check_attention(config: Config, model: DLRMConfig, name: str, query: str) -> None:

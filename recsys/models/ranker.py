@@ -13,6 +13,7 @@ from recsys.config.choices import Interaction
 from recsys.data.batch import Batch
 from recsys.models.lookup import row_of_each_id, sum_by_row
 from recsys.models.task import RowDropout, Task, Vectors, mlp
+from recsys.module_names import module_name
 
 _MOST_BY_MATRIX = 48  # vectors: the matrix has about half their number to the power of 4 elements, here 10 MiB
 
@@ -95,11 +96,11 @@ class DLRM(nn.Module):
         self.features = features = list(dims)
         dim = config.embedding_dim or max(dims.values())
         self.projections = nn.ModuleDict(
-            {name: nn.Linear(own, dim, bias=False) for name, own in dims.items() if own != dim}
+            {module_name(name): nn.Linear(own, dim, bias=False) for name, own in dims.items() if own != dim}
         )
         self.queries = dict(config.attention)
         self.attention = nn.ModuleDict(
-            {name: TargetAttention(dims[name], config.attention_mlp) for name in config.attention}
+            {module_name(name): TargetAttention(dims[name], config.attention_mlp) for name in config.attention}
         )
         self.bottom = mlp(num_floats, config.bottom_mlp, dim, config.dropout) if num_floats else None
         self.embedding_dropout = RowDropout(config.embedding_dropout)
@@ -112,11 +113,14 @@ class DLRM(nn.Module):
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows]."""
         vectors = vectors | {
-            name: attention(vectors[self.queries[name]], vectors[name]) for name, attention in self.attention.items()
+            name: self.attention[module_name(name)](vectors[query], vectors[name])
+            for name, query in self.queries.items()
         }
         return self._logits(
             [
-                self.projections[name](vectors[name]) if name in self.projections else vectors[name]
+                self.projections[module_name(name)](vectors[name])
+                if module_name(name) in self.projections
+                else vectors[name]
                 for name in self.features
             ],
             floats,

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    _CHECKPOINT_PREFIX,
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 
 from recsys.counter_random import make_key, uniform
 from recsys.data.batch import Batch
+from recsys.module_names import parameter_name
 
 # By feature a vector for each row, [rows, embedding_dim], or for each id of each row's list.
 Vectors = dict[str, Any]
@@ -63,8 +63,8 @@ def set_dropout_keys(model: nn.Module, seed: int, step: int, first_row: int) -> 
     for name, module in model.named_modules():
         if isinstance(module, RowDropout) and module.p > 0:
             # As the layer was called once, so that earlier runs draw the same masks.
-            name = "module." + name.replace(_CHECKPOINT_PREFIX, "")
-            module.key, module.first_row = make_key(seed, "dropout", step, name), first_row
+            layer = f"module.{parameter_name(name)}"
+            module.key, module.first_row = make_key(seed, "dropout", step, layer), first_row
 
 
 def checkpoint_mlps(model: nn.Module) -> None:
