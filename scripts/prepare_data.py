@@ -13,7 +13,7 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recsys.data import delimited, movielens, prepare, retrieval, synthetic  # noqa: E402
+from recsys.data import delimited, interactions, movielens, prepare, synthetic  # noqa: E402
 from recsys.errors import UserError  # noqa: E402
 
 EXAMPLES = """examples:
@@ -143,6 +143,7 @@ def _add_csv(commands: argparse._SubParsersAction) -> None:
         metavar="NAME=SEP[:TYPE]",
         help="split a column into a list, as in 'genres=|' or 'items= :int64' (string)",
     )
+    _add_where(parser)
     parser.add_argument("--label", metavar="COND", help="add an int8 column 'label', as in 'rating>=4'")
     parser.add_argument(
         "--split", type=_shares, default=(), metavar="SHARES", help="train,valid,test, as in 0.8,0.1,0.1"
@@ -168,6 +169,7 @@ def _run_csv(args: argparse.Namespace) -> bool:
         columns=args.columns,
         types=dict(args.types),
         lists=dict(args.list),
+        where=args.where,
         label=args.label,
         split=args.split,
         split_by=args.split_by,
@@ -194,21 +196,39 @@ def _add_retrieval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--time", metavar="COLUMN", help="without it, rows are taken to be in order")
     parser.add_argument("--user-features", type=_names, default=[], metavar="A,B", help="columns of the log")
     parser.add_argument("--item-features", type=_names, default=[], metavar="A,B", help="columns of the log")
-    parser.add_argument(
+    _add_where(parser)
+    held_out = parser.add_mutually_exclusive_group()
+    held_out.add_argument(
         "--hold-out",
-        choices=retrieval.HOLD_OUT,
-        default=retrieval.HOLD_OUT[0],
+        choices=interactions.HOLD_OUT,
+        default=interactions.HOLD_OUT[0],
         help="last: each user's last item is of test, the one before of valid; random: a tenth of each user's items "
         "for each, as RecBole does (%(default)s)",
     )
+    held_out.add_argument(
+        "--split-column",
+        metavar="COLUMN",
+        help="with train, valid or test in each row, or 0, 1 or 2, or whether it is of test",
+    )
+    for name in ("valid", "test"):
+        text = f"the log's rows of {name}, files or folders; INPUT is then all of train"
+        parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="PATH", help=text)
     _add_overwrite(parser)
     parser.set_defaults(run=_run_retrieval)
 
 
 def _run_retrieval(args: argparse.Namespace) -> bool:
-    columns = retrieval.Columns(args.user, args.item, args.time, args.user_features, args.item_features)
-    retrieval.convert_log(args.inputs, args.out, columns, args.hold_out, args.overwrite)
+    columns = interactions.Columns(args.user, args.item, args.time, args.user_features, args.item_features)
+    if (args.valid or args.test) and (args.split_column or args.hold_out != interactions.HOLD_OUT[0]):
+        raise UserError("--valid and --test are a split by themselves; leave out --split-column and --hold-out")
+    hold_out = interactions.HoldOut(args.hold_out, args.split_column, args.valid, args.test)
+    interactions.convert_log(args.inputs, args.out, columns, hold_out, args.where, args.overwrite)
     return True
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    text = "take only rows for which this is true, written as data.filter, as in \"rating >= 4 and country in ['de']\""
+    parser.add_argument("--where", metavar="FILTER", help=text)
 
 
 def _add_overwrite(parser: argparse.ArgumentParser) -> None:

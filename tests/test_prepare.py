@@ -296,6 +296,17 @@ def test_csv_split_parts_all_rows_by_the_rule(log, tmp_path, rule):
         assert not (users[0] & users[1] or users[0] & users[2] or users[1] & users[2])
 
 
+def test_csv_where_is_for_all_that_follows(log, tmp_path):
+    """Cuts of time are those of the rows taken."""
+    where = "item == 3 and tags != 'a|b 10'"
+    options = CsvOptions(where=where, split=(0.5, 0.5), split_by="time:ts", types={"item": "int32"})
+    convert_csv([log], tmp_path / "out", options)
+    parts = [read(tmp_path / "out" / split) for split in ("train", "valid")]
+    assert {*parts[0]["item"].to_pylist(), *parts[1]["item"].to_pylist()} == {3}
+    assert sum(part.num_rows for part in parts) == len(range(3, 1000, 7)) - 1
+    assert parts[0].num_rows == pytest.approx(parts[1].num_rows, abs=1)
+
+
 def test_random_split_depends_on_the_seed(log, tmp_path):
     for seed in (0, 1):
         convert_csv([log], tmp_path / str(seed), CsvOptions(split=(0.5, 0.5), seed=seed))
@@ -328,6 +339,10 @@ MISTAKES = {
     "csv {tmp}/header.csv --out {tmp}/o": "no row",
     "csv {tmp}/twice.csv --out {tmp}/o": "more than one column 'a'",
     "csv {log} --out {log}": "must name a folder",
+    "csv {log} --out {tmp}/o --where starz>4": "no column 'starz', only user, item, stars, ts, tags; did you mean",
+    "csv {log} --out {tmp}/o --where stars=4": "--where: 'stars=4' cannot be understood (write == for equal)",
+    "csv {log} --out {tmp}/o --where stars>9": "too few rows match --where",
+    "retrieval {log} --out {tmp}/o --valid {log} --split-column part": "--valid and --test are a split by themselves",
     "csv {log} --out {tmp}": "not made by this script",
     "synthetic --out {tmp}/o --rows 0": "--rows must be at least 1",
     "synthetic --out {tmp}/o --unseen 1.5": "--unseen must be at most 1",

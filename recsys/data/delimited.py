@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.data.prepare import ROW_GROUP_ROWS, SPLITS, PartWriter, hash_uniform, replacing
-from recsys.errors import UserError, nearest
+from recsys.data.prepare import ROW_GROUP_ROWS, SPLITS, PartWriter, check_column, hash_uniform, replacing, rows_where
+from recsys.errors import UserError
 from recsys.id_mapping import hash_column
 
 TYPES = {
@@ -43,7 +43,8 @@ class CsvOptions:
     """How to read delimited files and what to make of them.
 
     ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES;
-    ``lists`` maps a column to (separator, key of TYPES). ``label`` is a condition as ``rating>=4``.
+    ``lists`` maps a column to (separator, key of TYPES). ``where`` filters the rows as
+    they are read. ``label`` is a condition as ``rating>=4``.
     ``split`` holds one to three shares for SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
     """
 
@@ -51,6 +52,7 @@ class CsvOptions:
     columns: list[str] = field(default_factory=list)
     types: dict[str, str] = field(default_factory=dict)
     lists: dict[str, tuple[str, str]] = field(default_factory=dict)
+    where: str | None = None
     label: str | None = None
     split: tuple[float, ...] = ()
     split_by: str = "random"
@@ -75,7 +77,8 @@ def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: b
         counts = _write(reader, cut, folder, options)
         for name, count in counts.items():
             if not count:
-                raise UserError(f"no row fell into {name or 'the output'}; the input has too few rows")
+                why = "the input has too few rows" if options.where is None else "too few rows match --where"
+                raise UserError(f"no row fell into {name or 'the output'}; {why}")
 
 
 def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -> dict[str, int]:
@@ -123,7 +126,10 @@ class _Reader:
         self._check_names(inputs[0])
         self.types = {column.name: self._type(inputs[0], column) for column in head}
         self.label = _Label(options.label, self.names) if options.label else None
-        self.schema = self._convert(pa.RecordBatch.from_pylist([], pa.schema(self.types)), inputs[0]).schema
+        empty = pa.RecordBatch.from_pylist([], pa.schema(self.types))
+        if options.where is not None:
+            rows_where(empty, options.where)
+        self.schema = self._convert(empty, inputs[0]).schema
 
     def _check_names(self, path: Path) -> None:
         repeated = {name for name in self.names if self.names.count(name) > 1}
@@ -157,7 +163,8 @@ class _Reader:
             raise UserError(f"{path} has columns {found}, but {self.inputs[0]} has {wanted}")
         with reader, self._told(path):
             for batch in reader:
-                yield batch.select(names)
+                rows = batch if self.options.where is None else rows_where(batch, self.options.where)
+                yield rows.select(names)
 
     def _open(self, path: Path) -> pa.csv.CSVStreamingReader:
         options = self.options
@@ -203,12 +210,6 @@ class _Told:
             message = " ".join(str(error).split())
             hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
             raise UserError(f"{self.path}: {message}{hint}") from None
-
-
-def check_column(name: str, names: list[str]) -> None:
-    """Raise UserError unless ``name`` is one of the columns ``names``."""
-    if name not in names:
-        raise UserError(f"there is no column {name!r}, only {', '.join(names)}{nearest(name, names)}")
 
 
 def split_list(column: pa.Array, separator: str, kind: pa.DataType) -> pa.ListArray:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from recsys.data.prepare import SPLITS, read_marker, replacing
-from recsys.data.retrieval import Log, Timeline, shuffled, time_key, write_files, write_retrieval
+from recsys.data.retrieval import Log, Timeline, shuffled, split_per_user, time_key, write_files, write_retrieval
 from recsys.errors import UserError
 
 MARKER = {"kind": "movielens-100k", "version": 2}
@@ -61,7 +61,8 @@ def prepare_movielens_100k(out: Path, cache: Path) -> bool:
     earlier_version = marker is not None and marker.get("kind") == MARKER["kind"]
     with replacing(out, MARKER, overwrite=earlier_version) as folder:
         _write_ctr(folder / "ctr", ratings, users, items)
-        write_retrieval(folder / "retrieval", _retrieval_log(ratings, users, items), "random")
+        log = _retrieval_log(ratings, users, items)
+        write_retrieval(folder / "retrieval", log, split_per_user(log.user), last=False)
     return True
 
 

@@ -17,7 +17,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys.errors import UserError
+from recsys.data.conditions import KEY
+from recsys.data.filters import parse_filter
+from recsys.errors import UserError, nearest
 from recsys.id_mapping import hash_integers
 
 MARKER = "prepared.json"
@@ -220,6 +222,32 @@ def _type_name(dtype: pa.DataType) -> str:
     if pa.types.is_list(dtype):
         return f"list<{_type_name(dtype.value_type)}>"
     return {"float": "float32", "double": "float64"}.get(str(dtype), str(dtype))
+
+
+def check_column(name: str, names: list[str]) -> None:
+    """Raise UserError unless ``name`` is one of the columns ``names``."""
+    if name not in names:
+        raise UserError(f"there is no column {name!r}, only {', '.join(names)}{nearest(name, names)}")
+
+
+def columns_where(where: str | None) -> list[str]:
+    """The columns that --where names, sorted. Raises UserError for what is no filter (see ``parse_filter``)."""
+    try:
+        return sorted(parse_filter(where).columns()) if where is not None else []
+    except UserError as error:
+        raise UserError(str(error).replace(KEY, "--where")) from None
+
+
+def rows_where(rows: pa.Table | pa.RecordBatch, where: str) -> pa.Table | pa.RecordBatch:
+    """The rows for which the filter --where is true. Raises UserError where it does not go with the columns."""
+    for name in columns_where(where):
+        check_column(name, rows.schema.names)
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
+    try:
+        mask = parse_filter(where).bind(rows.schema).mask(table)
+    except UserError as error:
+        raise UserError(str(error).replace(KEY, "--where")) from None
+    return rows.filter(mask.combine_chunks())
 
 
 def hash_uniform(keys: np.ndarray, seed: int) -> np.ndarray:

@@ -1,20 +1,15 @@
-"""Logs of interactions as rows to train retrieval on, queries to evaluate it with, and the items to find."""
+"""Interactions as rows to train retrieval on, queries to evaluate it with, and the items to find."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from recsys.data.prepare import ROW_GROUP_ROWS, replacing, write_parts
-from recsys.errors import UserError, nearest
+from recsys.data.prepare import ROW_GROUP_ROWS, write_parts
 
-WRITTEN = ("history", "targets", "seen")
-HOLD_OUT = ("last", "random")
 HISTORY = 50
 FILE_ROWS = 16 * ROW_GROUP_ROWS
 _RANDOM_SEED = 2020  # RecBole's
@@ -125,7 +120,7 @@ def shuffled(num_rows: int) -> np.ndarray:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(_RANDOM_SEED)).numpy()
 
 
-def write_retrieval(folder: Path, log: Log, hold_out: str) -> None:
+def write_retrieval(folder: Path, log: Log, split: np.ndarray, last: bool) -> None:
     """Write ``train``, ``valid``, ``test`` and ``items`` below a folder; data/README.md lists their columns.
 
     Where random rows are held out, train rows know the user's other items, whether they came before or after, and a
@@ -133,15 +128,9 @@ def write_retrieval(folder: Path, log: Log, hold_out: str) -> None:
     item comes next in a session: on MovieLens-100K its recall@10 is 0.15 then, and falls with the epochs, not 0.25.
 
     Args:
-        hold_out: one of HOLD_OUT.
-
-    Raises:
-        UserError: no user has items enough.
+        split: [rows] int8, an index into SPLITS; a split without rows is not written.
+        last: what is held out came after a user's rows of train, and histories hold what came before.
     """
-    last = hold_out == "last"
-    split = split_last(log.user, log.time) if last else split_per_user(log.user)
-    if not (split == 1).any():
-        raise UserError(f"no user has {3 if last else 10} different items, as many as it takes to hold some out")
     item_ids = log.items.column(0).combine_chunks().take(pa.array(log.item))
     train, valid, test = (Timeline(log.user, item_ids, log.time, split == index) for index in range(3))
     rows = np.flatnonzero(split == 0)
@@ -157,6 +146,8 @@ def write_retrieval(folder: Path, log: Log, hold_out: str) -> None:
     write_files(pa.table(columns), folder / "train", files=4)
     earlier = Timeline(log.user, item_ids, log.time, split < 2)
     for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
+        if not len(held_out.rows):
+            continue
         queries = _queries(log, held_out, seen, seen if last else train)
         write_files(queries, folder / name, files=2)
     write_files(log.items, folder / "items", files=2)
@@ -187,105 +178,3 @@ def write_files(table: pa.Table, folder: Path, files: int) -> None:
     """Write at least so many files of four row groups each: small ones too, so that every rank has its own to read."""
     rows_per_file = min(-(-table.num_rows // files), FILE_ROWS)
     write_parts([table], folder, min(-(-rows_per_file // 4), ROW_GROUP_ROWS), rows_per_file)
-
-
-class Columns(NamedTuple):
-    """What is what in a log: the names of its columns; `time` is None where the rows are in order."""
-
-    user: str
-    item: str
-    time: str | None = None
-    user_features: Sequence[str] = ()
-    item_features: Sequence[str] = ()
-
-
-def convert_log(inputs: list[Path], out: Path, columns: Columns, hold_out: str, overwrite: bool = False) -> None:
-    """Write the interactions of Parquet files, or folders of them, below ``out`` as `write_retrieval` does.
-
-    Of a user's rows with one item the first counts. Features are those of the user's, or item's, last row. The columns
-    are held in memory, histories too: some 900 bytes a row.
-
-    Raises:
-        UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
-    """
-    names = [columns.user, columns.item, *filter(None, [columns.time])]
-    features = [*columns.user_features, *columns.item_features]
-    repeated = {name for name in [*names, *features] if [*names, *features, *WRITTEN].count(name) > 1}
-    if repeated:
-        raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
-    log = _log(_read(inputs, [*names, *features]), columns)
-    marker = {"kind": "retrieval", "inputs": [str(path) for path in inputs], "hold_out": hold_out}
-    with replacing(out, marker, overwrite) as folder:
-        write_retrieval(folder, log, hold_out)
-
-
-def _read(inputs: list[Path], names: list[str]) -> pa.Table:
-    files = [file for path in inputs for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])]
-    if not files:
-        raise UserError(f"there is no .parquet file in {', '.join(map(str, inputs))}")
-    tables = []
-    for file in files:
-        try:
-            with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-                present = opened.schema_arrow.names
-                missing = [name for name in names if name not in present]
-                if missing:
-                    others = f"only {', '.join(present)}{nearest(missing[0], present)}"
-                    raise UserError(f"{file} has no column {missing[0]!r}, {others}")
-                tables.append(opened.read(names))
-        except (OSError, pa.ArrowInvalid) as error:
-            hint = "; prepare_data.py csv makes Parquet of delimited files"
-            raise UserError(f"{file} cannot be read as Parquet ({error}){hint}") from None
-    try:
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise UserError(f"the files' columns are of different types: {error}") from None
-
-
-def _log(table: pa.Table, columns: Columns) -> Log:
-    user, users = _numbered(table, columns.user)
-    item, items = _numbered(table, columns.item)
-    time = np.arange(len(table)) if columns.time is None else _ranks(table, columns.time)
-    order = np.argsort(time, kind="stable")
-    _, first = np.unique(user[order] * len(items[0]) + item[order], return_index=True)
-    rows = np.sort(order[first])
-    for codes, known, names in ((user, users, columns.user_features), (item, items, columns.item_features)):
-        latest = np.empty(len(known[0]), np.int64)
-        latest[codes[order]] = order  # of several the last stays
-        known += [table[name].take(pa.array(latest)) for name in names]
-    kept = table.select([columns.time]).take(pa.array(rows)) if columns.time else None
-    return Log(
-        user[rows],
-        item[rows],
-        time[rows],
-        kept,
-        pa.table(users, [columns.user, *columns.user_features]),
-        pa.table(items, [columns.item, *columns.item_features]),
-    )
-
-
-def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
-    """Return for each row the number of its id, int64, and the ids in the order in which they come."""
-    kinds = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)
-    column = _whole_column(table, name, kinds, "an id", "an integer or a string")
-    encoded = column.combine_chunks().dictionary_encode()
-    return encoded.indices.to_numpy().astype(np.int64), [encoded.dictionary]
-
-
-def _ranks(table: pa.Table, name: str) -> np.ndarray:
-    """Return the place of each row's time among all times, int64."""
-    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal)
-    column = _whole_column(table, name, kinds, "a time", "a number, a date or a timestamp")
-    return np.unique(column.to_numpy(), return_inverse=True)[1]
-
-
-def _whole_column(
-    table: pa.Table, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], what: str, allowed: str
-) -> pa.ChunkedArray:
-    """Return a column of one of some kinds that has a value in each row; UserError for another."""
-    column = table[name]
-    if not any(fits(column.type) for fits in kinds):
-        raise UserError(f"column {name!r} is {column.type}; {what} is {allowed}")
-    if column.null_count:
-        raise UserError(f"column {name!r} holds {column.null_count:,} nulls; every row needs {what}")
-    return column
