@@ -1,10 +1,13 @@
-"""Every name and keyword that we take from torchrec exists in torchrec 1.6.1 and in the installed version.
+"""Every name and keyword that we take from torchrec exists in torchrec 1.6.1 and in the installed version, and what we
+override is called there as ours can be called.
 
 Tests run with one version, GPU machines with an older one. Sources are read, not imported: 1.6.1 would not run here.
 """
 
 import ast
+import copy
 import importlib.util
+import inspect
 import subprocess
 import sys
 import zipfile
@@ -13,128 +16,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from sources import Sources
 
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST = "torchrec==1.6.1"
 PACKAGES = ("torchrec", "fbgemm_gpu")
-UNKNOWN = object()  # not to be told from the sources: the benefit of the doubt
-
-
-class Sources:
-    """Looks names up in the source files of a package, through re-exports and base classes."""
-
-    def __init__(self, files: dict[str, str]):
-        """Take the sources by path, as `torchrec/distributed/types.py`."""
-        self._files = files
-        self._module = cache(self._load)
-        self._packages = {path.split("/")[0] for path in files}
-
-    def _load(self, module: str) -> tuple[str, ast.Module] | None:
-        """The package that relative imports in the module start from, and its syntax tree."""
-        path = module.replace(".", "/")
-        if f"{path}/__init__.py" in self._files:
-            return module, ast.parse(self._files[f"{path}/__init__.py"])
-        if f"{path}.py" in self._files:
-            return module.rpartition(".")[0], ast.parse(self._files[f"{path}.py"])
-        return None
-
-    def find(self, name: str):
-        """What the full dotted name stands for: (module, node), UNKNOWN, or None if there is no such thing."""
-        if name.split(".")[0] not in self._packages or self._module(name):
-            return UNKNOWN
-        parent, _, last = name.rpartition(".")
-        if not parent:
-            return None
-        if self._module(parent):
-            return self._in_module(parent, last)
-        owner = self.find(parent)
-        if owner is None or owner is UNKNOWN:
-            return owner
-        return self._in_class(*owner, last) if isinstance(owner[1], ast.ClassDef) else UNKNOWN
-
-    def _in_module(self, module: str, name: str):
-        package, tree = self._module(module)
-        stars = []
-        for node in statements(tree.body):
-            if isinstance(node, ast.ImportFrom):
-                source = ".".join(filter(None, [up(package, node.level), node.module]))
-                for alias in node.names:
-                    if alias.name == "*":
-                        stars.append(f"{source}.{name}")
-                    elif name == (alias.asname or alias.name):
-                        return self.find(f"{source}.{alias.name}")
-            elif name in bound_names(node):
-                return module, node
-        return next((found for found in map(self.find, stars) if found), None)
-
-    def _in_class(self, module: str, node: ast.ClassDef, name: str):
-        for member in statements(node.body):
-            if name in bound_names(member):
-                return module, member
-        bases = [self._base(module, base) for base in node.bases]
-        found = [self._in_class(*base, name) if isinstance(base, tuple) else base for base in bases]
-        return next((f for f in found if f), None)
-
-    def _base(self, module: str, base: ast.expr):
-        """A base class; None for those that bring no members of their own."""
-        name = ast.unparse(base).split("[")[0]
-        if name.split(".")[-1] in ("object", "Enum", "str", "ABC", "Generic", "NamedTuple", "Protocol"):
-            return None
-        found = self.find(f"{module}.{name}")
-        return found if isinstance(found, tuple) and isinstance(found[1], ast.ClassDef) else UNKNOWN
-
-    def keywords(self, name: str) -> set[str] | None:
-        """The keywords that calling `name` takes, or None if anything goes or nobody knows."""
-        found = self.find(name)
-        if not isinstance(found, tuple):
-            return None
-        module, node = found
-        if isinstance(node, ast.ClassDef):
-            init = self._in_class(module, node, "__init__")
-            if init is UNKNOWN:
-                return None
-            if init is None:
-                return self._fields(module, node)
-            node = init[1]
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or node.args.kwarg:
-            return None
-        return {arg.arg for arg in [*node.args.args, *node.args.kwonlyargs]}
-
-    def _fields(self, module: str, node: ast.ClassDef) -> set[str] | None:
-        """The fields of a dataclass or named tuple and of its bases."""
-        fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
-        for base in node.bases:
-            found = self._base(module, base)
-            inherited = self._fields(*found) if isinstance(found, tuple) else set()
-            if found is UNKNOWN or inherited is None:
-                return None
-            fields |= inherited
-        return fields
-
-
-def up(package: str, level: int) -> str:
-    """What `level` leading dots of a relative import stand for."""
-    return ".".join(package.split(".")[: len(package.split(".")) - level + 1]) if level else ""
-
-
-def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a body and of the branches in it."""
-    for node in body:
-        yield node
-        for field in ("body", "orelse", "finalbody"):
-            if isinstance(node, (ast.If, ast.Try, ast.With)):
-                yield from statements(getattr(node, field, []))
-        for handler in getattr(node, "handlers", []):
-            yield from statements(handler.body)
-
-
-def bound_names(node: ast.stmt) -> set[str]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return {node.name}
-    if isinstance(node, ast.Import):
-        return {alias.asname or alias.name.split(".")[0] for alias in node.names}
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {n.id for target in targets if target for n in ast.walk(target) if isinstance(n, ast.Name)}
 
 
 def falls_back(node: ast.AST) -> bool:
@@ -143,30 +29,44 @@ def falls_back(node: ast.AST) -> bool:
     return any(h.type and "ImportError" in ast.unparse(h.type) for h in handlers)
 
 
+@cache
+def imported(tree: ast.Module) -> list[tuple[int, str, str]]:
+    """Line, full name and name here of everything that the code imports from the packages."""
+    nodes = list(ast.walk(tree))
+    optional = {id(n) for t in nodes if falls_back(t) for s in t.body for n in ast.walk(s)}
+    found = []
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in optional:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
+                here = alias.asname or (alias.name if isinstance(node, ast.ImportFrom) else "")
+                if name.split(".")[0] in PACKAGES:
+                    found.append((node.lineno, name, here))
+    return found
+
+
+def full(node: ast.AST, names: dict[str, str]) -> str | None:
+    """The full name that an expression stands for, given the full names of those imported."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    base = full(node.value, names) if isinstance(node, ast.Attribute) else None
+    return f"{base}.{node.attr}" if base else None
+
+
+@cache
+def names_of(tree: ast.Module) -> dict[str, str]:
+    """Full names by the names here; `import a.b` binds a."""
+    return {here or name.split(".")[0]: name if here else name.split(".")[0] for _, name, here in imported(tree)}
+
+
 def uses(tree: ast.Module) -> Iterator[tuple[int, str, list[str]]]:
     """Line, full name and keywords of everything that the code takes from the packages and from their classes."""
-    optional = {id(n) for t in ast.walk(tree) if falls_back(t) for s in t.body for n in ast.walk(s)}
-    imports = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and id(n) not in optional]
-    names = {}
-    for node in imports:
-        for alias in node.names:
-            name = f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name
-            top = name.split(".")[0]
-            if top in PACKAGES:
-                yield node.lineno, name, []
-                bare = isinstance(node, ast.Import) and not alias.asname  # `import a.b` binds a
-                names[top if bare else alias.asname or alias.name] = top if bare else name
-
-    def full(node: ast.AST) -> str | None:
-        if isinstance(node, ast.Name):
-            return names.get(node.id)
-        base = full(node.value) if isinstance(node, ast.Attribute) else None
-        return f"{base}.{node.attr}" if base else None
-
+    names = names_of(tree)
+    yield from ((line, name, []) for line, name, _ in imported(tree))
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (name := full(node)):
+        if isinstance(node, ast.Attribute) and (name := full(node, names)):
             yield node.lineno, name, []
-        elif isinstance(node, ast.Call) and (name := full(node.func)):
+        elif isinstance(node, ast.Call) and (name := full(node.func, names)):
             yield node.lineno, name, [k.arg for k in node.keywords if k.arg]
 
 
@@ -180,10 +80,64 @@ def problems(path: str, tree: ast.Module, sources: Sources) -> Iterator[str]:
                 yield f"{path}:{line}: {name} has no parameter {keyword}"
 
 
-def problems_of_ours(sources: Sources) -> list[str]:
+def overrides(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Methods of classes that extend one of the packages, each with the full name that it has there if it overrides."""
+    names = names_of(tree)
+    for node in ast.walk(tree):
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            if name := full(base.value if isinstance(base, ast.Subscript) else base, names):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef) and not method.name.startswith("__"):
+                        yield f"{name}.{method.name}", method
+
+
+def signature(function: ast.FunctionDef) -> inspect.Signature:
+    """What a function takes, without types and with None for defaults."""
+    given = copy.deepcopy(function.args)
+    for arg in ast.walk(given):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
+    given.defaults = [ast.Constant(None) for _ in given.defaults]
+    given.kw_defaults = [each and ast.Constant(None) for each in given.kw_defaults]
+    code = ast.fix_missing_locations(ast.Expression(ast.Lambda(given, ast.Constant(None))))
+    return inspect.signature(eval(compile(code, "", "eval")))
+
+
+def binds(call: ast.Call, function: ast.FunctionDef) -> bool:
+    """Can a method be called so?"""
+    open_ended = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
+    bind = signature(function).bind_partial if open_ended else signature(function).bind
+    try:
+        bind(*([None] * (1 + len(call.args))), **{k.arg: None for k in call.keywords if k.arg})
+    except TypeError:
+        return False
+    return True
+
+
+def problems_of_overrides(path: str, tree: ast.Module, sources: Sources, newer: Sources) -> Iterator[str]:
+    """What of `sources` does not fit our overrides: methods that only `newer` has, and calls that ours do not take."""
+    for name, ours in overrides(tree):
+        there = sources.find(name)
+        if there is None and newer.find(name):
+            yield f"{path}:{ours.lineno}: {name} does not exist, so that nobody calls ours"
+        if not isinstance(there, tuple):
+            continue
+        for where, call in sources.calls(ours.name, "torchrec/distributed/"):
+            if binds(call, there[1]) and not binds(call, ours):  # else it calls something else of this name
+                yield f"{path}:{ours.lineno}: {name} is called as {ast.unparse(call)} in {where}"
+
+
+@cache
+def trees_of_ours() -> list[tuple[str, ast.Module]]:
     paths = [*ROOT.glob("recsys/**/*.py"), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("train.py")]
-    trees = {str(p.relative_to(ROOT)): ast.parse(p.read_text(encoding="utf-8")) for p in sorted(paths)}
-    return [found for path, tree in trees.items() for found in problems(path, tree, sources)]
+    return [(str(p.relative_to(ROOT)), ast.parse(p.read_text(encoding="utf-8"))) for p in sorted(paths)]
+
+
+def problems_of_ours(sources: Sources, newer: Sources) -> list[str]:
+    found = []
+    for path, tree in trees_of_ours():
+        found += [*problems(path, tree, sources), *problems_of_overrides(path, tree, sources, newer)]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -210,14 +164,29 @@ def installed() -> Sources:
     return Sources(files)
 
 
-def test_ours_fits_the_oldest(oldest):
-    found = problems_of_ours(oldest)
+def test_ours_fits_the_oldest(oldest, installed):
+    found = problems_of_ours(oldest, installed)
     assert not found, "\n".join(found)
 
 
 def test_ours_fits_the_installed(installed):
-    found = problems_of_ours(installed)
+    found = problems_of_ours(installed, installed)
     assert not found, "\n".join(found)
+
+
+def test_overrides_are_found():
+    found = {name.removeprefix("torchrec.distributed.") for _, tree in trees_of_ours() for name, _ in overrides(tree)}
+    assert {"planner.types.ShardEstimator.estimate", "train_pipeline.TrainPipelineSparseDist._backward"} < found
+
+
+@pytest.mark.parametrize("version", ["oldest", "installed"])
+def test_the_pipeline_asks_no_more_of_an_optimizer_than_ours_has(version, request):
+    sources = request.getfixturevalue(version)
+    _, pipeline = sources.find("torchrec.distributed.train_pipeline.TrainPipelineSparseDist")
+    asked = {
+        n.attr for n in ast.walk(pipeline) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "self._optimizer"
+    }
+    assert asked == {"zero_grad", "step"}
 
 
 def test_oldest_lacks_what_it_is_known_to_lack(oldest):
@@ -287,3 +256,38 @@ def test_nothing_is_found_in_good_code(code):
 @pytest.mark.parametrize(("code", "said"), WRONG)
 def test_what_is_wrong_is_found(code, said):
     assert any(found.endswith(said) for found in problems("x.py", ast.parse(code), Sources(PACKAGE)))
+
+
+ESTIMATORS = {
+    "torchrec/distributed/estimators.py": """
+class Base:
+    def estimate(self, options, sharders=None, *, quick=False): ...
+class Estimator(Base):
+    def step(self): ...
+def use(estimator, other):
+    estimator.estimate([], {})
+    estimator.estimate(options=[], quick=True)
+    estimator.estimate(*[], **{})
+    other.estimate(1, 2, 3)
+"""
+}
+OURS = "from torchrec.distributed import estimators\nclass Ours(estimators.Estimator):\n    def {}: ..."
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("estimate(self, options, *args, **kwargs)", []),
+        ("estimate(self, options, sharders=None, quick=True)", []),
+        ("of_our_own(self)", []),
+        ("step(self)", []),
+        ("estimate(self, options, **kwargs)", ["estimate is called as estimator.estimate([], {}) in"]),
+        ("estimate(self, chosen, *args, **more)", ["called as estimator.estimate(options=[], quick=True) in"]),
+        ("hook(self)", ["torchrec.distributed.estimators.Estimator.hook does not exist, so that nobody calls ours"]),
+    ],
+)
+def test_calls_that_an_override_does_not_take_are_found(method, said):
+    newer = {path: text.replace("def step", "def hook(self): ...\n    def step") for path, text in ESTIMATORS.items()}
+    tree = ast.parse(OURS.format(method))
+    found = list(problems_of_overrides("x.py", tree, Sources(ESTIMATORS), Sources(newer)))
+    assert len(found) == len(said) and all(a in b for a, b in zip(said, found, strict=True))
