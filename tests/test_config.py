@@ -53,3 +53,63 @@ def test_attention_over_tables_of_one_width() -> None:
     with pytest.raises(UserError, match=r"one embedding_dim, found tables\.hour with 8, tables\.item with 16"):
         load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides)
     assert load_config(ROOT / "configs" / "dlrm_sample.yaml", overrides[:1]).unpooled_tables() == {"item", "hour"}
+
+
+RANGES = """\
+data: {train: x, label_column: y}
+features:
+  user: {table: user}
+  "C{1..3}": {table: "t{08..10}", column: "cat_{0..2}"}
+  price: {type: float}
+tables:
+  user: {num_embeddings: 9, embedding_dim: 8}
+  t09: {num_embeddings: 50}
+  "t{08..10}": {num_embeddings: 9, embedding_dim: 8, optimizer: {name: sgd}}
+  "t{09..10}": {optimizer: {learning_rate: 0.5}}
+model: {name: dlrm}
+"""
+
+
+def test_ranges_of_names(tmp_path: Path) -> None:
+    """In the place of the range, bound number by number; what is written out, or comes later, wins."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(RANGES)
+    config = load_config(path, ["tables.t{08..09}.embedding_dim=16", "tables.t10.embedding_dim=4"])
+    assert list(config.features) == ["user", "C1", "C2", "C3", "price"]
+    found = [(config.features[name].table, config.features[name].column) for name in ("C1", "C2", "C3")]
+    assert found == [("t08", "cat_0"), ("t09", "cat_1"), ("t10", "cat_2")]
+    tables = {name: (table.num_embeddings, table.embedding_dim) for name, table in config.tables.items()}
+    assert tables == {"user": (9, 8), "t09": (50, 16), "t08": (9, 16), "t10": (9, 4)}
+    optimizers = [config.table_optimizer(name) for name in ("t08", "t09", "t10")]
+    assert [(each.name.name, each.learning_rate) for each in optimizers] == [("sgd", 0.05), ("sgd", 0.5), ("sgd", 0.5)]
+    save_config(config, tmp_path / "saved.yaml")
+    assert ".." not in (tmp_path / "saved.yaml").read_text()
+    again = load_config(tmp_path / "saved.yaml")
+    assert (again.features, again.tables) == (config.features, config.tables)
+
+
+def test_ranges_in_the_lists_of_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "{data: {train: x}, features: {'u{1..3}': {table: t}, i: {table: t}},"
+        " tables: {t: {num_embeddings: 9, embedding_dim: 8}},"
+        " model: {name: two_tower, user_features: ['u{1..2}', u3], item_features: [i], item_id: i}}"
+    )
+    assert load_config(path).model.user_features == ["u1", "u2", "u3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("C{1..3}", "C{3..1}"), "'features.C{3..1}': {3..1} must count up"),
+        (("C{1..3}", "C{1..99999}"), "{1..99999} must count up, over 10,000 numbers at most"),
+        (("cat_{0..2}", "cat_{0..3}"), "'features.C{1..3}': {0..3} has 4 numbers, and the first range 3"),
+        (("C{1..3}", "C*"), "alike names in a row are written as C{1..26}"),
+    ],
+)
+def test_ranges_that_are_none(change: tuple[str, str], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(RANGES.replace(*change))
+    with pytest.raises(UserError) as refused:
+        load_config(path)
+    assert said in str(refused.value)

@@ -23,6 +23,7 @@ from omegaconf.errors import (
 
 from recsys.config.checks import check_config
 from recsys.config.names import run_name_of
+from recsys.config.ranges import expand_override, without_ranges
 from recsys.config.schema import MODELS, Config
 from recsys.errors import UserError, nearest
 
@@ -45,7 +46,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
     Raises:
         UserError: unreadable file, unknown key, wrong type, missing value, or parts that do not fit.
     """
-    layers = [_read_yaml(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, overrides)]
+    changes = [each for text in overrides for each in expand_override(text)]
+    read = [_read_yaml(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, changes)]
+    layers = [layer for each in read for layer in without_ranges(each)]
     name = _model_name(layers)
     model = MODELS.get(name)
     for layer in layers:

@@ -1,6 +1,7 @@
 """The dataclasses behind a config file: every key, its type, its default and its meaning.
 
 Features and tables are mappings by name, so that `tables.item.embedding_dim=32` reaches them from the command line.
+`C{1..26}` names 26 alike ones at once (`recsys.config.ranges`).
 Names are letters and digits of any script, `_` and `-` (`names`), since files, modules and tensors are called by them.
 """
 

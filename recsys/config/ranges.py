@@ -1,0 +1,90 @@
+"""Names of alike features and tables: `C{1..26}` stands for C1 to C26, before anything is checked or merged.
+
+Ranges need no look at the data, so that a config says what it trains wherever it is read; a saved one has every name.
+"""
+
+import re
+from typing import Any
+
+from recsys.errors import UserError
+
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_SECTIONS = ("features", "tables")
+_MOST_NAMES = 10_000
+
+
+def without_ranges(layer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a config's layer as layers without ranges, of which later ones win.
+
+    Names with a range in `features` and `tables` become their names, in their place; a range in what such a name holds
+    takes the same place as the name, so that `C{1..3}: {table: T{1..3}}` gives C2 the table T2. Names that are written
+    out, wherever they stand, win over ranges, and later ranges over earlier ones. Lists in `model` grow likewise.
+
+    Raises:
+        UserError: a range that counts down, has too many names, or not as many as its name.
+    """
+    order: dict[str, Any] = {}
+    ranged: list[dict[str, Any]] = []
+    plain = dict(layer)
+    for section in _SECTIONS:
+        content = layer.get(section)
+        if not isinstance(content, dict) or not any(_has_range(name) for name in content):
+            continue
+        order[section] = {each: {} for name in content for each in _names(f"{section}.{name}", name)}
+        plain[section] = {name: value for name, value in content.items() if not _has_range(name)}
+        for name, value in content.items():
+            if _has_range(name):
+                names = _names(f"{section}.{name}", name)
+                values = (_taken(f"{section}.{name}", value, i, len(names)) for i in range(len(names)))
+                ranged.append({section: dict(zip(names, values, strict=True))})
+    model = layer.get("model")
+    if isinstance(model, dict):
+        plain["model"] = {key: _longer(f"model.{key}", value) for key, value in model.items()}
+    return [each for each in (order, *ranged, plain) if each]
+
+
+def expand_override(text: str) -> list[str]:
+    """Return what a `key=value` stands for whose key has a range (which bash expands too, outside quotes)."""
+    return _names(text, text) if _has_range(text.partition("=")[0]) else [text]
+
+
+def _has_range(text: Any) -> bool:
+    return isinstance(text, str) and _RANGE.search(text) is not None
+
+
+def _names(key: str, text: Any) -> list[str]:
+    """Return the names that a text stands for: itself, where it has no range."""
+    first = _RANGE.search(text) if isinstance(text, str) else None
+    count = 1 if first is None else len(_numbers(key, first))
+    return [_taken(key, text, i, count) for i in range(count)]
+
+
+def _numbers(key: str, match: re.Match[str]) -> range:
+    first, last = int(match[1]), int(match[2])
+    if not first <= last < first + _MOST_NAMES:
+        raise UserError(f"config key '{key}': {match[0]} must count up, over {_MOST_NAMES:,} numbers at most")
+    return range(first, last + 1)
+
+
+def _taken(key: str, value: Any, index: int, count: int) -> Any:
+    """Return a value, all that is in it too, with the number at `index` in place of each range."""
+
+    def number(match: re.Match[str]) -> str:
+        numbers = _numbers(key, match)
+        if len(numbers) != count:
+            raise UserError(
+                f"config key '{key}': {match[0]} has {len(numbers)} numbers, and the first range {count}; ranges that "
+                f"go together have equally many"
+            )
+        width = len(match[1]) if match[1].startswith("0") else 0  # {01..12} is 01, 02 …
+        return str(numbers[index]).zfill(width)
+
+    if isinstance(value, dict):
+        return {name: _taken(key, each, index, count) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_taken(key, each, index, count) for each in value]
+    return _RANGE.sub(number, value) if isinstance(value, str) else value
+
+
+def _longer(key: str, value: Any) -> Any:
+    return [name for each in value for name in _names(key, each)] if isinstance(value, list) else value
