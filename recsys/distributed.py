@@ -142,15 +142,6 @@ def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shar
             yield Shard(table, piece.placement.rank(), tuple(piece.shard_offsets), tuple(piece.shard_sizes), *how)
 
 
-def describe_plan(pieces: Iterable[Shard]) -> list[str]:
-    """Return a line a table: its sharding type and which rank holds which rows."""
-    lines: dict[str, list[str]] = {}
-    for shard in pieces:
-        rows = f"rank {shard.rank}: {shard.size[0]:,} × {shard.size[1]}"
-        lines.setdefault(f"{shard.table} {shard.sharding_type} ({shard.compute_kernel})", []).append(rows)
-    return [f"{head}: {'; '.join(places)}" for head, places in lines.items()]
-
-
 def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
     """Shard the tables of `step` by the plan, and move the rest to the device.
 

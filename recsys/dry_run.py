@@ -1,26 +1,29 @@
 """`--dry-run`: the plan and the memory that a run would take, on machines that need not be here."""
 
+import os
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from recsys.config import Config
 from recsys.config.device import check_device
-from recsys.distributed import describe_plan
 from recsys.errors import UserError
 from recsys.fit import Fitter, pieces_of
 from recsys.inputs import Inputs, open_inputs
-from recsys.memory import RankMemory
-from recsys.memory.page import gib, mib, row
+from recsys.memory.page import Cell, describe_plan, kind_rows, listed, rank_table
+from recsys.memory.page import size as shown
 from recsys.observe import quiet_libraries, to_json
 from recsys.process_group import World, rehearse_world
-from recsys.rehearsal import Prediction, data_facts, largest_batch, layer_page, misfits, predict_run
+from recsys.rehearsal import Prediction, data_facts, demands, largest_batch, layer_page, misfits, predict_run
 from recsys.tables import Shard
 from recsys.topology import Topology, topology_of
 
 SCHEMA_VERSION = 1
-_SHOWN_RANKS = 8
+_APART = 0.02  # ranks that differ by less are shown as one
 _SHOWN_PIECES = 40
 
 
@@ -29,6 +32,7 @@ class DryRun:
     """What a dry run has found out.
 
     Attributes:
+        largest_batch: the largest global batch that fits, 0 where none does, None where no memory is given.
         misfits: a sentence for each GPU and machine whose memory is not enough.
         instead: what the device has no kernel for, and what is done in its place.
         changes: what memory.fit has changed.
@@ -38,6 +42,7 @@ class DryRun:
     topology: Topology
     pieces: list[Shard]
     prediction: Prediction
+    largest_batch: int | None
     misfits: list[str]
     instead: list[str]
     changes: list[str]
@@ -55,12 +60,15 @@ def dry_run(config: Config) -> int:
     quiet_libraries()
     found = rehearse_run(config)
     page = format_dry_run(found)
-    print(page)
     if config.run.dir is not None:
         folder = Path(config.run.dir) / "memory"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "dry_run.md").write_text(page)
         (folder / "dry_run.json").write_text(to_json(as_json(found), indent=1) + "\n")
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:  # `| head -1` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1 if found.misfits else 0
 
 
@@ -80,12 +88,12 @@ def rehearse_run(config: Config) -> DryRun:
             config = fitted.config
         pieces = pieces_of(config, topology)
         prediction = predict_run(config, data, topology, pieces)
-        largest = largest_batch(config, data, topology, pieces)
+        bounded = topology.on_gpu or topology.host_known
+        largest = largest_batch(config, data, topology, pieces) if bounded else None
         wrong = misfits(prediction.ranks, topology)
         if wrong and not config.memory.fit:
             changes.append("memory.fit=true looks for settings that fit")
-    prediction = replace(prediction, largest_batch=largest)
-    return DryRun(config, topology, pieces, prediction, wrong, instead, changes, time.monotonic() - start)
+    return DryRun(config, topology, pieces, prediction, largest, wrong, instead, changes, time.monotonic() - start)
 
 
 def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
@@ -102,9 +110,13 @@ def as_json(found: DryRun) -> dict[str, Any]:
         "schema_version": SCHEMA_VERSION,
         "fits": not found.misfits,
         "misfits": found.misfits,
-        "topology": {**asdict(topology), "device": topology.device.type},
+        "topology": {
+            **asdict(topology),
+            "device": topology.device.type,
+            "host_bytes": topology.host_bytes if topology.host_known else None,
+        },
         "global_batch_size": config.train.global_batch_size,
-        "largest_global_batch_size": prediction.largest_batch,
+        "largest_global_batch_size": found.largest_batch,
         "data": asdict(prediction.data),
         "dense": asdict(prediction.dense),
         "ranks": [
@@ -119,69 +131,84 @@ def as_json(found: DryRun) -> dict[str, Any]:
 
 
 def format_dry_run(found: DryRun) -> str:
-    """Return the page for people, as Markdown."""
+    """Return the page for people, as Markdown; its first line is the answer."""
     config, topology, prediction = found.config, found.topology, found.prediction
-    ranks, batch = prediction.ranks, config.train.global_batch_size
-    memory = f"{gib(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
-    if topology.on_gpu:
-        memory = f"{gib(topology.device_bytes)} a GPU ({topology.sources['device_bytes']}), {memory}"
+    ranks = prediction.ranks
     lines = [
-        f"# Dry run: {config.run.name} on {topology.world_size} × {topology.device.type}",
+        f"# {_answer(found)}",
         "",
-        f"- {'Fits' if not found.misfits else 'DOES NOT FIT'} with a global batch of {batch:,} rows; the largest that "
-        f"fits under this plan: {prediction.largest_batch:,}",
-        *(f"  - {sentence}" for sentence in _few(found.misfits, _SHOWN_RANKS)),
-        f"- {topology.num_machines} machines of {topology.local_world_size} ranks, {memory}",
+        f"- {config.run.name}, a global batch of {config.train.global_batch_size:,} rows on {topology.world_size} × "
+        f"{topology.device.type}: {topology.num_machines} machine{'s' if topology.num_machines > 1 else ''} of "
+        f"{topology.local_world_size}",
+        *(f"- {sentence}" for sentence in [*_memory(found), *_full_or_idle(found), *found.instead, *found.changes]),
         f"- Ids a row: {sum(prediction.data.mean_ids.values()):.2f}, by {prediction.data.source}",
-        *(f"- {sentence}" for sentence in [*found.instead, *found.changes]),
-        *_locked(found),
         "",
     ]
     for where in ("device", "host") if topology.on_gpu else ("host",):
-        lines += [f"## {'GPU' if where == 'device' else 'Host'} memory by rank at its peak (MiB)", ""]
-        lines += _by_rank(ranks, where)
-        lines.append("")
+        peaks = [rank.peak(where) for rank in ranks]
+        rows: dict[str, list[Cell]] = {"**peak**": [(peak,) for peak, _ in peaks]}
+        rows |= {"phase": [phase for _, phase in peaks]}
+        rows |= kind_rows([rank.phases[phase][where] for rank, (_, phase) in zip(ranks, peaks, strict=True)])
+        lines += [f"## {'GPU' if where == 'device' else 'Host'} memory by rank at its peak", ""]
+        lines += [*rank_table("kind", rows, _APART), ""]
     lines += [layer_page(config, prediction.data, prediction.dense.rows)]
     lines += ["## Plan", "", *_few([f"- {line}" for line in describe_plan(found.pieces)], _SHOWN_PIECES), ""]
     return "\n".join([*lines, f"{found.seconds:.1f} s"])
 
 
-def _locked(found: DryRun) -> list[str]:
-    """Tell how the page-locked batches of a machine compare with what may be locked."""
-    topology = found.topology
+def _answer(found: DryRun) -> str:
+    """Tell whether it fits, the tightest place, and the largest batch."""
+    topology, largest = found.topology, found.largest_batch
+    if largest is None:
+        need = max(size for _, size, _ in demands(found.prediction.ranks, topology))
+        return f"Host memory not given: {shown(need)} a machine would be needed (topology.host_memory decides)"
+    where, size, there = max(demands(found.prediction.ranks, topology), key=lambda each: each[1] / each[2])
+    verdict = "DOES NOT FIT" if found.misfits else "Fits"
+    digits = 10 ** max(0, len(str(largest)) - 3)  # more than three are not known
+    batch = f"the largest global batch that fits is {largest // digits * digits:,} rows" if largest else "no batch fits"
+    return f"{verdict}: {where} would take {shown(size)} of {shown(there)}; {batch} under this plan"
+
+
+def _memory(found: DryRun) -> list[str]:
+    """Tell what memory there is, by whose word, and how much of it batches lock."""
+    topology, ranks = found.topology, found.prediction.ranks
+    need = max(size for where, size, _ in demands(ranks, topology) if where.startswith("the host"))
+    host = f"host memory not given: {shown(need)} a machine would be needed"
+    if topology.host_known:
+        host = f"{shown(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
     if not topology.on_gpu:
-        return []
-    own = found.prediction.ranks[0].phases["step"]["host"].get("loader_batches", 0)
-    pinned = own * topology.local_world_size
-    limit = "unlimited" if topology.locked_bytes is None else f"{mib(topology.locked_bytes)} MiB"
+        return [host[0].upper() + host[1:]]
+    own = ranks[0].phases["step"]["host"].get("loader_batches", 0)
+    limit = "unlimited" if topology.locked_bytes is None else shown(topology.locked_bytes)
     return [
-        f"- Page-locked by CUDA: {mib(own)} MiB a rank, {mib(pinned)} MiB a machine, of {gib(topology.host_bytes)}; "
-        f"RLIMIT_MEMLOCK here: {limit} (it binds mlock and RDMA, not CUDA's driver)"
+        f"{shown(topology.device_bytes)} a GPU ({topology.sources['device_bytes']}), {host}",
+        f"Page-locked by CUDA: {shown(own)} a rank, {shown(own * topology.local_world_size)} a machine; "
+        f"RLIMIT_MEMLOCK here: {limit} (it binds mlock and RDMA, not CUDA's driver)",
     ]
 
 
-def _by_rank(ranks: list[RankMemory], where: str) -> list[str]:
-    shown = _shown(ranks, where)
-    at_peak = [rank.phases[rank.peak(where)[1]][where] for rank in shown]
-    kinds = list(dict.fromkeys(kind for kinds in at_peak for kind in kinds))
-    lines = [row("kind", *(f"rank {rank.rank}" for rank in shown)), row("---", *["---:"] * len(shown))]
-    lines += [row(kind.replace("_", " "), *(mib(kinds.get(kind, 0)) for kinds in at_peak)) for kind in kinds]
-    lines.append(row("**peak**", *(mib(rank.peak(where)[0]) for rank in shown)))
-    lines.append(row("phase", *(rank.peak(where)[1] for rank in shown)))
-    if len(shown) < len(ranks):
-        lines += ["", f"Of {len(ranks)} ranks the fullest, the emptiest and the first are shown."]
+def _full_or_idle(found: DryRun) -> list[str]:
+    """Tell which GPUs and machines are too full, which hold no table, and which GPUs here are left out."""
+    topology, lines = found.topology, []
+    world, local = topology.world_size, topology.local_world_size
+    full = [number for number, (_, size, there) in enumerate(demands(found.prediction.ranks, topology)) if size > there]
+    gpus = world if topology.on_gpu else 0  # which come first
+    if any(number < gpus for number in full):
+        lines.append(f"Too full: the GPUs of {listed(number for number in full if number < gpus)}")
+    if any(number >= gpus for number in full):
+        lines.append(f"Too full: the host memory of {listed((n - gpus for n in full if n >= gpus), 'machine')}")
+    idle = set(range(world)) - {piece.rank for piece in found.pieces}
+    if idle:
+        machines = [m for m in range(topology.num_machines) if idle.issuperset(range(m * local, (m + 1) * local))]
+        so = f", so none on {listed(machines, 'machine')}" if machines else ""
+        lines.append(f"No table is on {listed(idle)}{so}; tables.X.sharding_type=row_wise spreads one over all ranks")
+    here = torch.cuda.device_count() if topology.sources["device_bytes"] == "the GPU here" else 0
+    if here > local:
+        lines.append(f"{here - local} of the {here} GPUs here are not used: topology.world_size={here} takes all")
     return lines
-
-
-def _shown(ranks: list[RankMemory], where: str) -> list[RankMemory]:
-    if len(ranks) <= _SHOWN_RANKS:
-        return ranks
-    by_size = sorted(ranks, key=lambda rank: rank.peak(where)[0])
-    chosen = {each.rank: each for each in (*by_size[-3:], by_size[0], *ranks)}
-    return sorted(list(chosen.values())[:_SHOWN_RANKS], key=lambda rank: rank.rank)
 
 
 def _few(lines: list[str], most: int) -> list[str]:
     """Return the first lines, long ones cut, and how many there are besides."""
     short = [line if len(line) < 240 else f"{line[:200]} … ({line.count('; ') + 1} pieces)" for line in lines[:most]]
-    return short if len(lines) <= most else [*short, f"- … and {len(lines) - most} more"]
+    return short if len(lines) <= most else [*short, f"… and {len(lines) - most} more"]

@@ -45,16 +45,13 @@ class MemoryLog:
         )
         return prediction, layer_page(config, prediction.data, prediction.dense.rows)
 
-    def write(self, status: str) -> tuple[dict[str, Any], str]:
-        """Write this rank's report, and on rank 0 the pages over all ranks; collective.
-
-        Returns:
-            What this rank wrote, and the page.
-        """
+    def write(self, status: str) -> dict[str, Any]:
+        """Write this rank's report, which is returned, and on rank 0 the pages over all ranks; collective."""
         world, report = self._inputs.world, self._report(status)
         world.agree(lambda: write_rank(self._folder, report))
         self._timeline.close()
-        return report, world.from_rank_zero(lambda: write_pages(self._folder, self._layers))
+        world.from_rank_zero(lambda: write_pages(self._folder, self._layers))
+        return report
 
     def write_alone(self, status: str, extra: dict[str, Any]) -> None:
         """Write this rank's report and the pages over those that there are, after a failure that others may share.

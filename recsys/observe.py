@@ -166,6 +166,11 @@ class Progress:
         )
 
 
+def show_metrics(metrics: dict[str, float]) -> str:
+    """Return the metrics of an evaluation for people."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
+
+
 def git_commit() -> str | None:
     """Return the commit of the source tree, with `+` if it has changes, or None outside a repository."""
     here = Path(__file__).resolve().parent

@@ -23,7 +23,7 @@ from recsys.inputs import Inputs
 from recsys.layers import Layer, analyse_layers, format_layers
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.live import LivePeak, storage_bytes
-from recsys.memory.page import gib
+from recsys.memory.page import size as shown
 from recsys.models import TrainStep, forget_constants
 from recsys.tables import Shard, float_features, id_features
 from recsys.topology import Topology
@@ -262,12 +262,11 @@ def _window_bytes(inputs: Inputs, sample: _Sample) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory of all ranks, and the largest global batch that fits; 0 where none does."""
+    """The memory of all ranks, and what it follows from."""
 
     ranks: list[RankMemory]
     data: DataFacts
     dense: DenseFacts
-    largest_batch: int = 0
 
 
 def predict_run(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> Prediction:
@@ -327,4 +326,4 @@ def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[tuple[s
 def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
     """Return a sentence for each GPU and machine whose memory is not enough."""
     found = demands(ranks, topology)
-    return [f"{where} would take {gib(size)} of {gib(there)}" for where, size, there in found if size > there]
+    return [f"{where} would take {shown(size)} of {shown(there)}" for where, size, there in found if size > there]

@@ -2,7 +2,7 @@
 
 import shutil
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,19 +14,20 @@ from recsys.build import build_model
 from recsys.checkpoint import find_checkpoint
 from recsys.config import Config, save_config
 from recsys.config.device import check_device
-from recsys.distributed import describe_plan, save_plan
+from recsys.distributed import save_plan
 from recsys.errors import UserError
 from recsys.fit import Change
 from recsys.inputs import Inputs, learn_facts, open_inputs
 from recsys.memory import Timeline
+from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION
 from recsys.memory_log import MemoryLog
-from recsys.observe import git_commit, logger, quiet_libraries, start_logging, to_json
+from recsys.observe import logger, quiet_libraries, start_logging, to_json
 from recsys.out_of_memory import explained, fit_inputs, limit_memory
 from recsys.process_environment import give_large_blocks_back, give_unused_back
 from recsys.process_group import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
-from recsys.trainer import FitResult, Trainer
-from recsys.versions import installed_versions
+from recsys.result import closing_lines, how_to_go_on, run_result
+from recsys.trainer import Trainer
 from recsys.watchdog import Watchdog
 
 _WRITTEN = (
@@ -128,15 +129,14 @@ def _run(
     with explained(inputs, timeline, folder, memory.write_alone), timeline.phase("step"):
         fitted = trainer.fit()
     watchdog.rest()
-    report, page = memory.write("stopped" if fitted.stopped else "done")
-    logger.info("\n%s", page)
-    result = _result(inputs, fitted, report, time.monotonic() - start)
+    report = memory.write("stopped" if fitted.stopped else "done")
+    reports = world.gather({part: report[part] for part in ("identity", "peak", "host")})
+    result = run_result(inputs, fitted, reports, time.monotonic() - start)
     result |= {"instead": instead, "fitted": [str(change) for change in changes]}
-    for name, found in result["data"]["ids"].items():
-        logger.info("ids of %s: %s", name, _describe_ids(found))
     if world.rank == 0:
         (run_dir / "result.json").write_text(to_json(result, indent=1) + "\n")
-    logger.info("%s: %s", "stopped" if fitted.stopped else "done", run_dir / "result.json")
+        for line in closing_lines(result, reports, run_dir, how_to_go_on(config, run_dir, world)):
+            logger.info("%s", line)
     return STOPPED_STATUS if fitted.stopped else 0
 
 
@@ -216,57 +216,3 @@ def _clear(run_dir: Path, overwrite: bool) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _result(inputs: Inputs, fitted: FitResult, memory: dict[str, Any], seconds: float) -> dict[str, Any]:
-    config, world = inputs.config, inputs.world
-    peaks = world.gather(memory["host"])
-    return {
-        "status": "stopped" if fitted.stopped else "done",
-        "name": config.run.name,
-        "metrics": fitted.metrics,
-        "steps": fitted.state.step,
-        "best_step": fitted.state.best_step,
-        "bad_steps": fitted.state.bad_steps,
-        "overflows": fitted.state.overflows,
-        "rows_seen": sum(seen for seen, _, _ in fitted.state.epoch_rows),
-        "epochs": fitted.state.position.epoch,
-        "data": _data_report(inputs, fitted),
-        "samples_per_s": round(fitted.samples_per_s, 1),
-        "wait_share": round(fitted.wait_share, 4),
-        "seconds": round(seconds, 2),
-        "world_size": world.world_size,
-        "device": world.device.type,
-        "peak_rss_bytes": [peak["peak_rss_bytes"] for peak in peaks],
-        "device_peak_allocated_bytes": [peak["device_peak_allocated_bytes"] for peak in peaks],
-        "device_peak_reserved_bytes": [peak["device_peak_reserved_bytes"] for peak in peaks],
-        "versions": installed_versions(),
-        "git_commit": git_commit(),
-        "optimizer": {"tables": config.optimizer.tables.name.name, "dense": config.optimizer.dense.name.name},
-        "state": asdict(fitted.state),
-    }
-
-
-def _describe_ids(found: dict[str, Any]) -> str:
-    shares = f"{found['occupancy']:.1%} of {found['rows']:,} rows in use, {found['collision_rate']:.1%} share a row"
-    unknown = found["out_of_vocabulary_share"]
-    distinct = f"{'' if found['exact'] else 'about '}{found['distinct_ids']:,.0f} distinct"
-    return f"{distinct}, {shares}" + (f", {unknown:.1%} of all out of vocabulary" if unknown else "")
-
-
-def _data_report(inputs: Inputs, fitted: FitResult) -> dict[str, Any]:
-    """Return for each epoch the rows to be trained, those that were, and those that were not; and ids by feature."""
-    train, position = inputs.datasets["train"], fitted.state.position
-    epochs = []
-    for epoch, (seen, bad, skipped) in enumerate(fitted.state.epoch_rows):
-        unfinished = epoch == position.epoch
-        expected = position.num_rows - position.rows_before if unfinished else train.num_rows
-        epochs.append({"expected": expected, "seen": seen, "bad": bad, "skipped": skipped})
-    return {
-        "rows": train.num_rows,
-        "files": train.num_files,
-        "bad_files": list(train.bad_files),
-        "filter": train.filter,
-        "epochs": epochs,
-        "ids": inputs.id_report(),
-    }

@@ -12,7 +12,7 @@ from recsys.config.topology import num_bytes
 from recsys.errors import UserError
 from recsys.process_group import World
 
-_UNLIMITED = 1 << 60  # what cgroup v1 says is more than this where there is no limit
+UNLIMITED = 1 << 60  # bytes: what cgroup v1 says is more than this where there is no limit
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Topology:
         world_size: ranks; local_world_size: of them on one machine.
         device: where a rank computes; without an index.
         device_bytes: memory of one GPU; 0 on CPU, where all is host memory.
-        host_bytes: memory of one machine that its processes may use.
+        host_bytes: memory of one machine that its processes may use; UNLIMITED where it is not known.
         locked_bytes: host memory that a process may lock without privilege; None: any. CUDA's pinned memory is not
             bound by it, RDMA's and mlock's are.
         blas_bytes: of a GPU: the workspace that torch's allocator gives cuBLAS for each thread that calls it.
@@ -48,6 +48,10 @@ class Topology:
         return self.device.type == "cuda"
 
     @property
+    def host_known(self) -> bool:
+        return self.host_bytes < UNLIMITED
+
+    @property
     def host_share_bytes(self) -> int:
         """Host memory of one rank."""
         return self.host_bytes // self.local_world_size
@@ -56,7 +60,8 @@ class Topology:
 def topology_of(config: Config, world: World | None = None) -> Topology:
     """Return the machines of a run, or without a `world` those that the config's `topology` tells of.
 
-    Where memory.budget is less than the memory there is, it stands for that.
+    What this machine has of host memory tells nothing of others: it counts only where `topology` describes none. Where
+    memory.budget is less than the memory there is, it stands for that.
 
     Raises:
         UserError: the memory of a GPU is not given, and there is none here to ask.
@@ -70,7 +75,8 @@ def topology_of(config: Config, world: World | None = None) -> Topology:
         device = wanted.device or config.run.device
         on_gpu = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
     device_bytes, device_source = _device_bytes(config) if on_gpu else (0, "")
-    host_bytes, host_source = _host_bytes(config)
+    described = (wanted.world_size, wanted.local_world_size, wanted.device, wanted.device_memory)
+    host_bytes, host_source = _host_bytes(config, here=world is not None or described == (None,) * 4)
     if config.memory.budget is not None:
         budget = num_bytes("memory.budget", config.memory.budget)
         if on_gpu and budget < device_bytes:
@@ -107,9 +113,11 @@ def _blas_bytes() -> int:
     return (32 << 20) if hopper else (2 * 4096 + 8 * 16) << 10
 
 
-def _host_bytes(config: Config) -> tuple[int, str]:
+def _host_bytes(config: Config, here: bool) -> tuple[int, str]:
     if config.topology.host_memory is not None:
         return num_bytes("topology.host_memory", config.topology.host_memory), "topology.host_memory"
+    if not here:
+        return UNLIMITED, "not given"
     total, limit = psutil.virtual_memory().total, cgroup_limit()
     return (limit, "the limit of this cgroup") if limit is not None and limit < total else (total, "this machine's")
 
@@ -130,7 +138,7 @@ def cgroup_limit() -> int | None:
             for parent in (folder, *folder.parents):
                 if parent.is_relative_to(Path("/sys/fs/cgroup", root)):
                     limits.append(_read_limit(parent / name))
-    return min((limit for limit in limits if limit is not None and limit < _UNLIMITED), default=None)
+    return min((limit for limit in limits if limit is not None and limit < UNLIMITED), default=None)
 
 
 def _read_limit(path: Path) -> int | None:

@@ -22,7 +22,7 @@ from recsys.inputs import Inputs
 from recsys.memory import Timeline
 from recsys.metrics import is_higher_better
 from recsys.models.step import StepOutput, ignore_phase
-from recsys.observe import MetricsWriter, Progress, logger
+from recsys.observe import MetricsWriter, Progress, logger, show_metrics
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
 from recsys.profiling import traced_steps
@@ -274,8 +274,7 @@ class Trainer:
         with self._timeline.phase("evaluation"):
             metrics = self._evaluation.run(self._built.model, role, stop_requested)
         self._metrics[role] = self._state.metrics[role] = metrics
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
-        logger.info("%s at step %d: %s", role, step, shown)
+        logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
         self._writer.write(role, {"step": step, **metrics})
         self._progress.pause(time.monotonic() - start)
         return metrics

@@ -21,6 +21,3 @@ echo "quickstart: training with $ranks process(es)"
 # The address because torchrun otherwise asks the network for this host's name, and hangs where none knows it.
 torchrun --standalone --local-addr 127.0.0.1 --nproc_per_node "$ranks" train.py configs/dlrm_movielens.yaml \
     "$@" "run.dir=$run" run.overwrite=true
-
-echo "quickstart: done. Results in $run/result.json, memory by rank in $run/memory/report.md," \
-    "the checkpoint in $run/checkpoints/"

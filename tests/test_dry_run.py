@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from launch import fork_train
 
 from recsys.config import load_config
 from recsys.config.topology import num_bytes
-from recsys.dry_run import rehearse_run
+from recsys.dry_run import as_json, format_dry_run, rehearse_run
 from recsys.errors import UserError
 from recsys.memory.live import LivePeak, storage_bytes
 from recsys.process_group import rehearse_world
@@ -52,7 +53,8 @@ def test_ten_terabytes_on_64_gpus(tmp_path: Path) -> None:
     smaller = [f"tables.t{i}.{each}" for i in range(26) for each in ("data_type=FP16", "num_embeddings=375000000")]
     done = fork_train(str(path), "--dry-run", *GPUS, *smaller, f"run.dir={tmp_path}/run")
     assert done.returncode == 0, done.stdout
-    assert "- Fits with a global batch of 65,536 rows" in done.stdout and "max_length or 1" in done.stdout
+    assert done.stdout.startswith("# Fits: the ") and "global batch of 65,536 rows" in done.stdout
+    assert "max_length or 1" in done.stdout
     found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
     weights = sum(b["host_weight"] for rank in found["ranks"] for b in rank["tables"].values())
     assert weights == 26 * 375_000_000 * 128 * 2
@@ -66,7 +68,7 @@ def test_ten_terabytes_are_made_to_fit(tmp_path: Path) -> None:
     for kernel, where in (("fused", "the GPU of rank 0 (step)"), ("fused_uvm", "the host memory of machine 0")):
         kernels = [f"tables.t{i}.compute_kernel={kernel}" for i in range(26)]
         done = fork_train(str(path), "--dry-run", *GPUS, *kernels)
-        assert done.returncode == 1 and "DOES NOT FIT" in done.stdout and f"{where} would take" in done.stdout
+        assert done.returncode == 1 and done.stdout.startswith(f"# DOES NOT FIT: {where} would take ")
         assert "Traceback" not in done.stderr
     done = fork_train(str(path), "--dry-run", *GPUS, "memory.fit=true", f"run.dir={tmp_path}/run", timeout=300)
     assert done.returncode == 0, done.stdout
@@ -88,6 +90,9 @@ def test_two_hundred_tables(tmp_path: Path) -> None:
 def test_this_machine_without_topology(tmp_path: Path) -> None:
     done = fork_train("configs/dlrm_sample.yaml", "--dry-run")
     assert done.returncode == 0 and "on 1 × cpu" in done.stdout and "the first" in done.stdout
+    assert (
+        done.stdout.startswith("# Fits: the host memory of machine 0 would take ") and "this machine's" in done.stdout
+    )
     assert "| top.0 | Linear |" in done.stdout and not any(tmp_path.iterdir())
 
 
@@ -103,6 +108,30 @@ def test_this_machine_without_topology(tmp_path: Path) -> None:
 def test_mistakes(options: list[str], said: str) -> None:
     done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *options)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_memory_of_other_machines_is_not_that_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a machine of 2 GiB here: what is not given decides nothing, and the page says how much is needed."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2 << 30))
+    tables = ["tables.t0.sharding_type=table_wise", "tables.t1.sharding_type=table_wise"]
+    path = write(tmp_path / "c.yaml", 2, 40_000_000)
+    gpus = ["topology.world_size=8", "topology.device=cuda", "topology.device_memory=80GiB"]
+    found = rehearse_run(load_config(path, [*gpus, *tables]))
+    page = format_dry_run(found)
+    first = page.splitlines()[0]
+    assert first.startswith("# Fits: the GPU of rank ") and " GiB of 80.0 GiB; the largest global batch" in first
+    assert "host memory not given: " in page and "a machine would be needed" in page
+    assert as_json(found)["topology"]["host_bytes"] is None and not found.misfits
+    assert "- No table is on ranks 2-7; " in page and "| kind | rank 0 | rank 1 | ranks 2-7 |" in page
+    assert "| table weight | 19.1 GiB | 19.1 GiB | 0 |" in page
+    page = format_dry_run(rehearse_run(load_config(path, [*gpus, *tables, "topology.host_memory=16GiB"])))
+    assert page.startswith("# DOES NOT FIT: the host memory of machine 0 would take ") and "no batch fits" in page
+    assert "- Too full: the host memory of machine 0\n" in page
+    cpus = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2"])))
+    assert cpus.startswith("# Host memory not given: ") and "a machine would be needed" in cpus.splitlines()[0]
+    budget = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2", "memory.budget=1GiB"])))
+    assert budget.startswith("# DOES NOT FIT: the host memory of machine 0 ") and " of 2.00 GiB" in budget
+    assert "(this machine's)" not in budget
 
 
 def test_sizes() -> None:

@@ -37,7 +37,7 @@ LAYERS = (
     ("build",),
     ("evaluation", "rehearsal", "starting"),
     ("trainer", "fit"),
-    ("memory_log", "out_of_memory"),
+    ("memory_log", "out_of_memory", "result"),
     ("run", "dry_run"),
 )
 SERVICES = LAYERS[7]

@@ -137,11 +137,12 @@ def test_sigterm_saves_and_the_run_goes_on(tmp_path: Path) -> None:
         if line.startswith("step") and int(line.split()[1].split("/")[0]) >= 7:
             break
     process.send_signal(signal.SIGTERM)
-    process.stdout.read()
+    ending = process.stdout.read().splitlines()
     assert process.wait(timeout=60) != 0
     result = json.loads((tmp_path / "stopped" / "result.json").read_text())
     assert result["status"] == "stopped" and 7 <= result["steps"] < 120
-    train(tmp_path / "stopped", *schedule, "run.resume=true", nproc=2)
+    go_on = next(line for line in ending if line.startswith("go on with: ")).removeprefix("go on with: ")
+    subprocess.run(go_on, shell=True, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=120)
     train(tmp_path / "whole", *schedule, nproc=2)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
 
@@ -168,7 +169,7 @@ def test_memory_reports_predict_what_is_measured(pair: tuple[Path, dict[str, Any
     state = sum(report["lines"][1]["measured_bytes"] for report in reports)
     assert state == 4 * (1000 + 1000 + 100 + 20 + 24)
     page = (run_dir / "memory" / "report.md").read_text()
-    assert "rank 0" in page and "rank 1" in page and "peak rss" in page
+    assert "rank 0" in page and "peak rss" in page
 
 
 def test_run_directory_holds_what_the_readme_says(reference: tuple[Path, dict[str, Any]]) -> None:

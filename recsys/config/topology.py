@@ -24,7 +24,9 @@ class TopologyConfig:
     local_world_size: int | None = None  # of a dry run: how many of them on one machine; default: all
     device: Device | None = None  # of a dry run; default: run.device
     device_memory: Any = None  # of one GPU; default: that of the GPU here
-    host_memory: Any = None  # of one machine; default: that of this machine, or the limit of its cgroup
+    # Of one machine; default: that of this machine, or the limit of its cgroup. Of a dry run for other machines, which
+    # any of the keys above makes it: not known, and nothing is held against it.
+    host_memory: Any = None
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from recsys.config import Config
-from recsys.memory.page import mib, row
+from recsys.memory.page import Cell, kind_rows, listed, rank_table, size
 from recsys.memory.predict import RankMemory
 from recsys.memory.process import Timeline, allocator, process_memory
 from recsys.memory.svg import html_page
@@ -23,6 +23,7 @@ from recsys.tables import Shard
 from recsys.topology import Topology, cgroup_limit
 
 SCHEMA_VERSION = 2
+_APART = 0.05  # ranks that differ by less are shown as one: what is measured differs from time to time
 _COMMUNICATION = ("collective_ids", "lookup_ids", "looked_up", "looked_up_gradient", "pooled", "pooled_gradient")
 
 
@@ -160,18 +161,16 @@ def write_rank(folder: Path, report: dict[str, Any]) -> None:
     _replace(folder / f"rank_{report['identity']['rank']}.json", json.dumps(report, indent=1) + "\n")
 
 
-def write_pages(folder: Path, layers: str) -> str:
-    """Write report.md and report.html over the ranks whose reports are in the folder; return the former.
+def write_pages(folder: Path, layers: str) -> None:
+    """Write report.md and report.html over the ranks whose reports are in the folder.
 
     Args:
         layers: the layers' table as Markdown.
     """
     reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     reports.sort(key=lambda report: report["identity"]["rank"])
-    page = format_report(reports, layers)
-    _replace(folder / "report.md", page)
+    _replace(folder / "report.md", format_report(reports, layers))
     _replace(folder / "report.html", html_page(reports))
-    return page
 
 
 def _replace(path: Path, text: str) -> None:
@@ -183,42 +182,55 @@ def _replace(path: Path, text: str) -> None:
 def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:
     """Return the page for people over the reports of all ranks, as Markdown."""
     identity = reports[0]["identity"]
-    heads = [f"rank {report['identity']['rank']}" for report in reports]
-    head = [row("measured (predicted)", *heads), row("---", *["---:"] * len(heads))]
-    lines = [f"# Memory by rank (MiB): {identity['name']}, {identity['status']} at step {identity['step']}", "", *head]
+    lines = [f"# Memory of {identity['name']}, {identity['status']} at step {identity['step']}", ""]
+    lines += [f"- {sentence}" for sentence in _summary(reports)]
+    rows: dict[str, list[Cell]] = {}
     for i, line in enumerate(reports[0]["lines"]):
-        lines.append(row(line["kind"].replace("_", " "), *(_pair(report["lines"][i]) for report in reports)))
+        rows[line["kind"].replace("_", " ")] = [_pair(report["lines"][i]) for report in reports]
     for phase in reports[0]["phases"]:
-        cells = [_pair(report["phases"].get(phase, {})) for report in reports]
-        lines.append(row(f"peak in {phase}", *cells))
-    lines.append(row("unexplained at the peak", *(mib(report["peak"]["unexplained_bytes"]) for report in reports)))
-    lines.append(row("peak: phase, step", *(f"{r['peak']['phase']}, {r['peak']['step']}" for r in reports)))
-    for section in ("loader", "host", "allocator", "headroom"):
-        lines += _section(section, reports)
-    on_gpu = reports[0]["identity"]["device"].startswith("cuda")
-    lines += ["", f"Peaks are of {_OF_GPU if on_gpu else _OF_PROCESS}"]
-    lines += ["", "Imbalance (largest rank over the mean): " + _imbalance(reports)]
-    lines += ["", "## Predicted at the peak, by kind (MiB)", "", row("kind", *heads), head[1]]
-    for kind in dict.fromkeys(kind for r in reports for kind in r["peak"]["by_kind_predicted"]):
-        cells = [mib(r["peak"]["by_kind_predicted"].get(kind, 0)) for r in reports]
-        lines.append(row(kind.replace("_", " "), *cells))
-    lines += ["", "## Tables: weights + optimizer state, measured (MiB)", "", row("table", *heads), head[1]]
-    for name in dict.fromkeys(entry["name"] for r in reports for entry in r["tables"]):
-        lines.append(row(name, *(_table_cell(r["tables"], name) for r in reports)))
+        rows[f"peak in {phase}"] = [_pair(report["phases"].get(phase, {})) for report in reports]
+    for section in ("loader", "host", "allocator"):
+        rows |= _section(section, reports)
+    lines += ["", *_table("measured (predicted)", rows)]
+    rows = kind_rows([r["peak"]["by_kind_predicted"] for r in reports])
+    lines += ["", "## Predicted at the peak, by kind", "", *_table("kind", rows)]
+    entries = {entry["name"]: entry for r in reports for entry in r["tables"]}
+    rows = {_describe(entry): [_table_cell(r["tables"], name) for r in reports] for name, entry in entries.items()}
+    lines += ["", "## Tables: weights (optimizer state), measured", "", *_table("table", rows)]
     return "\n".join([*lines, "", layers]).rstrip() + "\n"
 
 
-_OF_PROCESS = "the process above its baseline, which is what it took after imports and the start of its process group."
-_OF_GPU = "what torch's allocator gave out on the GPU."
+def _table(corner: str, rows: dict[str, list[Cell]]) -> list[str]:
+    return rank_table(corner, rows, _APART)
 
 
-def _section(section: str, reports: list[dict[str, Any]]) -> list[str]:
-    lines = []
+def _summary(reports: list[dict[str, Any]]) -> list[str]:
+    fullest = max(reports, key=lambda report: report["peak"]["measured_bytes"])
+    peak, rank, left = fullest["peak"], fullest["identity"]["rank"], fullest["headroom"]
+    on_gpu = fullest["identity"]["device"].startswith("cuda")
+    found = [
+        f"Peak: {size(peak['measured_bytes'])} on rank {rank} ({peak['phase']}, step {peak['step']}), "
+        f"{size(peak['predicted_bytes'])} predicted; {_OF_GPU if on_gpu else _OF_PROCESS}",
+        f"Of {size(left['limit_bytes'])} {size(left['free_bytes'])} were never used on that rank",
+        f"Imbalance (largest rank over the mean): {_imbalance(reports)}",
+    ]
+    idle = [report["identity"]["rank"] for report in reports if not report["tables"]]
+    return [*found, f"No table is on {listed(idle)}"] if idle else found
+
+
+_OF_PROCESS = (
+    "peaks are of the process above its baseline, which is what it took after imports and the start of its group"
+)
+_OF_GPU = "peaks are of what torch's allocator gave out on the GPU"
+
+
+def _section(section: str, reports: list[dict[str, Any]]) -> dict[str, list[Cell]]:
+    rows: dict[str, list[Cell]] = {}
     for kind in reports[0][section] or ():
         values = [report[section][kind] for report in reports]
         if kind.endswith("_bytes") and any(value is not None for value in values):
-            lines.append(row(f"{section} {kind.removesuffix('_bytes').replace('_', ' ')}", *map(mib, values)))
-    return lines
+            rows[f"{section} {kind.removesuffix('_bytes').replace('_', ' ')}"] = [(value,) for value in values]
+    return rows
 
 
 def _imbalance(reports: list[dict[str, Any]]) -> str:
@@ -230,15 +242,17 @@ def _imbalance(reports: list[dict[str, Any]]) -> str:
     return ", ".join(shares)
 
 
-def _table_cell(tables: list[dict[str, Any]], name: str) -> str:
+def _describe(entry: dict[str, Any]) -> str:
+    return f"{entry['name']} ({entry['data_type']}, {entry['sharding_type']}, {entry['compute_kernel']})"
+
+
+def _table_cell(tables: list[dict[str, Any]], name: str) -> Cell:
     entry = next((each for each in tables if each["name"] == name), None)
     if entry is None:
         return "–"
     measured = entry["measured"] or {"weight_bytes": None, "optimizer_bytes": None}
-    size = " and ".join(f"{piece['rows']:,} × {piece['columns']}" for piece in entry["pieces"])
-    how = f"{size} {entry['data_type']}, {entry['sharding_type']}, {entry['compute_kernel']}"
-    return f"{mib(measured['weight_bytes'])} + {mib(measured['optimizer_bytes'])} ({how})"
+    return measured["weight_bytes"], measured["optimizer_bytes"]
 
 
-def _pair(line: dict[str, Any]) -> str:
-    return f"{mib(line.get('measured_bytes'))} ({mib(line.get('predicted_bytes'))})"
+def _pair(line: dict[str, Any]) -> Cell:
+    return line.get("measured_bytes"), line.get("predicted_bytes")
