@@ -13,7 +13,7 @@ import psutil
 
 from recsys.config import Config
 from recsys.inputs import Inputs
-from recsys.memory.page import size
+from recsys.memory.page import size, when
 from recsys.observe import git_commit, show_metrics
 from recsys.process_group import World
 from recsys.trainer import FitResult
@@ -87,7 +87,7 @@ def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir
     above = "of the GPU" if result["device"] == "cuda" else f"above the {libraries} of libraries"
     lines.append(
         f"peak memory: {size(peak['measured_bytes'])} {above}, {size(peak['predicted_bytes'])} predicted "
-        f"({peak['phase']}, step {peak['step']}{rank}): {run_dir / 'memory' / 'report.md'}"
+        f"({when(peak)}{rank}): {run_dir / 'memory' / 'report.md'}"
     )
     if result["status"] == "stopped":
         return [*lines, f"stopped at step {result['steps']}: {run_dir / 'result.json'}", f"go on with: {go_on}"]

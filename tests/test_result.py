@@ -55,7 +55,7 @@ def test_a_run_ends_in_five_lines() -> None:
     assert lines == [
         "valid: auc 0.7500",
         "test: auc 0.7000",
-        "peak memory: 250 MiB above the 400 MiB of libraries, 300 MiB predicted (step, step 9, rank 1): "
+        "peak memory: 250 MiB above the 400 MiB of libraries, 300 MiB predicted (step 9, rank 1): "
         "runs/a/memory/report.md",
         "done at step 20, the best is step 10: runs/a/result.json",
     ]

@@ -1,6 +1,7 @@
 """How memory is written on pages for people: sizes, and tables with one column for ranks that are alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from recsys.tables import Shard
 
@@ -23,6 +24,11 @@ def size(num_bytes: int | None) -> str:
     number = num_bytes / 1024**power
     digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
     return f"{number:,.{digits}f} {_UNITS[power]}"
+
+
+def when(peak: Mapping[str, Any]) -> str:
+    """Return phase and step of a peak."""
+    return f"step {peak['step']}" if peak["phase"] == "step" else f"{peak['phase']} at step {peak['step']}"
 
 
 def listed(numbers: Iterable[int], noun: str = "rank") -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from recsys.config import Config
-from recsys.memory.page import Cell, kind_rows, listed, rank_table, size
+from recsys.memory.page import Cell, kind_rows, listed, rank_table, size, when
 from recsys.memory.predict import RankMemory
 from recsys.memory.process import Timeline, allocator, process_memory
 from recsys.memory.svg import html_page
@@ -209,7 +209,7 @@ def _summary(reports: list[dict[str, Any]]) -> list[str]:
     peak, rank, left = fullest["peak"], fullest["identity"]["rank"], fullest["headroom"]
     on_gpu = fullest["identity"]["device"].startswith("cuda")
     found = [
-        f"Peak: {size(peak['measured_bytes'])} on rank {rank} ({peak['phase']}, step {peak['step']}), "
+        f"Peak: {size(peak['measured_bytes'])} on rank {rank} ({when(peak)}), "
         f"{size(peak['predicted_bytes'])} predicted; {_OF_GPU if on_gpu else _OF_PROCESS}",
         f"Of {size(left['limit_bytes'])} {size(left['free_bytes'])} were never used on that rank",
         f"Imbalance (largest rank over the mean): {_imbalance(reports)}",
