@@ -152,6 +152,11 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def in_slurm_job() -> bool:
+    """Return whether Slurm has started this process."""
+    return "SLURM_JOB_ID" in os.environ
+
+
 @contextlib.contextmanager
 def open_world(
     device: Device = Device.auto, num_threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S

@@ -15,7 +15,7 @@ from recsys.config import Config
 from recsys.inputs import Inputs
 from recsys.memory.page import size, when
 from recsys.observe import git_commit, show_metrics
-from recsys.process_group import World
+from recsys.process_group import World, in_slurm_job
 from recsys.trainer import FitResult
 from recsys.versions import installed_versions
 
@@ -98,7 +98,7 @@ def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir
 def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
     """Return the command line that goes on with this run, as far as this process can know it."""
     place = ["run.dir=" + shlex.quote(str(run_dir)), "run.resume=true"]
-    if "SLURM_JOB_ID" in os.environ and config.run.stop_file is not None:
+    if in_slurm_job() and config.run.stop_file is not None:
         return f"the same sbatch and {place[0]}, unless the job is requeued by itself"
     if world.world_size > world.local_world_size:
         return f"the same command on every machine, and {' '.join(place)}"
