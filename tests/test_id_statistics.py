@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,6 +18,7 @@ from recsys.id_mapping import (
     QuotientRemainderMapping,
     VocabularyMapping,
     hash_integers,
+    statistics_bytes,
 )
 
 
@@ -240,3 +242,17 @@ def test_known_ids_change_nothing():
     first = statistics.summary(mapping)["distinct_ids"]
     assert first == pytest.approx(16_000, rel=0.6)
     assert count(mapping, ids, ids, statistics=statistics).summary(mapping)["distinct_ids"] == first
+
+
+@pytest.mark.parametrize("num_distinct", [24, 3000, 50_000])
+def test_counts_take_memory_by_distinct_ids(num_distinct: int) -> None:
+    tracemalloc.start()
+    try:
+        statistics, mapping = IdStatistics(), HashMapping(1000, 0)
+        for _ in range(4):
+            count(mapping, np.arange(400_000) % num_distinct, statistics=statistics)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert statistics.summary(mapping)["distinct_ids"] == num_distinct
+    assert taken < statistics_bytes(num_distinct) + (64 << 10)

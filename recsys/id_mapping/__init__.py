@@ -15,7 +15,7 @@ from recsys.id_mapping.mappings import (
     VocabularyMapping,
     build_mapping,
 )
-from recsys.id_mapping.statistics import IdState, IdStatistics
+from recsys.id_mapping.statistics import IdState, IdStatistics, statistics_bytes
 from recsys.id_mapping.vocabulary import (
     IdCounter,
     add_up,
@@ -46,5 +46,6 @@ __all__ = [
     "most_frequent",
     "read_keys",
     "read_vocabulary",
+    "statistics_bytes",
     "write_vocabulary",
 ]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _RANGE = 2**64
 _LATE_SHARE = 64  # one of so many hash values is looked at later on: 0.6 ns an id, in place of 2 to 5
 _SIFTED_AT_ONCE = 16384  # since a call of NumPy takes as long as a thousand hashes
+_FIRST_PLACES = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,12 @@ class IdState:
     size: int
 
 
+def statistics_bytes(num_distinct: float, size: int = 65536) -> int:
+    """Return about what an `IdStatistics` takes once it has seen so many distinct ids: places and two sketches."""
+    known = min(size, int(num_distinct))
+    return 8 * (_num_places(known) + 2 * known)
+
+
 class IdStatistics:
     """Counts of a feature's ids, and a sketch of the distinct ones; safe to update from several threads.
 
@@ -82,11 +89,11 @@ class IdStatistics:
     def __init__(self, size: int = 65536, exact_ids: int = 1 << 22) -> None:
         self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
         self._size, self._exact_ids = size, exact_ids
-        self._num_hashed = 0
+        self._num_hashed = self._num_taken = 0
         self._early = Sketch(np.zeros(0, np.uint64))
         self._late: Sketch | None = None  # of the later hashes that are not in `_early`
         self._limit: np.uint64 | None = None  # of `_late`
-        self._seen = _SeenHashes(2 * size)
+        self._seen = _SeenHashes(_num_places(0))
         self._unsifted = _Pending()  # below the limit, perhaps seen
         self._new = _Pending()  # in `_seen`, not yet in a sketch; a few of them several times
         self._lock = threading.Lock()
@@ -185,6 +192,10 @@ class IdStatistics:
     def _take(self, hashes: np.ndarray) -> None:
         if self._limit is not None:
             hashes = hashes[hashes < self._limit]  # it may have fallen since they were found
+        hashes = np.unique(hashes)  # few ids are to take little
+        while self._seen.num_places < _num_places(min(self._size, self._num_taken + len(hashes))):
+            self._seen = self._seen.doubled()
+        self._num_taken += len(hashes)
         self._seen.add(hashes)
         self._new.append(hashes)
         if self._new.count >= self._size:
@@ -208,6 +219,10 @@ class IdStatistics:
             limit = min(_RANGE // _LATE_SHARE, self._early.limit)
             self._late = Sketch(np.zeros(0, np.uint64), limit)
             self._limit = np.uint64(limit)
+
+
+def _num_places(num_hashes: int) -> int:
+    return max(_FIRST_PLACES, 1 << (2 * num_hashes - 1).bit_length())
 
 
 def _union(sketches: Sequence[Sketch], size: int) -> Sketch:
@@ -245,8 +260,19 @@ class _SeenHashes:
     """Most of the hashes added: one has two places by its bits, and is forgotten when another takes its second."""
 
     def __init__(self, num_places: int) -> None:
-        self._mask = np.uint64((1 << (num_places - 1).bit_length()) - 1)
-        self._hashes = self._empty(np.arange(int(self._mask) + 1, dtype=np.uint64))
+        """Take a number of places, a power of two."""
+        self._mask = np.uint64(num_places - 1)
+        self._hashes = self._empty(np.arange(num_places, dtype=np.uint64))
+
+    @property
+    def num_places(self) -> int:
+        return len(self._hashes)
+
+    def doubled(self) -> "_SeenHashes":
+        """Return twice the places with the same hashes."""
+        doubled = _SeenHashes(2 * self.num_places)
+        doubled.add(self._hashes[self._hashes != self._empty(np.arange(self.num_places, dtype=np.uint64))])
+        return doubled
 
     @staticmethod
     def _empty(places: np.ndarray) -> np.ndarray:
