@@ -157,6 +157,16 @@ def in_slurm_job() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
+def launch_identity() -> dict[str, Any]:
+    """Return what stays the same when a launcher starts a run again, and the number of Slurm's starts."""
+    torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
+    return {
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "torchrun": None if torchrun == "none" else torchrun,  # as where no --rdzv-id was given
+    }
+
+
 @contextlib.contextmanager
 def open_world(
     device: Device = Device.auto, num_threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S

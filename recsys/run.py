@@ -27,6 +27,7 @@ from recsys.out_of_memory import explained, fit_inputs, limit_memory
 from recsys.process_environment import give_large_blocks_back, give_unused_back
 from recsys.process_group import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
 from recsys.result import closing_lines, how_to_go_on, run_result
+from recsys.run_lock import LOCK_FILE, RunLock
 from recsys.trainer import Trainer
 from recsys.watchdog import Watchdog
 
@@ -67,16 +68,20 @@ def run(config: Config) -> int:
         if config.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history()
         try:
-            config = _go_on_after_restart(config, world)
+            restarted = world.from_rank_zero(lambda: world.launch_store.check([_BEGUN]))
+            if restarted:  # torchrun has started the ranks of this run once more
+                begun = world.launch_store.get(_BEGUN).decode()
+                config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
             instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
             inputs = open_inputs(config, world, footers, _kept_footers(config))
-            run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config))
-            world.launch_store.set(_BEGUN, str(run_dir))
-            log = start_logging(run_dir / "logs", world.rank)
-            with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
-                return _run(inputs, instead, run_dir, footers, timeline, watchdog)
+            with RunLock() as lock:
+                run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, restarted))
+                world.launch_store.set(_BEGUN, str(run_dir))
+                log = start_logging(run_dir / "logs", world.rank)
+                with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
+                    return _run(inputs, instead, run_dir, footers, timeline, watchdog, lock)
         except Exception as error:
             known = world.explain(error)
             if known is error:
@@ -84,17 +89,19 @@ def run(config: Config) -> int:
             raise known from error
 
 
-def _go_on_after_restart(config: Config, world: World) -> Config:
-    """Return the config with run.dir and run.resume set if torchrun has started the ranks of this run once more."""
-    if not world.from_rank_zero(lambda: world.launch_store.check([_BEGUN])):
-        return config
-    begun = world.launch_store.get(_BEGUN).decode()
-    return replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
-
-
 def _run(
-    inputs: Inputs, instead: list[str], run_dir: Path, footers: Path, timeline: Timeline, watchdog: Watchdog
+    inputs: Inputs,
+    instead: list[str],
+    run_dir: Path,
+    footers: Path,
+    timeline: Timeline,
+    watchdog: Watchdog,
+    lock: RunLock,
 ) -> int:
+    def enter(phase: str, step: int | None = None) -> None:
+        lock.check()
+        watchdog.enter(phase, step)
+
     start = time.monotonic()
     config, world = inputs.config, inputs.world
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
@@ -120,7 +127,7 @@ def _run(
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
     with timeline.phase("load"):
-        trainer = Trainer(inputs, built, run_dir, timeline, watchdog.enter)
+        trainer = Trainer(inputs, built, run_dir, timeline, enter)
     memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
@@ -129,6 +136,7 @@ def _run(
     with explained(inputs, timeline, folder, memory.write_alone), timeline.phase("step"):
         fitted = trainer.fit()
     watchdog.rest()
+    lock.check(now=True)
     report = memory.write("stopped" if fitted.stopped else "done")
     reports = world.gather({part: report[part] for part in ("identity", "peak", "host")})
     result = run_result(inputs, fitted, reports, time.monotonic() - start)
@@ -159,18 +167,20 @@ def _weights_source(config: Config, world: World) -> Path | None:
     return world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or "")).parent.parent
 
 
-def _prepare_run_dir(config: Config) -> Path:
-    """Make the run directory, refuse or clear an earlier run in it, and save the config there.
+def _prepare_run_dir(config: Config, lock: RunLock, restarted: bool = False) -> Path:
+    """Make the run directory and lock it, refuse or clear an earlier run in it, and save the config there.
 
     A folder is taken for ours by a marker file, so that nothing else is ever cleared.
     """
     run_dir = Path(config.run.dir) if config.run.dir else _unused_dir(config.run.name or "run")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if not config.run.resume and (run_dir / _MARKER).exists():
-            _clear(run_dir, config.run.overwrite)
-        elif not (run_dir / _MARKER).exists() and any(run_dir.iterdir()):
+        is_run = (run_dir / _MARKER).exists()
+        if not is_run and any(not path.name.startswith(LOCK_FILE) for path in run_dir.iterdir()):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
+        lock.take(run_dir, restarted)
+        if is_run and not config.run.resume:
+            _clear(run_dir, config.run.overwrite)
         (run_dir / _MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         _save_config(config, run_dir)

@@ -18,7 +18,7 @@ LAYERS = (
     ("id_mapping", "topology"),
     ("tables", "data"),
     ("models", "table_bytes"),
-    ("replicated", "planner", "observe"),
+    ("replicated", "planner", "observe", "run_lock"),
     (
         "distributed",
         "pipeline",

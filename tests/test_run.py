@@ -9,7 +9,7 @@ from launch import ROOT, fork_train
 
 from recsys.build import build_model
 from recsys.checkpoint import Checkpoints, Marker, Tensors, TrainState, find_checkpoint, load_tensors
-from recsys.config import Device, OptimizerConfig, load_config
+from recsys.config import Config, Device, OptimizerConfig, load_config
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
 from recsys.data.order import Position
 from recsys.errors import UserError
@@ -20,8 +20,14 @@ from recsys.observe import MetricsWriter, to_json
 from recsys.optim import build_dense_optimizer
 from recsys.process_group import open_world
 from recsys.run import _prepare_run_dir
+from recsys.run_lock import RunLock
 
 SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
+
+
+def prepare(config: Config) -> Path:
+    with RunLock() as lock:
+        return _prepare_run_dir(config, lock)
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
@@ -29,18 +35,18 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for option in ("run.overwrite=true", "run.resume=true", "run.overwrite=false"):
         with pytest.raises(UserError, match="is not empty and holds no run"):
-            _prepare_run_dir(load_config(SAMPLE, [f"run.dir={tmp_path}", option]))
+            prepare(load_config(SAMPLE, [f"run.dir={tmp_path}", option]))
     assert (tmp_path / "config.yaml").read_text() == "mine" and (tmp_path / "logs").exists()
 
 
 def test_an_earlier_run_is_kept_unless_told(tmp_path: Path) -> None:
-    run_dir = _prepare_run_dir(load_config(SAMPLE, [f"run.dir={tmp_path / 'run'}"]))
+    run_dir = prepare(load_config(SAMPLE, [f"run.dir={tmp_path / 'run'}"]))
     (run_dir / "checkpoints" / "step-000000001").mkdir()
     with pytest.raises(UserError, match=r"holds an earlier run; add run\.resume=true"):
-        _prepare_run_dir(load_config(SAMPLE, [f"run.dir={run_dir}"]))
-    _prepare_run_dir(load_config(SAMPLE, [f"run.dir={run_dir}", "run.resume=true"]))
+        prepare(load_config(SAMPLE, [f"run.dir={run_dir}"]))
+    prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.resume=true"]))
     assert (run_dir / "checkpoints" / "step-000000001").exists()
-    _prepare_run_dir(load_config(SAMPLE, [f"run.dir={run_dir}", "run.overwrite=true"]))
+    prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.overwrite=true"]))
     assert not any((run_dir / "checkpoints").iterdir())
     assert not load_config(run_dir / "config.yaml").run.overwrite
 
@@ -48,7 +54,7 @@ def test_an_earlier_run_is_kept_unless_told(tmp_path: Path) -> None:
 def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(SAMPLE)
-    assert len({_prepare_run_dir(config) for _ in range(3)}) == 3
+    assert len({prepare(config) for _ in range(3)}) == 3
 
 
 def test_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
