@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torchrec.optim.optimizers as table_optimizers
 from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -21,7 +22,6 @@ _KINDS = {
     TableOptimizer.partial_rowwise_adam: (table_optimizers.PartialRowWiseAdam, ("eps", "beta1", "beta2")),
     TableOptimizer.lamb: (table_optimizers.LAMB, ("eps", "beta1", "beta2")),
     TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ("eps", "beta1", "beta2")),
-    TableOptimizer.lars_sgd: (table_optimizers.LarsSGD, ("momentum",)),
 }
 
 
@@ -48,6 +48,10 @@ def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config
         if settings.state_dtype is StateType.FP16:
             arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.FP16)
         apply_optimizer_in_backward(kind, [parameter], arguments)
+        if settings.weight_decay and settings.name is TableOptimizer.rowwise_adagrad:
+            # FBGEMM has three kinds for it and takes none by default. torchrec hands on what stands here when it
+            # shards; its own class knows no such argument.
+            arguments["weight_decay_mode"] = WeightDecayMode.DECOUPLE
 
 
 def build_dense_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

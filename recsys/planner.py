@@ -202,6 +202,7 @@ def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[Sh
     types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
     if optimizer.name not in ROWWISE or optimizer.allow_column_split:
         types += COLUMN_SPLITS
-    if optimizer.name in REPLICATED and settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS:
+    small = settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS
+    if small and optimizer.name in REPLICATED and not optimizer.weight_decay:
         types.append(ShardingChoice.data_parallel)
     return [each for each in types if each in UNPOOLED] if table in config.unpooled_tables() else types

@@ -48,6 +48,7 @@ _WRITTEN = (
 _FOOTERS = "footers"
 _MARKER = ".recsys-run"
 _BEGUN = "run_dir"  # where the launch's store keeps the run directory
+_SNAPSHOT_ENTRIES = 200_000  # the last allocations and frees, with their stacks
 _WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
 
@@ -66,7 +67,7 @@ def run(config: Config) -> int:
     with open_world(config.run.device, config.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
         timeline = Timeline(world.device, limit_memory(config, world))
         if config.memory.snapshot and world.device.type == "cuda":
-            torch.cuda.memory._record_memory_history()
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         try:
             restarted = world.from_rank_zero(lambda: world.launch_store.check([_BEGUN]))
             if restarted:  # torchrun has started the ranks of this run once more

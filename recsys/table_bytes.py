@@ -29,7 +29,6 @@ _STATE = {
     TableOptimizer.lamb: (0, 2),
     TableOptimizer.partial_rowwise_adam: (1, 1),
     TableOptimizer.partial_rowwise_lamb: (1, 1),
-    TableOptimizer.lars_sgd: (0, 1),
 }
 
 

@@ -1,14 +1,19 @@
 """Optimizers as the config asks for them, and the learning rate by the step alone."""
 
+import inspect
 import math
 
 import pytest
 import pytorch_optimizer
 import torch
 import torchrec.optim.optimizers as table_optimizers
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig
+from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig, load_config
 from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
 from recsys.config.device import check_device
 from recsys.config.schema import ScheduleConfig
@@ -99,7 +104,6 @@ TABLE_OPTIMIZERS = {
     TableOptimizer.partial_rowwise_adam: (table_optimizers.PartialRowWiseAdam, ADAM),
     TableOptimizer.lamb: (table_optimizers.LAMB, ADAM),
     TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ADAM),
-    TableOptimizer.lars_sgd: (table_optimizers.LarsSGD, {"lr": 0.2, "momentum": 0.7}),
 }
 
 
@@ -110,16 +114,18 @@ def config_of(common: TableOptimizerConfig, **tables: TableOptimizerConfig | Non
 
 @pytest.mark.parametrize("name", list(TableOptimizer))
 def test_table_optimizer_of_each_table(name):
-    settings = TableOptimizerConfig(
-        name=name, learning_rate=0.2, eps=1e-3, beta1=0.8, beta2=0.9, momentum=0.7, weight_decay=0.5
-    )
+    settings = TableOptimizerConfig(name=name, learning_rate=0.2, eps=1e-3, beta1=0.8, beta2=0.9, weight_decay=0.5)
     one, other = parameters(2)
     config = config_of(settings, one=None, other=TableOptimizerConfig(TableOptimizer.sgd, 0.1))
     attach_table_optimizers({"one": one, "other": other}, config)
     # What torchrec reads when it shards the tables.
     kind, expected = TABLE_OPTIMIZERS[name]
     assert vars(one)["_optimizer_classes"] == [kind]
-    assert vars(one)["_optimizer_kwargs"] == [expected | {"weight_decay": 0.5}]
+    decay = {"weight_decay": 0.5}
+    if name is TableOptimizer.rowwise_adagrad:
+        decay["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+    assert vars(one)["_optimizer_kwargs"] == [expected | decay]
+    assert decay.keys() < inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters.keys()
     assert vars(other)["_optimizer_classes"] == [table_optimizers.SGD]
     assert vars(other)["_optimizer_kwargs"] == [{"lr": 0.1}]
 
@@ -146,6 +152,29 @@ def test_what_fbgemm_lacks_on_cpu_is_refused():
             check_device(config, on_gpu=False)
     with pytest.raises(UserError, match=r"'optimizer.tables.weight_decay'"):
         check_device(config_of(TableOptimizerConfig(weight_decay=0.1), item=None), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "optimizer.tables={name: sgd, weight_decay: 0.1}",
+            "'optimizer.tables.weight_decay': .* of sgd leave it",
+        ),
+        (
+            "tables.user.optimizer={name: adagrad, weight_decay: 0.1}",
+            "'tables.user.optimizer.weight_decay': .* of adag",
+        ),
+        (
+            "tables.user={sharding_type: data_parallel, optimizer: {weight_decay: 0.1}}",
+            "'tables.user.optimizer.weight_decay': tables that every rank holds are trained without, found 0.1",
+        ),
+        ("optimizer.tables.name=lars_sgd", "'optimizer.tables.name' must be one of .*, found 'lars_sgd'"),
+    ],
+)
+def test_weight_decay_that_nothing_reads_and_what_cannot_be_built_are_refused(setting, said):
+    with pytest.raises(UserError, match=said):
+        load_config("configs/dlrm_sample.yaml", [setting])
 
 
 DENSE_OPTIMIZERS = {

@@ -3,6 +3,7 @@
 import json
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,9 +246,10 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
         tables, rows = torch.nn.Identity(), pooled.values().requires_grad_()
         half.gate.guard(tables)
         pooled = KeyedTensor(pooled.keys(), pooled.length_per_key(), tables(rows))
-        _, output = half.forward(pooled, None, batch)
+        _, output = half.forward(pooled, None, replace(batch, num_rows=2**24 + 1, num_bad_rows=2**24 - 1))
         assert rows.grad is None
         half.backward()
+        assert (output.num_rows, output.num_bad_rows) == (2**24 + 1, 2**24 - 1), "FP32 takes no more than 2^24"
         assert output.loss > 0 and output.skipped == (bad_part is not None) == (not output.finite_here)
         assert (rows.grad is None) == output.skipped
 

@@ -8,6 +8,7 @@ from recsys.config.choices import (
     REPLICATED,
     ROWWISE,
     UNPOOLED,
+    WITHOUT_DECAY,
     ComputeKernel,
     FeatureType,
     IdMappingType,
@@ -133,7 +134,6 @@ def _optimizer_limits(key: str, optimizer: TableOptimizerConfig) -> dict[str, tu
         f"{key}.eps": (optimizer.eps, 1e-30, _LARGE),  # 0 / 0 is the step of a row without gradient
         f"{key}.beta1": (optimizer.beta1, 0, 1),
         f"{key}.beta2": (optimizer.beta2, 0, 1),
-        f"{key}.momentum": (optimizer.momentum, 0, 1),
         f"{key}.weight_decay": (optimizer.weight_decay, 0, _LARGE),
     }
 
@@ -232,6 +232,16 @@ def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
             f"{table.compute_kernel.name}; use fused, or another sharding_type"
+        )
+    if optimizer.weight_decay and optimizer.name in WITHOUT_DECAY:
+        raise UserError(
+            f"config key '{key}.weight_decay': FBGEMM's kernels of {optimizer.name.name} leave it out without a word, "
+            f"found {optimizer.weight_decay}; set it to 0, or use {key}.name=rowwise_adagrad"
+        )
+    if choice is ShardingChoice.data_parallel and optimizer.weight_decay:
+        raise UserError(
+            f"config key '{key}.weight_decay': tables that every rank holds are trained without, found "
+            f"{optimizer.weight_decay}; set it to 0, or tables.{name}.sharding_type to another"
         )
     if choice is ShardingChoice.data_parallel and optimizer.name not in REPLICATED:
         allowed = ", ".join(each.name for each in REPLICATED)

@@ -127,11 +127,10 @@ class TableOptimizer(Enum):
     partial_rowwise_adam = "partial_rowwise_adam"
     lamb = "lamb"
     partial_rowwise_lamb = "partial_rowwise_lamb"
-    lars_sgd = "lars_sgd"
 
 
-# Optimizers that keep one number for a whole row, that correct by the number of updates, and that can train a table
-# that every rank holds.
+# Optimizers that keep one number for a whole row, that correct by the number of updates, that can train a table that
+# every rank holds, and whose kernels do not read weight decay.
 ROWWISE = (TableOptimizer.rowwise_adagrad, TableOptimizer.partial_rowwise_adam, TableOptimizer.partial_rowwise_lamb)
 COUNTING = (
     TableOptimizer.adam,
@@ -140,6 +139,7 @@ COUNTING = (
     TableOptimizer.partial_rowwise_lamb,
 )
 REPLICATED = (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd)
+WITHOUT_DECAY = (TableOptimizer.adagrad, TableOptimizer.sgd)
 
 
 class DenseOptimizer(Enum):

@@ -10,7 +10,6 @@ _NEAREST_ON_CPU = {
     TableOptimizer.partial_rowwise_adam: TableOptimizer.rowwise_adagrad,
     TableOptimizer.lamb: TableOptimizer.adagrad,
     TableOptimizer.partial_rowwise_lamb: TableOptimizer.rowwise_adagrad,
-    TableOptimizer.lars_sgd: TableOptimizer.sgd,
 }
 
 

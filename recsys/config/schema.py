@@ -107,11 +107,10 @@ class TableOptimizerConfig:
 
     name: TableOptimizer = TableOptimizer.rowwise_adagrad
     learning_rate: float = 0.05  # of sgd: grows with train.global_batch_size, see above
-    eps: float = 1e-8  # of all but sgd and lars_sgd
+    eps: float = 1e-8  # of all but sgd
     beta1: float = 0.9  # of adam and lamb
     beta2: float = 0.999
-    momentum: float = 0.9  # of lars_sgd
-    weight_decay: float = 0.0  # on GPUs
+    weight_decay: float = 0.0  # on GPUs, of all but sgd and adagrad; times the rate, as AdamW's
     state_dtype: StateType = StateType.FP32  # FP16: of partial_rowwise_adam, its first moment
     allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
 

@@ -30,7 +30,9 @@ from recsys.models.task import Task, Vectors, set_dropout_keys
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
 _GREATEST_SCALE = 2.0**24
-_NUM_SUMS = 6  # over ranks: loss, weights, ranks that are not finite, that ask to stop, rows, bad rows
+# Over ranks: loss, weights, ranks that are not finite, that ask to stop, rows and bad rows in two digits each.
+_NUM_SUMS = 8
+_DIGIT = 1 << 12  # FP32 counts to 2^24
 
 
 @dataclass
@@ -226,7 +228,7 @@ class DenseHalf(nn.Module):
         own = [gradient for gradient in self._gradients if gradient is not None]
         sums = torch.stack([self._loss, batch.weights.sum()])
         self._finite = torch.isfinite(sums).all() & _all_finite(own)
-        counts = [float(self.stop_requested), batch.num_rows, batch.num_bad_rows]
+        counts = [float(self.stop_requested), *divmod(batch.num_rows, _DIGIT), *divmod(batch.num_bad_rows, _DIGIT)]
         if self.loss_scale.value != 1:
             torch._foreach_div_(own, self.loss_scale.value)  # a wire of FP16 takes no more than 65,504
         Variable._execution_engine.queue_callback(partial(lookup.backward, self._gradients))
@@ -285,10 +287,11 @@ class DenseHalf(nn.Module):
         lookup, gradients, num_local = self._lookup, self._gradients, len(self._output.batch.weights)
         self.enter_phase("backward")
         loss_scale = self.loss_scale.value
-        loss, weight, num_bad, num_stops, num_rows, num_bad_rows, dense_bad = self._agree()
+        loss, weight, num_bad, num_stops, *digits, dense_bad = self._agree()
         self._output.loss = loss / weight if weight else 0.0
         self._output.stop = num_stops > 0
-        self._output.num_rows, self._output.num_bad_rows = round(num_rows), round(num_bad_rows)
+        high, low, bad_high, bad_low = map(round, digits)
+        self._output.num_rows, self._output.num_bad_rows = high * _DIGIT + low, bad_high * _DIGIT + bad_low
         self._lookup, self._gradients = None, []
         if num_bad or dense_bad:
             self.gate.close()
