@@ -4,8 +4,8 @@ import argparse
 import sys
 from typing import NoReturn
 
-from recsys.errors import UserError, end_run
-from recsys.process_environment import prepare_environment
+from recsys.errors import EchoError, UserError, end_run
+from recsys.process_environment import is_first_rank, prepare_environment
 from recsys.versions import check_versions
 
 _EPILOG = """\
@@ -56,7 +56,10 @@ def main() -> int:
         check_versions()
         from recsys.config import load_config
 
-        config = load_config(arguments.config, arguments.overrides, arguments.debug)
+        try:
+            config = load_config(arguments.config, arguments.overrides, arguments.debug)
+        except UserError as error:
+            raise error if is_first_rank() else EchoError(*error.args) from error
         if arguments.dry_run:
             from recsys.dry_run import dry_run
 

@@ -4,15 +4,32 @@ import difflib
 import json
 import logging
 import os
+import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterable
 from typing import NoReturn
 
+_LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for a file of each rank
+_ECHO_WAIT_S = 20
+
 
 class UserError(Exception):
-    """A mistake that the user can mend. The message is one sentence: what was found, what is allowed, what to do."""
+    """A mistake that the user can mend. The message is one sentence: what was found, what is allowed, what to do.
+
+    Args:
+        args: the sentence, then lines that go below it. Long values in them are cut when they are shown, and nothing
+            in them moves a terminal's cursor.
+    """
+
+    def __str__(self) -> str:
+        return "\n  ".join(_plain(str(line)) for line in self.args)
+
+
+class EchoError(UserError):
+    """A mistake that another rank has found as well, and tells."""
 
 
 class NoPlanError(UserError):
@@ -25,6 +42,11 @@ class LostPeerError(Exception):
 
 class StuckError(Exception):
     """This rank has made no progress for longer than the config allows."""
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"(\S{100})\S{500,}", r"\1…", text)
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
@@ -45,7 +67,7 @@ def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
         delay_seconds: added to the time of the error. torchrun takes the earliest error, in whole seconds, for
             the root cause, so an error that only follows from another rank's is dated later.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    path = os.environ.get(_LAUNCHER_FILE)
     if path:
         extra = {"timestamp": str(int(time.time()) + delay_seconds)}
         # Aside, then renamed: torchrun may end this rank at any moment, and fails itself on half a file.
@@ -54,17 +76,27 @@ def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
         os.replace(f"{path}.tmp", path)
 
 
+def _wait_for_torchrun() -> None:
+    """Let torchrun, if there is one, end this process with status 0: its summary then has one failure alone."""
+    if _LAUNCHER_FILE in os.environ:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(_ECHO_WAIT_S)
+
+
 def end_run(error: Exception) -> NoReturn:
     """Tell why the run failed, on standard error and to the launcher, and end this process with status 1.
 
     A mistake of the user, a stuck rank, or the end of another one, is one sentence; anything else comes with its
-    traceback.
+    traceback. A mistake that another rank tells is told here only if torchrun does not end this one soon after.
     """
+    if isinstance(error, EchoError):
+        _wait_for_torchrun()
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
         error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
     known = isinstance(error, UserError | LostPeerError | StuckError)
     text = f"error: {error}" if known else "".join(traceback.format_exception(error)).rstrip()
-    print(text + "\n", end="", file=sys.stderr)  # in one piece, since all ranks write to the same place
+    if not isinstance(error, EchoError):
+        print(text + "\n", end="", file=sys.stderr)  # in one piece, since all ranks write to the same place
     log = logging.getLogger("recsys")
     if log.level:  # the run's log is open; before, a library's handler would print the text a second time
         # In the file the whole story, also of a collective that broke.

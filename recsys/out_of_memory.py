@@ -100,7 +100,7 @@ def explained(
         if isinstance(error, NoPlanError):
             first = cause
         write("out of memory", {"out_of_memory": {"error": first, **advice.as_json()}})
-        raise UserError("\n  ".join([first, *advice.lines(), f"the report is in {folder}"])) from error
+        raise UserError(first, *advice.lines(), f"the report is in {folder}") from error
 
 
 def limit_memory(config: Config, world: World) -> int | None:

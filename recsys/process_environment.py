@@ -1,4 +1,4 @@
-"""What allocators are told."""
+"""What the environment says of this process, and what allocators are told."""
 
 import ctypes
 import os
@@ -6,6 +6,11 @@ from contextlib import suppress
 
 HEAP_BLOCK_BYTES = 32 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+
+
+def is_first_rank() -> bool:
+    """Return whether this is the only process of the run, or the first as the launcher counts them."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def prepare_environment() -> None:

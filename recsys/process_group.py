@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from recsys.config import Device
-from recsys.errors import LostPeerError, StuckError, UserError
+from recsys.errors import EchoError, LostPeerError, StuckError, UserError
 
 T = TypeVar("T")
 
@@ -119,8 +119,8 @@ class World:
         lost = as_lost_peer(error)
         try:
             if lost is None:
-                announce(self.store, self.rank, error)
-                return error
+                first = announce(self.store, self.rank, error)
+                return EchoError(*error.args) if isinstance(error, UserError) and first != self.rank else error
             deadline = time.monotonic() + _FAILURE_WAIT_S
             while not (cause := self.store.get(FAILURE_KEY).decode()) and time.monotonic() < deadline:
                 time.sleep(0.1)
@@ -129,11 +129,16 @@ class World:
         return LostPeerError(f"another rank ended: {cause}") if cause else lost
 
 
-def announce(store: dist.Store, rank: int, error: Exception) -> None:
-    """Tell all ranks of the error that ends this one, unless another rank was first; they find it at FAILURE_KEY."""
+def announce(store: dist.Store, rank: int, error: Exception) -> int:
+    """Tell all ranks of the error that ends this one, unless another rank was first; they find it at FAILURE_KEY.
+
+    Returns:
+        The rank that was first with this error.
+    """
     told = isinstance(error, UserError | StuckError | LostPeerError)
-    text = f"rank {rank}: {'' if told else type(error).__name__ + ': '}{error}"
-    store.compare_set(FAILURE_KEY, "", " ".join(text.split())[:500])
+    text = " ".join(f"{'' if told else type(error).__name__ + ': '}{error}".split())[:500]
+    first, _, found = store.compare_set(FAILURE_KEY, "", f"rank {rank}: {text}").decode().partition(": ")
+    return int(first.removeprefix("rank ")) if found == text else rank
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -1,6 +1,5 @@
 """Checks across keys: each failure is one sentence with the full key, what is allowed and the nearest right name."""
 
-import math
 from itertools import pairwise
 
 from recsys.config.choices import (
@@ -26,6 +25,7 @@ from recsys.errors import UserError, nearest
 
 RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
 _LARGE = 1e30  # still finite in FP32
+_MOST = 2**63 - 1  # of 64 bits
 _WIDEST_ROW = 2048  # of FBGEMM's kernels
 
 
@@ -38,11 +38,11 @@ def check_config(config: Config) -> None:
     check_names(config)
     _check_numbers(config)
     _check_features(config)
-    _check_tables(config)
     if isinstance(config.model, TwoTowerConfig):
         check_two_tower(config, config.model)
     else:
         check_dlrm(config, config.model)
+    _check_tables(config)
     _check_paths(config)
     _check_filter(config)
     _check_training(config)
@@ -65,49 +65,49 @@ def _check_numbers(config: Config) -> None:
         "data.window_mib": (data.window_mib, 1, 2**20),
         "data.num_threads": (data.num_threads, 0, 1024),
         "data.prefetch_batches": (data.prefetch_batches, 0, 2**20),
-        "data.max_rows": (data.max_rows, 1, math.inf),
+        "data.max_rows": (data.max_rows, 1, _MOST),
         "data.retries": (data.retries, 0, 100),
-        "data.max_bad_files": (data.max_bad_files, 0, math.inf),
-        "data.max_bad_rows": (data.max_bad_rows, 0, math.inf),
+        "data.max_bad_files": (data.max_bad_files, 0, _MOST),
+        "data.max_bad_rows": (data.max_bad_rows, 0, _MOST),
         "train.global_batch_size": (train.global_batch_size, 1, 2**31),
-        "train.micro_batch_size": (train.micro_batch_size, 1, math.inf),
-        "train.micro_batch_ids": (train.micro_batch_ids, 1, math.inf),
+        "train.micro_batch_size": (train.micro_batch_size, 1, _MOST),
+        "train.micro_batch_ids": (train.micro_batch_ids, 1, _MOST),
         "train.eval_batch_size": (train.eval_batch_size, 1, 2**31),
-        "train.epochs": (train.epochs, 1, math.inf),
-        "train.max_steps": (train.max_steps, 1, math.inf),
+        "train.epochs": (train.epochs, 1, _MOST),
+        "train.max_steps": (train.max_steps, 1, _MOST),
         "precision.loss_scale": (config.precision.loss_scale, 1, 2.0**24),
-        "precision.loss_scale_growth_steps": (config.precision.loss_scale_growth_steps, 1, math.inf),
-        "train.max_bad_steps": (train.max_bad_steps, 0, math.inf),
-        "train.eval_every_steps": (train.eval_every_steps, 1, math.inf),
-        "train.eval_every_epochs": (train.eval_every_epochs, 1, math.inf),
-        "train.log_every_steps": (train.log_every_steps, 1, math.inf),
-        "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1, math.inf),
-        "train.keep_checkpoints": (train.keep_checkpoints, 1, math.inf),
-        "train.early_stop.patience": (train.early_stop.patience, 1, math.inf),
+        "precision.loss_scale_growth_steps": (config.precision.loss_scale_growth_steps, 1, _MOST),
+        "train.max_bad_steps": (train.max_bad_steps, 0, _MOST),
+        "train.eval_every_steps": (train.eval_every_steps, 1, _MOST),
+        "train.eval_every_epochs": (train.eval_every_epochs, 1, _MOST),
+        "train.log_every_steps": (train.log_every_steps, 1, _MOST),
+        "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1, _MOST),
+        "train.keep_checkpoints": (train.keep_checkpoints, 1, _MOST),
+        "train.early_stop.patience": (train.early_stop.patience, 1, _MOST),
         "run.num_threads": (config.run.num_threads, 1, 1024),
         "run.profile_steps": (config.run.profile_steps, 0, 10_000),
-        "run.stuck_after_s": (config.run.stuck_after_s, 2, _LARGE),
-        "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0, math.inf),
+        "run.stuck_after_s": (config.run.stuck_after_s, 2, 1e8),  # three years
+        "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0, _MOST),
         "optimizer.schedule.final_factor": (optimizer.schedule.final_factor, 0, _LARGE),
         "optimizer.dense.learning_rate": (optimizer.dense.learning_rate, 0, _LARGE),
         "optimizer.dense.weight_decay": (optimizer.dense.weight_decay, 0, _LARGE),
         "optimizer.dense.momentum": (optimizer.dense.momentum, 0, 1),
         "optimizer.dense.clip_norm": (optimizer.dense.clip_norm, 1e-30, _LARGE),
-        "seed": (config.seed, 0, 2**63 - 1),
+        "seed": (config.seed, 0, _MOST),
     }
     limits |= _optimizer_limits("optimizer.tables", optimizer.tables)
     for name, feature in config.features.items():
-        limits[f"features.{name}.max_length"] = (feature.max_length, 1, math.inf)
+        limits[f"features.{name}.max_length"] = (feature.max_length, 1, _MOST)
         limits[f"features.{name}.fill"] = (feature.fill, -_LARGE, _LARGE)
         for i, number in enumerate([*(feature.clip or []), *(feature.boundaries or [])]):
             limits[f"features.{name}.{'clip' if feature.clip else 'boundaries'}[{i}]"] = (number, -_LARGE, _LARGE)
     for name, table in config.tables.items():
         fewest = {IdMappingType.identity: 1, IdMappingType.hash: 2}.get(table.mapping, 3)
         limits[f"tables.{name}.num_embeddings"] = (table.num_embeddings, fewest, 2**40)
-        limits[f"tables.{name}.hash_seed"] = (table.hash_seed, 0, 2**63 - 1)
+        limits[f"tables.{name}.hash_seed"] = (table.hash_seed, 0, _MOST)
         limits[f"tables.{name}.num_hashes"] = (table.num_hashes, 1, 16)
         limits[f"tables.{name}.num_ids"] = (table.num_ids, 1, 2**62)
-        limits[f"tables.{name}.min_count"] = (table.min_count, 1, math.inf)
+        limits[f"tables.{name}.min_count"] = (table.min_count, 1, _MOST)
         limits[f"tables.{name}.num_buckets"] = (table.num_buckets, 1, max(1, table.num_embeddings - 2))
         limits[f"tables.{name}.init_range"] = (table.init_range, 0, 65504)  # the largest FP16
         limits[f"tables.{name}.cache_load_factor"] = (table.cache_load_factor, 1e-6, 1)
@@ -115,7 +115,7 @@ def _check_numbers(config: Config) -> None:
             limits |= _optimizer_limits(f"tables.{name}.optimizer", table.optimizer)
     for key, (value, least, most) in limits.items():
         if value is not None and not least <= value <= most:
-            bound = f"at least {least}" if value < least or most == math.inf else f"at most {most}"
+            bound = f"at least {least}" if value < least else f"at most {most}"
             raise UserError(f"config key '{key}' must be {bound}, found {value}")
     for key, size in (
         ("train.global_batch_size", train.global_batch_size),

@@ -107,7 +107,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         content = OmegaConf.to_container(OmegaConf.load(path))
     except KeyValidationError as error:
         raise UserError(_wrong_name(error)) from error
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException, RecursionError) as error:
         raise UserError(f"config file '{path}' is not readable YAML: {_one_line(error)}") from error
     if not isinstance(content, dict) or not content:
         raise UserError(f"config file '{path}' must hold keys and values, found {content or 'nothing'}")
@@ -122,7 +122,7 @@ def _parse_override(text: str) -> dict[str, Any]:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
     except KeyValidationError as error:
         raise UserError(_wrong_name(error)) from error
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise UserError(f"the value of '{text}' is not readable YAML: {_one_line(error)}") from error
     assert isinstance(parsed, dict)
     return {str(k): v for k, v in parsed.items()}
@@ -150,7 +150,11 @@ def _required(kind: Any) -> Any:
 def _check_keys(section: Any, key: str, kind: Any, model: type | None) -> None:
     """Refuse a key that is not known, or a plain value where a section should be; OmegaConf is brief on the latter."""
     fields, is_mapping = _fields(kind, model), kind is dict or typing.get_origin(kind) is dict
-    if not (fields or is_mapping) or (section is None and kind != _required(kind)):
+    if section is None and kind != _required(kind):
+        return
+    if typing.get_origin(_required(kind)) is list and not _is_list(section):
+        raise UserError(f"config key '{key}' must be {_describe(_required(kind))}, found {_show(section)}")
+    if not (fields or is_mapping):
         return
     if not isinstance(section, dict):
         raise UserError(f"config key '{key}' must be a section of keys, found {_show(section)}")
@@ -159,6 +163,13 @@ def _check_keys(section: Any, key: str, kind: Any, model: type | None) -> None:
         if fields and name not in fields:
             raise UserError(_unknown_key(key, str(name), list(fields)))
         _check_keys(value, full, fields[name] if fields else (typing.get_args(kind) or [None])[-1], model)
+
+
+def _is_list(value: Any) -> bool:
+    """Return whether a value is a list of plain values, or a reference, which may be to one."""
+    if isinstance(value, list):
+        return not any(isinstance(each, list | dict) for each in value)
+    return isinstance(value, str) and "${" in value
 
 
 def _all_keys(kind: Any = Config, prefix: str = "") -> list[str]:

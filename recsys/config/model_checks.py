@@ -6,6 +6,8 @@ from recsys.config.choices import FeatureType, IdMappingType, Interaction
 from recsys.config.schema import Config, DLRMConfig, TwoTowerConfig
 from recsys.errors import UserError, nearest
 
+_WIDEST = 2**24  # of a layer
+
 
 def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
     """Raise a UserError unless `name`, given by config key `key`, is among `allowed`."""
@@ -18,8 +20,6 @@ def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
 
 def check_dlrm(config: Config, model: DLRMConfig) -> None:
     """Refuse a DLRM that does not fit to the features and tables."""
-    if model.embedding_dim is not None and model.embedding_dim < 1:
-        raise UserError(f"config key 'model.embedding_dim' must be at least 1, found {model.embedding_dim}")
     if config.data.items is not None:
         raise UserError("config key 'data.items': model dlrm ranks rows, and reads no item corpus; remove it")
     if len(config.features) == 1 and model.interaction is Interaction.dot:
@@ -32,7 +32,8 @@ def check_dlrm(config: Config, model: DLRMConfig) -> None:
     if not 0 <= model.embedding_dropout < 1:
         found = model.embedding_dropout
         raise UserError(f"config key 'model.embedding_dropout' must be from 0 to below 1, found {found}")
-    _check_layers(model.dropout, bottom_mlp=model.bottom_mlp, top_mlp=model.top_mlp, attention_mlp=model.attention_mlp)
+    widths = {name: getattr(model, name) for name in ("bottom_mlp", "top_mlp", "attention_mlp")}
+    _check_layers(model.dropout, embedding_dim=[1 if model.embedding_dim is None else model.embedding_dim], **widths)
     for name, query in model.attention.items():
         _check_attention(config, model, name, query)
     dims = {table: config.tables[table].embedding_dim for table in sorted(config.unpooled_tables())}
@@ -90,10 +91,10 @@ def check_two_tower(config: Config, model: TwoTowerConfig) -> None:
             f"config key 'model.item_id': table '{config.features[model.item_id].table}' gives an id several rows, and "
             f"items are told apart by one; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
-    if model.temperature <= 0:
-        raise UserError(f"config key 'model.temperature' must be above 0, found {model.temperature}")
-    if not model.top_k or min(model.top_k) < 1:
-        raise UserError(f"config key 'model.top_k' needs numbers of 1 or more, found {model.top_k}")
+    if not 0 < model.temperature < 1e30:
+        raise UserError(f"config key 'model.temperature' must be above 0 and below 1e30, found {model.temperature}")
+    if not model.top_k or not all(1 <= k < 2**31 for k in model.top_k):
+        raise UserError(f"config key 'model.top_k' needs numbers from 1 to 2147483647, found {model.top_k}")
     if (config.data.valid or config.data.test) and not config.data.items:
         raise UserError(
             "config key 'data.items' is not set, and data.valid and data.test are evaluated over a file of all items"
@@ -110,5 +111,7 @@ def _check_layers(dropout: float, **widths: Sequence[int]) -> None:
     if not 0 <= dropout < 1:
         raise UserError(f"config key 'model.dropout' must be from 0 to below 1, found {dropout}")
     for key, values in widths.items():
-        if min(values, default=1) < 1:
-            raise UserError(f"config key 'model.{key}' must be at least 1, found {min(values)}")
+        wrong = [value for value in values if not 1 <= value <= _WIDEST]
+        if wrong:
+            bound = "at least 1" if wrong[0] < 1 else f"at most {_WIDEST}"
+            raise UserError(f"config key 'model.{key}' must be {bound}, found {wrong[0]}")

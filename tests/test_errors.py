@@ -1,0 +1,32 @@
+"""A mistake is told once, however many ranks find it, and as text that does nothing to a terminal."""
+
+import pickle
+
+import pytest
+from launch import ROOT, fork_train, run_train
+
+from recsys.errors import UserError
+
+SAMPLE = str(ROOT / "configs" / "dlrm_sample.yaml")
+
+
+def test_torchrun_shows_a_mistake_in_the_config_of_one_rank_alone() -> None:
+    done = run_train(SAMPLE, "train.epochs=many", nproc=3)
+    sentence = "error: config key 'train.epochs' must be a whole number, found 'many'"
+    assert done.returncode == 1
+    assert done.stderr.count(sentence) == 2  # by rank 0, and below, in the summary
+    assert done.stderr.count("exitcode  : 1 ") == 1  # a rank that torchrun ended while Python started has another
+    assert 'train.py", line' not in done.stderr and "recsys/" not in done.stderr
+
+
+@pytest.mark.parametrize("mistake", ["train.epochs=many", "data.train=nowhere", "train.init_from=nowhere"])
+def test_ranks_without_torchrun_tell_it_once(mistake: str, tmp_path) -> None:
+    done = fork_train(SAMPLE, mistake, f"run.dir={tmp_path / 'run'}", nproc=2)
+    assert done.returncode == 1 and done.stderr.count("error: ") == 1, done.stderr
+
+
+def test_texts_are_cut_and_keep_to_their_lines() -> None:
+    error = UserError(f"found '{'x' * 5000}' and '\n\x1b[2J\ud800\0'", "a second line")
+    first, second = str(error).split("\n")
+    assert first == f"found '{'x' * 99}… and '\\n\\x1b[2J\\ud800\\x00'" and second == "  a second line"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
