@@ -1,7 +1,6 @@
 """From a config to datasets, what is known of them, and loaders."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,7 +8,7 @@ import pyarrow as pa
 from recsys.config import Config, DLRMConfig, FeatureConfig, IdMappingType, NullPolicy, TwoTowerConfig
 from recsys.data.collate import MicroBatches
 from recsys.data.convert import FloatColumn, IdColumn, Transform
-from recsys.data.facts import Facts, FloatFacts, VocabularyRequest, measure
+from recsys.data.facts import Facts, FloatFacts
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
 from recsys.data.window import BatchSpec, Ragged, convert_table
@@ -21,14 +20,11 @@ from recsys.id_mapping import (
     IndexMapping,
     build_mapping,
     is_text,
-    read_vocabulary,
 )
-from recsys.process_environment import give_unused_back
 from recsys.process_group import World, batches_ahead
 from recsys.tables import float_features, id_features
 
 ROLES = ("train", "valid", "test", "items")
-_FACTS = "vocabulary"  # folder of a run directory
 
 
 class Inputs:
@@ -80,8 +76,8 @@ class Inputs:
         # With bad steps allowed, numbers that are not finite are left to the step that meets them.
         finite = role != "train" or config.train.max_bad_steps == 0
         floats = [
-            _float_column(
-                name, config.features[name], _column(config, name) if name in present else None, self.facts, finite
+            float_column(
+                name, config.features[name], column_of(config, name) if name in present else None, self.facts, finite
             )
             for name in float_features(config)
         ]
@@ -103,7 +99,7 @@ class Inputs:
             return IdColumn(name, None, mapping)
         return IdColumn(
             name,
-            _column(self.config, name),
+            column_of(self.config, name),
             mapping,
             feature.nulls,
             feature.max_length,
@@ -178,7 +174,7 @@ def _check_types(config: Config, datasets: dict[str, Dataset]) -> None:
         for name in id_features(config):
             if config.features[name].table != table:
                 continue
-            column = _column(config, name)
+            column = column_of(config, name)
             for role, dataset in datasets.items():
                 if column in dataset.columns:
                     kind = dataset.schema.field(column).type
@@ -213,7 +209,7 @@ def _check_first_rows(inputs: Inputs) -> None:
             if part.name == "targets" and isinstance(found, Ragged) and not (found.values >= 0).any():
                 raise UserError(
                     f"config key 'data.{role}': column '{part.column}' has in its first {columns.num_rows} rows no id "
-                    f"that is in column '{_column(config, config.model.item_id)}' of data.items"
+                    f"that is in column '{column_of(config, config.model.item_id)}' of data.items"
                 )
 
 
@@ -243,7 +239,7 @@ def _role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
     if not isinstance(config.model, TwoTowerConfig):
         return {}
     if role == "items":
-        return {"position": (_column(config, config.model.item_id), f"features.{config.model.item_id}.column")}
+        return {"position": (column_of(config, config.model.item_id), f"features.{config.model.item_id}.column")}
     if role in ("valid", "test"):
         lists = {"targets": (config.data.targets_column, "data.targets_column")}
         if config.data.seen_column is not None:
@@ -256,12 +252,12 @@ def _has_label(config: Config, role: str) -> bool:
     return role == "train" or isinstance(config.model, DLRMConfig)
 
 
-def _column(config: Config, feature: str) -> str:
+def column_of(config: Config, feature: str) -> str:
     return config.features[feature].column or feature
 
 
 def _needed_columns(config: Config, role: str) -> dict[str, str]:
-    needed = {_column(config, name): f"config key 'features.{name}'" for name in _role_features(config, role)}
+    needed = {column_of(config, name): f"config key 'features.{name}'" for name in _role_features(config, role)}
     for name in _role_features(config, role):
         if config.features[name].weights is not None:
             needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"
@@ -281,7 +277,7 @@ def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
     return build_mapping(settings, None if facts is None else facts.vocabularies.get(table))
 
 
-def _float_column(
+def float_column(
     name: str, feature: FeatureConfig, column: str | None, facts: Facts | None, finite: bool = True
 ) -> FloatColumn:
     known = (facts.floats.get(name) if facts else None) or FloatFacts()
@@ -302,7 +298,7 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     Raises:
         UserError: an id is null, or there twice.
     """
-    column = _column(config, config.model.item_id)
+    column = column_of(config, config.model.item_id)
     ids = read_column(items, column)
     if ids.null_count:
         raise UserError(
@@ -316,48 +312,3 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
             f"every item must be there once"
         )
     return ids
-
-
-def learn_facts(inputs: Inputs, run_dir: Path, source: Path | None) -> Inputs:
-    """Return the inputs with their facts, and a config whose vocabulary tables have the rows that these need.
-
-    Args:
-        run_dir: where the facts are kept, and found again when the run is resumed.
-        source: run directory whose weights this run starts from; its facts go with them.
-    """
-    config, world = inputs.config, inputs.world
-    tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
-    floats = [name for name in float_features(config) if _needs_figures(config.features[name])]
-    runs = [run / _FACTS for run in (run_dir, source) if run is not None]
-    known = world.from_rank_zero(lambda: next((run for run in runs if run.is_dir()), None))
-    if known is not None or source is not None:
-        folder = known or (source or run_dir) / _FACTS
-        facts = world.from_rank_zero(lambda: Facts.load(folder, list(tables), floats))
-    else:
-        requests = {name: _vocabulary_request(config, name) for name in tables if tables[name].vocabulary is None}
-        columns = [_float_column(name, config.features[name], _column(config, name), None) for name in floats]
-        facts = measure(inputs.datasets["train"], requests, columns, world)
-        given = {name: table.vocabulary for name, table in tables.items() if table.vocabulary is not None}
-        read = world.from_rank_zero(lambda: {name: read_vocabulary(Path(path)) for name, path in given.items()})
-        facts = replace(facts, vocabularies={**facts.vocabularies, **read})
-    world.from_rank_zero(lambda: facts.save(run_dir / _FACTS))
-    sized = {
-        name: replace(table, num_embeddings=1 + len(facts.vocabularies[name]) + table.num_buckets)
-        for name, table in tables.items()
-    }
-    sized_config = replace(config, tables={**config.tables, **sized})
-    known_inputs = Inputs(sized_config, inputs.datasets, inputs.corpus, world, facts)
-    if tables:
-        give_unused_back()  # what counting took is never wanted again
-    return known_inputs
-
-
-def _needs_figures(feature: FeatureConfig) -> bool:
-    return feature.standardise or feature.nulls is NullPolicy.mean
-
-
-def _vocabulary_request(config: Config, table: str) -> VocabularyRequest:
-    features = [name for name in id_features(config) if config.features[name].table == table]
-    settings = config.tables[table]
-    columns = tuple(dict.fromkeys(_column(config, name) for name in features))
-    return VocabularyRequest(columns, settings.min_count, settings.num_embeddings - 1 - settings.num_buckets)

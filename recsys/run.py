@@ -11,13 +11,15 @@ from typing import Any
 import torch
 
 from recsys.build import build_model
-from recsys.checkpoint import find_checkpoint
+from recsys.checkpoint import find_source
 from recsys.config import Config, save_config
 from recsys.config.device import check_device
+from recsys.config.meaning import refuse_differences
 from recsys.distributed import save_plan
 from recsys.errors import UserError
 from recsys.fit import Change
-from recsys.inputs import Inputs, learn_facts, open_inputs
+from recsys.inputs import Inputs, open_inputs
+from recsys.learning import learn_facts
 from recsys.memory import Timeline
 from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION
@@ -113,12 +115,17 @@ def _run(
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
     for sentence in instead:
         logger.warning("%s", sentence)
+    source = find_source(config, run_dir, world)
+    if source is not None and not config.memory.fit:
+        refuse_differences(config, source.marker.meaning, source.path, source.init)
     with timeline.phase("vocabularies"):
-        inputs = learn_facts(inputs, run_dir, _weights_source(config, world))
+        inputs = learn_facts(inputs, run_dir, source)
     changes: list[Change] = []
     if config.memory.fit:
         inputs, changes = fit_inputs(inputs)
-        world.from_rank_zero(lambda: _save_config(inputs.config, run_dir))
+        if source is not None:
+            refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
+    world.from_rank_zero(lambda: _save_config(inputs.config if changes else config, run_dir))
     config, folder = inputs.config, run_dir / "memory"
     if config.train.in_micro_batches:
         give_large_blocks_back()
@@ -128,7 +135,7 @@ def _run(
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
     with timeline.phase("load"):
-        trainer = Trainer(inputs, built, run_dir, timeline, enter)
+        trainer = Trainer(inputs, built, run_dir, timeline, source, enter)
     memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
@@ -161,13 +168,6 @@ def _kept_footers(config: Config) -> Path | None:
     return Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
 
 
-def _weights_source(config: Config, world: World) -> Path | None:
-    """Return the run directory that train.init_from takes weights of."""
-    if config.train.init_from is None:
-        return None
-    return world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or "")).parent.parent
-
-
 def _prepare_run_dir(config: Config, lock: RunLock, restarted: bool = False) -> Path:
     """Make the run directory and lock it, refuse or clear an earlier run in it, and save the config there.
 
@@ -184,7 +184,8 @@ def _prepare_run_dir(config: Config, lock: RunLock, restarted: bool = False) -> 
             _clear(run_dir, config.run.overwrite)
         (run_dir / _MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
-        _save_config(config, run_dir)
+        if not config.run.resume:  # else only once it is known to go with what is there
+            _save_config(config, run_dir)
     except OSError as error:
         raise UserError(
             f"config key 'run.dir': cannot write to '{run_dir}' ({error.strerror}); name another folder"

@@ -5,12 +5,10 @@ from pathlib import Path
 
 from recsys.build import Built
 from recsys.checkpoint import (
-    Checkpoints,
     Loaded,
+    Source,
     TableRows,
     TrainState,
-    check_whole,
-    find_checkpoint,
     import_table,
     load_tensors,
 )
@@ -25,48 +23,46 @@ class Starting:
     """Brings a built model to its start.
 
     Args:
-        loader: of data.train. checkpoints: of the run directory.
+        loader: of data.train. source: what it starts from, if anything.
     """
 
-    def __init__(self, inputs: Inputs, built: Built, loader: Loader, checkpoints: Checkpoints, run_dir: Path) -> None:
+    def __init__(self, inputs: Inputs, built: Built, loader: Loader, source: Source | None, run_dir: Path) -> None:
         self._config, self._world, self._facts = inputs.config, inputs.world, inputs.facts
-        self._built, self._loader, self._checkpoints, self._run_dir = built, loader, checkpoints, run_dir
+        self._datasets, self._built, self._loader = inputs.datasets, built, loader
+        self._source, self._run_dir = source, run_dir
 
     def state(self) -> TrainState:
         """Load what there is to load, and return where training stands; collective.
 
         Raises:
-            UserError: a checkpoint that is not whole, or of other data or tables.
+            UserError: the source is of other data or tables.
         """
-        config, dataset = self._config, self._loader.dataset
-        fresh = TrainState(
-            position=self._loader.start(),
-            fingerprint=dataset.fingerprint,
-            seed=config.seed,
-            shuffle=config.data.shuffle,
-            window_mib=config.data.window_mib,
-        )
-        found = self._checkpoints.newest_whole() if config.run.resume else None
-        if found is not None:
-            latest, state = found[0], found[1].state
-            self._check_resumable(state, latest)
-            self._report(load_tensors(*found, self._built.tensors, self._world))
+        fingerprints = self._fingerprints()
+        source, tensors = self._source, self._built.tensors
+        if source is not None and source.goes_on:
+            state = source.marker.state
+            self._check_files(state, fingerprints)
+            self._report(load_tensors(source.path, source.marker, tensors, self._world))
             if state.loss_scale is not None:
                 scale = self._built.step.dense.loss_scale
                 scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
-            logger.info("resumed at step %d from %s", state.step, latest)
+            logger.info("resumed at step %d from %s", state.step, source.path)
             self._resume_order(state)
             return state
-        if config.train.init_from is not None:
-            source = self._world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or ""))
-            marker = check_whole(source, self._world)
-            loaded = load_tensors(source, marker, self._built.tensors, self._world, config.train.init)
+        if source is not None:
+            kept = self._facts.kept if self._facts else {}
+            loaded = load_tensors(source.path, source.marker, tensors, self._world, self._config, kept)
             self._report(loaded)
-            logger.info("weights and optimizers taken from %s", source)
+            logger.info("weights and optimizers taken from %s", source.path)
             for line in loaded.lines():
                 logger.info("%s", line)
         self._import_tables()
-        return fresh
+        return TrainState(position=self._loader.start(), fingerprints=fingerprints)
+
+    def _fingerprints(self) -> dict[str, str]:
+        """Return those of what a position, and the best metric of early stopping, stand for."""
+        roles = ("train", "valid", "items") if self._config.train.early_stop.metric else ("train",)
+        return {role: dataset.fingerprint for role, dataset in self._datasets.items() if role in roles}
 
     def _import_tables(self) -> None:
         config, facts = self._config, self._facts
@@ -79,23 +75,17 @@ class Starting:
     def _report(self, loaded: Loaded) -> None:
         self._world.from_rank_zero(lambda: loaded.write(self._run_dir / "loaded.json"))
 
-    def _check_resumable(self, state: TrainState, path: Path) -> None:
-        dataset = self._loader.dataset
-        if state.fingerprint != dataset.fingerprint:
-            kept = path.parent.parent / "footers" / "train.footers"
-            changes = changed_files(kept, dataset, self._config.data.max_rows is None)
-            raise UserError(
-                f"the files of data.train are not those that checkpoint '{path}' was trained on{changes}, so its "
-                f"position in them means nothing; start a new run with train.init_from={path}"
-            )
-        for key, found, saved in (
-            ("seed", self._config.seed, state.seed),
-            ("data.shuffle", self._config.data.shuffle, state.shuffle),
-            ("data.window_mib", self._config.data.window_mib, state.window_mib),
-        ):
-            if found != saved:
+    def _check_files(self, state: TrainState, here: dict[str, str]) -> None:
+        assert self._source is not None
+        path = self._source.path
+        for role, fingerprint in state.fingerprints.items():
+            if here.get(role) != fingerprint:
+                kept, all_rows = path.parent.parent / "footers" / f"{role}.footers", self._config.data.max_rows is None
+                changes = changed_files(kept, self._datasets[role], all_rows) if role in self._datasets else ""
+                what = "position in them" if role == "train" else f"best {self._config.train.early_stop.metric}"
                 raise UserError(
-                    f"config key '{key}' is {found}, but checkpoint '{path}' has {saved}; use {key}={saved}"
+                    f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
+                    f"its {what} means nothing; start a new run with train.init_from={path}"
                 )
 
     def _resume_order(self, state: TrainState) -> None:

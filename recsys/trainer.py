@@ -11,14 +11,17 @@ from pathlib import Path
 from recsys.build import Built
 from recsys.checkpoint import (
     Checkpoints,
+    Source,
     TrainState,
     check_whole,
     load_tensors,
 )
+from recsys.config.meaning import meaning
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import Inputs
+from recsys.learning import facts_entries
 from recsys.memory import Timeline
 from recsys.metrics import is_higher_better
 from recsys.models.step import StepOutput, ignore_phase
@@ -67,6 +70,7 @@ class Trainer:
     """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal.
 
     Args:
+        source: what it starts from, if anything.
         enter_phase: told what training comes to, which is progress: the phase, and with a new step its number.
     """
 
@@ -76,6 +80,7 @@ class Trainer:
         built: Built,
         run_dir: Path,
         timeline: Timeline,
+        source: Source | None = None,
         enter_phase: Callable[..., None] = ignore_phase,
     ) -> None:
         config, world = inputs.config, inputs.world
@@ -90,13 +95,15 @@ class Trainer:
             config.train.keep_checkpoints,
             documents=(run_dir / "config.yaml", run_dir / "plan.json"),
             background=config.train.async_checkpoints,
+            meaning=meaning(config),
+            facts=world.from_rank_zero(lambda: facts_entries(inputs.facts, run_dir)),
         )
         stop_file = Path(config.run.stop_file) if config.run.stop_file and world.rank == 0 else None
         self._stop = StopRequests(built.step.dense, stop_file)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         built.step.dense.enter_phase = enter_phase
         self._metrics: dict[str, dict[str, float]] = {}
-        self._state = Starting(inputs, built, self._loader, self._checkpoints, run_dir).state()
+        self._state = Starting(inputs, built, self._loader, source, run_dir).state()
         self._saved_at = self._state.step or None
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
         left = self._loader.steps_left(self._state.position, config.train.epochs)

@@ -26,7 +26,8 @@ from recsys.build import Built, build_dense_half, log_q  # noqa: E402
 from recsys.checkpoint import Tensors  # noqa: E402
 from recsys.config import Config, load_config  # noqa: E402
 from recsys.data.batch import Batch  # noqa: E402
-from recsys.inputs import learn_facts, open_inputs  # noqa: E402
+from recsys.inputs import open_inputs  # noqa: E402
+from recsys.learning import learn_facts  # noqa: E402
 from recsys.memory import Timeline, measure_dense  # noqa: E402
 from recsys.observe import quiet_libraries, start_logging  # noqa: E402
 from recsys.process_group import open_world  # noqa: E402
@@ -102,7 +103,7 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
     with open_world(config.run.device, config.run.num_threads) as world:
         run_dir.mkdir(parents=True)
         start_logging(run_dir / "logs", world.rank)
-        inputs = learn_facts(open_inputs(config, world), run_dir, None)
+        inputs = learn_facts(open_inputs(config, world), run_dir)
         half = build_dense_half(inputs.config, partial(log_q, inputs))
         tables = PlainTables(inputs.config, pad)
         step = PlainStep(tables, half)

@@ -278,7 +278,7 @@ def test_another_format_is_named(world: World, tmp_path: Path) -> None:
     old = tmp_path / "c/step-000000002"
     old.mkdir()
     (old / "state.json").write_text("{}")
-    with pytest.raises(UserError, match="has format 1, and this version reads format 3 alone"):
+    with pytest.raises(UserError, match="has format 1, and this version reads format 4 alone"):
         saved.newest_whole()
 
 

@@ -91,7 +91,7 @@ def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, t
         built, config = build(tmp_path, TODAY, world, "train.init_from=yesterday", *options)
         before = whole(built.tensors)
         try:
-            report = load_tensors(*found, built.tensors, world, config.train.init)
+            report = load_tensors(*found, built.tensors, world, config)
             break
         except UserError as error:
             option = re.search(r"train\.init_from and (train\.init\.[a-z_]+=[a-z]+)$", str(error))
@@ -134,7 +134,7 @@ def test_parts_are_dropped(saved: Checkpoints, world: World, tmp_path: Path) -> 
     options = ("train.init_from=yesterday", "train.init.dense=none", "train.init.optimizers=none")
     built, config = build(tmp_path, YESTERDAY, world, *options)
     before = whole(built.tensors)
-    report = load_tensors(*found, built.tensors, world, config.train.init)
+    report = load_tensors(*found, built.tensors, world, config)
     here = whole(built.tensors)
     for name, value in here.items():
         assert torch.equal(value, there[name] if name.startswith("tables/") else before[name]), name

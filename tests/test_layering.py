@@ -34,7 +34,7 @@ LAYERS = (
         "stopping",
     ),
     ("inputs",),
-    ("build",),
+    ("build", "learning"),
     ("evaluation", "rehearsal", "starting"),
     ("trainer", "fit"),
     ("memory_log", "out_of_memory", "result"),

@@ -218,16 +218,22 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def entry_of(path: Path) -> tuple[int, str]:
+    """Return size in bytes and checksum (XXH3, 128 bits) of a file."""
+    total = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_AT_ONCE):
+            total.update(chunk)
+    return path.stat().st_size, total.hexdigest()
+
+
 def file_problem(path: Path, num_bytes: int, checksum: str) -> str | None:
     """Return in which way a file differs from what was written, or None."""
     try:
         found = path.stat().st_size
         if found != num_bytes:
             return f"{path.name} has {found} bytes, and was written with {num_bytes}"
-        total = xxhash.xxh3_128()
-        with path.open("rb", buffering=0) as file:
-            while chunk := file.read(_AT_ONCE):
-                total.update(chunk)
+        same = entry_of(path)[1] == checksum
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
-    return None if total.hexdigest() == checksum else f"{path.name} has changed since it was written"
+    return None if same else f"{path.name} has changed since it was written"

@@ -1,7 +1,7 @@
 """Loading: what of a checkpoint goes where, and what is said about it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -24,7 +24,9 @@ from recsys.checkpoint.tensors import (
     Tensors,
     set_rank_rng,
 )
+from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
+from recsys.config.meaning import changed_inputs, changed_optimizers
 from recsys.errors import UserError
 from recsys.process_group import World
 
@@ -48,6 +50,7 @@ class Loaded:
         kept: both have it, and this run keeps its own initial values.
         new: only this run has it.
         left: only the checkpoint has it.
+        rows: by vocabulary table, how many rows are of the checkpoint, and how many begin anew.
     """
 
     source: str
@@ -56,6 +59,7 @@ class Loaded:
     kept: dict[str, str] = field(default_factory=dict)
     new: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    rows: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
@@ -72,12 +76,21 @@ class Loaded:
                 yield f"{fate}: {some}" + (f" ({remark})" if remark else "")
 
 
-def load_tensors(path: Path, marker: Marker, tensors: Tensors, world: World, init: InitConfig | None = None) -> Loaded:
+def load_tensors(
+    path: Path,
+    marker: Marker,
+    tensors: Tensors,
+    world: World,
+    config: Config | None = None,
+    kept_ids: Mapping[str, int] | None = None,
+) -> Loaded:
     """Load tables, dense part and optimizers, whatever plan and number of ranks wrote them; collective.
 
     Args:
         path, marker: a checkpoint that `check_whole` has found whole.
-        init: how it may differ from what is here; None: in nothing, and random number generators are set too.
+        config: of a run that begins with its weights, and whose `train.init` says how it may differ from what is here;
+            None: in nothing, and random number generators are set too.
+        kept_ids: of vocabulary tables, how many ids of the checkpoint's vocabulary begin that of here.
 
     Raises:
         UserError: the checkpoint differs from what is here in what `init` does not allow, or cannot be read.
@@ -89,13 +102,16 @@ def load_tensors(path: Path, marker: Marker, tensors: Tensors, world: World, ini
     forms = {name: _Form(pieces.size, pieces.dtype) for name, pieces in targets.items()}
     # A rank knows of no state of a table that it holds no piece of.
     wanted = {name: form for found in world.gather(forms) for name, form in found.items()}
-    choice = _Choice(path, marker, wanted, saved, init or InitConfig())
+    choice = _Choice(path, marker, wanted, saved, config, kept_ids or {})
     choice.tables()
     choice.dense(type(tensors.dense_optimizer).__name__)
     report = choice.report
-    state = {name: _clip(targets[name], saved[name]) for name in report.loaded if name in targets}
+    state = {name: targets[name] for name in report.loaded if name in targets}
+    for name in state:
+        if name.startswith((TABLES, TABLE_OPTIMIZER)):
+            state[name] = _moved(state[name], saved[name], choice.spans(name))
     extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
-    if init is None and marker.world_size == world.world_size:
+    if config is None and marker.world_size == world.world_size:
         extra += [name for name in saved if name.startswith(f"{RNG}{world.rank}/")]
     room = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in extra}
     state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
@@ -118,9 +134,18 @@ class _Choice:
     """Decides for each tensor whether it is loaded, from both sides' forms alone, so that all ranks decide alike."""
 
     def __init__(
-        self, path: Path, marker: Marker, wanted: dict[str, _Form], saved: dict[str, _Form], init: InitConfig
+        self,
+        path: Path,
+        marker: Marker,
+        wanted: dict[str, _Form],
+        saved: dict[str, _Form],
+        config: Config | None,
+        kept_ids: Mapping[str, int],
     ) -> None:
-        self._path, self._marker, self._wanted, self._saved, self._init = path, marker, wanted, saved, init
+        self._path, self._marker, self._wanted, self._saved = path, marker, wanted, saved
+        self._config, self._init, self._kept_ids = config, config.train.init if config else InitConfig(), kept_ids
+        self._other_inputs = changed_inputs(marker.meaning, config) if config else set()
+        self._other_optimizers = changed_optimizers(marker.meaning, config) if config else set()
         self.report = Loaded(str(path), marker.state.step)
 
     def tables(self) -> None:
@@ -147,6 +172,18 @@ class _Choice:
             else:
                 self.report.left[name] = "state of the optimizer"
 
+    def spans(self, name: str) -> list[tuple[int, int, int]]:
+        """Return which rows of a table, or of its optimizer's state, are loaded, as of `_moved`.
+
+        Behind the row of null and those of its vocabulary's ids a table has the rows that all other ids share.
+        """
+        here, there = self._wanted[name].size[0], self._saved[name].size[0]
+        table = name.removeprefix(TABLES) if name.startswith(TABLES) else _owner(name)
+        if self._config is None or table not in self._kept_ids:
+            return [(0, 0, min(here, there))]
+        first, num_shared = 1 + self._kept_ids[table], self._config.tables[table].num_buckets
+        return [(0, 0, first), (here - num_shared, first, min(there - first, num_shared))]
+
     def _all_dense(self) -> bool:
         return all(name in self.report.loaded for name in self._wanted if name.startswith(DENSE))
 
@@ -170,8 +207,7 @@ class _Choice:
         into[name] = ""
 
     def _of_table_not_taken(self, name: str) -> bool:
-        table = name.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
-        return name.startswith(TABLE_OPTIMIZER) and TABLES + table not in self.report.loaded
+        return name.startswith(TABLE_OPTIMIZER) and TABLES + _owner(name) not in self.report.loaded
 
     def _table(self, name: str, here: _Form, there: _Form) -> None:
         table, remarks = name.removeprefix(TABLES), []
@@ -180,7 +216,12 @@ class _Choice:
                 f"checkpoint '{self._path}' has table '{table}' with embedding_dim {there.size[1]}, and the config "
                 f"{here.size[1]}; set tables.{table}.embedding_dim={there.size[1]}, or give the table another name"
             )
-        if here.size[0] != there.size[0]:
+        if table in self._kept_ids:
+            kept = sum(count for _, _, count in self.spans(name))
+            self.report.rows[table] = {"kept": kept, "new": here.size[0] - kept}
+            if here.size[0] != there.size[0]:
+                remarks.append(f"{kept:,} rows of {there.size[0]:,} there, {here.size[0] - kept:,} new")
+        elif here.size[0] != there.size[0]:
             if not self._init.resize_tables:
                 raise self._differs(
                     f"has table '{table}' with num_embeddings {there.size[0]}, and the config {here.size[0]}",
@@ -198,9 +239,11 @@ class _Choice:
         self.report.loaded[name] = "; ".join(remarks)
 
     def _table_state(self, name: str, here: _Form, there: _Form) -> None:
-        table = TABLES + name.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
+        table = TABLES + _owner(name)
         if table not in self.report.loaded:
             self.report.kept[name] = "its table is not loaded"
+        elif _owner(name) in self._other_optimizers and self._init.optimizers is not Take.all:
+            self.report.kept[name] = "of another optimizer there"
         elif len(here.size) == len(there.size) and here.size[1:] == there.size[1:]:
             self.report.loaded[name] = self.report.loaded[table].partition(";")[0] if here.size != there.size else ""
         elif self._init.optimizers is Take.all:
@@ -209,7 +252,9 @@ class _Choice:
             self.report.kept[name] = f"of shape {there.size} there"
 
     def _dense_weight(self, name: str, here: _Form, there: _Form) -> None:
-        if here.size == there.size:
+        if name.removeprefix(DENSE) in self._other_inputs and self._init.dense is not Take.all:
+            self.report.kept[name] = "reads other features there"
+        elif here.size == there.size:
             self.report.loaded[name] = ""
         elif self._init.dense is Take.all:
             raise self._differs(f"has {name} of shape {there.size}, and the config {here.size}", "dense=matching")
@@ -223,17 +268,28 @@ class _Choice:
         )
 
 
+def _owner(state: str) -> str:
+    """Return the table of a tensor of its optimizer."""
+    return state.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
+
+
 def _type(form: _Form) -> str:
     return str(form.dtype).removeprefix("torch.")
 
 
-def _clip(pieces: Pieces, saved: _Form) -> Pieces:
-    """Return the pieces without the rows that the checkpoint does not have."""
-    if pieces.size == saved.size:
-        return pieces
-    kept = []
+def _moved(pieces: Pieces, saved: _Form, spans: list[tuple[int, int, int]]) -> Pieces:
+    """Return the parts of the pieces that the checkpoint has rows for, each at the place of these.
+
+    Args:
+        spans: (first row here, first row there, number of rows).
+    """
+    parts = []
     for piece in pieces.pieces:
-        rows = max(0, min(piece.tensor.shape[0], saved.size[0] - piece.offsets[0]))
-        if rows:
-            kept.append(Piece(piece.tensor[:rows], piece.offsets))
-    return Pieces(saved.size, pieces.dtype, tuple(kept))
+        first, stop = piece.offsets[0], piece.offsets[0] + piece.tensor.shape[0]
+        for here, there, count in spans:
+            start, end = max(first, here), min(stop, here + count)
+            if start < end:
+                parts.append(
+                    Piece(piece.tensor[start - first : end - first], (there + start - here, *piece.offsets[1:]))
+                )
+    return Pieces(saved.size, pieces.dtype, tuple(parts))

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from recsys.checkpoint.files import SafeReader, file_problem
 from recsys.checkpoint.pieces import Piece, Pieces, PiecesLoadPlanner
+from recsys.checkpoint.source import check_facts, facts_of
 from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
@@ -57,8 +58,10 @@ def export_table(source: Path, table: str, out: Path) -> int:
         )
     prefix = f"{TABLE_OPTIMIZER}{table}/"
     columns = {VECTOR: TABLES + table} | {n.removeprefix(prefix): n for n in entries if n.startswith(prefix)}
-    kept = path.parent.parent / "vocabulary" / f"{table}.parquet"
-    vocabulary = read_vocabulary(kept) if kept.is_file() else None
+    vocabulary = None
+    if (name := f"{table}.parquet") in marker.facts:
+        check_facts(path, marker, [name])
+        vocabulary = read_vocabulary(facts_of(path) / name)
     aside = out.with_name(out.name + ".tmp")
     with _only_tensors_of_one_process():
         batches = _batches(reader, {column: entries[name] for column, name in columns.items()}, columns, vocabulary)

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from logging import getLogger
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,15 +54,24 @@ class Checkpoints:
         keep: how many of the newest stay; the best one of early stopping stays besides.
         documents: files that are copied into each (config, plan).
         background: write a copy in host memory while training goes on.
+        meaning, facts: as of `Marker`.
     """
 
     def __init__(
-        self, folder: Path, world: World, keep: int, documents: Sequence[Path] = (), background: bool = False
+        self,
+        folder: Path,
+        world: World,
+        keep: int,
+        documents: Sequence[Path] = (),
+        background: bool = False,
+        meaning: dict[str, Any] | None = None,
+        facts: dict[str, tuple[int, str]] | None = None,
     ) -> None:
         self.folder = folder
         self._world = world
         self._keep = keep
         self._documents = documents
+        self._meaning, self._facts = meaning or {}, facts or {}
         self._thread: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._writing_world = world
@@ -96,6 +106,8 @@ class Checkpoints:
             approximate,
             installed_versions(),
             self._world.world_size,
+            self._meaning,
+            self._facts,
         )
         if self._thread is None:
             self._write(final, _Content(found, marker))

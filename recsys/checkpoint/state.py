@@ -13,7 +13,7 @@ from recsys.data.order import Cut, Position
 from recsys.errors import UserError
 from recsys.process_group import World
 
-FORMAT = 3  # 2 had other windows, so that rows came in another order
+FORMAT = 4  # 3 did not say what its rows and numbers stand for; 2 had other windows, so that rows came in another order
 MARKER = "checkpoint.json"
 _MARKER_OF_FORMAT_1 = "state.json"
 _ASIDE = ".tmp"
@@ -31,7 +31,7 @@ class TrainState:
         loss_scale, loss_scale_good_steps: as of `LossScale`.
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
-        fingerprint: of the training files; seed, shuffle, window_mib: what the order of the rows depends on besides.
+        fingerprints: of the files of data.train, and of those that early stopping compares by.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
         window_loss, window_losses: sum and number of the losses since the last line of metrics.jsonl.
         metrics: of the last evaluation of each dataset.
@@ -44,10 +44,7 @@ class TrainState:
     loss_scale: float | None = None
     loss_scale_good_steps: int = 0
     epoch_rows: list[list[int]] = field(default_factory=list)
-    fingerprint: str = ""
-    seed: int = 0
-    shuffle: bool = True
-    window_mib: int = 0
+    fingerprints: dict[str, str] = field(default_factory=dict)
     evaluated_step: int | None = None
     best_metric: float | None = None
     best_step: int | None = None
@@ -67,6 +64,8 @@ class Marker:
         optimizer: of the dense part, its class.
         approximate: tensors that are no exact copy of what was trained, each with the reason.
         versions: of Python and the libraries; world_size: ranks that wrote it.
+        meaning: settings that give rows and numbers their meaning: see `recsys.config.meaning`.
+        facts: (bytes, checksum) of the files of RUN/vocabulary by name.
     """
 
     state: TrainState
@@ -76,6 +75,8 @@ class Marker:
     approximate: dict[str, str]
     versions: dict[str, str]
     world_size: int
+    meaning: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the file, to disk, in place of an earlier one."""
@@ -104,7 +105,8 @@ class Marker:
             files = {name: (size, digest) for name, (size, digest) in content.pop("files").items()}
             if outside := [name for name in files if Path(name).name != name or name in ("", "..") or "\0" in name]:
                 raise ValueError(f"{outside[0]!r} is no file of this folder")
-            return cls(state=_state(content.pop("state")), files=files, **content)
+            facts = {name: (size, digest) for name, (size, digest) in content.pop("facts").items()}
+            return cls(state=_state(content.pop("state")), files=files, facts=facts, **content)
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             raise UserError(f"checkpoint '{folder}' is not whole: {MARKER}: {reason}") from error

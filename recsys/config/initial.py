@@ -28,6 +28,11 @@ class InitConfig:
     convert_tables: bool = False  # of another data_type: convert the weights
     dense: Take = Take.all  # weights of the dense part, by name and shape
     optimizers: Take = Take.all  # state of both optimizers, of what is taken
+    # Keys that may differ, though rows or numbers then stand for something else: [features.price.log1p, tables.item.*].
+    allow_changes: list[str] = field(default_factory=list)
+    # Vocabulary tables: the ids that have a row keep it, and what new ones data.train shows min_count times get rows of
+    # their own too, the most frequent first, up to num_embeddings in all. These rows begin anew.
+    grow_vocabularies: bool = False
     # By table: file with `vector` and `id` or `row`, as scripts/tables.py export writes; goes without init_from too.
     from_parquet: dict[str, str] = field(default_factory=dict)
 

@@ -15,10 +15,10 @@ from recsys.data.arrow import decoded, drop_nulls, is_list, plain, to_numbers
 from recsys.data.convert import FloatColumn, Transform, convert_floats, transform_numbers
 from recsys.data.parquet import Dataset, SegmentReader
 from recsys.errors import UserError
-from recsys.id_mapping import IdCounter, add_up, choose_vocabulary, read_vocabulary, write_vocabulary
+from recsys.id_mapping import IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
 from recsys.process_group import World
 
-_FLOATS = "floats.json"
+FLOATS_FILE = "floats.json"
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,13 @@ class Facts:
 
     Attributes:
         num_counted: by table, the distinct ids that a vocabulary was chosen from, where this start of the run chose it.
+        kept: by table, how many ids its vocabulary begins with that are those of the run whose weights it takes.
     """
 
     vocabularies: dict[str, pa.Array] = field(default_factory=dict)
     floats: dict[str, FloatFacts] = field(default_factory=dict)
     num_counted: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
         """Write RUN/vocabulary: one Parquet file a table, and floats.json."""
@@ -49,8 +51,14 @@ class Facts:
             return
         folder.mkdir(exist_ok=True)
         for table, ids in self.vocabularies.items():
-            write_vocabulary(folder / f"{table}.parquet", ids)
-        (folder / _FLOATS).write_text(json.dumps({name: asdict(each) for name, each in self.floats.items()}, indent=1))
+            write_vocabulary(folder / vocabulary_file(table), ids)
+        (folder / FLOATS_FILE).write_text(
+            json.dumps({name: asdict(each) for name, each in self.floats.items()}, indent=1)
+        )
+
+    def files(self) -> list[str]:
+        """Return the names of the files that `save` writes."""
+        return [*map(vocabulary_file, self.vocabularies), *([FLOATS_FILE] if self.vocabularies or self.floats else [])]
 
     @staticmethod
     def load(folder: Path, tables: Sequence[str], floats: Sequence[str]) -> "Facts":
@@ -59,21 +67,31 @@ class Facts:
         Raises:
             UserError: it is not there, or cannot be read.
         """
-        vocabularies = {table: read_vocabulary(folder / f"{table}.parquet") for table in tables}
+        vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
         try:
-            content = json.loads((folder / _FLOATS).read_text()) if floats else {}
+            content = json.loads((folder / FLOATS_FILE).read_text()) if floats else {}
             return Facts(vocabularies, {name: FloatFacts(**content[name]) for name in floats})
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"'{folder / _FLOATS}' lacks the figures of {', '.join(floats)} ({error!r})") from error
+            raise UserError(f"'{folder / FLOATS_FILE}' lacks the figures of {', '.join(floats)} ({error!r})") from error
+
+
+def vocabulary_file(table: str) -> str:
+    """Return the name of a table's file in RUN/vocabulary."""
+    return f"{table}.parquet"
 
 
 @dataclass(frozen=True)
 class VocabularyRequest:
-    """A vocabulary to be made of the ids in some columns: those that occur `min_count` times, `max_size` at most."""
+    """A vocabulary to be made of the ids in some columns: those that occur `min_count` times, `max_size` at most.
+
+    Attributes:
+        known: a vocabulary that it begins with, however often its ids occur; they count for `max_size`.
+    """
 
     columns: tuple[str, ...]
     min_count: int
     max_size: int
+    known: pa.Array | None = None
 
 
 def measure(
@@ -95,8 +113,13 @@ def measure(
     for table, request in vocabularies.items():
         # One table at a time, and each counter goes: they hold every id there is.
         counts = add_up(world.gather(counters.pop(table).to_table()))
-        chosen[table] = choose_vocabulary([counts], request.min_count, request.max_size)
         num_counted[table] = counts.num_rows
+        known = request.known
+        if known is not None:
+            counts = counts.filter(pa.array(is_new(counts.column("id").combine_chunks(), known)))
+        room = max(0, request.max_size - (0 if known is None else len(known)))
+        ids = choose_vocabulary([counts], request.min_count, room)
+        chosen[table] = ids if known is None else joined(known, ids)
     # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
     figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}

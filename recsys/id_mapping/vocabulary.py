@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from recsys.errors import UserError
 from recsys.id_mapping.hashing import is_text, read_keys
+from recsys.id_mapping.mappings import IndexMapping
 
 _MERGED_AT_ONCE = 1 << 20
 
@@ -103,6 +104,31 @@ def most_frequent(counts: Sequence[pa.Table], min_count: int, max_size: int) -> 
 def choose_vocabulary(counts: Sequence[pa.Table], min_count: int, max_size: int) -> pa.Array:
     """Return the ids of `most_frequent`."""
     return most_frequent(counts, min_count, max_size).column("id").combine_chunks()
+
+
+def is_new(ids: pa.Array, known: pa.Array) -> np.ndarray:
+    """Return which ids a vocabulary does not have, bool [len(ids)].
+
+    Raises:
+        UserError: numbers on one side, and texts on the other.
+    """
+    places = np.empty(len(ids), np.int64)
+    IndexMapping(known).map(ids, places)
+    return places < 0
+
+
+def joined(known: pa.Array, new: pa.Array) -> pa.Array:
+    """Return a vocabulary with further ids behind its own, of a type that holds both.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (len(known) and len(new)):
+        return known if len(known) else new
+    if is_text(known.type):
+        return _strings(pa.concat_arrays([ids.cast(pa.large_binary()) for ids in (known, new)]))
+    parts = [pa.table({"id": ids, "count": pa.array(np.zeros(len(ids), np.int64))}) for ids in (known, new)]
+    return _same_type(parts).column("id").combine_chunks()
 
 
 def write_vocabulary(path: Path, ids: pa.Array, counts: pa.Array | None = None) -> None:

@@ -1,0 +1,76 @@
+"""What a run starts from: a checkpoint of its own, to go on from, or one of another run, to take the weights of."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from recsys.checkpoint.files import file_problem
+from recsys.checkpoint.save import Checkpoints
+from recsys.checkpoint.state import Marker, check_whole, find_checkpoint
+from recsys.config import Config
+from recsys.config.initial import InitConfig
+from recsys.errors import UserError
+from recsys.process_group import World
+
+FACTS = "vocabulary"  # folder of a run directory
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is whole.
+
+    Attributes:
+        init: how the config may differ from that which it was trained with; None: the run goes on.
+    """
+
+    path: Path
+    marker: Marker
+    init: InitConfig | None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is of the same run."""
+        return self.init is None
+
+    @property
+    def grows(self) -> bool:
+        """Whether vocabularies may have more ids than its own."""
+        return self.init is not None and self.init.grow_vocabularies
+
+
+def find_source(config: Config, run_dir: Path, world: World) -> Source | None:
+    """Return what the run starts from, None where it begins anew; collective.
+
+    Raises:
+        UserError: a checkpoint that is not whole, or none where one is asked for.
+    """
+    if config.run.resume and (newest := Checkpoints(run_dir / "checkpoints", world, keep=1).newest_whole()):
+        return Source(*newest, None)
+    if config.train.init_from is None:
+        return None
+    path = world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or ""))
+    return Source(path, check_whole(path, world), config.train.init)
+
+
+def facts_of(checkpoint: Path) -> Path:
+    """Return the folder in which the run of a checkpoint keeps what it has learned of its data."""
+    return checkpoint.parent.parent / FACTS
+
+
+def check_facts(checkpoint: Path, marker: Marker, names: list[str]) -> None:
+    """Refuse vocabularies and figures that are not those that a checkpoint was trained with.
+
+    Args:
+        names: of files in `facts_of` that are to be read.
+
+    Raises:
+        UserError: names the file.
+    """
+    folder = facts_of(checkpoint)
+    for name in names:
+        known = marker.facts.get(name)
+        problem = "it was trained without" if known is None else file_problem(folder / name, *known)
+        if problem:
+            raise UserError(
+                f"'{folder / name}' is not what checkpoint '{checkpoint}' was trained with ({problem}), and its rows "
+                f"would stand for other ids; put that file back"
+            )

@@ -1,0 +1,222 @@
+"""What gives the rows and numbers of a checkpoint their meaning: settings that must be the same where it is loaded.
+
+Every key of a config counts unless it is listed here as free, so that a key that is added later is compared too.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from enum import Enum
+from fnmatch import translate
+from typing import Any
+
+from recsys.config.choices import FeatureType, IdMappingType
+from recsys.config.initial import InitConfig, Take
+from recsys.config.schema import Config, TwoTowerConfig
+from recsys.errors import UserError, nearest
+
+# Keys that may be others where a checkpoint is loaded.
+FREE = (
+    # where a run writes, what it runs on, and what is foretold and measured of it
+    *("run.*", "memory.*", "topology.*", "debug"),
+    # which files, since these are told by their footers; how they are read
+    *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
+    *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
+    # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept
+    *("train.*_batch_size", "train.micro_batch_ids", "train.epochs", "train.max_*steps", "train.*_every_*"),
+    *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
+    *("train.init_from", "train.init.*", "train.early_stop.patience", "optimizer.schedule.*", "precision.*"),
+    *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "beta1", "beta2", "momentum", "weight_decay")),
+    *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
+    # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest
+    *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.storage_dir"),
+    *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.vocabulary", "tables.*.min_count"),
+    *("model.dropout", "model.embedding_dropout", "model.top_k"),
+)
+# What a position in the data, and the best metric so far, stand for: nothing that another run takes.
+_OF_ONE_RUN = ("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter")
+_STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
+# What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.
+_SHAPES = ("tables.*.data_type", "tables.*.embedding_dim", "model.embedding_dim", "model.*_mlp", "model.output_dim")
+_INPUTS = "inputs."
+_NOT_SET = "not set"
+
+
+def meaning(config: Config) -> dict[str, Any]:
+    """Return the settings that count by their full keys, with defaults filled in, as JSON holds them.
+
+    `inputs.PARAMETER` are the features that a layer of the dense part reads, in order.
+    """
+    content = asdict(config)
+    content.pop("given")
+    content["optimizer"].pop("tables")
+    for name, table in content["tables"].items():
+        table["optimizer"] = asdict(config.table_optimizer(name))
+        if config.tables[name].mapping is IdMappingType.vocabulary:
+            table.pop("num_embeddings")  # a bound
+    for name, feature in content["features"].items():
+        feature["column"] = feature["column"] or name
+    if isinstance(config.data.filter, dict):
+        content["data"]["filter"] = config.data.filter.get("train")
+    if content["model"].get("embedding_dim", 0) is None:
+        content["model"]["embedding_dim"] = max(table.embedding_dim for table in config.tables.values())
+    for key in ("user_features", "item_features"):
+        content["model"].pop(key, None)
+    found = dict(_flat("", content))
+    is_free = _pattern(FREE)
+    return {key: value for key, value in found.items() if not is_free.match(key)} | {
+        f"{_INPUTS}{layer}": names for layer, names in _inputs(config).items()
+    }
+
+
+def changed_inputs(saved: dict[str, Any], config: Config) -> set[str]:
+    """Return the parameters of the dense part that read other features than those of a checkpoint, or in other order.
+
+    Args:
+        saved: the `meaning` of the config that wrote it.
+    """
+    return {layer for layer, names in _inputs(config).items() if saved.get(_INPUTS + layer, names) != names}
+
+
+def changed_optimizers(saved: dict[str, Any], config: Config) -> set[str]:
+    """Return the tables whose optimizer is another than in the config, given its `meaning`, that wrote a checkpoint."""
+    names = {table: config.table_optimizer(table).name.name for table in config.tables}
+    return {table for table, name in names.items() if saved.get(f"tables.{table}.optimizer.name", name) != name}
+
+
+def refuse_differences(config: Config, saved: dict[str, Any], path: object, init: InitConfig | None) -> None:
+    """Refuse a config in which rows and numbers of a checkpoint stand for something else.
+
+    Args:
+        saved: the `meaning` of the config that wrote it. path: names it in messages.
+        init: allows differences to a run that begins with its weights; None: the run goes on.
+
+    Raises:
+        UserError: names each such key, its value here and there, and what to set.
+    """
+    here = meaning(config)
+    changed = {key: _shown_key(key, config) for key in {**here, **saved} if here.get(key) != saved.get(key)}
+    free = _pattern(_free(config, saved, init))
+    if init is not None:
+        _check_allowed(init, [*here, *saved, *(_shown_key(key, config) for key in here)])
+    allowed = _pattern(init.allow_changes if init else ())
+    found: dict[str, tuple[str, str]] = {}
+    for key, shown in changed.items():
+        if not (free.match(key) or allowed.match(key) or allowed.match(shown)):
+            found.setdefault(shown, (_shown(here, key), _shown(saved, key)))
+    if not found:
+        return
+    differences = "; ".join(f"'{key}' is {new}, and was {old}" for key, (new, old) in list(found.items())[:8])
+    more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+    before = " ".join(
+        f"{key}={old}" for key, (_, old) in list(found.items())[:8] if key != "features" and old != _NOT_SET
+    )
+    raise UserError(
+        f"config key {differences}{more}, where checkpoint '{path}' was trained, so that its rows and numbers would "
+        f"stand for something else; set {before or 'them as they were'}, or {_advice(path, list(found), init)}"
+    )
+
+
+def _advice(path: object, keys: list[str], init: InitConfig | None) -> str:
+    if init is None:
+        return f"start a run of its own with train.init_from={path}, to which train.init.* may allow more"
+    options = []
+    if "features" in keys:
+        options.append("train.init.dense=matching, with which layers that read other features begin anew")
+    if any(key.endswith("optimizer.name") or key.startswith("optimizer.") for key in keys):
+        options.append("train.init.optimizers=matching, with which other optimizers begin anew")
+    options.append(f"train.init.allow_changes=[{','.join(keys)}]")
+    return f"allow it with {' or '.join(options)}"
+
+
+def _check_allowed(init: InitConfig, known: list[str]) -> None:
+    for pattern in init.allow_changes:
+        if not any(map(_pattern([pattern]).match, known)):
+            raise UserError(
+                f"config key 'train.init.allow_changes': '{pattern}' is no key that is compared"
+                f"{nearest(pattern, known)}; remove it"
+            )
+
+
+def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> list[str]:
+    """Return patterns of keys that are not compared."""
+    tables = {key.split(".")[1] for key in saved if key.startswith("tables.")}
+    # A table of one side alone is told by its tensors, and a feature by the layer that reads it.
+    both = tables & set(config.tables)
+    free = [f"tables.{name}.*" for name in tables ^ set(config.tables)]
+    features = {key.split(".")[1] for key in saved if key.startswith("features.")}
+    free += [f"features.{name}.*" for name in features ^ set(config.features)]
+    if saved.get("train.early_stop.metric") is None:
+        free += _STOPPING
+    if init is None:
+        return free
+    free += [*_OF_ONE_RUN, *_STOPPING, *_SHAPES]
+    # What is not taken need not agree.
+    taken = both if init.tables is not Take.none else set()
+    free += [f"tables.{name}.*" for name in config.tables if name not in taken]
+    free += [f"tables.{n}.num_embeddings" for n, t in config.tables.items() if t.mapping is IdMappingType.identity]
+    for name, feature in config.features.items():
+        if init.dense is Take.none if feature.type is FeatureType.float else feature.table not in taken:
+            free.append(f"features.{name}.*")
+    attention = getattr(config.model, "attention", {})
+    free += [key for key in saved if key.startswith("model.attention.") and key.split(".")[2] not in attention]
+    free += [f"model.attention.{name}" for name in attention if f"model.attention.{name}" not in saved]
+    if init.dense is not Take.all:
+        free += [f"{_INPUTS}*", "model.interaction"]
+    if init.dense is Take.none:
+        free.append("model.*")
+    if init.optimizers is not Take.all:
+        free.append("tables.*.optimizer.name")
+    if init.optimizers is not Take.all or init.dense is Take.none:
+        free.append("optimizer.dense.name")
+    return free
+
+
+def _inputs(config: Config) -> dict[str, list[str]]:
+    """Return the features that a layer reads side by side, by its parameter."""
+    ids = [name for name, feature in config.features.items() if feature.type is FeatureType.id]
+    floats = [name for name, feature in config.features.items() if feature.type is FeatureType.float]
+    if isinstance(config.model, TwoTowerConfig):
+        towers = {"user": config.model.user_features, "item": config.model.item_features}
+        return {
+            f"{tower}.mlp.0.weight": [*(n for n in names if n in ids), *(n for n in names if n in floats)]
+            for tower, names in towers.items()
+        }
+    return {"bottom.0.weight": floats, "top.0.weight": ids}
+
+
+def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _flat(f"{key}.{name}" if key else str(name), part)
+    else:
+        yield key, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value.name if isinstance(value, Enum) else value
+
+
+def _pattern(patterns: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(translate, patterns)) or r"(?!)")
+
+
+def _shown_key(key: str, config: Config) -> str:
+    """Return the key as a user writes it."""
+    if key.startswith(_INPUTS):
+        return "features"
+    section, _, rest = key.partition(".")
+    name, _, rest = rest.partition(".")
+    if section == "tables" and rest.startswith("optimizer.") and name in config.tables:
+        return f"{config.table_optimizer_key(name)}.{rest.removeprefix('optimizer.')}"
+    return key
+
+
+def _shown(settings: dict[str, Any], key: str) -> str:
+    value = settings.get(key, _NOT_SET)
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return f"[{', '.join(value)}]"
+    return value if isinstance(value, str) else json.dumps(value)
