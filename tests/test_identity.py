@@ -265,8 +265,9 @@ def test_going_on_takes_the_same_data_and_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nproc, kind", [(2, "row_wise"), (3, "row_wise"), (2, "column_wise"), (2, "data_parallel")])
 def test_vocabularies_grow_alike_on_all_ranks(nproc: int, kind: str, tmp_path: Path) -> None:
     days = [write_day(tmp_path / f"d{i}", np.arange(10 * i, 10 * i + 20), i) for i in range(2)]
-    train(tmp_path / "a", f"data.train={days[0]}")
-    start = (f"data.train={days[1]}", f"train.init_from={tmp_path}/a", GROW)
+    options = ("optimizer.tables.name=adagrad", "data.num_streams=6")
+    train(tmp_path / "a", f"data.train={days[0]}", *options)
+    start = (f"data.train={days[1]}", f"train.init_from={tmp_path}/a", GROW, *options)
     train(tmp_path / "b", *start, f"tables.user.sharding_type={kind}", nproc=nproc)
     train(tmp_path / "one", *start)
     found = [load_tables(tmp_path / run / "checkpoints/step-000000003", "") for run in ("b", "one")]

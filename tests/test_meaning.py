@@ -81,7 +81,7 @@ FREE = {
         *(
             f"{section}.{name}"
             for section in ("optimizer.tables", "tables.user.optimizer")
-            for name in ("learning_rate", "eps", "beta1", "beta2", "momentum", "weight_decay", "state_dtype")
+            for name in ("learning_rate", "eps", "beta1", "beta2", "weight_decay", "state_dtype")
         ),
         *("optimizer.tables.allow_column_split", "tables.user.optimizer.allow_column_split"),
         *("model.dropout", "model.embedding_dropout"),
