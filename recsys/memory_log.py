@@ -84,7 +84,7 @@ class MemoryLog:
             "predicted": predict_dense(built.step.dense, config, world.world_size),
             "measured": measure_dense(built.dense_model, built.dense_optimizer),
         }
-        return rank_report(
+        report = rank_report(
             identity,
             self._tables,
             dense,
@@ -94,6 +94,7 @@ class MemoryLog:
             world.device,
             self._timeline,
         )
+        return report | {"growth": self._trainer.growth.report()}
 
 
 def _clear(folder: Path) -> None:

@@ -23,6 +23,7 @@ from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import Inputs
 from recsys.learning import facts_entries
 from recsys.memory import Timeline
+from recsys.memory.growth import Growth
 from recsys.metrics import is_higher_better
 from recsys.models.step import StepOutput, ignore_phase
 from recsys.observe import MetricsWriter, Progress, logger, show_metrics
@@ -31,6 +32,7 @@ from recsys.pipeline import build_pipeline
 from recsys.profiling import traced_steps
 from recsys.starting import Starting
 from recsys.stopping import StopRequests
+from recsys.topology import topology_of
 
 
 class TimedIterator(Iterator[Batch]):
@@ -72,6 +74,9 @@ class Trainer:
     Args:
         source: what it starts from, if anything.
         enter_phase: told what training comes to, which is progress: the phase, and with a new step its number.
+
+    Attributes:
+        growth: of memory over the steps.
     """
 
     def __init__(
@@ -117,6 +122,7 @@ class Trainer:
             (config.table_optimizer(table).learning_rate, set_rate) for table, set_rate in built.set_learning_rates
         ]
         self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
+        self.growth = Growth(world.device, topology_of(config, world), self._num_steps)
         self._progress = Progress(self._num_steps, self._state.step, self._state.window_loss, self._state.window_losses)
 
     def fit(self) -> FitResult:
@@ -265,6 +271,9 @@ class Trainer:
             )
 
     def _tell(self) -> None:
+        warning = self.growth.sample(self._state.step, self.loader_bytes)
+        if warning is not None:
+            logger.warning("step %d: %s", self._state.step, warning)
         values = self._progress.line()
         logger.info(self._progress.show(values))
         self._writer.write(

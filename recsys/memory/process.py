@@ -1,5 +1,6 @@
 """What this process takes of memory now, and over the time of a run."""
 
+import ctypes
 import os
 import resource
 import sys
@@ -16,6 +17,7 @@ import pyarrow as pa
 import torch
 
 _MOST_SAMPLES = 1200
+_MOST_SPANS = 600
 _RECENT_SPANS = 3
 _SAME_BYTES = 1 << 20
 _PROCESS = Path("/proc/self")
@@ -64,6 +66,24 @@ def locked() -> int | None:
         return None
 
 
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = (("sizes", ctypes.c_size_t * 10),)
+
+
+def heap() -> tuple[int, int] | None:
+    """Return the bytes that malloc has given out, and those that it keeps free; None without glibc 2.33 or later."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError):
+        return None
+    mallinfo2.restype = _MallInfo
+    sizes = mallinfo2().sizes
+    hblkhd, uordblks, fordblks = sizes[4], sizes[7], sizes[8]  # mapped by themselves; of heaps, in use and free
+    return hblkhd + uordblks, fordblks
+
+
 class BudgetExceeded(Exception):
     """This process has taken more memory than `memory.budget`."""
 
@@ -91,7 +111,8 @@ class Timeline:
 
     Attributes:
         baseline_bytes: resident memory when it began; step: the one that is being trained, set by the trainer.
-        spans: phases in their order; phases inside others end these, which go on afterwards.
+        spans: phases in their order; phases inside others end these, which go on afterwards. Of many, some are left
+            out, but never the highest of a phase.
         samples: (seconds, bytes), evenly thinned when there are many.
         device_peaks: by phase, the most that a GPU's allocator gave out in any; empty without.
         failed_phase: the innermost that an error ended, if any did.
@@ -169,6 +190,8 @@ class Timeline:
             reset_peak_rss()
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
+            if len(self.spans) >= _MOST_SPANS:
+                self._thin_spans()
             now = rss()
             self.spans.append(Span(self._phases[-1], self.step, self._seconds(), self._seconds(), now))
 
@@ -190,6 +213,16 @@ class Timeline:
         before.stop_s = last.stop_s
         if last.peak_bytes > before.peak_bytes:
             before.peak_bytes, before.step = last.peak_bytes, last.step
+
+    def _thin_spans(self) -> None:
+        """Leave out every second span of each phase, but for the highest."""
+        peaks, number = self.peaks(), dict.fromkeys(self.peaks(), 0)
+        kept = []
+        for span in self.spans:
+            number[span.phase] += 1
+            if number[span.phase] % 2 or span.peak_bytes == peaks[span.phase]:
+                kept.append(span)
+        self.spans = kept
 
     def _observe(self) -> None:
         """Take the peak of the current span, and the step that it rose in."""

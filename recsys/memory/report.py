@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from recsys.config import Config
+from recsys.memory.growth import describe_growth
 from recsys.memory.page import Cell, kind_rows, listed, rank_table, size, when
 from recsys.memory.predict import RankMemory
 from recsys.memory.process import Timeline, allocator, process_memory
@@ -214,6 +215,11 @@ def _summary(reports: list[dict[str, Any]]) -> list[str]:
         f"Of {size(left['limit_bytes'])} {size(left['free_bytes'])} were never used on that rank",
         f"Imbalance (largest rank over the mean): {_imbalance(reports)}",
     ]
+    growths = [report["growth"] for report in reports if report["growth"]]
+    if growths:
+        most = max(growths, key=lambda growth: growth["bytes_per_1000_steps"]["process"])
+        steps = f"from step {most['first_step']:,} to {most['last_step']:,}"
+        found.append(f"Growth {steps}, of the rank that grew most: {describe_growth(most['bytes_per_1000_steps'])}")
     idle = [report["identity"]["rank"] for report in reports if not report["tables"]]
     return [*found, f"No table is on {listed(idle)}"] if idle else found
 
