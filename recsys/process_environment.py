@@ -1,6 +1,7 @@
 """What the environment says of this process, and what allocators are told."""
 
 import ctypes
+import logging
 import os
 from contextlib import suppress
 
@@ -14,7 +15,7 @@ def is_first_rank() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set up the allocators; call it before pyarrow is imported. A value of the user's own stays."""
+    """Set up the allocators and the log; call it before libraries are imported. A value of the user's own stays."""
     # Arrow gives memory back to the system 10 ms after its last use, in the middle of decoding the next row group. On
     # virtual machines, where getting it again is expensive, that costs a quarter of the time. So many milliseconds,
     # which are enough; with a minute, what threads leave behind piles up to some 50 MB more:
@@ -24,6 +25,12 @@ def prepare_environment() -> None:
     # these at most and mostly to less: steps of 8192 rows then faulted 1,500 pages in anew.
     _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", HEAP_BLOCK_BYTES)
     _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 64 << 20)
+    logging.getLogger().addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # FBGEMM 1.6 says so 14 times as it is imported, of itself; recsys.versions knows what goes together.
+    return "_fbgemm_torch_compat_table has no entry" not in str(record.msg)
 
 
 def give_large_blocks_back() -> None:

@@ -1,4 +1,5 @@
 import ast
+import logging
 import platform
 import sys
 from importlib import metadata
@@ -8,6 +9,7 @@ import pytest
 
 from recsys import versions
 from recsys.errors import UserError
+from recsys.process_environment import prepare_environment
 
 CPU = {
     "torch": "2.13.0+cpu",
@@ -139,6 +141,13 @@ def test_refuses_in_one_sentence(pretend, installed, said):
     for part in [*said, "`bash scripts/setup.sh`"]:
         assert part in message
     assert "\n" not in message and ". " not in message
+
+
+def test_what_fbgemm_says_of_its_own_version_is_not_shown(caplog):
+    prepare_environment()
+    logging.warning("\033[33m\n_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM")
+    logging.warning("FBGEMM_GPU version is 1.6.0, which is not guaranteed to be compatible")
+    assert [record.msg[:10] for record in caplog.records] == ["FBGEMM_GPU"]
 
 
 def test_installed_versions(pretend):
