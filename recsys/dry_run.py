@@ -165,7 +165,8 @@ def _answer(found: DryRun) -> str:
     where, size, there = max(demands(found.prediction.ranks, topology), key=lambda each: each[1] / each[2])
     verdict = "DOES NOT FIT" if found.misfits else "Fits"
     digits = 10 ** max(0, len(str(largest)) - 3)  # more than three are not known
-    batch = f"the largest global batch that fits is {largest // digits * digits:,} rows" if largest else "no batch fits"
+    most = max(largest // digits * digits, 0 if found.misfits else found.config.train.global_batch_size)
+    batch = f"the largest global batch that fits is {most:,} rows" if most else "no batch fits"
     return f"{verdict}: {where} would take {shown(size)} of {shown(there)}; {batch} under this plan"
 
 

@@ -120,7 +120,7 @@ def describe_growth(by_kind: dict[str, int], total: str = _PROCESS) -> str:
     grown = parts.pop(total)
     named = [kind for kind in sorted(parts, key=lambda kind: -parts[kind]) if parts[kind] > _NAMED_SHARE * grown]
     shown = ", ".join(f"{kind}: {size(parts[kind])}" for kind in named)
-    return f"{size(grown)} in 1,000 steps" + (f" ({shown})" if shown else "")
+    return f"{size(grown)} in 1,000 steps" + (f" ({shown})" if shown and grown > 0 else "")
 
 
 def _kinds(device: torch.device, loader_bytes: dict[str, int]) -> dict[str, int]:
