@@ -17,6 +17,7 @@ _COLOURS = (
     "#bab0ac",
 )
 _PHASES = {"other": "#eeeeee", "init": "#fdebd0", "step": "#e8f6ef", "evaluation": "#eaf2f8", "save": "#f5eef8"}
+_TIMELINES = 8  # of the fullest ranks
 _WIDTH, _BAR, _HEIGHT, _LEFT = 900, 18, 160, 90
 
 
@@ -25,7 +26,8 @@ def html_page(reports: list[dict[str, Any]]) -> str:
     identity = reports[0]["identity"]
     title = f"Memory of {escape(str(identity['name']))}, {escape(identity['status'])} at step {identity['step']}"
     parts = [f"<h1>{title}</h1>", "<h2>Predicted at the peak, by kind</h2>", _bars(reports)]
-    for report in reports:
+    fullest = sorted(reports, key=lambda report: report["peak"]["measured_bytes"], reverse=True)[:_TIMELINES]
+    for report in fullest:
         parts += [f"<h2>Resident memory over time, rank {report['identity']['rank']}</h2>", _timeline(report)]
     style = "body{font:14px sans-serif;margin:2em}svg{background:#fff;border:1px solid #ccc}text{font-size:11px}"
     head = f"<meta charset='utf-8'><title>{title}</title><style>{style}</style>"
