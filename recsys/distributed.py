@@ -27,6 +27,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from recsys.config import Config, ShardingChoice
 from recsys.config.choices import COUNTING, FloatType
 from recsys.errors import UserError
+from recsys.files import replace_file
 from recsys.module_names import config_name, module_name
 from recsys.planner import make_plan, table_constraints
 from recsys.process_group import World
@@ -72,7 +73,7 @@ def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: b
 def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
     """Write a plan as JSON: the number of ranks, and every piece of every table."""
     content = {"world_size": world_size, "shards": [asdict(piece) for piece in pieces]}
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
 def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) -> ShardingPlan:

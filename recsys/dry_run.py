@@ -12,6 +12,7 @@ import torch
 from recsys.config import Config
 from recsys.config.device import check_device
 from recsys.errors import UserError
+from recsys.files import replace_file
 from recsys.fit import Fitter, pieces_of
 from recsys.inputs import Inputs, open_inputs
 from recsys.memory.page import Cell, describe_plan, kind_rows, listed, rank_table
@@ -63,8 +64,8 @@ def dry_run(config: Config) -> int:
     if config.run.dir is not None:
         folder = Path(config.run.dir) / "memory"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "dry_run.md").write_text(page)
-        (folder / "dry_run.json").write_text(to_json(as_json(found), indent=1) + "\n")
+        replace_file(folder / "dry_run.md", page)
+        replace_file(folder / "dry_run.json", to_json(as_json(found), indent=1) + "\n")
     try:
         print(page, flush=True)
     except BrokenPipeError:  # `| head -1` has read enough

@@ -1,10 +1,13 @@
 """Errors that end a run, and how they are told: one sentence, an exit status, the cause for the launcher."""
 
+import contextlib
 import difflib
+import errno
 import json
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -14,6 +17,9 @@ from typing import NoReturn
 
 _LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for a file of each rank
 _ECHO_WAIT_S = 20
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
+_DENIED = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG, errno.EMFILE}
 
 
 class UserError(Exception):
@@ -42,6 +48,25 @@ class LostPeerError(Exception):
 
 class StuckError(Exception):
     """This rank has made no progress for longer than the config allows."""
+
+
+def disk_problem(error: Exception) -> Exception:
+    """Return an error of files, such as a full disk, as a sentence for the user, and any other as it is."""
+    known = isinstance(error, OSError) and error.errno in _FULL | _GONE | _DENIED
+    if not isinstance(error, OSError) or not (known or isinstance(error, shutil.Error)):
+        return error
+    what = f"'{error.filename}'" if error.filename else "a file of the run"
+    if error.errno in _FULL:
+        return UserError(f"{what} cannot be written ({why(error)}); make room there, and go on with run.resume=true")
+    if error.errno in _GONE:
+        return UserError(f"{what} is gone ({why(error)}): it or its folder was removed during the run; start it again")
+    return UserError(f"{what} cannot be written or read ({why(error)}); mend that, and go on with run.resume=true")
+
+
+def why(error: OSError) -> str:
+    """Return what the system says of an error, in one line."""
+    told = error.args[0][-1][-1] if isinstance(error, shutil.Error) and isinstance(error.args[0], list) else error
+    return os.strerror(error.errno) if error.errno else " ".join(str(told).split())[:200]
 
 
 def _plain(text: str) -> str:
@@ -93,17 +118,21 @@ def end_run(error: Exception) -> NoReturn:
         _wait_for_torchrun()
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
         error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
+    error = disk_problem(error)
     known = isinstance(error, UserError | LostPeerError | StuckError)
     text = f"error: {error}" if known else "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, EchoError):
-        print(text + "\n", end="", file=sys.stderr)  # in one piece, since all ranks write to the same place
+        with contextlib.suppress(OSError):  # in one piece, since all ranks write to the same place
+            print(text + "\n", end="", file=sys.stderr)
     log = logging.getLogger("recsys")
     if log.level:  # the run's log is open; before, a library's handler would print the text a second time
         # In the file the whole story, also of a collective that broke.
         log.error(text, exc_info=error if isinstance(error, LostPeerError) else None)
-    write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
+    with contextlib.suppress(OSError):  # any of these may go to a disk that is full
+        write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # At once: with collectives broken, an orderly end of the process group can hang, or abort with another status.
     os._exit(1)

@@ -7,8 +7,13 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import suppress
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
+
+from recsys.errors import why
+from recsys.files import naming, replace_file
 
 logger = logging.getLogger("recsys")
 
@@ -17,10 +22,10 @@ def start_logging(folder: Path, rank: int) -> Path:
     """Send the log of this rank to `folder`/rank_K.log, which is returned, and rank 0's to standard output too."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{rank}.log"
-    handlers: list[logging.Handler] = [logging.FileHandler(path)]
+    handlers: list[logging.Handler] = [_LogFile(path)]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if rank == 0:
-        console = logging.StreamHandler(sys.stdout)
+        console = _Console(sys.stdout)
         console.setFormatter(logging.Formatter("%(message)s"))
         # Errors go to standard error when the run ends.
         console.addFilter(lambda record: record.name == logger.name and record.levelno < logging.ERROR)
@@ -34,6 +39,34 @@ def start_logging(folder: Path, rank: int) -> Path:
     logger.setLevel(logging.INFO)
     logging.captureWarnings(True)
     return path
+
+
+class _Losing(logging.Handler):
+    """Tells once that lines cannot be written, such as for a full disk, and lets the run go on without them."""
+
+    place = "standard output"
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with suppress(OSError):
+                print(f"warning: {self.place} loses lines of the log ({why(error)})", file=sys.stderr, flush=True)
+
+
+class _Console(_Losing, logging.StreamHandler):
+    pass
+
+
+class _LogFile(_Losing, logging.FileHandler):
+    def _open(self) -> TextIOWrapper:
+        self.place = f"'{self.baseFilename}'"
+        # Without a buffer, which would keep a line that cannot be written, and fail once more when it is closed.
+        file: Any = FileIO(self.baseFilename, "a")
+        return TextIOWrapper(file, "utf-8", "backslashreplace", write_through=True)
 
 
 def quiet_libraries() -> None:
@@ -73,12 +106,19 @@ class MetricsWriter:
         self._file = None
         if path is not None:
             _drop_later(path, step)
-            self._file = path.open("a")
+            self._file = path.open("ab", buffering=0)
 
     def write(self, kind: str, values: dict[str, Any]) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: it cannot be written.
+        """
         if self._file:
-            self._file.write(to_json({"kind": kind, "time": round(time.time(), 3), **values}) + "\n")
-            self._file.flush()
+            line = to_json({"kind": kind, "time": round(time.time(), 3), **values}).encode() + b"\n"
+            with naming(Path(self._file.name)):
+                while line:
+                    line = line[self._file.write(line) :]
 
     def close(self) -> None:
         if self._file:
@@ -95,9 +135,7 @@ def _drop_later(path: Path, step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError):  # the last line of a killed process may be cut
             continue
-    aside = path.with_name(path.name + ".tmp")
-    aside.write_text("".join(kept))
-    aside.replace(path)
+    replace_file(path, "".join(kept))
 
 
 class Progress:

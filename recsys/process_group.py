@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from recsys.config import Device
-from recsys.errors import EchoError, LostPeerError, StuckError, UserError
+from recsys.errors import EchoError, LostPeerError, StuckError, UserError, disk_problem
 
 T = TypeVar("T")
 
@@ -147,6 +147,9 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     except UserError as error:
         return None, error
     except Exception as error:
+        known = disk_problem(error)
+        if known is not error:
+            return None, known
         # Not every exception can be pickled and rebuilt; its text can, and the rest is printed here.
         traceback.print_exc()
         return None, RuntimeError(f"{type(error).__name__}: {error}")

@@ -25,7 +25,7 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
         yield lambda: None
         return
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     with profile(
         activities=activities,
         schedule=schedule(skip_first=_SKIPPED_STEPS, wait=0, warmup=_WARM_UP_STEPS, active=num_steps, repeat=1),

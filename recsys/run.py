@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ from recsys.config import Config, save_config
 from recsys.config.device import check_device
 from recsys.config.meaning import refuse_differences
 from recsys.distributed import save_plan
-from recsys.errors import UserError
+from recsys.errors import UserError, disk_problem, why
+from recsys.files import replace_file
 from recsys.fit import Change
 from recsys.inputs import Inputs, open_inputs
 from recsys.learning import learn_facts
 from recsys.memory import Timeline
 from recsys.memory.page import describe_plan
-from recsys.memory.report import SCHEMA_VERSION
+from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.memory_log import MemoryLog
 from recsys.observe import logger, quiet_libraries, start_logging, to_json
 from recsys.out_of_memory import explained, fit_inputs, limit_memory
@@ -86,7 +88,7 @@ def run(config: Config) -> int:
                 with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
                     return _run(inputs, instead, run_dir, footers, timeline, watchdog, lock)
         except Exception as error:
-            known = world.explain(error)
+            known = world.explain(disk_problem(error))
             if known is error:
                 raise
             raise known from error
@@ -150,7 +152,7 @@ def _run(
     result = run_result(inputs, fitted, reports, time.monotonic() - start)
     result |= {"instead": instead, "fitted": [str(change) for change in changes]}
     if world.rank == 0:
-        (run_dir / "result.json").write_text(to_json(result, indent=1) + "\n")
+        replace_file(run_dir / "result.json", to_json(result, indent=1) + "\n")
         for line in closing_lines(result, reports, run_dir, how_to_go_on(config, run_dir, world)):
             logger.info("%s", line)
     return STOPPED_STATUS if fitted.stopped else 0
@@ -158,9 +160,9 @@ def _run(
 
 def _write_unbuilt(folder: Path, world: World, status: str, parts: dict[str, Any]) -> None:
     """Leave a report of a run that has ended before its tables were there."""
-    folder.mkdir(parents=True, exist_ok=True)
     content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **parts}
-    (folder / f"rank_{world.rank}.json").write_text(to_json(content, indent=1) + "\n")
+    with suppress(OSError):  # the failure itself is what is to be told
+        write_rank(folder, content)
 
 
 def _kept_footers(config: Config) -> Path | None:
@@ -188,7 +190,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, restarted: bool = False) -> 
             _save_config(config, run_dir)
     except OSError as error:
         raise UserError(
-            f"config key 'run.dir': cannot write to '{run_dir}' ({error.strerror}); name another folder"
+            f"config key 'run.dir': cannot write to '{run_dir}' ({why(error)}); name another folder"
         ) from error
     return run_dir
 

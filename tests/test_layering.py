@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A part (module or package of recsys) may import from the rows above its own, not from its neighbours.
 LAYERS = (
-    ("errors", "module_names", "process_environment"),
+    ("errors", "files", "module_names", "process_environment"),
     ("versions", "config", "counter_random"),
     ("process_group",),
     ("id_mapping", "topology"),

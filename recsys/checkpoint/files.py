@@ -201,23 +201,6 @@ def write_file(path: Path, content: bytes) -> tuple[int, str]:
     return file.entry
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Put a file in place of another, so that a crash leaves the one or the other, and bring it to disk."""
-    aside = path.with_name(path.name + ".tmp")
-    write_file(aside, content)
-    aside.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def entry_of(path: Path) -> tuple[int, str]:
     """Return size in bytes and checksum (XXH3, 128 bits) of a file."""
     total = xxhash.xxh3_128()

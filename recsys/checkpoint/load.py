@@ -28,6 +28,7 @@ from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
 from recsys.config.meaning import changed_inputs, changed_optimizers
 from recsys.errors import UserError
+from recsys.files import replace_file
 from recsys.process_group import World
 
 _log = getLogger("recsys")
@@ -63,7 +64,7 @@ class Loaded:
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""
-        path.write_text(json.dumps(vars(self), indent=1) + "\n")
+        replace_file(path, json.dumps(vars(self), indent=1) + "\n")
 
     def lines(self) -> Iterator[str]:
         """Yield a line for every group of tensors with the same fate."""

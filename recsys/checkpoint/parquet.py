@@ -5,7 +5,6 @@ number of the row among those that the other ids share; `vector`, embedding_dim 
 float or embedding_dim floats.
 """
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
+from recsys.files import replacing
 from recsys.id_mapping import build_mapping, read_vocabulary
 
 VECTOR = "vector"
@@ -62,15 +62,13 @@ def export_table(source: Path, table: str, out: Path) -> int:
     if (name := f"{table}.parquet") in marker.facts:
         check_facts(path, marker, [name])
         vocabulary = read_vocabulary(facts_of(path) / name)
-    aside = out.with_name(out.name + ".tmp")
-    with _only_tensors_of_one_process():
+    with _only_tensors_of_one_process(), replacing(out) as aside:
         batches = _batches(reader, {column: entries[name] for column, name in columns.items()}, columns, vocabulary)
         first = next(batches)
         with pq.ParquetWriter(aside, first.schema, compression="zstd", write_page_checksum=True) as writer:
             writer.write(first)
             for batch in batches:
                 writer.write(batch)
-    os.replace(aside, out)
     return entries[TABLES + table].size[0]
 
 

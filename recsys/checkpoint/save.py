@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from recsys.checkpoint.files import HashingWriter, replace_file, sync_folder, write_file
+from recsys.checkpoint.files import HashingWriter, write_file
 from recsys.checkpoint.pieces import Pieces, PiecesSavePlanner
 from recsys.checkpoint.state import (
     Marker,
@@ -28,7 +28,8 @@ from recsys.checkpoint.state import (
     refused_of,
 )
 from recsys.checkpoint.tensors import Tensors
-from recsys.errors import UserError
+from recsys.errors import UserError, why
+from recsys.files import replace_file, sync_folder
 from recsys.process_group import World
 from recsys.versions import installed_versions
 
@@ -97,7 +98,7 @@ class Checkpoints:
         found, approximate = tensors.to_save(self._world)
         for name, reason in approximate.items():
             _log.warning("%s is approximate in the checkpoint: %s", name, reason)
-        self._check_space(found)
+        self._check_space(found, state.best_step)
         marker = Marker(
             state,
             {},
@@ -173,16 +174,16 @@ class Checkpoints:
                 other.rename(refused_of(other))
         sync_folder(self.folder)
 
-    def _check_space(self, tensors: dict[str, Pieces]) -> None:
+    def _check_space(self, tensors: dict[str, Pieces], best_step: int | None) -> None:
         """Refuse to write more than there is room for, before anything is written."""
         own = sum(_file_bytes(pieces) for pieces in tensors.values() if not pieces.replicated)
         shared = sum(_file_bytes(pieces) for pieces in tensors.values() if pieces.replicated)
         needed = int(self._world.sum(torch.tensor(own))) + shared + _OVERHEAD_BYTES
-        free = self._world.from_rank_zero(self._make_room)
+        free = self._world.from_rank_zero(lambda: self._make_room(needed, best_step))
         if needed > free:
             raise UserError(
-                f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there, lower "
-                f"train.keep_checkpoints, or take another run.dir"
+                f"a checkpoint needs {needed:,} bytes, and '{self.folder}' has {free:,} free; make room there and go "
+                f"on with run.resume=true, or move '{self.folder.parent}' to a larger disk and go on there"
             )
 
     def _write(self, final: Path, content: _Content) -> None:
@@ -216,7 +217,7 @@ class Checkpoints:
         aside.rename(final)
         sync_folder(self.folder)
         self._point_to(final)
-        self._prune(marker.state.best_step)
+        self._prune(marker.state.best_step, self._keep)
 
     def _update(self, final: Path, state: TrainState) -> None:
         """Let a checkpoint of the same step, with the same tensors, say what has been learned of it since."""
@@ -224,26 +225,26 @@ class Checkpoints:
         self._point_to(final)
 
     def _point_to(self, final: Path) -> None:
-        replace_file(self.folder / _LATEST, f"{final.name}\n".encode())
+        replace_file(self.folder / _LATEST, f"{final.name}\n")
 
-    def _prune(self, best_step: int | None) -> None:
+    def _prune(self, best_step: int | None, keep: int) -> None:
         best = None if best_step is None else self.path(best_step)
-        for path in list_checkpoints(self.folder)[: -self._keep]:
+        for path in list_checkpoints(self.folder)[:-keep]:
             if path != best:
                 path.rename(aside_of(path))  # at once, so that no half of it is ever found
                 shutil.rmtree(aside_of(path))
 
-    def _make_room(self) -> int:
-        """Remove what a crash has left of checkpoints that were being written or removed; return the bytes free."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob("step-*.tmp"):
-                shutil.rmtree(path)
-            return shutil.disk_usage(self.folder).free
-        except OSError as error:
-            raise UserError(
-                f"no checkpoint can be written to '{self.folder}' ({error.strerror}); take another run.dir"
-            ) from error
+    def _make_room(self, needed: int, best_step: int | None) -> int:
+        """Remove what a crash has left of checkpoints that were being written or removed; return the bytes free.
+
+        Where that is too little, checkpoints go that would go after the next save, save the last one.
+        """
+        self.folder.mkdir(exist_ok=True)
+        for path in self.folder.glob("*.tmp"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if needed > shutil.disk_usage(self.folder).free:
+            self._prune(best_step, max(1, self._keep - 1))
+        return shutil.disk_usage(self.folder).free
 
 
 def _is_saved(final: Path) -> bool:
@@ -270,7 +271,7 @@ def _attempt_write(action: Callable[[], None], final: Path) -> None:
         action()
     except OSError as error:
         shutil.rmtree(aside_of(final), ignore_errors=True)
-        raise UserError(_cannot_write(final, f"{error.strerror}: {error.filename or ''}")) from error
+        raise UserError(_cannot_write(final, f"{why(error)}: {error.filename or ''}")) from error
 
 
 def _cannot_write(final: Path, reason: str) -> str:

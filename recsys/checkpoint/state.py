@@ -8,9 +8,10 @@ from typing import Any
 
 import xxhash
 
-from recsys.checkpoint.files import file_problem, replace_file
+from recsys.checkpoint.files import file_problem
 from recsys.data.order import Cut, Position
 from recsys.errors import UserError
+from recsys.files import replace_file
 from recsys.process_group import World
 
 FORMAT = 4  # 3 did not say what its rows and numbers stand for; 2 had other windows, so that rows came in another order
@@ -83,7 +84,7 @@ class Marker:
         content = {"format": FORMAT, **dataclasses.asdict(self)}
         # The checksum first, on a line of its own, then what it is of.
         text = json.dumps(content, indent=1)
-        replace_file(folder / MARKER, f"{_checksum(text)}\n{text}\n".encode())
+        replace_file(folder / MARKER, f"{_checksum(text)}\n{text}\n")
 
     @classmethod
     def read(cls, folder: Path) -> "Marker":
@@ -103,9 +104,11 @@ class Marker:
             if (found := content.pop("format")) != FORMAT:
                 raise OtherFormatError(_other_format(folder, found))
             files = {name: (size, digest) for name, (size, digest) in content.pop("files").items()}
-            if outside := [name for name in files if Path(name).name != name or name in ("", "..") or "\0" in name]:
-                raise ValueError(f"{outside[0]!r} is no file of this folder")
             facts = {name: (size, digest) for name, (size, digest) in content.pop("facts").items()}
+            if outside := [
+                name for name in (*files, *facts) if Path(name).name != name or name in ("", "..") or "\0" in name
+            ]:
+                raise ValueError(f"{outside[0]!r} is no file of this folder")
             return cls(state=_state(content.pop("state")), files=files, facts=facts, **content)
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())

@@ -26,6 +26,7 @@ from recsys.config.names import run_name_of
 from recsys.config.ranges import expand_override, without_ranges
 from recsys.config.schema import MODELS, Config
 from recsys.errors import UserError, nearest
+from recsys.files import replace_file
 
 # What --debug sets beneath the user's own `key=value`: one thread, no reading ahead, a slice of the data.
 DEBUG_OVERRIDES = {
@@ -75,7 +76,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write the config as YAML that `load_config` reads back to an equal `Config`."""
-    Path(path).write_text(config_text(config))
+    replace_file(Path(path), config_text(config))
 
 
 def config_text(config: Config) -> str:

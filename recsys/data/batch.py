@@ -1,5 +1,6 @@
 """The batch that travels from the loader to the model."""
 
+import io
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torchrec.streamable import Pipelineable
 
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
+from recsys.files import replace_file
 
 
 @dataclass
@@ -62,12 +64,14 @@ class Batch(Pipelineable):
 
     def save(self, path: Path) -> None:
         """Write the tensors to a file that `torch.load` reads, to be looked at; folders are made."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         jagged = {}
         for name, each in self.ids.to(torch.device("cpu")).to_dict().items():
             jagged[name] = {"values": each.values(), "lengths": each.lengths(), "weights": each.weights_or_none()}
         dense = {name: getattr(self, name).cpu() for name in ("floats", "labels", "weights")}
-        torch.save({"ids": jagged, **dense}, path)
+        content = io.BytesIO()  # torch.save does not say what is wrong with a file
+        torch.save({"ids": jagged, **dense}, content)
+        replace_file(path, content.getvalue())
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.ids.record_stream(stream)

@@ -15,6 +15,7 @@ from recsys.data.arrow import decoded, drop_nulls, is_list, plain, to_numbers
 from recsys.data.convert import FloatColumn, Transform, convert_floats, transform_numbers
 from recsys.data.parquet import Dataset, SegmentReader
 from recsys.errors import UserError
+from recsys.files import replace_file
 from recsys.id_mapping import IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
 from recsys.process_group import World
 
@@ -52,9 +53,8 @@ class Facts:
         folder.mkdir(exist_ok=True)
         for table, ids in self.vocabularies.items():
             write_vocabulary(folder / vocabulary_file(table), ids)
-        (folder / FLOATS_FILE).write_text(
-            json.dumps({name: asdict(each) for name, each in self.floats.items()}, indent=1)
-        )
+        figures = {name: asdict(each) for name, each in self.floats.items()}
+        replace_file(folder / FLOATS_FILE, json.dumps(figures, indent=1))
 
     def files(self) -> list[str]:
         """Return the names of the files that `save` writes."""

@@ -3,9 +3,7 @@
 import base64
 import json
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.dataset import Dataset
 from recsys.data.footers import FileKey, Footer, Layout
+from recsys.files import replacing
 
 logger = logging.getLogger("recsys")
 
@@ -78,15 +77,12 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Kn
         **{name: pa.array([getattr(footer, name) for footer in footers], pa.list_(pa.int64())) for name in _LISTS},
     }
     table = pa.table(data).replace_schema_metadata({"footers": json.dumps(header)})
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, temporary, compression="zstd", write_page_checksum=True)
-        os.replace(temporary, path)
+        with replacing(path) as aside:
+            pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
     except OSError as error:
         logger.warning("'%s' cannot be written (%s); a resumed run reads the footers again", path, error)
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:

@@ -1,6 +1,5 @@
 """Vocabularies: counting the ids of a dataset, choosing those with a row of their own, and keeping them in a file."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.errors import UserError
+from recsys.files import replacing
 from recsys.id_mapping.hashing import is_text, read_keys
 from recsys.id_mapping.mappings import IndexMapping
 
@@ -139,9 +139,8 @@ def write_vocabulary(path: Path, ids: pa.Array, counts: pa.Array | None = None) 
         counts: int64, of each id; for whoever looks into the file.
     """
     columns = {"id": ids} if counts is None else {"id": ids, "count": counts}
-    aside = f"{path}.tmp"
-    pq.write_table(pa.table(columns), aside, compression="zstd", use_dictionary=False, write_page_checksum=True)
-    os.replace(aside, path)
+    with replacing(path) as aside:
+        pq.write_table(pa.table(columns), aside, compression="zstd", use_dictionary=False, write_page_checksum=True)
 
 
 def read_vocabulary(path: Path) -> pa.Array:

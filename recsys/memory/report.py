@@ -4,7 +4,6 @@ docs/memory.md tells the meaning of each field.
 """
 
 import json
-import os
 import resource
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from recsys.config import Config
+from recsys.files import replace_file
 from recsys.memory.growth import describe_growth
 from recsys.memory.page import Cell, kind_rows, listed, rank_table, size, when
 from recsys.memory.predict import RankMemory
@@ -158,8 +158,8 @@ def _lines(tables: list[dict[str, Any]], dense: dict[str, Bytes]) -> list[dict[s
 
 def write_rank(folder: Path, report: dict[str, Any]) -> None:
     """Write rank_K.json in one piece."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / f"rank_{report['identity']['rank']}.json", json.dumps(report, indent=1) + "\n")
+    folder.mkdir(exist_ok=True)
+    replace_file(folder / f"rank_{report['identity']['rank']}.json", json.dumps(report, indent=1) + "\n")
 
 
 def write_pages(folder: Path, layers: str) -> None:
@@ -170,14 +170,8 @@ def write_pages(folder: Path, layers: str) -> None:
     """
     reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     reports.sort(key=lambda report: report["identity"]["rank"])
-    _replace(folder / "report.md", format_report(reports, layers))
-    _replace(folder / "report.html", html_page(reports))
-
-
-def _replace(path: Path, text: str) -> None:
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.write_text(text)
-    aside.replace(path)
+    replace_file(folder / "report.md", format_report(reports, layers))
+    replace_file(folder / "report.html", html_page(reports))
 
 
 def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:
