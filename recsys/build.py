@@ -87,6 +87,7 @@ def build_model(inputs: Inputs) -> Built:
         table_optimizer=lambda: table_optimizer_tensors(model, replicated),
         dense=task.model,
         dense_optimizer=optimizer,
+        statistics=inputs.statistics,
     )
     pieces = list(shards(plan, config, world.world_size))
     rates, iterations = learning_rate_setters(model, replicated), iteration_setters(model, config)

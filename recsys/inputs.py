@@ -34,6 +34,9 @@ class Inputs:
         corpus: raw ids of all items in the order of their positions, of a retrieval model with `data.items`.
         facts: what has been learned from data.train, such as vocabularies; None before, when only types and values are
             to be checked.
+
+    Attributes:
+        statistics: what this rank has counted of the ids of data.train, by feature.
     """
 
     def __init__(
@@ -48,7 +51,7 @@ class Inputs:
         # Once for all roles: an index of many ids takes a while, and memory.
         self._mappings = {table: _mapping(config, table, facts) for table in config.tables}
         self._positions = None if corpus is None else IndexMapping(corpus)
-        self._statistics = {name: IdStatistics() for name in id_features(config)}
+        self.statistics = {name: IdStatistics() for name in id_features(config)}
 
     def loader(self, role: str) -> Loader:
         """Return this rank's loader of a dataset: shuffled for training, in file order otherwise."""
@@ -106,16 +109,16 @@ class Inputs:
             feature.keep,
             feature.weights,
             None if feature.boundaries is None else tuple(feature.boundaries),
-            self._statistics[name] if role == "train" else None,
+            self.statistics[name] if role == "train" else None,
         )
 
-    def id_report(self) -> dict[str, dict[str, object]]:
-        """Return for each id feature what the training data held, over all ranks: see `IdStatistics.summary`."""
-        states = self.world.gather({name: each.state() for name, each in self._statistics.items()})
+    def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
+        """Return for each id feature what the rows trained held, over all ranks: see `IdStatistics.summary`."""
+        states = self.world.gather({name: each.state() for name, each in self.statistics.items()})
         report = {}
-        for name in self._statistics:
+        for name in self.statistics:
             mapping = self._mappings[self.config.features[name].table or ""]
-            report[name] = IdStatistics.merged([state[name] for state in states]).summary(mapping)
+            report[name] = IdStatistics.merged([state[name] for state in states]).summary(mapping, num_rows)
         return report
 
 

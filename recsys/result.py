@@ -70,7 +70,7 @@ def _data_report(inputs: Inputs, fitted: FitResult) -> dict[str, Any]:
         "bad_files": list(train.bad_files),
         "filter": train.filter,
         "epochs": epochs,
-        "ids": inputs.id_report(),
+        "ids": inputs.id_report(position.num_rows),
     }
 
 

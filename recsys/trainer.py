@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -324,7 +324,8 @@ class Trainer:
             step = state.best_step
             self._checkpoints.wait()
             best = self._checkpoints.path(step)
-            load_tensors(best, check_whole(best, self._world), self._built.tensors, self._world)
+            tensors = replace(self._built.tensors, statistics={})  # what has been counted since stays
+            load_tensors(best, check_whole(best, self._world), tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
             if "valid" in self._datasets and (state.evaluated_step != step or "valid" not in self._metrics):

@@ -13,6 +13,7 @@ from recsys.id_mapping import (
     HashMapping,
     IdentityMapping,
     IdMapping,
+    IdState,
     IdStatistics,
     IndexMapping,
     QuotientRemainderMapping,
@@ -256,3 +257,32 @@ def test_counts_take_memory_by_distinct_ids(num_distinct: int) -> None:
         tracemalloc.stop()
     assert statistics.summary(mapping)["distinct_ids"] == num_distinct
     assert taken < statistics_bytes(num_distinct) + (64 << 10)
+
+
+@pytest.mark.parametrize("number", [0, 1, 900, 5000])
+def test_states_are_kept_as_numbers(number):
+    statistics = IdStatistics(size=1000, exact_ids=3000)
+    mapping = HashMapping(100, 0)
+    for start in range(0, number, 500):
+        ids = pa.array(range(start, min(number, start + 500)))
+        mapping.map(ids, np.empty(len(ids), np.int64), statistics)
+        statistics.add_rows(len(ids))
+    statistics.add_nulls(3)
+    state = statistics.state()
+    again = IdState.unpack(state.pack().view(np.int64).view(np.uint64))
+    assert again.num_rows == again.num_ids == number and again.num_nulls == 3
+    assert IdStatistics.merged([again]).summary(mapping) == statistics.summary(mapping)
+
+
+def test_what_was_counted_earlier_counts():
+    whole, first, second = (IdStatistics() for _ in range(3))
+    mapping = HashMapping(100, 0)
+    for part, ids in ((first, range(40)), (second, range(30, 90))):
+        for statistics in (whole, part):
+            mapping.map(pa.array(ids), np.empty(len(ids), np.int64), statistics)
+            statistics.add_rows(len(ids))
+    second.earlier = first.state()
+    assert second.summary(mapping) == whole.summary(mapping)
+    # Ten rows were read again: as many ids as rows were trained.
+    assert second.summary(mapping, 90)["ids"] == second.summary(mapping, 90)["distinct_ids"] == 90
+    assert second.summary(mapping, 1000)["ids"] == 100

@@ -246,18 +246,23 @@ def refused(folder: Path, *options: str) -> str:
 
 def test_going_on_takes_the_same_data_and_settings(tmp_path: Path) -> None:
     data, run = write_day(tmp_path / "d", np.arange(20), 1), tmp_path / "run"
-    train(run, f"data.train={data}")
-    said = refused(run, f"data.train={data}", "tables.item.hash_seed=7", "train.max_steps=5")
+    train(run, f"data.train={data}", "train.max_steps=10", nproc=2)
+    said = refused(run, f"data.train={data}", "tables.item.hash_seed=7", "train.epochs=2")
     assert "'tables.item.hash_seed' is 7, and was 0" in said
     assert load_config(run / "config.yaml").tables["item"].hash_seed == 0
     # Staged elsewhere, and of another time, they are the same.
     shutil.copytree(data, tmp_path / "elsewhere")
-    assert "resumed at step 3" in train(
-        run, f"data.train={tmp_path}/elsewhere", "run.resume=true", "train.max_steps=4", "tables.user.min_count=2"
-    )
+    longer = ("run.resume=true", "train.epochs=2", "train.max_steps=12")
+    assert "resumed at step 10" in train(run, f"data.train={tmp_path}/elsewhere", "tables.user.min_count=2", *longer)
+    # Ids are those of the whole run, an epoch of 600 rows and two steps, whatever ranks counted them.
+    counted = json.loads((run / "result.json").read_text())["data"]["ids"]
+    assert {name: (counted[name]["ids"], counted[name]["distinct_ids"]) for name in counted} == {
+        "user": (728, 20),
+        "item": (728, 30),
+    }
     table = pq.read_table(data / "a.parquet")
     pq.write_table(table.set_column(3, "label", [1 - table.column("label").to_numpy()]), data / "a.parquet")
-    said = refused(run, f"data.train={data}", "train.max_steps=5")
+    said = refused(run, f"data.train={data}", "train.epochs=3")
     assert "data.train are not those" in said and "a.parquet' was rewritten" in said
 
 

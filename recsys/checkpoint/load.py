@@ -18,6 +18,7 @@ from recsys.checkpoint.state import Marker
 from recsys.checkpoint.tensors import (
     DENSE,
     DENSE_OPTIMIZER,
+    IDS,
     RNG,
     TABLE_OPTIMIZER,
     TABLES,
@@ -114,6 +115,9 @@ def load_tensors(
     extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
     if config is None and marker.world_size == world.world_size:
         extra += [name for name in saved if name.startswith(f"{RNG}{world.rank}/")]
+    if config is None and tensors.statistics:
+        # Whatever ranks have counted is taken by one of those of here.
+        extra += [n for n in saved if n.startswith(IDS) and int(n.split("/")[1]) % world.world_size == world.rank]
     room = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in extra}
     state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
     try:
@@ -125,6 +129,7 @@ def load_tensors(
     if of_optimizer or taken:
         tensors.set_dense_optimizer(of_optimizer, taken)
     set_rank_rng(room, world)
+    tensors.set_statistics(room)
     for name, reason in marker.approximate.items():
         if name in report.loaded:
             _log.warning("%s is approximate: %s", name, reason)

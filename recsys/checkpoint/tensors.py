@@ -1,27 +1,31 @@
 """The tensors of a checkpoint in their canonical form, which no number of ranks and no sharding plan changes.
 
 `tables/T` is [num_embeddings, embedding_dim] and `table_optimizer/T/S` the same, or [num_embeddings] of a row-wise
-optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, `rng/R/G` by rank.
+optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, `rng/R/G` by rank, and
+`ids/R/F`, what has been counted of the ids of features, by both.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.checkpoint.rng import rng_tensors, set_rng
+from recsys.id_mapping import IdState, IdStatistics
 from recsys.module_names import parameter_name
 from recsys.process_group import World
 from recsys.tables import local_pieces
 
-TABLES, TABLE_OPTIMIZER, DENSE, DENSE_OPTIMIZER, RNG = (
+TABLES, TABLE_OPTIMIZER, DENSE, DENSE_OPTIMIZER, RNG, IDS = (
     "tables/",
     "table_optimizer/",
     "dense/",
     "dense_optimizer/",
     "rng/",
+    "ids/",
 )
 _SCALARS = (int, float, str, type(None))
 
@@ -33,12 +37,14 @@ class Tensors:
     Attributes:
         tables: weights by table; table_optimizer: state by `TABLE/STATE`; ShardedTensors, or tensors that every rank
             holds.
+        statistics: of ids, by feature.
     """
 
     tables: Callable[[], dict[str, Any]]
     table_optimizer: Callable[[], dict[str, Any]]
     dense: torch.nn.Module
     dense_optimizer: torch.optim.Optimizer
+    statistics: Mapping[str, IdStatistics] = field(default_factory=dict)
 
     def to_save(self, world: World) -> tuple[dict[str, Pieces], dict[str, str]]:
         """Return all tensors, and the reason for each that is only approximate; collective."""
@@ -59,8 +65,11 @@ class Tensors:
             for name, value in self._optimizer_state().items()
             if isinstance(value, torch.Tensor)
         }
-        for name, value in rng_tensors(world.device).items():
-            found[f"{RNG}{world.rank}/{name}"] = Pieces(tuple(value.shape), value.dtype, (Piece(value, (0,)),))
+        own = {f"{RNG}{world.rank}/{name}": value for name, value in rng_tensors(world.device).items()}
+        for name, statistics in self.statistics.items():
+            own[f"{IDS}{world.rank}/{name}"] = torch.from_numpy(statistics.state().pack().view(np.int64))
+        for name, value in own.items():
+            found[name] = Pieces(tuple(value.shape), value.dtype, (Piece(value, (0,)),))
         return found, approximate
 
     def scalars(self) -> dict[str, Any]:
@@ -115,6 +124,18 @@ class Tensors:
             learned = group.keys() - optimizer.defaults.keys() - {"params"}
             found |= {f"group{number}/{key}": group[key] for key in learned}
         return found
+
+    def set_statistics(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Let statistics of ids begin with those of some ranks, as tensors `ids/R/F`."""
+        for feature, statistics in self.statistics.items():
+            packed = [value for name, value in tensors.items() if name.startswith(IDS) and _feature(name) == feature]
+            if packed:
+                states = [IdState.unpack(value.numpy().view(np.uint64)) for value in packed]
+                statistics.earlier = IdStatistics.merged(states).state()
+
+
+def _feature(name: str) -> str:
+    return name.removeprefix(IDS).partition("/")[2]
 
 
 def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:

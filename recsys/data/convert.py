@@ -132,6 +132,8 @@ def convert_ids(
         UserError: names the column whose type or values do not fit.
     """
     k = part.mapping.rows_per_id
+    if part.statistics is not None:
+        part.statistics.add_rows(len(array))
     try:
         array = plain(array)
         weights = None if weights is None else plain(weights)

@@ -57,14 +57,33 @@ class Sketch:
 
 @dataclass(frozen=True)
 class IdState:
-    """What an `IdStatistics` has counted, to be sent to another process and merged there; up to 1 MiB."""
+    """What an `IdStatistics` has counted, to be sent to another process or kept, and merged there; up to 1 MiB."""
 
+    num_rows: int
     num_ids: int
     num_nulls: int
     num_out_of_vocabulary: int
     early: Sketch
     late: Sketch | None
     size: int
+
+    def pack(self) -> np.ndarray:
+        """Return it as numbers, uint64 [n]."""
+        sketches = [self.early] if self.late is None else [self.early, self.late]
+        counts = [self.num_rows, self.num_ids, self.num_nulls, self.num_out_of_vocabulary, self.size]
+        limits = [number for sketch in sketches for number in (sketch.limit - 1, len(sketch.hashes))]
+        return np.concatenate([np.array([*counts, len(sketches), *limits], np.uint64), *(s.hashes for s in sketches)])
+
+    @staticmethod
+    def unpack(numbers: np.ndarray) -> "IdState":
+        """Return what `pack` was given."""
+        num_rows, num_ids, num_nulls, unknown, size, num_sketches = numbers[:6].tolist()
+        limits, at, sketches = numbers[6 : 6 + 2 * num_sketches].tolist(), 6 + 2 * num_sketches, []
+        for limit, count in zip(limits[::2], limits[1::2], strict=True):
+            sketches.append(Sketch(numbers[at : at + count], limit + 1))
+            at += count
+        late = sketches[1] if num_sketches > 1 else None
+        return IdState(num_rows, num_ids, num_nulls, unknown, sketches[0], late, size)
 
 
 def statistics_bytes(num_distinct: float, size: int = 65536) -> int:
@@ -81,13 +100,16 @@ class IdStatistics:
     those, 64-fold: without bias, and at little cost.
 
     Attributes:
+        num_rows: as told by `add_rows`.
         num_ids: ids mapped, without nulls.
         num_nulls: as told by `add_nulls`.
         num_out_of_vocabulary: ids mapped that have no row of their own in a vocabulary.
+        earlier: what was counted before these, which `state` adds.
     """
 
     def __init__(self, size: int = 65536, exact_ids: int = 1 << 22) -> None:
-        self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
+        self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
+        self.earlier: IdState | None = None
         self._size, self._exact_ids = size, exact_ids
         self._num_hashed = self._num_taken = 0
         self._early = Sketch(np.zeros(0, np.uint64))
@@ -97,6 +119,11 @@ class IdStatistics:
         self._unsifted = _Pending()  # below the limit, perhaps seen
         self._new = _Pending()  # in `_seen`, not yet in a sketch; a few of them several times
         self._lock = threading.Lock()
+
+    def add_rows(self, count: int) -> None:
+        """Count rows of data, however many ids they have."""
+        with self._lock:
+            self.num_rows += count
 
     def add_nulls(self, count: int) -> None:
         """Count nulls, which a mapping does not get to see."""
@@ -138,8 +165,9 @@ class IdStatistics:
         with self._lock:
             self._sift()
             self._merge()
-            counts = (self.num_ids, self.num_nulls, self.num_out_of_vocabulary)
-            return IdState(*counts, self._early, self._late, self._size)
+            counts = (self.num_rows, self.num_ids, self.num_nulls, self.num_out_of_vocabulary)
+            state = IdState(*counts, self._early, self._late, self._size)
+        return state if self.earlier is None else IdStatistics.merged([self.earlier, state]).state()
 
     @staticmethod
     def merged(states: Sequence[IdState]) -> "IdStatistics":
@@ -148,6 +176,7 @@ class IdStatistics:
         Each distinct id is counted once; the result is not meant to be added to.
         """
         total = IdStatistics(min(state.size for state in states))
+        total.num_rows = sum(state.num_rows for state in states)
         total.num_ids = sum(state.num_ids for state in states)
         total.num_nulls = sum(state.num_nulls for state in states)
         total.num_out_of_vocabulary = sum(state.num_out_of_vocabulary for state in states)
@@ -158,8 +187,12 @@ class IdStatistics:
             total._late = Sketch(_without(late.hashes, total._early.hashes), late.limit)
         return total
 
-    def summary(self, mapping: "IdMapping") -> dict[str, Any]:
+    def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
         """Describe the ids, and the rows that `mapping`, by which they were mapped, gives them.
+
+        Args:
+            num_rows: that were trained. Data are read ahead, and again where a run goes on: where more rows were
+                counted than that, the numbers of ids and nulls are lowered in proportion.
 
         Returns:
             ids, nulls: how many; distinct_ids: how many of the ids, and exact: whether that is counted or estimated;
@@ -172,9 +205,10 @@ class IdStatistics:
         hashes = np.concatenate([sketch.hashes for sketch in sketches])
         weights = np.concatenate([np.full(len(sketch.hashes), sketch.weight) for sketch in sketches])
         occupancy, collision_rate = mapping.usage(hashes, weights)
+        share = 1.0 if num_rows is None else min(1.0, num_rows / max(1, state.num_rows))
         return {
-            "ids": state.num_ids,
-            "nulls": state.num_nulls,
+            "ids": round(share * state.num_ids),
+            "nulls": round(share * state.num_nulls),
             "distinct_ids": round(weights.sum()),
             "exact": state.late is None and state.early.limit == _RANGE,
             "rows": mapping.num_rows,
