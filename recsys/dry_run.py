@@ -11,6 +11,7 @@ import torch
 
 from recsys.config import Config
 from recsys.config.device import check_device
+from recsys.data_facts import data_facts
 from recsys.errors import UserError
 from recsys.files import replace_file
 from recsys.fit import Fitter, pieces_of
@@ -19,7 +20,7 @@ from recsys.memory.page import Cell, describe_plan, kind_rows, listed, rank_tabl
 from recsys.memory.page import size as shown
 from recsys.observe import quiet_libraries, to_json
 from recsys.process_group import World, rehearse_world
-from recsys.rehearsal import Prediction, data_facts, demands, largest_batch, layer_page, misfits, predict_run
+from recsys.rehearsal import Prediction, demands, largest_batch, layer_page, misfits, predict_run
 from recsys.tables import Shard
 from recsys.topology import Topology, topology_of
 

@@ -171,7 +171,7 @@ class Fitter:
         dims = [table.embedding_dim for table in config.tables.values()]
         layers = repr((config.model, config.train, config.precision, dims))
         if layers not in self._dense:
-            self._dense[layers] = rehearse(config, data, rows)
+            self._dense[layers] = rehearse(config, data, rows, self._topology.device)
         return predict(config, data, self._dense[layers], self._topology, self._pieces[kernels])
 
     def _data_of(self, config: Config) -> DataFacts:

@@ -63,7 +63,7 @@ def _learned(inputs: Inputs, source: Source | None, tables: dict[str, TableConfi
     requests = {name: _request(config, name, known.vocabularies.get(name)) for name in wanted}
     columns = [
         float_column(name, config.features[name], column_of(config, name), None)
-        for name in _with_figures(config)
+        for name in with_figures(config)
         if name not in known.floats
     ]
     found = measure(inputs.datasets["train"], requests, columns, world)
@@ -77,7 +77,7 @@ def _learned(inputs: Inputs, source: Source | None, tables: dict[str, TableConfi
 
 def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
     """Return the facts that go with what is taken of a checkpoint."""
-    floats, marker = _with_figures(config), source.marker
+    floats, marker = with_figures(config), source.marker
     if source.init is not None:
         here, there = meaning(config), marker.meaning
         changed = {key.split(".")[1] for key in {**here, **there} if "." in key and here.get(key) != there.get(key)}
@@ -121,7 +121,7 @@ def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
     return rows
 
 
-def _with_figures(config: Config) -> list[str]:
+def with_figures(config: Config) -> list[str]:
     features = ((name, config.features[name]) for name in float_features(config))
     return [name for name, feature in features if feature.standardise or feature.nulls is NullPolicy.mean]
 

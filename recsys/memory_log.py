@@ -10,10 +10,11 @@ from typing import Any
 
 from recsys.build import Built
 from recsys.config.load import config_text
+from recsys.data_facts import data_facts
 from recsys.inputs import Inputs
 from recsys.memory import Timeline, measure_dense, measure_tables, predict_dense, predict_tables
 from recsys.memory.report import rank_report, table_entries, write_pages, write_rank
-from recsys.rehearsal import Prediction, data_facts, layer_page, predict_run
+from recsys.rehearsal import Prediction, layer_page, predict_run
 from recsys.topology import topology_of
 from recsys.trainer import Trainer
 from recsys.versions import installed_versions

@@ -11,6 +11,7 @@ import torch
 from recsys.config import Config
 from recsys.config.choices import Saver
 from recsys.config.topology import num_bytes
+from recsys.data_facts import data_facts
 from recsys.errors import NoPlanError, UserError
 from recsys.fit import Change, Fitter, with_changes
 from recsys.inputs import Inputs
@@ -18,7 +19,6 @@ from recsys.memory import BudgetExceeded, DataFacts, Timeline
 from recsys.memory.predict import CUDA_CONTEXT_BYTES
 from recsys.observe import logger
 from recsys.process_group import World
-from recsys.rehearsal import data_facts
 from recsys.topology import Topology, topology_of
 
 _SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory", "std::bad_alloc")

@@ -1,7 +1,7 @@
 """What --dry-run says, of machines that are not here."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +11,21 @@ import torch
 import yaml
 from launch import fork_train
 
+from recsys import rehearsal
 from recsys.config import load_config
 from recsys.config.topology import num_bytes
+from recsys.data_facts import data_facts
 from recsys.dry_run import as_json, format_dry_run, rehearse_run
 from recsys.errors import UserError
 from recsys.memory.live import LivePeak, storage_bytes
+from recsys.models import RetrievalTask
 from recsys.process_group import rehearse_world
-from recsys.rehearsal import data_facts, rehearse
+from recsys.rehearsal import rehearse
 from recsys.table_bytes import cache_bytes, piece_bytes
 from recsys.tables import Shard
 from recsys.topology import Topology, topology_of
 
+CPU = torch.device("cpu")
 GPUS = [
     "topology.world_size=64",
     "topology.local_world_size=8",
@@ -181,10 +185,46 @@ def test_micro_batches_and_checkpointing_take_less(tmp_path: Path) -> None:
     }.items():
         config = load_config(path, ["train.global_batch_size=4096", *options])
         with rehearse_world(1, 1, torch.device("cpu")):
-            facts = rehearse(config, data_facts(config, None, 1), config.train.global_batch_size)
+            facts = rehearse(config, data_facts(config, None, 1), config.train.global_batch_size, CPU)
         sizes[name] = facts.step_bytes
     assert sizes["micro"] < sizes["checkpointing"] < sizes["whole"]
     assert abs(sizes["half"] / sizes["whole"] - 0.5) < 0.02
+
+
+def test_few_pieces_of_a_softmax_show_the_peak_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_towers = ["data.label_column=null", "data.train=nowhere", "model.logq_correction=false"]
+    config = load_config("configs/two_tower_movielens.yaml", two_towers)
+    calls = 0
+
+    class Counted(LivePeak):
+        def __torch_dispatch__(self, *arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return super().__torch_dispatch__(*arguments, **options)
+
+    monkeypatch.setattr(rehearsal, "LivePeak", Counted)
+    traced = {}
+    with rehearse_world(8, 8, CPU):
+        data = data_facts(config, None, 8)
+        for rows in (512, 8192):
+            calls = 0
+            few = rehearse(config, data, rows, CPU)
+            traced[rows] = calls
+            on_gpu = rehearse(config, data, rows, torch.device("cuda"))
+            assert on_gpu.step_bytes >= few.step_bytes + (
+                100 << 20 if rows == 8192 else 0
+            )  # it makes more scores at once
+        with monkeypatch.context() as patch:
+            patch.setattr(RetrievalTask, "rehearse", lambda *_: None)
+            calls = 0
+            assert rehearse(config, data, rows, CPU).step_bytes == few.step_bytes
+    assert traced[8192] == traced[512] < calls / 4
+    with rehearse_world(1, 1, CPU):
+        config = replace(config, train=replace(config.train, micro_batch_size=64))
+        few = rehearse(config, data, 64 * 32, CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(rehearsal, "_MOST_TRACED", 64)
+            assert 1 <= few.step_bytes / rehearse(config, data, 64 * 32, CPU).step_bytes < 1.2
 
 
 def test_a_prediction_leaves_no_fake_tensors_behind() -> None:

@@ -35,6 +35,7 @@ LAYERS = (
     ),
     ("inputs",),
     ("build", "learning"),
+    ("data_facts",),
     ("evaluation", "rehearsal", "starting"),
     ("trainer", "fit"),
     ("memory_log", "out_of_memory", "result"),

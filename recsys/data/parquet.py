@@ -23,7 +23,7 @@ from recsys.errors import UserError
 
 __all__ = ["BadDataError", "Dataset", "ReadOptions", "SegmentReader", "open_dataset", "read_column", "read_head"]
 
-_CACHED_ROW_GROUPS = 2
+CACHED_ROW_GROUPS = 2  # by a reader, of those that are read in parts
 
 
 def open_dataset(
@@ -248,6 +248,7 @@ class SegmentReader:
 
     def __init__(self, dataset: Dataset, columns: Sequence[str] | None = None) -> None:
         self._decoder = Decoder(dataset, dataset.columns if columns is None else columns)
+        self._decoded_once = len(dataset.row_groups) <= CACHED_ROW_GROUPS
         self._recent: OrderedDict[tuple[str, int], Future[pa.Table]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -269,11 +270,13 @@ class SegmentReader:
             mine = future is None
             if future is None:
                 future = self._recent[key] = Future()
-                while len(self._recent) > _CACHED_ROW_GROUPS:
+                while len(self._recent) > CACHED_ROW_GROUPS:
                     self._recent.popitem(last=False)
         if mine:
             try:
                 future.set_result(self._decoder.table(path, index))
+                if self._decoded_once:  # what that took is not wanted again, and may be several times the table
+                    pa.default_memory_pool().release_unused()
             except Exception as error:
                 future.set_exception(error)
         return future.result()

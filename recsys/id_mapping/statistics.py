@@ -88,7 +88,7 @@ class IdState:
 
 def statistics_bytes(num_distinct: float, size: int = 65536) -> int:
     """Return about what an `IdStatistics` takes once it has seen so many distinct ids: places and two sketches."""
-    known = min(size, int(num_distinct))
+    known = int(min(size, num_distinct))
     return 8 * (_num_places(known) + 2 * known)
 
 

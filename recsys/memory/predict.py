@@ -23,7 +23,7 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 38 << 20}
 _RANK_ZERO_BYTES = {"init": 24 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
-_EVALUATION_BYTES = 26 << 20  # what evaluations load and leave, beside what other threads decode for them
+_EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
 # to where glibc gives it back or puts it elsewhere (see process_environment); a decoding one's:
 _MOST_HEAP_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 6 << 20
@@ -31,7 +31,6 @@ _MICRO_HEAP_BYTES = 40 << 20  # the first, where blocks from 8 MiB on are given 
 _MOST_DENSE_HEAP_BYTES = 24 << 20  # around parameters, gradients and state of the dense part
 # Vectors of lists differ in length from batch to batch, and seldom fit where others were (measured: 1.6 to 3 times).
 _JAGGED_HEAP = 1.9
-_STATISTICS_BYTES = {"init": 2 << 20, "later": 7 << 19}  # of an id feature: hashes seen; then sketches too
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
@@ -53,10 +52,15 @@ class DataFacts:
         mean_ids: by feature, the table rows looked up for one row of data, on average.
         id_bytes: of one table row number, as the loader holds it.
         window_bytes, decode_bytes: host memory of a rank's windows, and of what becomes windows.
+        first_decode_bytes: of the latter, before there are windows and steps.
+        eval_decode_bytes, eval_first_decode_bytes: the same of the data set to evaluate that takes most.
         eval_rows: of a rank, by dataset.
         vocabulary_bytes: host memory of the vocabularies and of what finds ids in them.
         counted_ids: by table, distinct ids that its vocabulary is chosen from.
         source: where the figures come from, in words.
+        statistics_bytes: host memory of the counts of ids, once the data have been seen.
+        ranking_bytes: of the vectors of the items that an evaluation ranks, and of their scores.
+        counted_bytes: of what is decoded for vocabularies, means and deviations, by a rank at once.
     """
 
     mean_ids: Mapping[str, float]
@@ -67,6 +71,12 @@ class DataFacts:
     source: str
     vocabulary_bytes: int = 0
     counted_ids: Mapping[str, int] = field(default_factory=dict)
+    statistics_bytes: int = 0
+    ranking_bytes: int = 0
+    first_decode_bytes: int = 0
+    eval_decode_bytes: int = 0
+    eval_first_decode_bytes: int = 0
+    counted_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -185,15 +195,13 @@ class _Rank:
         moments = {"init": self._init(), "step": self._step(), "evaluation": self._evaluation(), "save": self._save()}
         if not self._data.eval_rows:
             del moments["evaluation"]
-        num_ids = sum(feature.type is FeatureType.id for feature in self._config.features.values())
         heaps = self._heaps()
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
             host["libraries"] = self._libraries(when)
             host["libraries"] += _EVALUATION_BYTES if when == "later" and self._data.eval_rows else 0
-            host["id_statistics"] = num_ids * _STATISTICS_BYTES[when]
             if when == "later":
-                host["heap"] = heaps
+                host["id_statistics"], host["heap"] = self._data.statistics_bytes, heaps
             host["vocabularies"] = self._data.vocabulary_bytes
         phases = {phase: self._placed(*kinds) for phase, kinds in moments.items()}
         return RankMemory(self._rank, self._tables, {**self._counting(), **phases})
@@ -201,12 +209,13 @@ class _Rank:
     def _counting(self) -> dict[str, dict[str, Bytes]]:
         """Return the phase in which vocabularies are made of the data, if there is one; no table is there yet."""
         counts = self._data.counted_ids.values()
-        if not counts:
+        if not (counts or self._data.counted_bytes):
             return {}
-        ranks = self._topology.world_size
-        gathered = 3 * ranks * _COUNTED_BYTES * max(counts) if ranks > 1 else 0  # as bytes twice, and as tables
+        ranks, most = self._topology.world_size, max(counts, default=0)
+        gathered = 3 * ranks * _COUNTED_BYTES * most if ranks > 1 else 0  # as bytes twice, and as tables
         host = {
-            "id_counts": _COUNTED_BYTES * sum(counts) + _CHOICE_BYTES * max(counts) + gathered,
+            "id_counts": _COUNTED_BYTES * sum(counts) + _CHOICE_BYTES * most + gathered,
+            "loader_decoding": self._data.counted_bytes,
             "vocabularies": self._data.vocabulary_bytes,
             "libraries": self._libraries("init"),
             "process": HOST_PROCESS_BYTES[self._topology.device.type],
@@ -270,12 +279,9 @@ class _Rank:
         batch = self._batch.bytes
         if self._topology.on_gpu:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
-        decoding = self._data.decode_bytes
-        if self._data.eval_rows:  # of what the other loader decoded Arrow may not have given back all, a second later
-            decoding += decoding // 2
         return {
             "loader_windows": self._data.window_bytes,
-            "loader_decoding": decoding,
+            "loader_decoding": self._data.decode_bytes + (self._data.eval_decode_bytes if self._data.eval_rows else 0),
             "loader_batches": queued * batch,
         }
 
@@ -290,7 +296,10 @@ class _Rank:
 
     def _step(self) -> tuple[Bytes, Bytes]:
         copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
-        return {**self._trained(), **self._in_steps()}, {**self._loader(), "save_copies": copies}
+        in_steps, loader = self._in_steps(), self._loader()
+        later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
+        loader["loader_decoding"] += max(0, self._data.first_decode_bytes - later)
+        return {**self._trained(), **in_steps}, {**loader, "save_copies": copies}
 
     def _in_steps(self) -> Bytes:
         """Return what comes and goes with each step, at its highest moment."""
@@ -338,14 +347,16 @@ class _Rank:
         share = (self._config.train.eval_batch_size or self._config.train.global_batch_size) / max(
             1, self._config.train.global_batch_size
         )
-        device = {
-            **self._trained(),
+        in_steps = {
             "lookup_ids": int(share * self.exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes)),
             "looked_up": int(share * self.looked_up),
             "pooled": int(share * self.pooled),
-            "activations": int(share * self._dense.eval_bytes),
+            "activations": int(share * self._dense.eval_bytes) + self._data.ranking_bytes,
         }
-        return device, {**self._loader(), "results": rows * _RESULT_BYTES}
+        loader = self._loader()
+        later = self._data.eval_decode_bytes + sum(in_steps.values())
+        loader["loader_decoding"] += max(0, self._data.eval_first_decode_bytes - later)
+        return {**self._trained(), **in_steps}, {**loader, "results": rows * _RESULT_BYTES}
 
     def _save(self) -> tuple[Bytes, Bytes]:
         return self._trained(), {**self._loader(), "save_copies": self._background_copies() or self._written_copies()}

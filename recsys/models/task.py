@@ -35,6 +35,9 @@ class Task(nn.Module):
         """Return the sum over this rank's rows of weight times loss, a scalar; rows of weight 0 add nothing."""
         raise NotImplementedError
 
+    def rehearse(self, device: torch.device) -> None:
+        """Compute from now on only what shows the peak of memory that a step has on `device`; for fake tensors."""
+
 
 class RowDropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, layer, row of the global batch, column).

@@ -73,6 +73,8 @@ class RetrievalTask(Task):
 
     log_q: torch.Tensor | None
     loss_by_rows = False
+    _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
+    _most_pieces: int | None = None
 
     def __init__(self, model: nn.Module, item_id: str, temperature: float, log_q: torch.Tensor | None) -> None:
         super().__init__()
@@ -89,7 +91,11 @@ class RetrievalTask(Task):
         offsets = everyones_items.new_zeros(len(others_keys))
         if self.log_q is not None:
             offsets = -self.log_q[others_keys.clamp(min=0)]
-        return _SoftmaxLoss.apply(users / self.temperature, everyones_items, offsets, keys, others_keys, batch.weights)
+        columns = users / self.temperature, everyones_items, offsets, keys, others_keys, batch.weights
+        return _SoftmaxLoss.apply(*columns, self._scores or _SCORES[users.device.type], self._most_pieces)
+
+    def rehearse(self, device: torch.device) -> None:
+        self._scores, self._most_pieces = _SCORES[device.type], 2
 
 
 def _first_ids(batch: Batch, feature: str) -> torch.Tensor:
@@ -116,11 +122,13 @@ class _SoftmaxLoss(torch.autograd.Function):
         keys: torch.Tensor,
         items_keys: torch.Tensor,
         weights: torch.Tensor,
+        num_scores: int,
+        most_pieces: int | None,
     ) -> torch.Tensor:
         own = torch.arange(len(users), device=users.device) + dist.get_rank() * len(users)
         losses, of_users, of_items = torch.empty_like(weights), torch.empty_like(users), torch.zeros_like(items)
-        some = max(1, _SCORES[users.device.type] // len(items), len(users) // _MOST_PARTS)
-        for rows in (slice(first, first + some) for first in range(0, len(users), some)):
+        some = max(1, num_scores // len(items), len(users) // _MOST_PARTS)
+        for rows in (slice(first, first + some) for first in range(0, len(users), some)[:most_pieces]):
             scores = torch.addmm(offsets, users[rows], items.T)
             positives = own[rows, None]
             barred = (items_keys == -1)[None, :] | (items_keys[None, :] == keys[rows, None])
@@ -136,7 +144,7 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_users, of_items = ctx.saved_tensors
-        return of_users * gradient, of_items * gradient, None, None, None, None
+        return of_users * gradient, of_items * gradient, *[None] * 6
 
 
 class _GatherRows(torch.autograd.Function):
