@@ -43,8 +43,7 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
         world.from_rank_zero(lambda: facts.save(run_dir / FACTS))
     sized_config = replace(config, tables={**config.tables, **sized})
     known_inputs = Inputs(sized_config, inputs.datasets, inputs.corpus, world, facts)
-    if tables:
-        give_unused_back()  # what counting took is never wanted again
+    give_unused_back()  # what counting and looking at the first rows took is never wanted again
     return known_inputs
 
 

@@ -21,7 +21,7 @@ NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator amon
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
-_LIBRARY_BYTES = {"init": 14 << 20, "later": 38 << 20}
+_LIBRARY_BYTES = {"init": 14 << 20, "later": 41 << 20}
 _RANK_ZERO_BYTES = {"init": 24 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
