@@ -17,6 +17,8 @@ from recsys.memory import Timeline
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
 import benchmark_peaks as peaks
+import benchmark_random
+import random_runs
 
 KINDS = [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
 TYPES = ("FP32", "FP16")
@@ -136,7 +138,14 @@ def test_a_timeline_knows_the_peak_of_each_phase() -> None:
 def test_the_peak_of_the_process_is_predicted(name: str, tmp_path: Path) -> None:
     """Within 5 % or 32 MiB: `python -m pytest -m slow tests/test_memory.py -k peak_of_the_process`."""
     for peak in peaks.measure(peaks.CASES[name], tmp_path):
-        assert abs(peak["unexplained_bytes"]) < max(32 * MIB, 0.05 * peak["measured_bytes"]), peak
+        assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", random_runs.AFTER)
+def test_the_peaks_of_random_runs_are_predicted(seed: int, tmp_path: Path) -> None:
+    for rank in benchmark_random.measure(seed, tmp_path):
+        assert peaks.is_near(rank["peak"]["predicted_bytes"], rank["peak"]["measured_bytes"]), rank
 
 
 def test_steps_are_traced_with_their_tables_marked(config: Path, tmp_path: Path) -> None:

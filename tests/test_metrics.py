@@ -283,7 +283,7 @@ def test_retrieval_is_that_of_a_loop_over_users(mask, num_ranks, num_items, top_
 def test_retrieval_in_blocks_of_users(monkeypatch):
     users, items = some_users(60, 40), some_items(40)
     for at_once in (1, 40 * 7, 1 << 25):
-        monkeypatch.setattr(metrics, "_SCORES_AT_ONCE", at_once)
+        monkeypatch.setattr(metrics, "_SCORES_AT_ONCE", {"cpu": at_once})
         assert retrieval([users], items, [5]) == pytest.approx(naive_retrieval(users, items, [5], True))
 
 
