@@ -36,6 +36,7 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
     if source is not None and source.goes_on:
         facts = world.from_rank_zero(lambda: _of_source(config, source, tables))
+        world.from_rank_zero(lambda: _compare_files(tables, facts))
     else:
         facts = _learned(inputs, source, tables)
     sized = {name: replace(table, num_embeddings=_num_rows(name, table, facts)) for name, table in tables.items()}
@@ -107,6 +108,14 @@ def _given(tables: dict[str, TableConfig], known: Facts, source: Source | None) 
             )
         found[name] = joined(before, new)
     return found
+
+
+def _compare_files(tables: dict[str, TableConfig], facts: Facts) -> None:
+    """Tell where a file that the config names is not the vocabulary that the run has, and goes on with."""
+    for name, table in tables.items():
+        path = Path(table.vocabulary or "")
+        if path.is_file() and not read_vocabulary(path).equals(facts.vocabularies[name]):
+            _log.warning("table %s: '%s' lists other ids by now; the run goes on with its own copy", name, path)
 
 
 def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:

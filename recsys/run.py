@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ import torch
 
 from recsys.build import build_model
 from recsys.checkpoint import find_source
-from recsys.config import Config, save_config
+from recsys.config import Config, TableConfig, save_config
 from recsys.config.device import check_device
 from recsys.config.meaning import refuse_differences
 from recsys.distributed import save_plan
@@ -127,7 +128,7 @@ def _run(
         inputs, changes = fit_inputs(inputs)
         if source is not None:
             refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
-    world.from_rank_zero(lambda: _save_config(inputs.config if changes else config, run_dir))
+    world.from_rank_zero(lambda: _save_config(inputs.config, run_dir, config.tables))
     config, folder = inputs.config, run_dir / "memory"
     if config.train.in_micro_batches:
         give_large_blocks_back()
@@ -195,7 +196,11 @@ def _prepare_run_dir(config: Config, lock: RunLock, restarted: bool = False) -> 
     return run_dir
 
 
-def _save_config(config: Config, run_dir: Path) -> None:
+def _save_config(config: Config, run_dir: Path, asked: Mapping[str, TableConfig] | None = None) -> None:
+    # With the rows that tables may have, not those that vocabularies take so far: these may grow in another run.
+    bounds = {name: table.num_embeddings for name, table in (asked or config.tables).items()}
+    tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
+    config = replace(config, tables=tables)
     # What to do with an earlier run is asked anew each time, and is no part of what this run is.
     save_config(replace(config, run=replace(config.run, resume=False, overwrite=False)), run_dir / "config.yaml")
 

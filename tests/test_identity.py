@@ -27,6 +27,7 @@ from recsys.errors import UserError
 from recsys.inputs import Inputs, open_inputs
 from recsys.learning import facts_entries, learn_facts
 from recsys.process_group import World, open_world
+from recsys.starting import Starting
 from recsys.tables import fill_initial
 
 CONFIG = """\
@@ -229,6 +230,40 @@ def test_rows_are_moved_whatever_pieces_they_lie_in() -> None:
             piece.tensor.copy_(source[row : row + piece.tensor.shape[0], column : column + piece.tensor.shape[1]])
         assert torch.equal(target[:kept], source[:kept]) and torch.equal(target[here - shared :], source[kept:])
         assert (target[kept : here - shared] == -1).all()
+
+
+def test_the_best_metric_is_of_the_same_data(world: World, tmp_path: Path) -> None:
+    train_data, valid = write_day(tmp_path / "d", np.arange(20), 1), write_day(tmp_path / "v", np.arange(20), 2)
+    stop = (f"data.valid={valid}", "train.early_stop.metric=auc", "train.eval_every_steps=1")
+
+    def state(*options: str) -> TrainState:
+        (tmp_path / "given.yaml").write_text(CONFIG)
+        config = load_config(tmp_path / "given.yaml", [f"data.train={train_data}", *options])
+        inputs = learn_facts(open_inputs(config, world), tmp_path)
+        checkpoints = Checkpoints(tmp_path / "checkpoints", world, 1)
+        found, built, loader = checkpoints.newest_whole(), build_model(inputs), inputs.loader("train")
+        state = Starting(inputs, built, loader, Source(*found, None) if found else None, tmp_path).state()
+        if found is None:
+            checkpoints.save(built.tensors, state)
+        return state
+
+    assert state(*stop).fingerprints.keys() == {"train", "valid"}
+    assert state(*stop).fingerprints.keys() == {"train", "valid"}
+    write_day(valid, np.arange(20), 3)
+    with pytest.raises(UserError, match=r"data.valid are not those .* so its best auc means nothing"):
+        state(*stop)
+
+
+def test_a_file_that_changed_is_told(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file, data = tmp_path / "ids.parquet", f"data.train={write_day(tmp_path / 'd', np.arange(20), 1)}"
+    pq.write_table(pa.table({"id": [1, 2, 3]}), file)
+    first = Day(tmp_path / "a", world, data, f"tables.user.vocabulary={file}").save()
+    source = first.source(first.config)
+    for ids, told in (([1, 2, 3], 0), ([3, 2, 1], 1)):
+        pq.write_table(pa.table({"id": ids}), file)
+        again = learn_facts(first.inputs, tmp_path / "a", Source(source.path, source.marker, None))
+        assert again.facts and again.facts.vocabularies["user"].to_pylist() == [1, 2, 3]
+        assert caplog.text.count("lists other ids by now; the run goes on with its own copy") == told
 
 
 def train(folder: Path, *options: str, nproc: int = 1) -> str:
