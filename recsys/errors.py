@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -52,8 +51,7 @@ class StuckError(Exception):
 
 def disk_problem(error: Exception) -> Exception:
     """Return an error of files, such as a full disk, as a sentence for the user, and any other as it is."""
-    known = isinstance(error, OSError) and error.errno in _FULL | _GONE | _DENIED
-    if not isinstance(error, OSError) or not (known or isinstance(error, shutil.Error)):
+    if not isinstance(error, OSError) or error.errno not in _FULL | _GONE | _DENIED:
         return error
     what = f"'{error.filename}'" if error.filename else "a file of the run"
     if error.errno in _FULL:
@@ -65,8 +63,7 @@ def disk_problem(error: Exception) -> Exception:
 
 def why(error: OSError) -> str:
     """Return what the system says of an error, in one line."""
-    told = error.args[0][-1][-1] if isinstance(error, shutil.Error) and isinstance(error.args[0], list) else error
-    return os.strerror(error.errno) if error.errno else " ".join(str(told).split())[:200]
+    return os.strerror(error.errno) if error.errno else " ".join(str(error).split())[:200]
 
 
 def _plain(text: str) -> str:

@@ -36,6 +36,13 @@ def replace_file(path: Path, content: str | bytes) -> None:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
+def copy_files(source: Path, target: Path) -> None:
+    """Copy the files of a folder, which need not be there, into another."""
+    target.mkdir(exist_ok=True)
+    for path in source.glob("*"):
+        replace_file(target / path.name, path.read_bytes())
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Let an OSError inside tell of a file, as those of writing to an open one do not."""

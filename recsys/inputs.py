@@ -1,6 +1,5 @@
 """From a config to datasets, what is known of them, and loaders."""
 
-import shutil
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +12,7 @@ from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
 from recsys.data.window import BatchSpec, Ragged, convert_table
 from recsys.errors import UserError
+from recsys.files import copy_files
 from recsys.id_mapping import (
     HashMapping,
     IdMapping,
@@ -139,8 +139,8 @@ def open_inputs(config: Config, world: World, cache: Path | None = None, known: 
     )
 
     def read() -> tuple[dict[str, Dataset], pa.Array | None]:
-        if cache is not None and known is not None and known.is_dir():
-            shutil.copytree(known, cache)
+        if cache is not None and known is not None:
+            copy_files(known, cache)
         datasets = {
             role: open_dataset(
                 f"data.{role}",

@@ -19,7 +19,7 @@ from recsys.config.device import check_device
 from recsys.config.meaning import refuse_differences
 from recsys.distributed import save_plan
 from recsys.errors import UserError, disk_problem, why
-from recsys.files import replace_file
+from recsys.files import copy_files, replace_file
 from recsys.fit import Change
 from recsys.inputs import Inputs, open_inputs
 from recsys.learning import learn_facts
@@ -142,7 +142,7 @@ def _run(
     memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
-    world.from_rank_zero(lambda: shutil.copytree(footers, run_dir / _FOOTERS, dirs_exist_ok=True))
+    world.from_rank_zero(lambda: copy_files(footers, run_dir / _FOOTERS))
     give_unused_back()  # what planning and predicting took
     with explained(inputs, timeline, folder, memory.write_alone), timeline.phase("step"):
         fitted = trainer.fit()

@@ -29,6 +29,7 @@ from recsys.id_mapping import write_vocabulary
 from recsys.memory.report import write_rank
 from recsys.observe import MetricsWriter, start_logging
 from recsys.process_group import World, open_world
+from recsys.profiling import traced_steps
 from recsys.trainer import Trainer
 
 CONFIG = "configs/dlrm_sample.yaml"
@@ -129,8 +130,6 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(name: str, disk: Pat
 def test_errors_of_files_are_sentences_and_others_stay() -> None:
     gone = disk_problem(FileNotFoundError(errno.ENOENT, "No such file or directory", "run/x"))
     assert isinstance(gone, UserError) and "'run/x' is gone" in str(gone)
-    copying = disk_problem(shutil.Error([("a", "b", "[Errno 5] Input/output error")]))
-    assert isinstance(copying, UserError) and "[Errno 5] Input/output error" in str(copying)
     for error in (ValueError("x"), OSError("libcuda.so.1: cannot open"), ConnectionResetError(errno.ECONNRESET, "x")):
         assert disk_problem(error) is error
 
@@ -150,6 +149,16 @@ def test_lines_of_the_log_that_are_lost_are_told_once(tmp_path: Path, capfd: pyt
     told = capfd.readouterr()
     assert re.fullmatch(r"warning: '.*rank_0.log' loses lines of the log \(No space left on device\)\n", told.err)
     assert [line for line in told.out.splitlines() if line.startswith("line")] == [f"line {n}" for n in range(20)]
+
+
+def test_a_trace_that_is_lost_is_told(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with traced_steps(1, disk / "profile/rank_0.json", torch.device("cpu")) as step_done:
+        fill(disk)
+        for _ in range(14):
+            torch.ones(3).sum()
+            step_done()
+    assert re.search(r"'.*/profile/rank_0.json' cannot be written \(.+\); training goes on without it", caplog.text)
+    assert names(disk / "profile") == []
 
 
 def at_step(step: int, action: Callable[[], None]) -> None:
