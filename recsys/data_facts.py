@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType
 from recsys.data.arrow import is_list
+from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import CACHED_ROW_GROUPS, Dataset, read_head
 from recsys.data.window import Columns, Ragged, convert_table
 from recsys.id_mapping import index_bytes, is_text, statistics_bytes
@@ -26,12 +27,18 @@ _DECODING = 5  # times the decoded row group is what Arrow takes for it at its p
 _DECODING_ONCE = 4  # the same where nothing was decoded before
 
 
+def streams_of_a_rank(config: Config, world_size: int) -> int:
+    """Return the most streams of data.train that a rank reads."""
+    slots = slice_bounds(config.train.global_batch_size, config.data.num_streams)
+    return len(most_shares(slots, world_size))
+
+
 def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFacts:
     """Return what the footers and the first rows tell of the data, or without `inputs` what the config does."""
     biggest = max(table.num_embeddings for table in config.tables.values())
     if inputs is None:
         mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
-        windows = 2 * (config.data.window_mib << 20) * -(-config.data.num_streams // world_size)
+        windows = 2 * (config.data.window_mib << 20) * streams_of_a_rank(config, world_size)
         id_bytes = 4 if biggest < 1 << 31 else 8
         source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None)
         counts = len(mean_ids) * statistics_bytes(math.inf)
@@ -89,9 +96,7 @@ class _Sample:
     """The first rows of a dataset, as a window of the loader holds them."""
 
     def __init__(self, inputs: Inputs, dataset: Dataset) -> None:
-        # A sample is no training: its ids are counted in no statistics.
-        spec = inputs.spec("train")
-        spec = replace(spec, ids=[replace(part, statistics=None) for part in spec.ids])
+        spec = inputs.spec("train").uncounted()  # a sample is no training
         table = read_head(dataset, _SAMPLE_ROWS)
         self.columns: Columns = convert_table(table, spec)
         self.rows = max(1, table.num_rows)

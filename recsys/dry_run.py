@@ -11,6 +11,7 @@ import torch
 
 from recsys.config import Config
 from recsys.config.device import check_device
+from recsys.config.ranks import check_ranks
 from recsys.data_facts import data_facts
 from recsys.errors import UserError
 from recsys.files import replace_file
@@ -78,6 +79,7 @@ def rehearse_run(config: Config) -> DryRun:
     """Plan and predict, for the machines of `topology`."""
     start, topology = time.monotonic(), topology_of(config)
     instead = check_device(config, topology.on_gpu)
+    check_ranks(config, topology.world_size)
     with rehearse_world(topology.world_size, topology.local_world_size, topology.device) as world:
         inputs, why_not = _open(config, world)
         data = data_facts(config, inputs, topology.world_size)

@@ -7,6 +7,7 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.config import TwoTowerConfig
+from recsys.data.order import Position
 from recsys.inputs import Inputs
 from recsys.metrics import Evaluator, RankingEvaluator, RetrievalEvaluator
 from recsys.models.step import StepOutput
@@ -64,7 +65,7 @@ class Evaluation:
         optimizer = torch.optim.SGD([torch.zeros(1)])
         pipeline = build_pipeline(model, optimizer, self._world.device, self._config.debug)
         with closing(loader.batches()) as batches:
-            for _ in range(loader.steps_left(loader.start(), 1)):
+            for _ in range(loader.steps_left(Position(), 1)):
                 self._stop_if_requested()
                 yield pipeline.progress(batches)
         pipeline.detach()

@@ -9,6 +9,7 @@ import torch
 from recsys.build import build_step
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
 from recsys.config.choices import Autocast, Saver, TableOptimizer
+from recsys.data_facts import streams_of_a_rank
 from recsys.distributed import plan_tables, shards
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
@@ -176,7 +177,7 @@ class Fitter:
 
     def _data_of(self, config: Config) -> DataFacts:
         """Return what is known of the data; with smaller windows, the most that they may take."""
-        streams = -(-config.data.num_streams // self._topology.world_size)
+        streams = streams_of_a_rank(config, self._topology.world_size)
         size = config.data.window_mib << 20
         most = 2 * size * streams, 3 * size * max(1, config.data.num_threads)
         if config.data.window_mib == self._config.data.window_mib:

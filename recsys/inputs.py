@@ -155,6 +155,7 @@ def open_inputs(config: Config, world: World, cache: Path | None = None, known: 
             if getattr(config.data, role) is not None
         }
         _check_types(config, datasets)
+        _check_rows(config, datasets["train"])
         corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
         _check_first_rows(Inputs(config, datasets, corpus, world))
         return datasets, corpus
@@ -168,6 +169,15 @@ def _filter(config: Config, role: str) -> str | None:
     if isinstance(given, dict):
         return given.get(role)
     return None if role == "items" else given  # a corpus has columns of its own
+
+
+def _check_rows(config: Config, train: Dataset) -> None:
+    batch = config.train.global_batch_size
+    if config.data.drop_last and train.num_rows < batch:
+        raise UserError(
+            f"config key 'data.drop_last' leaves out all {train.num_rows:,} rows of data.train, since they do not fill "
+            f"one batch of train.global_batch_size={batch}; set it to false, or make batches smaller"
+        )
 
 
 def _check_types(config: Config, datasets: dict[str, Dataset]) -> None:

@@ -160,9 +160,9 @@ def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) 
         offset_per_key=ends,
     )
     floats = torch.empty(rows, len(float_features(config)))
-    position = Position(0, ())
     id_bounds = tuple(tuple(count * bound // rows for bound in bounds) for count in counts)
-    return Batch(ids, floats, torch.empty(rows), torch.empty(rows), None, rows, 0, bounds, position, Fence(), id_bounds)
+    dense = floats, torch.empty(rows), torch.empty(rows)
+    return Batch(ids, *dense, None, rows, 0, bounds, Position(), Fence(), id_bounds)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from recsys.checkpoint import find_source
 from recsys.config import Config, TableConfig, save_config
 from recsys.config.device import check_device
 from recsys.config.meaning import refuse_differences
+from recsys.config.ranks import check_ranks, repeated_decoding
 from recsys.distributed import save_plan
 from recsys.errors import UserError, disk_problem, why
 from recsys.files import copy_files, replace_file
@@ -79,6 +80,7 @@ def run(config: Config) -> int:
                 begun = world.launch_store.get(_BEGUN).decode()
                 config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
             instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
+            world.from_rank_zero(lambda: check_ranks(config, world.world_size))
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
             inputs = open_inputs(config, world, footers, _kept_footers(config))
@@ -118,6 +120,8 @@ def _run(
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
     for sentence in instead:
         logger.warning("%s", sentence)
+    if repeated := repeated_decoding(config, world.world_size):
+        logger.info("%s", repeated)
     source = find_source(config, run_dir, world)
     if source is not None and not config.memory.fit:
         refuse_differences(config, source.marker.meaning, source.path, source.init)

@@ -13,7 +13,7 @@ from recsys.checkpoint import (
     load_tensors,
 )
 from recsys.data.footer_cache import changed_files
-from recsys.data.loader import Loader
+from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.inputs import Inputs
 from recsys.observe import logger
@@ -23,13 +23,12 @@ class Starting:
     """Brings a built model to its start.
 
     Args:
-        loader: of data.train. source: what it starts from, if anything.
+        source: what it starts from, if anything.
     """
 
-    def __init__(self, inputs: Inputs, built: Built, loader: Loader, source: Source | None, run_dir: Path) -> None:
+    def __init__(self, inputs: Inputs, built: Built, source: Source | None, run_dir: Path) -> None:
         self._config, self._world, self._facts = inputs.config, inputs.world, inputs.facts
-        self._datasets, self._built, self._loader = inputs.datasets, built, loader
-        self._source, self._run_dir = source, run_dir
+        self._datasets, self._built, self._source, self._run_dir = inputs.datasets, built, source, run_dir
 
     def state(self) -> TrainState:
         """Load what there is to load, and return where training stands; collective.
@@ -47,7 +46,6 @@ class Starting:
                 scale = self._built.step.dense.loss_scale
                 scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
             logger.info("resumed at step %d from %s", state.step, source.path)
-            self._resume_order(state)
             return state
         if source is not None:
             kept = self._facts.kept if self._facts else {}
@@ -57,7 +55,7 @@ class Starting:
             for line in loaded.lines():
                 logger.info("%s", line)
         self._import_tables()
-        return TrainState(position=self._loader.start(), fingerprints=fingerprints)
+        return TrainState(position=Position(), fingerprints=fingerprints)
 
     def _fingerprints(self) -> dict[str, str]:
         """Return those of what a position, and the best metric of early stopping, stand for."""
@@ -87,14 +85,3 @@ class Starting:
                     f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
                     f"its {what} means nothing; start a new run with train.init_from={path}"
                 )
-
-    def _resume_order(self, state: TrainState) -> None:
-        saved = state.position
-        state.position = self._loader.resume(saved)
-        if state.position != saved:
-            logger.info(
-                "rows left of epoch %d are cut anew into %d streams for %d ranks: each comes once, in another order",
-                saved.epoch,
-                self._loader.num_streams,
-                self._world.world_size,
-            )

@@ -18,6 +18,7 @@ from recsys.checkpoint import (
 )
 from recsys.config.meaning import meaning
 from recsys.data.batch import Batch
+from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.evaluation import Evaluation, EvaluationStopped
 from recsys.inputs import Inputs
@@ -108,12 +109,12 @@ class Trainer:
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         built.step.dense.enter_phase = enter_phase
         self._metrics: dict[str, dict[str, float]] = {}
-        self._state = Starting(inputs, built, self._loader, source, run_dir).state()
+        self._state = Starting(inputs, built, source, run_dir).state()
         self._saved_at = self._state.step or None
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
         left = self._loader.steps_left(self._state.position, config.train.epochs)
         self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
-        per_epoch = self._loader.steps_left(self._loader.start(), 1)
+        per_epoch = self._loader.steps_left(Position(), 1)
         batch = config.train.global_batch_size
         logger.info(
             "an epoch has %s steps of %s rows, the run %s", *(f"{n:,}" for n in (per_epoch, batch, self._num_steps))

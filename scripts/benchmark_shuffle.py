@@ -10,7 +10,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from recsys.data.order import Cut, EpochOrder, RowGroups, Span
+from recsys.data.order import EpochOrder, RowGroups, Window, slice_bounds
 
 
 def training_places(num_groups: int, group_rows: int, num_streams: int, groups_in_window: int) -> np.ndarray:
@@ -18,18 +18,18 @@ def training_places(num_groups: int, group_rows: int, num_streams: int, groups_i
     zeros = np.zeros(num_groups, np.int32)
     rows = np.full(num_groups, group_rows, np.int64)
     groups = RowGroups(("file",), zeros, np.arange(num_groups, dtype=np.int32), rows, rows)
-    cuts = (Cut((1,) * num_streams, (0,) * num_streams),)
-    order = EpochOrder(groups, 1, 0, True, cuts, groups_in_window * group_rows)
+    slots = slice_bounds(num_streams, num_streams)
+    order = EpochOrder(groups, 1, 0, True, slots, groups_in_window * group_rows)
     places = np.empty(num_groups * group_rows, np.int64)
     for v in range(num_streams):
-        found = np.concatenate([_rows(span, group_rows) for span in order.spans(v)])
+        found = np.concatenate([_rows(window, group_rows) for window in order.windows(v)])
         places[found] = np.arange(len(found))
     return places
 
 
-def _rows(span: Span, group_rows: int) -> np.ndarray:
-    pieces = [np.arange(s.start, s.stop) + s.row_group * group_rows for s in span.window.segments]
-    return np.concatenate(pieces)[span.window.permutation()]
+def _rows(window: Window, group_rows: int) -> np.ndarray:
+    pieces = [np.arange(s.start, s.stop) + s.row_group * group_rows for s in window.segments]
+    return np.concatenate(pieces)[window.permutation()]
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def tensors(value: float) -> Tensors:
 
 
 def state(step: int, **settings: Any) -> TrainState:
-    return TrainState(Position(0, (), rows_before=step), step=step, **settings)
+    return TrainState(Position(rows_before=step), step=step, **settings)
 
 
 def checkpoints(folder: Path, world: World, **settings: Any) -> Checkpoints:

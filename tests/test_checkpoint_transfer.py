@@ -75,7 +75,7 @@ def saved(world: World, tmp_path: Path) -> Checkpoints:
     built.dense_optimizer.step()
     (tmp_path / "checkpoints").mkdir()
     checkpoints = Checkpoints(tmp_path / "checkpoints", world, 1)
-    checkpoints.save(built.tensors, TrainState(Position(0, ()), step=5))
+    checkpoints.save(built.tensors, TrainState(Position(), step=5))
     return checkpoints
 
 
@@ -240,7 +240,7 @@ def test_large_tensors_are_saved_in_chunks_of_rows(
     assert found is not None
     load_tensors(*found, built.tensors, world)
     monkeypatch.setattr(pieces_module, "CHUNK_BYTES", 7 * 8 * 4)
-    saved.save(built.tensors, TrainState(Position(0, (), rows_before=1), step=6))
+    saved.save(built.tensors, TrainState(Position(rows_before=1), step=6))
     after = load_tables(saved.path(6), "")
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())

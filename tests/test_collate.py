@@ -15,7 +15,7 @@ from recsys.data.buffers import BlockPool
 from recsys.data.collate import MicroBatches, Piece
 from recsys.data.collate import collate as collate_into
 from recsys.data.convert import FloatColumn, IdColumn
-from recsys.data.order import Cut, Position, Segment, Window
+from recsys.data.order import Position, Segment, Window
 from recsys.data.sources import BadDataError
 from recsys.data.window import BatchSpec, Columns, Ragged, convert_table, load_window
 from recsys.errors import UserError
@@ -23,7 +23,7 @@ from recsys.id_mapping import HashMapping, IdentityMapping, IndexMapping
 from recsys.id_mapping.hashing import hash_integers
 
 IDENTITY = IdentityMapping(1000)
-START = Position(0, (Cut((1,), (0,)),))
+START = Position()
 
 
 def collate(pieces: list[Piece], num_rows: int, spec: BatchSpec, position: Position) -> Batch:
@@ -259,11 +259,11 @@ def test_batch_without_any_row():
 
 
 def test_types_of_a_batch():
-    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, (Cut((1,), (2,)),), 3))
+    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
     assert batch.ids.values().dtype == torch.int32
     assert batch.ids.lengths().dtype == torch.int32
     assert {t.dtype for t in (batch.floats, batch.labels, batch.weights)} == {torch.float32}
-    assert batch.position == Position(1, (Cut((1,), (2,)),), 3)
+    assert batch.position == Position(1, 2, 3)
     without = BatchSpec(SPEC.ids, SPEC.floats)
     assert collate([], 4, without, START).lists is None
 
@@ -288,12 +288,12 @@ def test_a_batch_does_not_share_memory_with_the_next():
 
 
 def test_moving_a_batch_keeps_everything():
-    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, (Cut((1,), (2,)),), 3))
+    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
     moved = batch.to(torch.device("meta"))
     tensors = [moved.ids.values(), moved.floats, moved.labels, moved.weights]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.lists is not None and moved.lists.values().device.type == "meta"
-    assert (moved.num_rows, moved.position) == (4, Position(1, (Cut((1,), (2,)),), 3))
+    assert (moved.num_rows, moved.position) == (4, Position(1, 2, 3))
     check_row(batch.to(torch.device("cpu")), 3, 3)
 
 

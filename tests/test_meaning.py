@@ -59,7 +59,7 @@ FREE = {
         *("data.max_bad_rows", "data.drop_last"),
     ),
     "how much at a time, how long, and what happens on the way": (
-        *("train.global_batch_size", "train.micro_batch_size", "train.micro_batch_ids", "train.eval_batch_size"),
+        *("train.micro_batch_size", "train.micro_batch_ids", "train.eval_batch_size"),
         *(
             "train.epochs",
             "train.max_steps",
@@ -217,6 +217,19 @@ def test_defaults_may_be_spelled_out(tmp_path: Path) -> None:
     # Early stopping may begin later: there is no best metric to compare with.
     before = saved(load(tmp_path, RANKER, "train.early_stop.metric=null"))
     refuse_differences(load(tmp_path, RANKER, "data.targets_column=x"), before, "there", None)
+
+
+def test_batches_of_another_size_cut_streams_alike_or_are_refused(tmp_path: Path) -> None:
+    def check(size_before: int, size: int, init: InitConfig | None = None) -> None:
+        before = saved(load(tmp_path, RANKER, f"train.global_batch_size={size_before}"))
+        refuse_differences(load(tmp_path, RANKER, f"train.global_batch_size={size}"), before, "there", init)
+
+    check(64, 1000)
+    check(63, 63)
+    check(63, 64, InitConfig())
+    for sizes in ((64, 63), (63, 64), (63, 126)):
+        with pytest.raises(UserError, match=f"'train.global_batch_size' is {sizes[1]}, and was {sizes[0]}"):
+            check(*sizes)
 
 
 def test_the_order_of_features_counts(tmp_path: Path) -> None:

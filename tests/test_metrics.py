@@ -78,7 +78,7 @@ def batch_of(labels: Any, weights: Any, lists: dict[str, Lists] | None = None) -
         num_rows=len(weights),
         num_bad_rows=0,
         micro_batches=(0, len(weights)),
-        position=Position(0, ()),
+        position=Position(),
         fence=Fence(),
     )
 

@@ -379,9 +379,9 @@ def test_two_ranks_with_each_data(edit: Edit, overrides: list[str], said: list[s
 RUNS = {
     "device": (["run.device=cuda"], ["'run.device' is cuda"]),
     "debug": (["--debug"], ["--debug runs one process"]),
-    "streams": (
-        ["data.num_streams=7", "train.global_batch_size=7"],
-        ["a step of 7 rows cannot take one of each of 8 streams"],
+    "ranks": (
+        ["data.num_streams=1", "train.eval_batch_size=1"],
+        ["'train.eval_batch_size' is 1", "1 of 2 ranks would have no row"],
     ),
     "no checkpoint": (["train.init_from=configs"], ["'configs' holds no checkpoint"]),
     "learning rate": (["optimizer.dense.learning_rate=1e29"], ["is not finite", "lower optimizer.dense.learning_rate"]),

@@ -79,7 +79,7 @@ def test_runs_with_the_longest_and_oddest_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../config.yaml", "/etc/hostname", "..", "a/b", "a\0b", ""])
 def test_a_checkpoint_that_names_files_elsewhere_is_refused(name: str, tmp_path: Path) -> None:
-    state = TrainState(Position(0, ()))
+    state = TrainState(Position())
     Marker(state, {name: (0, "")}, {}, "Adam", {}, {}, 1).write(tmp_path)
     with pytest.raises(UserError, match="is no file of this folder"):
         Marker.read(tmp_path)

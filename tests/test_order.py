@@ -1,21 +1,20 @@
 """The canonical order: every row once, evenly over the streams, the same wherever it is computed."""
 
 import hashlib
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from recsys.data.order import (
-    Cut,
     EpochOrder,
     Position,
     RowGroups,
     Window,
-    drop_rows,
     limit_rows,
     shares,
+    slice_bounds,
+    stream_bounds,
 )
 
 Row = tuple[str, int, int]  # file, row group, row
@@ -29,21 +28,18 @@ def row_groups(sizes: list[list[int]], bytes_per_row: int = 8, folder: str = "/l
     return RowGroups(paths, file.astype(np.int32), index.astype(np.int32), num_rows, num_rows * bytes_per_row)
 
 
-def even(num_streams: int) -> tuple[Cut, ...]:
-    return (Cut((1,) * num_streams, (0,) * num_streams),)
-
-
 def epoch_order(sizes: list[list[int]], num_streams: int = 4, **changes) -> EpochOrder:
-    order = EpochOrder(row_groups(sizes), seed=1, epoch=0, shuffle=True, cuts=even(num_streams), window_bytes=400)
+    slots = slice_bounds(num_streams, num_streams)
+    order = EpochOrder(row_groups(sizes), seed=1, epoch=0, shuffle=True, slots=slots, window_bytes=400)
     return replace(order, **changes)
 
 
 def num_streams_of(order: EpochOrder) -> int:
-    return len(order.cuts[-1].shares)
+    return len(order.slots) - 1
 
 
 def windows_of(order: EpochOrder, v: int) -> list[Window]:
-    return [span.window for span in order.spans(v)]
+    return list(order.windows(v))
 
 
 def window_rows(window: Window) -> list[Row]:
@@ -53,7 +49,7 @@ def window_rows(window: Window) -> list[Row]:
 
 
 def stream(order: EpochOrder, v: int) -> list[Row]:
-    return [row for span in order.spans(v) for row in window_rows(span.window)[span.start : span.stop]]
+    return [row for window in order.windows(v) for row in window_rows(window)]
 
 
 def streams(order: EpochOrder) -> list[list[Row]]:
@@ -96,7 +92,6 @@ def test_streams_are_equal_within_one_row():
     for sizes, num_streams, window_bytes in layouts():
         order = epoch_order(sizes, num_streams=num_streams, window_bytes=window_bytes)
         lengths = [len(each) for each in streams(order)]
-        assert lengths == order.cuts[0].stream_rows(order.row_groups.total_rows)
         assert max(lengths) - min(lengths) <= 1
 
 
@@ -193,56 +188,37 @@ def test_limited_row_groups_are_trained_from_their_beginning():
     assert sorted(row for each in streams(order) for row in each) == expected
 
 
-@pytest.mark.parametrize(("num_rows", "num_streams"), [(16, 4), (10, 3), (7, 7), (1024, 9)])
-def test_shares_add_up_and_differ_by_one_at_most(num_rows, num_streams):
-    found = shares(num_rows, num_streams)
-    assert sum(found) == num_rows and len(found) == num_streams
-    assert max(found) - min(found) == (num_rows % num_streams > 0)
+@pytest.mark.parametrize(("size", "num_streams"), [(16, 4), (10, 3), (7, 7), (1024, 9)])
+def test_slices_of_a_step_differ_by_one_row_at_most(size, num_streams):
+    slots = slice_bounds(size, num_streams)
+    slices = np.diff(slots)
+    assert slots[0] == 0 and slots[-1] == size and len(slices) == num_streams
+    assert slices.max() - slices.min() == (size % num_streams > 0)
 
 
-def test_streams_are_cut_in_proportion():
-    cut = Cut((1, 2, 1), (0, 0, 0))
-    assert cut.bounds(8) == [0, 2, 6, 8]
-    assert cut.stream_rows(1 << 62) == [1 << 60, 1 << 61, 1 << 60], "in whole numbers, past 64 bits"
+@pytest.mark.parametrize("world_size", range(1, 65))
+def test_ranks_share_the_slots_of_a_step(world_size):
+    for size, num_streams in ((64, 8), (250, 8), (101, 6), (97, 1), (70, 64)):
+        slots = slice_bounds(size, num_streams)
+        ranks = [shares(slots, rank, world_size) for rank in range(world_size)]
+        rows = [[slots[s.stream] + i for s in each for i in range(s.start, s.stop)] for each in ranks]
+        assert [slot for each in rows for slot in each] == list(range(size))
+        assert max(map(len, rows)) - min(map(len, rows)) <= 1
+        for each in ranks:
+            ends = np.cumsum([0, *(s.stop - s.start for s in each)]).tolist()
+            assert [s.at for s in each] == ends[:-1], "a rank's rows lie one after the other"
+        if num_streams % world_size == 0:
+            assert all(len(each) == num_streams // world_size for each in ranks), "whole streams"
 
 
-# Cut anew
+def test_streams_are_as_long_as_their_slices_want():
+    slots = slice_bounds(10, 8)
+    bounds = [stream_bounds(slots, v, 101) for v in range(8)]
+    assert bounds[0][0] == 0 and bounds[-1][1] == 101 and [b for _, b in bounds[:-1]] == [a for a, _ in bounds[1:]]
+    assert [stop - start for start, stop in bounds] == [10, 10, 10, 20, 10, 10, 10, 21]
+    assert stream_bounds((0, 1, 3, 4), 1, 1 << 62) == (1 << 60, 3 << 60), "in whole numbers, past 64 bits"
 
 
-def test_rows_left_are_cut_anew_each_once():
-    generator = np.random.default_rng(3)
-    for sizes, num_streams, window_bytes in layouts():
-        order = epoch_order(sizes, num_streams=num_streams, window_bytes=window_bytes)
-        trained: list[Row] = []
-        for _ in range(3):  # a chain of restarts, each of which trains some of every stream
-            lengths = [len(each) for each in streams(order)]
-            consumed = tuple(int(generator.integers(0, n + 1)) for n in lengths)
-            trained += [row for each, n in zip(streams(order), consumed, strict=True) for row in each[:n]]
-            cuts = (*order.cuts[:-1], replace(order.cuts[-1], consumed=consumed))
-            fresh = Cut(tuple(generator.integers(1, 4, generator.integers(1, 9)).tolist()), ())
-            order = replace(order, cuts=(*cuts, replace(fresh, consumed=(0,) * len(fresh.shares))))
-            assert [len(each) for each in streams(order)] == Position(0, order.cuts).stream_rows(
-                order.row_groups.total_rows
-            )
-        assert Counter([*trained, *(row for each in streams(order) for row in each)]) == Counter(all_rows(order))
-
-
-def test_cutting_anew_keeps_the_order_of_what_is_left():
-    order = epoch_order([[10] * 8], num_streams=2)
-    left = [*stream(order, 0)[15:], *stream(order, 1)[20:]]
-    cut = replace(order, cuts=(Cut((1, 1), (15, 20)), Cut((1, 1, 1), (0, 0, 0))))
-    assert [row for each in streams(cut) for row in each] == left
-
-
-@pytest.mark.parametrize("dropped", [0, 1, 9, 10, 11, 39, 40])
-def test_drop_rows(dropped):
-    order = epoch_order([[10] * 4], num_streams=1, window_bytes=80)
-    kept = [row for s in drop_rows(order.spans(0), dropped) for row in window_rows(s.window)[s.start : s.stop]]
-    assert kept == stream(order, 0)[dropped:]
-
-
-def test_position_counts_rows_of_all_cuts_and_epochs():
-    assert Position(0, even(2)).num_rows == 0
-    cuts = (Cut((1, 1), (3, 4)), Cut((1, 1, 1), (2, 0, 1)))
-    assert Position(2, cuts, rows_before=100).num_rows == 110
-    assert Position(2, cuts).stream_rows(16) == [3, 3, 3]
+def test_position_counts_rows_of_all_epochs():
+    assert Position().num_rows == 0
+    assert Position(2, 10, rows_before=100).num_rows == 110

@@ -131,7 +131,7 @@ def reference(folder: Path, *options: str) -> tuple[list[float], dict[str, torch
 
 def _batches(inputs: Inputs) -> Iterator[Batch]:
     loader = inputs.loader("train")
-    return loader.batches(loader.start(), inputs.config.train.epochs)
+    return loader.batches(None, inputs.config.train.epochs)
 
 
 def write(folder: Path) -> Path:

@@ -17,7 +17,7 @@ from recsys.checkpoint import Marker
 from recsys.config import Device, DLRMConfig, PrecisionConfig, TwoTowerConfig
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
-from recsys.data.order import Cut, Position
+from recsys.data.order import Position
 from recsys.models import DLRM, DenseHalf, RankingTask, RetrievalTask, Task, TwoTower, checkpoint_mlps
 from recsys.models.lookup import Lookup, Part
 from recsys.models.ranker import _PairwiseDots
@@ -220,7 +220,7 @@ def made_up(rows: int, names: list[str], bounds: tuple[int, ...]) -> tuple[Keyed
     ids = KeyedJaggedTensor(names, torch.randint(100, (4 * rows,)), lengths=torch.ones(4 * rows, dtype=torch.int32))
     batch = Batch(
         ids, torch.randn(rows, 2), torch.randint(2, (rows,)).float(), torch.ones(rows), None, rows, 0, bounds,
-        Position(0, (Cut((1,), (0,)),)), Fence(),
+        Position(), Fence(),
     )  # fmt: skip
     return KeyedTensor(names, [16] * 4, torch.randn(rows, 64)), batch
 

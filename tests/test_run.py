@@ -90,7 +90,7 @@ def test_the_dense_optimizer_goes_on_with_the_settings_of_the_config(optimizer: 
     with open_world(Device.cpu) as world:
         checkpoints = Checkpoints(tmp_path / "checkpoints", world, 2)
         train(old)
-        checkpoints.save(old, TrainState(Position(0, ()), step=3))
+        checkpoints.save(old, TrainState(Position(), step=3))
         found = checkpoints.newest_whole()
         assert found is not None
         load_tensors(*found, new, world)
@@ -107,17 +107,28 @@ def test_a_warm_start_takes_the_best_checkpoint(tmp_path: Path) -> None:
     for step, best in ((10, 10), (20, 20), (30, 20)):
         folder = tmp_path / "checkpoints" / f"step-{step:09d}"
         folder.mkdir(parents=True)
-        Marker(TrainState(Position(0, ()), step=step, best_step=best), {}, {}, "Adam", {}, {}, 1).write(folder)
+        Marker(TrainState(Position(), step=step, best_step=best), {}, {}, "Adam", {}, {}, 1).write(folder)
     (tmp_path / "checkpoints" / "step-000000040.tmp").mkdir()
     assert find_checkpoint(tmp_path).name == "step-000000020"
     assert find_checkpoint(tmp_path / "checkpoints" / "step-000000030").name == "step-000000030"
 
 
-def test_another_window_on_resume_is_refused(tmp_path: Path) -> None:
+def test_other_streams_on_resume_are_refused(tmp_path: Path) -> None:
     arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.max_steps=3")
     assert fork_train(*arguments).returncode == 0
-    done = fork_train(*arguments, "run.resume=true", "data.window_mib=32")
-    assert done.returncode == 1 and "'data.window_mib' is 32" in done.stderr and "Traceback" not in done.stderr
+    done = fork_train(*arguments, "run.resume=true", "data.num_streams=6")
+    assert done.returncode == 1 and "'data.num_streams' is 6, and was 8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_batches_of_another_size_on_resume(tmp_path: Path) -> None:
+    """They take as many rows of each stream, so that what is left of the epoch comes in other batches."""
+    arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.epochs=1")
+    assert fork_train(*arguments, "train.max_steps=3").returncode == 0
+    assert fork_train(*arguments, "run.resume=true", "train.global_batch_size=128", nproc=3).returncode == 0
+    epochs = json.loads((tmp_path / "result.json").read_text())["data"]["epochs"]
+    assert epochs == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}]
 
 
 def test_a_signal_ends_an_evaluation() -> None:

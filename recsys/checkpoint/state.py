@@ -9,12 +9,13 @@ from typing import Any
 import xxhash
 
 from recsys.checkpoint.files import file_problem
-from recsys.data.order import Cut, Position
+from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.files import replace_file
 from recsys.process_group import World
 
-FORMAT = 4  # 3 did not say what its rows and numbers stand for; 2 had other windows, so that rows came in another order
+# 3 did not say what its rows and numbers stand for, and had another position; in 2 rows came in another order
+FORMAT = 4
 MARKER = "checkpoint.json"
 _MARKER_OF_FORMAT_1 = "state.json"
 _ASIDE = ".tmp"
@@ -109,7 +110,9 @@ class Marker:
                 name for name in (*files, *facts) if Path(name).name != name or name in ("", "..") or "\0" in name
             ]:
                 raise ValueError(f"{outside[0]!r} is no file of this folder")
-            return cls(state=_state(content.pop("state")), files=files, facts=facts, **content)
+            state = content.pop("state")
+            state = TrainState(**{**state, "position": Position(**state["position"])})
+            return cls(state=state, files=files, facts=facts, **content)
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             raise UserError(f"checkpoint '{folder}' is not whole: {MARKER}: {reason}") from error
@@ -128,12 +131,6 @@ def _other_format(folder: Path, found: int) -> str:
 
 def _checksum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def _state(content: dict[str, Any]) -> TrainState:
-    position = content["position"]
-    cuts = tuple(Cut(tuple(cut["shares"]), tuple(cut["consumed"])) for cut in position["cuts"])
-    return TrainState(**{**content, "position": Position(position["epoch"], cuts, position["rows_before"])})
 
 
 def check_whole(folder: Path, world: World) -> Marker:

@@ -24,7 +24,14 @@ FREE = (
     *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
     # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept
-    *("train.*_batch_size", "train.micro_batch_ids", "train.epochs", "train.max_*steps", "train.*_every_*"),
+    *(
+        "train.eval_batch_size",
+        "train.micro_batch_size",
+        "train.micro_batch_ids",
+        "train.epochs",
+        "train.max_*steps",
+        "train.*_every_*",
+    ),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
     *("train.init_from", "train.init.*", "train.early_stop.patience", "optimizer.schedule.*", "precision.*"),
     *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "beta1", "beta2", "momentum", "weight_decay")),
@@ -35,7 +42,10 @@ FREE = (
     *("model.dropout", "model.embedding_dropout", "model.top_k"),
 )
 # What a position in the data, and the best metric so far, stand for: nothing that another run takes.
-_OF_ONE_RUN = ("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter")
+_OF_ONE_RUN = (
+    *("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter"),
+    "train.global_batch_size",
+)
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.
 _SHAPES = ("tables.*.data_type", "tables.*.embedding_dim", "model.embedding_dim", "model.*_mlp", "model.output_dim")
@@ -150,6 +160,12 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
     if saved.get("train.early_stop.metric") is None:
         free += _STOPPING
     if init is None:
+        streams, sizes = (
+            config.data.num_streams,
+            (config.train.global_batch_size, saved.get("train.global_batch_size", 1)),
+        )
+        if not any(size % streams for size in sizes):  # then streams are equally long, whatever a step takes of them
+            free.append("train.global_batch_size")
         return free
     free += [*_OF_ONE_RUN, *_STOPPING, *_SHAPES]
     # What is not taken need not agree.

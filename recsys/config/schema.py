@@ -61,7 +61,7 @@ class DataConfig:
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     shuffle: bool = True
-    num_streams: int = 8  # V: a multiple of every number of ranks to be used
+    num_streams: int = 8  # a step takes rows of each; no row is decoded twice if it is a multiple of the ranks
     window_mib: int = 64  # rows of a stream shuffled together, in MiB as held in memory; two are held for each stream
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
     num_threads: int = 2  # decoding threads of a rank; 0 reads in the training thread

@@ -30,6 +30,7 @@ class Batch(Pipelineable):
         position: where training stands once this batch is trained (host only).
         fence: of the host memory that the tensors lie in.
         id_bounds: where each of `micro_batches` begins and ends in the ids of each feature; empty if there is but one.
+        first_row: the place of the first row in the global batch.
     """
 
     ids: KeyedJaggedTensor
@@ -43,6 +44,7 @@ class Batch(Pipelineable):
     position: Position
     fence: Fence
     id_bounds: tuple[tuple[int, ...], ...] = ()
+    first_row: int = 0
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         copy = replace(

@@ -57,6 +57,7 @@ def collate(
     position: Position,
     pool: BlockPool,
     micro_batches: MicroBatches,
+    first_row: int = 0,
 ) -> Batch:
     """Join pieces into a batch of `num_rows` rows; rows that no piece fills have weight 0 and empty lists.
 
@@ -67,6 +68,7 @@ def collate(
         position: where training stands after this batch.
         pool: where the memory of the batch is taken from.
         micro_batches: bounds of what the dense part computes together.
+        first_row: the place of the first row in the global batch.
     """
     rows = _Rows(pieces, num_rows)
     ids = _Jagged([part.name for part in spec.ids], [p.columns.ids for p in pieces], rows, spec.dtype, spec.weighted)
@@ -102,6 +104,7 @@ def collate(
         position=position,
         fence=block.fence,
         id_bounds=_id_bounds(lengths, bounds) if len(bounds) > 2 else (),
+        first_row=first_row,
     )
 
 

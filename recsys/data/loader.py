@@ -5,19 +5,20 @@ import threading
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 
 from recsys.data.batch import Batch
 from recsys.data.buffers import BlockPool
 from recsys.data.collate import MicroBatches, Piece, collate
-from recsys.data.order import Cut, EpochOrder, Position, Span, Window, drop_rows, shares
+from recsys.data.order import EpochOrder, Position, Share, Window, most_shares, shares, slice_bounds, stream_bounds
 from recsys.data.parquet import Dataset, SegmentReader
 from recsys.data.window import BatchSpec, Columns, load_window
-from recsys.errors import UserError
 
-WindowSource = Callable[[Window], "Future[Columns]"]
+WindowSource = Callable[["_Placed"], "Future[Columns]"]
 
 
 @dataclass(frozen=True)
@@ -37,18 +38,15 @@ class LoaderOptions:
 
 
 class Loader:
-    """Gives one rank its equal share of every step.
-
-    Where the number of ranks divides the number of streams, steps train the same rows on any such number of ranks.
-    Otherwise the rows are cut into more streams, so that it does.
+    """Gives one rank its equal share of every step. A step trains the same rows on any number of ranks.
 
     Args:
         dataset: files and footers. spec: what a batch is made of. options: how to read.
-        global_batch_size: rows of a step over all ranks, at least one for each stream.
+        global_batch_size: rows of a step over all ranks.
         rank, world_size: of this process.
 
-    Raises:
-        UserError: a step has fewer rows than there are streams.
+    Attributes:
+        batch_size: rows of this rank's batches, the same on all ranks; first_row: the first one's place in the step.
     """
 
     def __init__(
@@ -61,21 +59,17 @@ class Loader:
         world_size: int = 1,
     ) -> None:
         self.dataset = dataset
-        self._num_rows = dataset.num_rows
         self.global_batch_size = global_batch_size
-        self.num_streams = -(-options.num_streams // world_size) * world_size
-        if global_batch_size < self.num_streams:
-            raise UserError(
-                f"config key 'train.global_batch_size': a step of {global_batch_size} rows cannot take one of each of "
-                f"{self.num_streams} streams; use at least {self.num_streams}"
-                f"{'' if self.num_streams == world_size else ', or fewer data.num_streams'}"
-            )
+        self.batch_size = -(-global_batch_size // world_size)
+        self.first_row = global_batch_size * rank // world_size
+        self._num_rows, self._world_size = dataset.num_rows, world_size
+        self._slots = slice_bounds(global_batch_size, options.num_streams)
+        self._shares = shares(self._slots, rank, world_size)
+        bounds = {share.stream: stream_bounds(self._slots, share.stream, self._num_rows) for share in self._shares}
+        self._lengths = {stream: stop - start for stream, (start, stop) in bounds.items()}
         self._spec = spec
+        self._uncounted = spec.uncounted()
         self._options = options
-        self._shares = shares(global_batch_size, self.num_streams)
-        per_rank = self.num_streams // world_size
-        self._streams = range(rank * per_rank, (rank + 1) * per_rank)
-        self.batch_size = max(sum(self._shares[v : v + per_rank]) for v in range(0, self.num_streams, per_rank))
         self._reader = SegmentReader(dataset)
         self._windows = BlockPool()
         self._batches = BlockPool(pin=options.pin_device is not None)
@@ -85,45 +79,32 @@ class Loader:
         """Bytes of host memory that windows and batches take; page-locked are the batches, with a GPU."""
         return {"window_bytes": self._windows.num_bytes, "batch_bytes": self._batches.num_bytes}
 
-    def start(self) -> Position:
-        """Return the position before the first row."""
-        return Position(0, (self._whole(),))
-
     def window_rows(self) -> list[list[int]]:
-        """Return for each stream of this rank the rows of its windows in the first epoch, in order."""
-        order = self._order(self.start())
-        return [[span.window.num_rows for span in order.spans(stream)] for stream in self._streams]
-
-    def resume(self, position: Position) -> Position:
-        """Return the position from which this number of ranks goes on: the same, or with what is left cut anew."""
-        if position.cuts[-1].shares == self._whole().shares:
-            return position
-        if position.num_rows == position.rows_before:  # nothing of this epoch has been trained
-            return replace(position, cuts=(self._whole(),))
-        return replace(position, cuts=(*position.cuts, self._whole()))
+        """Return for each stream of the rank that reads most the rows of its windows in the first epoch, in order."""
+        order, read = self._order(0), most_shares(self._slots, self._world_size)
+        return [[window.num_rows for window in order.windows(share.stream)] for share in read]
 
     def steps_left(self, position: Position, num_epochs: int) -> int:
-        """Return how many batches lie between a position (of `start` or `resume`) and the end of the epochs."""
+        """Return how many batches lie between a position and the end of the epochs."""
         if position.epoch >= num_epochs:
             return 0
-        per_epoch = self._steps(self.start())
-        return self._steps(position) + (num_epochs - position.epoch - 1) * per_epoch
+        return self._steps(position) + (num_epochs - position.epoch - 1) * self._steps(Position())
 
     def batches(self, position: Position | None = None, num_epochs: int = 1) -> Generator[Batch, None, None]:
-        """Yield the batches from a position (of `start` or `resume`) to the end of the epochs.
+        """Yield the batches from a position, at first that of the first row, to the end of the epochs.
 
         Close the iterator, or exhaust it, to end its threads.
 
         Raises:
             UserError: data that cannot be read or do not fit; it comes out of `next`, in the caller's thread.
         """
-        position = position or self.start()
+        position = position or Position()
         if self._options.num_threads == 0:
             yield from self._produce(position, num_epochs, self._read_now, num_ahead=0)
             return
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
-        batches = self._produce(position, num_epochs, lambda window: pool.submit(self._read, window), num_ahead=1)
+        batches = self._produce(position, num_epochs, lambda placed: pool.submit(self._read, placed), num_ahead=1)
         depth = self._options.prefetch_batches
         ahead = _ReadAhead(batches, depth, self._options.pin_device) if depth else None
         try:
@@ -135,129 +116,120 @@ class Loader:
                 ahead.close()
             pool.shutdown()
 
-    def _whole(self) -> Cut:
-        even = len(set(self._shares)) == 1
-        return Cut((1,) * self.num_streams if even else self._shares, (0,) * self.num_streams)
-
-    def _left(self, position: Position) -> list[int]:
-        lengths = position.stream_rows(self._num_rows)
-        return [rows - done for rows, done in zip(lengths, position.cuts[-1].consumed, strict=True)]
-
     def _steps(self, position: Position) -> int:
         """Return the number of steps to the end of the epoch."""
-        left = self._left(position)
-        if self._options.drop_last:
-            return min(rows // share for rows, share in zip(left, self._shares, strict=True))
-        return max(-(-rows // share) for rows, share in zip(left, self._shares, strict=True))
+        left = self._num_rows - position.rows
+        return left // self.global_batch_size if self._options.drop_last else -(-left // self.global_batch_size)
 
-    def _order(self, position: Position) -> EpochOrder:
-        options = self._options
-        return EpochOrder(
-            self.dataset.row_groups,
-            options.seed,
-            position.epoch,
-            options.shuffle,
-            position.cuts,
-            options.window_bytes,
-        )
+    def _advance(self, position: Position) -> Position:
+        """Return the position a step on, or in the next epoch where this one has no steps."""
+        if self._steps(position):
+            rows = min(position.rows + self.global_batch_size, self._num_rows)
+            position = Position(position.epoch, rows, position.rows_before)
+        return position if self._steps(position) else Position(position.epoch + 1, 0, position.num_rows)
+
+    def _order(self, epoch: int) -> EpochOrder:
+        options, row_groups = self._options, self.dataset.row_groups
+        return EpochOrder(row_groups, options.seed, epoch, options.shuffle, self._slots, options.window_bytes)
 
     def _produce(self, position: Position, num_epochs: int, source: WindowSource, num_ahead: int) -> Iterator[Batch]:
-        readers = [_StreamReader(self._spans(position, num_epochs, v), source, num_ahead) for v in self._streams]
+        readers = [_StreamReader(self._placed(position, num_epochs, s), source, num_ahead) for s in self._shares]
         while position.epoch < num_epochs:
-            epoch, lengths = position.epoch, position.stream_rows(self._num_rows)
-            for more in reversed(range(self._steps(position))):
-                position = self._advance(position, lengths)
+            following = self._advance(position)
+            if self._steps(position):
                 # No name for the pieces, which would keep windows that are used up.
-                yield self._collate(self._pieces(readers, epoch), position if more else self._next_epoch(position))
-            position = self._next_epoch(position)
+                yield self._collate(self._pieces(readers, position), following)
+            position = following
 
     def _collate(self, pieces: list[Piece], position: Position) -> Batch:
         micro_batches = self._options.micro_batches
-        return collate(pieces, self.batch_size, self._spec, position, self._batches, micro_batches)
+        return collate(pieces, self.batch_size, self._spec, position, self._batches, micro_batches, self.first_row)
 
-    def _pieces(self, readers: "list[_StreamReader]", epoch: int) -> list[Piece]:
+    def _pieces(self, readers: "list[_StreamReader]", position: Position) -> list[Piece]:
         pieces: list[Piece] = []
-        at = 0
-        for v, reader in zip(self._streams, readers, strict=True):
-            pieces += reader.take(epoch, self._shares[v], at)
-            at += self._shares[v]
+        for share, reader in zip(self._shares, readers, strict=True):
+            row, stop = self._rows(position, share)
+            pieces += reader.take(min(row + share.start, stop), min(row + share.stop, stop), share.at)
         return pieces
 
-    def _spans(self, position: Position, num_epochs: int, stream: int) -> Iterator[tuple[int, Span]]:
-        """Yield (epoch, span) of one stream to the end of the epochs."""
+    def _rows(self, position: Position, share: Share) -> tuple[int, int]:
+        """Return a stream's next row and the end of its epoch; the rows of all epochs are numbered through."""
+        length = self._lengths[share.stream]
+        first = position.epoch * length
+        return first + position.rows * share.size // self.global_batch_size, first + length
+
+    def _placed(self, position: Position, num_epochs: int, share: Share) -> "Iterator[_Placed]":
+        """Yield the windows of a stream with rows to be trained, to the end of the epochs."""
         while position.epoch < num_epochs:
-            for span in drop_rows(self._order(position).spans(stream), position.cuts[-1].consumed[stream]):
-                yield position.epoch, span
-            position = self._next_epoch(position)
+            row, end = self._rows(position, share)
+            stop = end - self._lengths[share.stream]
+            for window in self._order(position.epoch).windows(share.stream):
+                start, stop = stop, stop + window.num_rows
+                if stop > row:
+                    # Of the ranks that read a window, the one that takes its next row counts its ids.
+                    counts = share.start <= max(0, start - row) % share.size < share.stop
+                    yield _Placed(start, stop, window, counts)
+            position = Position(position.epoch + 1)
 
-    def _next_epoch(self, position: Position) -> Position:
-        return Position(position.epoch + 1, (self._whole(),), position.num_rows)
+    def _read(self, placed: "_Placed") -> Columns:
+        spec = self._spec if placed.counts else self._uncounted
+        return load_window(placed.window, self._reader.read, spec, self._windows, self._options.skip_bad)
 
-    def _advance(self, position: Position, lengths: list[int]) -> Position:
-        """Return the position a step on, before it is that of the next epoch."""
-        *before, cut = position.cuts
-        steps = zip(cut.consumed, self._shares, lengths, strict=True)
-        consumed = tuple([min(done + share, rows) for done, share, rows in steps])
-        return Position(position.epoch, (*before, Cut(cut.shares, consumed)), position.rows_before)
-
-    def _read(self, window: Window) -> Columns:
-        return load_window(window, self._reader.read, self._spec, self._windows, self._options.skip_bad)
-
-    def _read_now(self, window: Window) -> "Future[Columns]":
+    def _read_now(self, placed: "_Placed") -> "Future[Columns]":
         future: Future[Columns] = Future()
-        future.set_result(self._read(window))
+        future.set_result(self._read(placed))
         return future
+
+
+class _Placed(NamedTuple):
+    """A window of a stream, from row `start` to `stop` - 1 of it; `counts`: its ids go into the statistics."""
+
+    start: int
+    stop: int
+    window: Window
+    counts: bool
 
 
 class _StreamReader:
     """Takes rows of one stream, window after window, with the next windows on their way."""
 
-    def __init__(self, spans: Iterator[tuple[int, Span]], source: WindowSource, num_ahead: int) -> None:
-        self._spans = spans
+    def __init__(self, windows: Iterator[_Placed], source: WindowSource, num_ahead: int) -> None:
+        self._windows = windows
         self._source = source
-        self._pending: list[tuple[int, Span, Future[Columns]]] = []
+        self._pending: list[tuple[_Placed, Future[Columns]]] = []
         self._num_ahead = num_ahead
         self._columns: Columns | None = None  # of the first that is pending, once rows of it are taken
-        self._row = self._stop = 0  # of its rows: what comes next, and the end
-        for _ in range(num_ahead):
-            self._request()
+        self._request(num_ahead)
 
-    def take(self, epoch: int, rows: int, at: int) -> list[Piece]:
-        """Return pieces of up to `rows` rows of an epoch in all, for the rows of a batch from `at` on."""
+    def take(self, start: int, stop: int, at: int) -> list[Piece]:
+        """Return pieces of rows `start` … `stop` - 1 of the stream, for the rows of a batch from `at` on."""
         pieces: list[Piece] = []
-        while rows and (columns := self._window(epoch)) is not None:
-            start, self._row = self._row, min(self._row + rows, self._stop)
-            pieces.append(Piece(columns, start, self._row, at))
-            rows, at = rows - (self._row - start), at + self._row - start
-            if self._row == self._stop:
+        while start < stop:
+            placed, columns = self._window(start)
+            end = min(stop, placed.stop)
+            pieces.append(Piece(columns, start - placed.start, end - placed.start, at))
+            at, start = at + end - start, end
+            if end == placed.stop:
                 self._drop()
         return pieces
 
-    def _window(self, epoch: int) -> Columns | None:
-        """Return the window that the epoch's next rows are in, or None after its last."""
-        while self._pending and self._pending[0][0] < epoch:  # what drop_last has left of an earlier one
+    def _window(self, row: int) -> tuple[_Placed, Columns]:
+        """Return the window that a row is in; those before it are not needed any more."""
+        while self._pending and self._pending[0][0].stop <= row:  # the rest was for other ranks, or left by drop_last
             self._drop()
-            self._request()
         if self._columns is None:
-            if not self._pending:
-                self._request()
-            if not self._pending or self._pending[0][0] != epoch:
-                return None
-            _, span, future = self._pending[0]
-            if len(self._pending) <= self._num_ahead:
-                self._request()
-            self._columns, self._row, self._stop = future.result(), span.start, span.stop
-        return self._columns
+            self._request(self._num_ahead + 1 - len(self._pending), row)
+            self._columns = self._pending[0][1].result()
+        return self._pending[0][0], self._columns
 
     def _drop(self) -> None:
         self._pending.pop(0)
         self._columns = None
 
-    def _request(self) -> None:
-        following = next(self._spans, None)
-        if following is not None:
-            epoch, span = following
-            self._pending.append((epoch, span, self._source(span.window)))
+    def _request(self, count: int, row: int = 0) -> None:
+        needed = (placed for placed in self._windows if placed.stop > row)
+        for placed in islice(needed, count):
+            self._pending.append((placed, self._source(placed)))
 
 
 class _ReadAhead:

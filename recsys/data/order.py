@@ -2,17 +2,16 @@
 
 Row groups are permuted and laid end to end; the rows are cut by count into V equal *streams*; a stream is cut into
 *windows* of whole row-group pieces, bounded by bytes, and each window is shuffled by row. Every global batch takes an
-equal slice of every stream, and of W ranks rank r reads streams r*V/W … (r+1)*V/W - 1. So step t trains the same rows
-on any number of ranks that divides V.
-
-Where the number of ranks does not divide V, the rows that are still untrained are *cut anew* into a number of streams
-that it does divide: what is left of every stream is laid end to end and cut again. Each row comes once all the same.
+equal slice of every stream: laid end to end, the slices fill its *slots* 0 … G - 1. Of W ranks rank r takes slots
+G*r//W … G*(r+1)//W - 1, whatever streams these are of. So step t trains the same rows on any number of ranks. Where
+W divides V, a rank reads V/W whole streams; elsewhere some streams are read by several ranks, each keeping its rows.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -88,70 +87,32 @@ class Window:
         return np.random.Generator(np.random.PCG64(self.seed)).permutation(self.num_rows)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Rows `start` … `stop` - 1 of a window's order."""
+class Share(NamedTuple):
+    """What a rank takes of a stream's `size` rows of a step: rows `start` … `stop` - 1, as rows `at` … of its batch."""
 
-    window: Window
+    stream: int
+    size: int
     start: int
     stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A division of rows into streams, and how much of each has been trained.
-
-    Attributes:
-        shares: the streams' lengths are in this proportion, all 1 for equal ones.
-        consumed: rows of each stream that have been trained.
-    """
-
-    shares: tuple[int, ...]
-    consumed: tuple[int, ...]
-
-    def bounds(self, num_rows: int) -> list[int]:
-        """Return where the streams of `num_rows` rows begin and end, [streams + 1]."""
-        return list(accumulate(_stream_rows(self.shares, num_rows), initial=0))
-
-    def stream_rows(self, num_rows: int) -> list[int]:
-        """Return the length of each stream of `num_rows` rows."""
-        return list(_stream_rows(self.shares, num_rows))
-
-
-@lru_cache(maxsize=64)  # asked for at every step
-def _stream_rows(shares: tuple[int, ...], num_rows: int) -> tuple[int, ...]:
-    total = sum(shares)
-    bounds = [num_rows * end // total for end in accumulate(shares, initial=0)]
-    return tuple(stop - start for start, stop in pairwise(bounds))
+    at: int
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands in the order of its rows.
+    """Where training stands in the order of its rows, of which every stream has given its slices.
 
     Attributes:
-        cuts: of this epoch; the first is of all its rows, each further one of what the one before left untrained.
-        rows_before: rows trained in earlier epochs.
+        rows: trained of this epoch; rows_before: in earlier epochs.
     """
 
-    epoch: int
-    cuts: tuple[Cut, ...]
+    epoch: int = 0
+    rows: int = 0
     rows_before: int = 0
 
     @property
     def num_rows(self) -> int:
         """Rows trained since the start of the run."""
-        return self.rows_before + sum(sum(cut.consumed) for cut in self.cuts)
-
-    def stream_rows(self, num_rows: int) -> list[int]:
-        """Return the length of each stream of the last cut, in an epoch of `num_rows` rows."""
-        for cut in self.cuts[:-1]:
-            num_rows -= sum(cut.consumed)
-        return self.cuts[-1].stream_rows(num_rows)
+        return self.rows_before + self.rows
 
 
 @dataclass(frozen=True)
@@ -161,7 +122,7 @@ class EpochOrder:
     Attributes:
         row_groups: as the footers list them, files sorted by name.
         seed, epoch: of the permutations; shuffle: False keeps the order of the files.
-        cuts: as in `Position`; what they have consumed matters of all but the last.
+        slots: of the streams' slices, from `slice_bounds`; the streams' lengths are in the proportion of these.
         window_bytes: bound of a window; a single segment may exceed it. Of rows in file order, each segment is one.
     """
 
@@ -169,28 +130,11 @@ class EpochOrder:
     seed: int
     epoch: int
     shuffle: bool
-    cuts: tuple[Cut, ...]
+    slots: tuple[int, ...]
     window_bytes: int
 
-    def spans(self, stream: int) -> Iterator[Span]:
-        """Yield the pieces of windows that a stream of the last cut consists of, in order."""
-        if len(self.cuts) > 1:
-            return iter(self._cut_anew[stream])
-        return (Span(window, 0, window.num_rows) for window in self._windows(stream))
-
-    @cached_property
-    def _permuted(self) -> np.ndarray:
-        """Row groups in the order of the epoch."""
-        if not self.shuffle:
-            return np.arange(len(self.row_groups))
-        return np.random.Generator(np.random.PCG64((self.seed, self.epoch))).permutation(len(self.row_groups))
-
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        """The rows up to the end of each row group, in the order of the epoch."""
-        return np.cumsum(self.row_groups.num_rows[self._permuted])
-
-    def _windows(self, stream: int) -> Iterator[Window]:
+    def windows(self, stream: int) -> Iterator[Window]:
+        """Yield the windows of a stream, in order."""
         pending: list[Segment] = []
         size = number = 0
         for segment, num_bytes in self._segments(stream):
@@ -204,12 +148,24 @@ class EpochOrder:
         if pending:
             yield self._window(stream, number, pending)
 
+    @cached_property
+    def _permuted(self) -> np.ndarray:
+        """Row groups in the order of the epoch."""
+        if not self.shuffle:
+            return np.arange(len(self.row_groups))
+        return np.random.Generator(np.random.PCG64((self.seed, self.epoch))).permutation(len(self.row_groups))
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """The rows up to the end of each row group, in the order of the epoch."""
+        return np.cumsum(self.row_groups.num_rows[self._permuted])
+
     def _window(self, stream: int, number: int, segments: list[Segment]) -> Window:
         return Window(tuple(segments), (self.seed, self.epoch, stream, number) if self.shuffle else None)
 
     def _segments(self, stream: int) -> Iterator[tuple[Segment, int]]:
         groups = self.row_groups
-        low, high = self.cuts[0].bounds(groups.total_rows)[stream : stream + 2]
+        low, high = stream_bounds(self.slots, stream, groups.total_rows)
         if low == high:
             return
         first, last = np.searchsorted(self._ends, (low, high - 1), side="right")
@@ -219,40 +175,6 @@ class EpochOrder:
             start, stop = max(low - (end - rows), 0), min(high - (end - rows), rows)
             if start < stop:
                 yield groups.segment(i, start, stop), int(groups.num_bytes[i]) * (stop - start) // rows
-
-    @cached_property
-    def _cut_anew(self) -> list[list[Span]]:
-        before = EpochOrder(self.row_groups, self.seed, self.epoch, self.shuffle, self.cuts[:-1], self.window_bytes)
-        left: list[Span] = []
-        for stream, consumed in enumerate(before.cuts[-1].consumed):
-            left += drop_rows(before.spans(stream), consumed)
-        streams = []
-        for rows in self.cuts[-1].stream_rows(sum(span.num_rows for span in left)):
-            taken, left = _split(left, rows)
-            streams.append(taken)
-        return streams
-
-
-def drop_rows(spans: Iterator[Span], num_rows: int) -> Iterator[Span]:
-    """Yield spans without their first `num_rows` rows."""
-    for span in spans:
-        dropped = min(num_rows, span.num_rows)
-        num_rows -= dropped
-        if dropped < span.num_rows:
-            yield Span(span.window, span.start + dropped, span.stop)
-
-
-def _split(spans: list[Span], num_rows: int) -> tuple[list[Span], list[Span]]:
-    taken: list[Span] = []
-    for i, span in enumerate(spans):
-        if num_rows == 0:
-            return taken, spans[i:]
-        stop = min(span.stop, span.start + num_rows)
-        taken.append(Span(span.window, span.start, stop))
-        num_rows -= stop - span.start
-        if stop < span.stop:
-            return taken, [Span(span.window, stop, span.stop), *spans[i + 1 :]]
-    return taken, []
 
 
 def limit_rows(row_groups: RowGroups, max_rows: int | None) -> RowGroups:
@@ -269,7 +191,28 @@ def limit_rows(row_groups: RowGroups, max_rows: int | None) -> RowGroups:
     return RowGroups(row_groups.paths[: file[-1] + 1], file, row_groups.index[:count], num_rows, num_bytes)
 
 
-def shares(num_rows: int, num_streams: int) -> tuple[int, ...]:
-    """Return how many of a step's `num_rows` rows each stream gives; they differ by one at most."""
-    bounds = [num_rows * v // num_streams for v in range(num_streams + 1)]
-    return tuple(stop - start for start, stop in pairwise(bounds))
+def slice_bounds(global_batch_size: int, num_streams: int) -> tuple[int, ...]:
+    """Return the slots at which the streams' slices of a step begin, and their end; lengths differ by one at most."""
+    return tuple(global_batch_size * v // num_streams for v in range(num_streams + 1))
+
+
+def stream_bounds(slots: tuple[int, ...], stream: int, num_rows: int) -> tuple[int, int]:
+    """Return where a stream begins and ends among the rows of an epoch, laid end to end."""
+    return num_rows * slots[stream] // slots[-1], num_rows * slots[stream + 1] // slots[-1]
+
+
+def shares(slots: tuple[int, ...], rank: int, world_size: int) -> list[Share]:
+    """Return what a rank takes of the slices of a step; the ranks' numbers of rows differ by one at most."""
+    low, high = (slots[-1] * r // world_size for r in (rank, rank + 1))
+    found = []
+    for stream in range(bisect_right(slots, low) - 1, bisect_left(slots, high)):
+        first, end = slots[stream : stream + 2]
+        start, stop = max(low, first), min(high, end)
+        if start < stop:
+            found.append(Share(stream, end - first, start - first, stop - first, start - low))
+    return found
+
+
+def most_shares(slots: tuple[int, ...], world_size: int) -> list[Share]:
+    """Return the shares of the rank that reads most streams."""
+    return max((shares(slots, rank, world_size) for rank in range(world_size)), key=len)

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,10 @@ class BatchSpec:
         parts: list[IdColumn | FloatColumn] = [*self.ids, *self.floats, *self.lists, *ends]
         weights = [part.weights for part in self.ids]
         return list(dict.fromkeys(name for name in (*(part.column for part in parts), *weights) if name is not None))
+
+    def uncounted(self) -> "BatchSpec":
+        """Return the same without statistics of ids."""
+        return replace(self, ids=[replace(part, statistics=None) for part in self.ids])
 
     @cached_property
     def weighted(self) -> bool:

@@ -253,8 +253,7 @@ class DenseHalf(nn.Module):
         self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the outputs for the rows of a micro-batch."""
-        global_row = dist.get_rank() * lookup.ids.stride() + part.rows[0]
-        set_dropout_keys(self.task.model, self.seed, rows.position.num_rows, global_row)
+        set_dropout_keys(self.task.model, self.seed, rows.position.num_rows, rows.first_row + part.rows[0])
         return self._outputs(self._vectors(lookup, part, tensors), rows)
 
     def _vectors(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor]) -> Vectors:
