@@ -59,7 +59,9 @@ def main() -> int:
         try:
             config = load_config(arguments.config, arguments.overrides, arguments.debug)
         except UserError as error:
-            raise error if is_first_rank() else EchoError(*error.args) from error
+            if is_first_rank():
+                raise
+            raise EchoError(*error.args) from error
         if arguments.dry_run:
             from recsys.dry_run import dry_run
 

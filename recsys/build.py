@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.checkpoint import Tensors
@@ -100,7 +101,16 @@ def build_step(config: Config, log_q: Callable[[], torch.Tensor]) -> TrainStep:
     Args:
         log_q: gives what logQ correction subtracts, if the model has it.
     """
-    step = TrainStep(*build_embeddings(config), build_dense_half(config, log_q))
+    return _with_tables(config, build_dense_half(config, log_q))
+
+
+def build_tables(config: Config) -> TrainStep:
+    """Return the same step without the dense part, which may be large, to be planned for."""
+    return _with_tables(config, nn.Module())
+
+
+def _with_tables(config: Config, dense: Any) -> TrainStep:
+    step = TrainStep(*build_embeddings(config), dense)
     attach_table_optimizers(table_parameters(step), config)
     return step
 

@@ -19,6 +19,21 @@ _ECHO_WAIT_S = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 _DENIED = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG, errno.EMFILE}
+# What torch, FBGEMM, NumPy, Arrow and the system say where there is no memory, or could be none of that size.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "an't allocate memory",
+    "annot allocate memory",
+    "not enough memory",
+    "Unable to allocate",
+    "ALLOC_FAILED",
+    "bad_alloc",
+    "MemoryError",
+    "size calculation overflowed",
+    "array is too big",
+    "into an index-sized integer",
+    "int too large to convert to C ssize_t",
+)
 
 
 class UserError(Exception):
@@ -71,6 +86,14 @@ def _plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised for, says that memory has run out, in any library's words."""
+    if error is None:
+        return False
+    told = not isinstance(error, UserError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    return told or isinstance(error, MemoryError | NoPlanError) or is_out_of_memory(error.__cause__)
+
+
 def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
     """Return `"; did you mean 'PREFIXx'?"` for the allowed name x most like `name`, or an empty string."""
     by_lower = {other.lower(): other for other in allowed}
@@ -113,6 +136,8 @@ def end_run(error: Exception) -> NoReturn:
     """
     if isinstance(error, EchoError):
         _wait_for_torchrun()
+    elif is_out_of_memory(error) and not isinstance(error, UserError):
+        error = UserError(f"memory has run out: {type(error).__name__}: {error}; free some, or make the run smaller")
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "recsys":
         error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
     error = disk_problem(error)

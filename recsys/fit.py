@@ -4,9 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
-import torch
-
-from recsys.build import build_step
+from recsys.build import build_tables
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
 from recsys.config.choices import Autocast, Saver, TableOptimizer
 from recsys.data_facts import streams_of_a_rank
@@ -19,11 +17,11 @@ from recsys.table_bytes import WEIGHT_BYTES
 from recsys.tables import Shard
 from recsys.topology import Topology
 
-_MARGIN = 0.05  # of the memory there is, that a fitted run leaves: predictions are not exact
+MARGIN = 0.05  # of the memory there is, that a fitted run leaves: predictions are not exact
 _LEAST_ROWS = 32  # of a micro-batch
 _PASSES = 2
 _FINE_STEPS = 4  # up to which tables are moved one by one
-_LEAST_BYTES = 1 << 20  # that are worth an advice
+_LEAST_BYTES, _LEAST_SHARE = 1 << 20, 0.02  # that are worth an advice, and of what is still missing with it
 _ROWWISE = {
     TableOptimizer.adagrad: TableOptimizer.rowwise_adagrad,
     TableOptimizer.adam: TableOptimizer.partial_rowwise_adam,
@@ -59,9 +57,18 @@ class Fit:
     missing: int
 
 
+@dataclass(frozen=True)
+class Offer:
+    """What a change of settings would bring: bytes saved on the fullest rank, and still missing over all ranks."""
+
+    change: Change
+    saved: int
+    missing: int
+
+
 def pieces_of(config: Config, topology: Topology) -> list[Shard]:
     """Return the pieces of the plan that a run would use; where none fits, of the one that takes least."""
-    step = build_step(config, lambda: torch.zeros(1))
+    step = build_tables(config)
     try:
         plan = plan_tables(step, config, topology)
     except UserError:
@@ -77,13 +84,17 @@ class Fitter:
     Args:
         data: what is known of the data, as the config reads them.
         topology: with a budget, if there is one, for its memory.
+        seen_bytes: what a CPU rank has been seen to take; each is taken to need as much more than its prediction.
     """
 
-    def __init__(self, config: Config, data: DataFacts, topology: Topology) -> None:
+    def __init__(self, config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0) -> None:
         self._config, self._data, self._topology = config, data, topology
+        self._beyond = 0
         # What takes time is planning and tracing, and most changes ask for only one of them anew.
         self._pieces: dict[str, list[Shard]] = {}
         self._dense: dict[str, DenseFacts] = {}
+        if seen_bytes:
+            self._beyond = max(0, seen_bytes - self.fullest(config)) * topology.local_world_size
 
     def fit(self, allowed: Sequence[Saver]) -> Fit:
         """Return the config with the cheapest changes that make it fit, or with those that bring it nearest."""
@@ -110,32 +121,30 @@ class Fitter:
         config = self._with(chosen)
         return Fit(config, chosen, self.fullest(self._config), self.fullest(config), missing)
 
-    def advice(self, num: int = 3) -> list[tuple[Change, int]]:
-        """Return the changes that would help most, each with the bytes that it saves on the fullest rank.
+    def advice(self, num: int = 3) -> list[Offer]:
+        """Return the changes that help most: those that are enough, of one setting or of several at once.
 
-        First what makes the run fit, be it several settings at once; then what saves most by itself.
+        Where none is enough, what all changes together save comes first, then what saves most by itself.
         """
-        before = self.fullest(self._config)
-        found: list[tuple[Change, int]] = []
-        for allowed in ((), tuple(Saver)):
-            fitted = self.fit(allowed)
-            if fitted.changes and not fitted.missing:
-                settings = {key: value for change in fitted.changes for key, value in change.settings.items()}
-                costs = "; ".join(change.cost for change in fitted.changes)
-                saver = next((change.saver for change in fitted.changes if change.saver), None)
-                found.append((Change(settings, costs, saver), before - fitted.after))
-                break
+        fitted = self.fit(())
+        if fitted.missing:
+            fitted = self.fit(tuple(Saver))
+        offers = [self._offer(_joined(fitted.changes))] if fitted.changes else []
+        enough = bool(offers) and not fitted.missing
         single = []
         for lever in LEVERS:
-            changes = lever(self._config, self._topology)
-            saved = [(change, before - self.fullest(self._with([change]))) for change in changes]
-            most = max((size for _, size in saved), default=0)
+            found = [self._offer(change) for change in lever(self._config, self._topology)]
+            most = max((offer.saved for offer in found), default=0)
             # The weakest that saves nearly as much as any.
-            single += [pair for pair in saved if pair[1] > _LEAST_BYTES and pair[1] >= 0.95 * most][:1]
-        single.sort(key=lambda pair: -pair[1])
-        known = {key for change, _ in found for key in change.settings}
-        found += [pair for pair in single if not known.intersection(pair[0].settings)]
-        return found[:num]
+            single += [offer for offer in found if offer.saved > _LEAST_BYTES and offer.saved >= 0.95 * most][:1]
+        single.sort(key=lambda offer: -offer.saved)
+        offers += [offer for offer in single if not (enough and offer.missing)]
+        worth = [offer for offer in offers if not offer.missing or offer.saved > _LEAST_SHARE * offer.missing]
+        return list({str(offer.change): offer for offer in worth}.values())[:num]
+
+    def _offer(self, change: Change) -> Offer:
+        config = self._with([change])
+        return Offer(change, self.fullest(self._config) - self.fullest(config), self.missing(config))
 
     def fullest(self, config: Config) -> int:
         """Return the most bytes that a rank takes where memory is short: on its GPU, or of its host's."""
@@ -188,7 +197,7 @@ class Fitter:
     def missing(self, config: Config) -> int:
         """Return the bytes by which ranks and machines exceed what they have, less the margin."""
         found = demands(self._ranks(config), self._topology)
-        return sum(max(0, size - int(there * (1 - _MARGIN))) for _, size, there in found)
+        return sum(max(0, size + self._beyond - int(there * (1 - MARGIN))) for _, size, there in found)
 
     def _with(self, changes: Sequence[Change]) -> Config:
         return with_changes(self._config, changes)
@@ -208,6 +217,13 @@ def with_changes(config: Config, changes: Sequence[Change]) -> Config:
         for key, value in change.settings.items():
             config = _set(config, key.split("."), value)
     return config
+
+
+def _joined(changes: Sequence[Change]) -> Change:
+    """Return several changes as one."""
+    settings = {key: value for change in changes for key, value in change.settings.items()}
+    saver = next((change.saver for change in changes if change.saver), None)
+    return Change(settings, "; ".join(change.cost for change in changes), saver)
 
 
 def _set(node: Any, path: Sequence[str], value: Any) -> Any:

@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from recsys.config import Device
-from recsys.errors import EchoError, LostPeerError, StuckError, UserError, disk_problem
+from recsys.errors import EchoError, LostPeerError, StuckError, UserError, disk_problem, is_out_of_memory
 
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 600.0
 FAILURE_KEY = "failure"
 _FAILURE_WAIT_S = 2.0
+_ECHO_WAIT_S = 1.0
 
 # What gloo, NCCL and the store say when the other side is gone; all else keeps its traceback.
 _LOST_PEER_SIGNS = (
@@ -120,6 +121,8 @@ class World:
         try:
             if lost is None:
                 first = announce(self.store, self.rank, error)
+                if isinstance(error, UserError):
+                    self._wait_for_echoes()
                 return EchoError(*error.args) if isinstance(error, UserError) and first != self.rank else error
             deadline = time.monotonic() + _FAILURE_WAIT_S
             while not (cause := self.store.get(FAILURE_KEY).decode()) and time.monotonic() < deadline:
@@ -127,6 +130,14 @@ class World:
         except RuntimeError:  # the store has gone with the rank or the launcher that held it
             return lost or error
         return LostPeerError(f"another rank ended: {cause}") if cause else lost
+
+    def _wait_for_echoes(self) -> None:
+        """Let ranks that have found the same mistake see it told, before the store goes with the first rank."""
+        deadline = time.monotonic() + _ECHO_WAIT_S
+        told = self.store.add("mistakes", 1)
+        while self.rank == 0 and told < self.world_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            told = self.store.add("mistakes", 0)
 
 
 def announce(store: dist.Store, rank: int, error: Exception) -> int:
@@ -151,8 +162,11 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         if known is not error:
             return None, known
         # Not every exception can be pickled and rebuilt; its text can, and the rest is printed here.
+        text = f"{type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            return None, MemoryError(text)
         traceback.print_exc()
-        return None, RuntimeError(f"{type(error).__name__}: {error}")
+        return None, RuntimeError(text)
 
 
 def world_size_from_environment() -> int:

@@ -29,7 +29,7 @@ from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.memory_log import MemoryLog
 from recsys.observe import logger, quiet_libraries, start_logging, to_json
-from recsys.out_of_memory import explained, fit_inputs, limit_memory
+from recsys.out_of_memory import Explained, fit_inputs, limit_memory
 from recsys.process_environment import give_large_blocks_back, give_unused_back
 from recsys.process_group import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
 from recsys.result import closing_lines, how_to_go_on, run_result
@@ -83,13 +83,13 @@ def run(config: Config) -> int:
             world.from_rank_zero(lambda: check_ranks(config, world.world_size))
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
-            inputs = open_inputs(config, world, footers, _kept_footers(config))
-            with RunLock() as lock:
+            with Explained(config, world, timeline) as explained, RunLock() as lock:
+                explained.inputs = inputs = open_inputs(config, world, footers, _kept_footers(config))
                 run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, restarted))
                 world.launch_store.set(_BEGUN, str(run_dir))
                 log = start_logging(run_dir / "logs", world.rank)
                 with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
-                    return _run(inputs, instead, run_dir, footers, timeline, watchdog, lock)
+                    return _run(inputs, instead, run_dir, footers, explained, timeline, watchdog, lock)
         except Exception as error:
             known = world.explain(disk_problem(error))
             if known is error:
@@ -102,6 +102,7 @@ def _run(
     instead: list[str],
     run_dir: Path,
     footers: Path,
+    explained: Explained,
     timeline: Timeline,
     watchdog: Watchdog,
     lock: RunLock,
@@ -125,6 +126,8 @@ def _run(
     source = find_source(config, run_dir, world)
     if source is not None and not config.memory.fit:
         refuse_differences(config, source.marker.meaning, source.path, source.init)
+    explained.folder = folder = run_dir / "memory"
+    explained.write = partial(_write_unbuilt, folder, world)
     with timeline.phase("vocabularies"):
         inputs = learn_facts(inputs, run_dir, source)
     changes: list[Change] = []
@@ -133,10 +136,10 @@ def _run(
         if source is not None:
             refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
     world.from_rank_zero(lambda: _save_config(inputs.config, run_dir, config.tables))
-    config, folder = inputs.config, run_dir / "memory"
+    explained.inputs, config = inputs, inputs.config
     if config.train.in_micro_batches:
         give_large_blocks_back()
-    with explained(inputs, timeline, folder, partial(_write_unbuilt, folder, world)), timeline.phase("init"):
+    with timeline.phase("init"):
         built = build_model(inputs)
         timeline.check()
     for line in describe_plan(built.pieces):
@@ -148,7 +151,8 @@ def _run(
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: copy_files(footers, run_dir / _FOOTERS))
     give_unused_back()  # what planning and predicting took
-    with explained(inputs, timeline, folder, memory.write_alone), timeline.phase("step"):
+    explained.write = memory.write_alone
+    with timeline.phase("step"):
         fitted = trainer.fit()
     watchdog.rest()
     lock.check(now=True)
@@ -164,7 +168,9 @@ def _run(
 
 
 def _write_unbuilt(folder: Path, world: World, status: str, parts: dict[str, Any]) -> None:
-    """Leave a report of a run that has ended before its tables were there."""
+    """Leave a report of a run for which memory was short before its tables were there."""
+    if not parts:  # another failure, such as a start that is refused: an earlier report stays
+        return
     content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **parts}
     with suppress(OSError):  # the failure itself is what is to be told
         write_rank(folder, content)

@@ -34,7 +34,7 @@ class MemoryConfig:
     """How much a rank may take, and what to do where it would be more."""
 
     budget: Any = None  # of each rank: of its GPU, or on CPU of its process; 8GiB or bytes. Default: what there is
-    fit: bool = False  # change settings so that the run fits, the cheapest first, and say which
+    fit: bool = False  # change settings so that the run fits into 95 % of that, the cheapest first, and say which
     allow: list[Saver] = field(default_factory=list)  # of `fit`: changes after which something else is learned
     snapshot: bool = False  # GPUs: when memory runs out, write what torch's viewer shows (pytorch.org/memory_viz)
 

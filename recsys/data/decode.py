@@ -165,6 +165,8 @@ class Decoder:
             table = retrying(lambda: read(plain))
             self._plans[(self._layout(position), is_filtered)] = plain
             return table
+        except MemoryError:  # Arrow's is one of its exceptions, and no fault of the file
+            raise
         except _UNREADABLE as error:
             raise self._blame(path, index, position, plan, error) from error
 

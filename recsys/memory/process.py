@@ -84,7 +84,7 @@ def heap() -> tuple[int, int] | None:
     return hblkhd + uordblks, fordblks
 
 
-class BudgetExceeded(Exception):
+class BudgetExceeded(MemoryError):
     """This process has taken more memory than `memory.budget`."""
 
 
@@ -115,6 +115,7 @@ class Timeline:
             out, but never the highest of a phase.
         samples: (seconds, bytes), evenly thinned when there are many.
         device_peaks: by phase, the most that a GPU's allocator gave out in any; empty without.
+        seen_bytes: the peak of the last phases, when it was last held against the budget.
         failed_phase: the innermost that an error ended, if any did.
         device_reserved_peak: the most that it has taken of the GPU; 0 without.
     """
@@ -127,6 +128,7 @@ class Timeline:
         self.device_peaks: dict[str, int] = {}
         self.device_reserved_peak = 0
         self._device, self._start, self._interval = device, time.monotonic(), 0.1
+        self.seen_bytes = 0
         self._highest, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
         self._phases, self.failed_phase = ["other"], ""
         reset_peak_rss()
@@ -154,7 +156,7 @@ class Timeline:
         """Raise BudgetExceeded where this process has taken more than its budget."""
         if self._budget is None:
             return
-        peak = max(rss(), *(span.peak_bytes for span in self.spans[-_RECENT_SPANS:]))
+        peak = self.seen_bytes = max(rss(), *(span.peak_bytes for span in self.spans[-_RECENT_SPANS:]))
         if peak > self._budget:
             raise BudgetExceeded(
                 f"this process has taken {peak / 2**20:,.0f} MiB, and memory.budget allows {self._budget / 2**20:,.0f}"
