@@ -199,7 +199,7 @@ def open_world(
     NCCL threads that outlive the interpreter's objects abort the process after its last line.
 
     Args:
-        device: where to compute.
+        device: where to compute; of several GPUs the one of this rank's number on its machine, else the only one seen.
         num_threads: OpenMP threads of this rank; default: its share of this machine's cores, less one for decoding
             where there are more than two.
         timeout_s: how long a collective waits for the other ranks.
