@@ -53,7 +53,8 @@ _WRITTEN = (
 )
 _FOOTERS = "footers"
 _MARKER = ".recsys-run"
-_BEGUN = "run_dir"  # where the launch's store keeps the run directory
+_BEGUN = "run_dir"  # where the launch's store keeps the run directory,
+_LOCK = "run_lock"  # and the lock of its last start
 _SNAPSHOT_ENTRIES = 200_000  # the last allocations and frees, with their stacks
 _WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
@@ -75,18 +76,22 @@ def run(config: Config) -> int:
         if config.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         try:
-            restarted = world.from_rank_zero(lambda: world.launch_store.check([_BEGUN]))
-            if restarted:  # torchrun has started the ranks of this run once more
-                begun = world.launch_store.get(_BEGUN).decode()
+            store = world.launch_store
+            # Whether torchrun has started the ranks of this run once more.
+            if world.from_rank_zero(lambda: store.check([_BEGUN])):
+                begun = store.get(_BEGUN).decode()
                 config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
             instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
             world.from_rank_zero(lambda: check_ranks(config, world.world_size))
             # The data first: a mistake in them leaves no run directory behind.
             footers = Path(scratch) / _FOOTERS
-            with Explained(config, world, timeline) as explained, RunLock() as lock:
+            earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
+            with RunLock() as lock, Explained(config, world, timeline) as explained:
                 explained.inputs = inputs = open_inputs(config, world, footers, _kept_footers(config))
-                run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, restarted))
-                world.launch_store.set(_BEGUN, str(run_dir))
+                run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
+                if world.rank == 0:
+                    store.set(_LOCK, lock.id)
+                store.set(_BEGUN, str(run_dir))
                 log = start_logging(run_dir / "logs", world.rank)
                 with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
                     return _run(inputs, instead, run_dir, footers, explained, timeline, watchdog, lock)
@@ -181,7 +186,7 @@ def _kept_footers(config: Config) -> Path | None:
     return Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
 
 
-def _prepare_run_dir(config: Config, lock: RunLock, restarted: bool = False) -> Path:
+def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) -> Path:
     """Make the run directory and lock it, refuse or clear an earlier run in it, and save the config there.
 
     A folder is taken for ours by a marker file, so that nothing else is ever cleared.
@@ -192,7 +197,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, restarted: bool = False) -> 
         is_run = (run_dir / _MARKER).exists()
         if not is_run and any(not path.name.startswith(LOCK_FILE) for path in run_dir.iterdir()):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
-        lock.take(run_dir, restarted)
+        lock.take(run_dir, earlier)
         if is_run and not config.run.resume:
             _clear(run_dir, config.run.overwrite)
         (run_dir / _MARKER).touch()

@@ -54,11 +54,11 @@ class RunLock:
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
-    def take(self, folder: Path, restarted: bool = False) -> None:
+    def take(self, folder: Path, earlier: str | None = None) -> None:
         """Take the lock of a run directory and keep it alive, by a thread.
 
         Args:
-            restarted: the run that may hold it is an earlier start of this one, and has ended.
+            earlier: the `id` of the lock of an earlier start of this run, which has ended.
 
         Raises:
             UserError: a run that is alive holds it.
@@ -70,7 +70,7 @@ class RunLock:
                 self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
                 break
             except FileExistsError:
-                _remove_stale(path, restarted)
+                _remove_stale(path, earlier)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self._content = json.dumps(_identity(), indent=1).encode()
@@ -81,6 +81,11 @@ class RunLock:
             raise
         self._path = path
         self._thread.start()
+
+    @property
+    def id(self) -> str:
+        """What tells this lock from all others; empty until it is taken."""
+        return _parsed(self._content).get("id", "")
 
     def check(self, now: bool = False) -> None:
         """Refuse to go on where the run directory is this run's no longer; without `now`, as of some seconds ago.
@@ -129,7 +134,7 @@ def _identity() -> dict[str, Any]:
     return {**about, "boot": boot, "id": uuid.uuid4().hex, **launch_identity()}
 
 
-def _remove_stale(path: Path, restarted: bool) -> None:
+def _remove_stale(path: Path, earlier: str | None) -> None:
     """Remove a lock whose run has ended.
 
     Raises:
@@ -138,8 +143,9 @@ def _remove_stale(path: Path, restarted: bool) -> None:
     try:
         with path.open("rb") as file:
             content = file.read()
-            if not restarted:
-                _await_end(path, file, _parsed(content))
+            holder = _parsed(content)
+            if earlier is None or holder.get("id") != earlier:
+                _await_end(path, file, holder)
             aside = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
             path.rename(aside)
         if aside.read_bytes() == content:
@@ -164,7 +170,7 @@ def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any]) -> None:
                 f"config key 'run.dir': another run writes to '{path.parent}' ({_described(holder)}, last alive "
                 f"{max(0.0, age):.0f} s ago); wait for its end, stop it, or name another run.dir"
             )
-        if own or (held is False and mine["boot"] == holder.get("boot")) or age >= _STALE_S:
+        if own or (held is False and mine["boot"] and mine["boot"] == holder.get("boot")) or age >= _STALE_S:
             return
         if not waits:
             text = "'%s' may be in use (%s, last alive %.0f s ago); waiting for a sign of that run, for up to %.0f s"

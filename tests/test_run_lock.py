@@ -47,9 +47,9 @@ def holder(tmp_path: Path) -> Iterator[BaseProcess]:
     process.join()
 
 
-def take(folder: Path, restarted: bool = False) -> None:
+def take(folder: Path, earlier: str | None = None) -> None:
     with RunLock() as lock:
-        lock.take(folder, restarted)
+        lock.take(folder, earlier)
         assert json.loads((folder / LOCK_FILE).read_text())["pid"] == os.getpid()
         lock.check(now=True)
     assert not list(folder.glob(".lock*"))
@@ -147,22 +147,31 @@ def test_a_lock_that_cannot_be_read_is_of_somebody(content: bytes, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "theirs, variables, restarted",
+    "theirs, variables, earlier",
     [
-        ({"slurm_job": "9"}, {"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "1"}, False),
-        ({"slurm_job": "9"}, {"SLURM_JOB_ID": "9"}, False),
-        ({"torchrun": "mine"}, {"TORCHELASTIC_RUN_ID": "mine"}, False),
-        ({}, {}, True),
+        ({"slurm_job": "9"}, {"SLURM_JOB_ID": "9", "SLURM_RESTART_COUNT": "1"}, None),
+        ({"slurm_job": "9"}, {"SLURM_JOB_ID": "9"}, None),
+        ({"torchrun": "mine"}, {"TORCHELASTIC_RUN_ID": "mine"}, None),
+        ({}, {}, "1"),
     ],
 )
 def test_the_same_launch_takes_its_own_at_once(
-    theirs: dict[str, Any], variables: dict[str, str], restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    theirs: dict[str, Any],
+    variables: dict[str, str],
+    earlier: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(run_lock, "_STALE_S", 1e9)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     leave(tmp_path, **theirs)
-    take(tmp_path, restarted)
+    take(tmp_path, earlier)
+
+
+def test_a_restart_leaves_the_lock_of_another_run(holder: BaseProcess, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="another run writes to"):
+        take(tmp_path, earlier="1")
 
 
 def test_a_second_run_of_the_same_job_is_refused_and_the_next_start_is_not(
