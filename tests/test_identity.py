@@ -241,8 +241,8 @@ def test_the_best_metric_is_of_the_same_data(world: World, tmp_path: Path) -> No
         config = load_config(tmp_path / "given.yaml", [f"data.train={train_data}", *options])
         inputs = learn_facts(open_inputs(config, world), tmp_path)
         checkpoints = Checkpoints(tmp_path / "checkpoints", world, 1)
-        found, built, loader = checkpoints.newest_whole(), build_model(inputs), inputs.loader("train")
-        state = Starting(inputs, built, loader, Source(*found, None) if found else None, tmp_path).state()
+        found, built = checkpoints.newest_whole(), build_model(inputs)
+        state = Starting(inputs, built, Source(*found, None) if found else None, tmp_path).state()
         if found is None:
             checkpoints.save(built.tensors, state)
         return state
@@ -305,7 +305,7 @@ def test_going_on_takes_the_same_data_and_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nproc, kind", [(2, "row_wise"), (3, "row_wise"), (2, "column_wise"), (2, "data_parallel")])
 def test_vocabularies_grow_alike_on_all_ranks(nproc: int, kind: str, tmp_path: Path) -> None:
     days = [write_day(tmp_path / f"d{i}", np.arange(10 * i, 10 * i + 20), i) for i in range(2)]
-    options = ("optimizer.tables.name=adagrad", "data.num_streams=6")
+    options = ("optimizer.tables.name=adagrad",)
     train(tmp_path / "a", f"data.train={days[0]}", *options)
     start = (f"data.train={days[1]}", f"train.init_from={tmp_path}/a", GROW, *options)
     train(tmp_path / "b", *start, f"tables.user.sharding_type={kind}", nproc=nproc)
