@@ -17,6 +17,8 @@ how to start it:
          topology.device_memory=80GiB topology.host_memory=1TiB
                                     the plan and the memory on every rank, without GPUs and without training;
                                     status 0 if it fits, 1 if not
+  python train.py RUN --evaluate data.test=/logs/2026-12-02/
+                                    metrics of a run's model on other data; no training, and the run stays as it is
   python train.py CONFIG --debug    one process, 200 steps on the first 20,000 rows, no loader threads,
                                     nothing overlapped, autograd's anomaly checks on: works under pdb and debugpy
 
@@ -47,8 +49,10 @@ def main() -> int:
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
-    parser.add_argument("--debug", action="store_true", help="single-device debug mode")
-    parser.add_argument("--dry-run", action="store_true", help="plan and predict memory, for the machines of topology")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--debug", action="store_true", help="single-device debug mode")
+    mode.add_argument("--dry-run", action="store_true", help="plan and predict memory, for the machines of topology")
+    mode.add_argument("--evaluate", action="store_true", help="evaluate a run; CONFIG is its directory or checkpoint")
     try:
         arguments = parser.parse_intermixed_args()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
@@ -57,11 +61,18 @@ def main() -> int:
         from recsys.config import load_config
 
         try:
-            config = load_config(arguments.config, arguments.overrides, arguments.debug)
+            if arguments.evaluate:
+                from recsys.evaluate import evaluate, find_run
+
+                run_to_evaluate = find_run(arguments.config, arguments.overrides)
+            else:
+                config = load_config(arguments.config, arguments.overrides, arguments.debug)
         except UserError as error:
             if is_first_rank():
                 raise
             raise EchoError(*error.args) from error
+        if arguments.evaluate:
+            return evaluate(*run_to_evaluate)
         if arguments.dry_run:
             from recsys.dry_run import dry_run
 

@@ -141,8 +141,10 @@ def _dim(config: Config, feature: str) -> int:
 
 
 def log_q(inputs: Inputs) -> torch.Tensor:
-    """Return the log of each item row's share of the training rows, [num_embeddings] float32."""
-    config, world, train = inputs.config, inputs.world, inputs.datasets["train"]
+    """Return the log of each item row's share of the training rows, [num_embeddings] float32; [1] where none train."""
+    config, world, train = inputs.config, inputs.world, inputs.datasets.get("train")
+    if train is None:
+        return torch.zeros(1)
     spec = inputs.spec("train")
     part = next(part for part in spec.ids if part.name == config.model.item_id)
     size = config.tables[config.features[part.name].table or ""].num_embeddings

@@ -1,5 +1,6 @@
 """From a config to datasets, what is known of them, and loaders."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,6 +9,7 @@ from recsys.config import Config, DLRMConfig, FeatureConfig, IdMappingType, Null
 from recsys.data.collate import MicroBatches
 from recsys.data.convert import FloatColumn, IdColumn, Transform
 from recsys.data.facts import Facts, FloatFacts
+from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
 from recsys.data.window import BatchSpec, Ragged, convert_table
@@ -122,12 +124,19 @@ class Inputs:
         return report
 
 
-def open_inputs(config: Config, world: World, cache: Path | None = None, known: Path | None = None) -> Inputs:
-    """Read the footers and the first rows of all datasets of the config, on rank 0 for all ranks.
+def open_inputs(
+    config: Config,
+    world: World,
+    cache: Path | None = None,
+    known: Path | None = None,
+    roles: Sequence[str] = ROLES,
+) -> Inputs:
+    """Read the footers and the first rows of the config's datasets, on rank 0 for all ranks.
 
     Args:
         cache: folder to keep what the footers say in, so that it need not be read again.
         known: such a folder of an earlier start, which may not exist.
+        roles: the datasets to open; without train, their ids have to be of the types that `known` tells of train's.
 
     Raises:
         UserError: on every rank, for files or columns that are missing or do not fit.
@@ -151,11 +160,15 @@ def open_inputs(config: Config, world: World, cache: Path | None = None, known: 
                 options,
                 cache=cache and cache / f"{role}.footers",
             )
-            for role in ROLES
+            for role in roles
             if getattr(config.data, role) is not None
         }
-        _check_types(config, datasets)
-        _check_rows(config, datasets["train"])
+        schemas = {role: dataset.schema for role, dataset in datasets.items()}
+        if "train" not in roles and known is not None:
+            schemas["train"] = kept_schema(known / "train.footers")
+        _check_types(config, schemas)
+        if "train" in datasets:
+            _check_rows(config, datasets["train"])
         corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
         _check_first_rows(Inputs(config, datasets, corpus, world))
         return datasets, corpus
@@ -180,7 +193,7 @@ def _check_rows(config: Config, train: Dataset) -> None:
         )
 
 
-def _check_types(config: Config, datasets: dict[str, Dataset]) -> None:
+def _check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
     """Refuse a table whose ids are integers in one column and strings in another: they hash to different rows."""
     for table in config.tables:
         kinds: dict[str, pa.DataType] = {}  # of the ids; of a list or dictionary, its values
@@ -188,9 +201,9 @@ def _check_types(config: Config, datasets: dict[str, Dataset]) -> None:
             if config.features[name].table != table:
                 continue
             column = column_of(config, name)
-            for role, dataset in datasets.items():
-                if column in dataset.columns:
-                    kind = dataset.schema.field(column).type
+            for role, schema in schemas.items():
+                if column in schema.names:
+                    kind = schema.field(column).type
                     if name == getattr(config.model, "item_id", None) and pa.types.is_nested(kind):
                         raise UserError(
                             f"config key 'model.item_id': column '{column}' of data.{role} is {kind}, not one id a row"

@@ -219,7 +219,13 @@ def open_world(
     world = World(*sizes, torch_device, host_group, store, launch_store)
     if torch_device.type == "cuda":
         _check_own_gpu(world)
-    yield world
+    try:
+        yield world
+    except Exception as error:
+        known = world.explain(disk_problem(error))
+        if known is error:
+            raise
+        raise known from error
     # Only in success: after an error other ranks may be gone, and the barrier would wait for them.
     gc.collect()
     world.barrier()

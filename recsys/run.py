@@ -19,7 +19,7 @@ from recsys.config.device import check_device
 from recsys.config.meaning import refuse_differences
 from recsys.config.ranks import check_ranks, repeated_decoding
 from recsys.distributed import save_plan
-from recsys.errors import UserError, disk_problem, why
+from recsys.errors import UserError, why
 from recsys.files import copy_files, replace_file
 from recsys.fit import Change
 from recsys.inputs import Inputs, open_inputs
@@ -49,6 +49,7 @@ _WRITTEN = (
     "vocabulary",
     "footers",
     "bad_steps",
+    "evaluations",
     "profile",
 )
 _FOOTERS = "footers"
@@ -75,31 +76,25 @@ def run(config: Config) -> int:
         timeline = Timeline(world.device, limit_memory(config, world))
         if config.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
-        try:
-            store = world.launch_store
-            # Whether torchrun has started the ranks of this run once more.
-            if world.from_rank_zero(lambda: store.check([_BEGUN])):
-                begun = store.get(_BEGUN).decode()
-                config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
-            instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
-            world.from_rank_zero(lambda: check_ranks(config, world.world_size))
-            # The data first: a mistake in them leaves no run directory behind.
-            footers = Path(scratch) / _FOOTERS
-            earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
-            with RunLock() as lock, Explained(config, world, timeline) as explained:
-                explained.inputs = inputs = open_inputs(config, world, footers, _kept_footers(config))
-                run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
-                if world.rank == 0:
-                    store.set(_LOCK, lock.id)
-                store.set(_BEGUN, str(run_dir))
-                log = start_logging(run_dir / "logs", world.rank)
-                with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
-                    return _run(inputs, instead, run_dir, footers, explained, timeline, watchdog, lock)
-        except Exception as error:
-            known = world.explain(disk_problem(error))
-            if known is error:
-                raise
-            raise known from error
+        store = world.launch_store
+        # Whether torchrun has started the ranks of this run once more.
+        if world.from_rank_zero(lambda: store.check([_BEGUN])):
+            begun = store.get(_BEGUN).decode()
+            config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
+        instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
+        world.from_rank_zero(lambda: check_ranks(config, world.world_size))
+        # The data first: a mistake in them leaves no run directory behind.
+        footers = Path(scratch) / _FOOTERS
+        earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
+        with RunLock() as lock, Explained(config, world, timeline) as explained:
+            explained.inputs = inputs = open_inputs(config, world, footers, _kept_footers(config))
+            run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
+            if world.rank == 0:
+                store.set(_LOCK, lock.id)
+            store.set(_BEGUN, str(run_dir))
+            log = start_logging(run_dir / "logs", world.rank)
+            with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
+                return _run(inputs, instead, run_dir, footers, explained, timeline, watchdog, lock)
 
 
 def _run(

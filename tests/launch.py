@@ -1,6 +1,7 @@
 """Starts train.py as a user does, as one process or through torchrun; or forks it, with everything imported before."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -74,6 +75,16 @@ def fork_train(
     assert not late, f"{len(late)} of {nproc} ranks ran for more than {timeout} s\n{texts[1][-3000:]}"
     codes = [process.exitcode for process in ranks]
     return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), *texts)
+
+
+def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, float]]:
+    """Return the metrics that `--evaluate` prints, and writes."""
+    done = fork_train(str(run), "--evaluate", *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, told, printed = done.stdout.splitlines()
+    metrics = json.loads(printed)["metrics"]
+    assert json.loads(Path(told.removeprefix("done: ")).read_text())["metrics"] == metrics
+    return metrics
 
 
 @contextlib.contextmanager

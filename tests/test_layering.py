@@ -39,7 +39,7 @@ LAYERS = (
     ("evaluation", "rehearsal", "starting"),
     ("trainer", "fit"),
     ("memory_log", "out_of_memory", "result"),
-    ("run", "dry_run"),
+    ("run", "dry_run", "evaluate"),
 )
 SERVICES = LAYERS[7]
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

@@ -168,8 +168,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def find_checkpoint(path: str | Path, key: str = "config key 'train.init_from'") -> Path:
     """Return the checkpoint that a path names: itself, or of a run directory the best, else the newest.
+
+    Args:
+        key: what names the path, for messages.
 
     Raises:
         UserError: there is none.
@@ -179,9 +182,7 @@ def find_checkpoint(path: str | Path) -> Path:
         return path
     found = list_checkpoints(path / "checkpoints")
     if not found:
-        what = "holds no checkpoint" if path.is_dir() else "does not exist"
-        raise UserError(
-            f"config key 'train.init_from': '{path}' {what}; name a run directory or one of its checkpoints/step-*"
-        )
+        what = "holds no checkpoint" if path.exists() else "does not exist"
+        raise UserError(f"{key}: '{path}' {what}; name a run directory or one of its checkpoints/step-*")
     best = Marker.read(found[-1]).state.best_step
     return next((each for each in found if best is not None and each.name == name_of(best)), found[-1])

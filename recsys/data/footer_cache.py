@@ -58,6 +58,15 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
         return Known()
 
 
+def kept_schema(path: Path) -> pa.Schema:
+    """Return the columns of the files whose footers `save_footers` wrote; none if there is no such file."""
+    try:
+        header = json.loads((pq.read_schema(path).metadata or {})[b"footers"])
+        return pa.unify_schemas([_decoded(each[0]) for each in header["layouts"]], promote_options="permissive")
+    except (pa.ArrowException, OSError, ValueError, KeyError):
+        return pa.schema([])
+
+
 def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Known) -> None:
     """Write footers for `load_footers`; the file appears whole or not at all, and a full disk ends no run."""
     layouts = [(_encoded(each.schema), each.leaves, each.dictionaries) for each in found.layouts]
