@@ -85,9 +85,9 @@ class World:
             UserError: some rank raised one; the message is that of the lowest such rank.
         """
         result, error = _attempt(action)
-        for other in self.gather(error):
+        for rank, other in enumerate(self.gather(error)):
             if other is not None:
-                raise other
+                raise self._told_by(rank, other)
         assert error is None
         return result  # type: ignore[return-value]
 
@@ -99,8 +99,12 @@ class World:
         dist.broadcast_object_list(outcome, src=0, group=self.host_group)
         result, error = outcome[0]
         if error is not None:
-            raise error
+            raise self._told_by(0, error)
         return result
+
+    def _told_by(self, rank: int, error: Exception) -> Exception:
+        """Return the error of a rank as this one raises it: a mistake that another rank tells is an echo here."""
+        return EchoError(*error.args) if rank != self.rank and type(error) is UserError else error
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -117,6 +121,8 @@ class World:
 
         torchrun's summary shows only the ranks of its own machine, and there the cause may be missing.
         """
+        if isinstance(error, EchoError):
+            return error
         lost = as_lost_peer(error)
         try:
             if lost is None:
