@@ -1,6 +1,7 @@
 """Loading: what of a checkpoint goes where, and what is said about it."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
@@ -117,7 +118,8 @@ def load_tensors(
         extra += [name for name in saved if name.startswith(f"{RNG}{world.rank}/")]
     if config is None and tensors.statistics:
         # Whatever ranks have counted is taken by one of those of here.
-        extra += [n for n in saved if n.startswith(IDS) and int(n.split("/")[1]) % world.world_size == world.rank]
+        ranks = {name: match[1] for name in saved if (match := re.match(rf"{IDS}(\d+)/", name))}
+        extra += [name for name, rank in ranks.items() if int(rank) % world.world_size == world.rank]
     room = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in extra}
     state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
     try:
