@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import _remote_device
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -24,7 +25,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.fused import FusedOptimizerModule
 
-from recsys.config import Config, ShardingChoice
+from recsys.config import ComputeKernel, Config, ShardingChoice
 from recsys.config.choices import COUNTING, FloatType
 from recsys.errors import UserError
 from recsys.files import replace_file
@@ -80,9 +81,9 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
     key = f"config key 'run.plan': '{path}'"
     try:
         content = json.loads(path.read_text())
-        pieces = [Shard(**piece) for piece in content["shards"]]
+        pieces = [_read_shard(**piece) for piece in content["shards"]]
         world_size = content["world_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{key} is no plan that a run has written ({' '.join(str(error).split())})") from error
     if world_size != topology.world_size:
         raise UserError(
@@ -94,6 +95,9 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
     for name, table in config.tables.items():
         found = by_table.get(name, [])
         rows, columns = (max((p.offset[i] + p.size[i] for p in found), default=0) for i in (0, 1))
+        wrong = _wrong_pieces(found, rows, columns, topology.world_size)
+        if wrong:
+            raise UserError(f"{key}: of table '{name}', {wrong}; drop it, to have a plan made")
         if (rows, columns) != (table.num_embeddings, table.embedding_dim):
             raise UserError(
                 f"{key} has table '{name}' as {rows} × {columns}, and the config as {table.num_embeddings} × "
@@ -104,6 +108,51 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
         module, name = modules.setdefault(key.split(".")[0], EmbeddingModuleShardingPlan()), _table_of(key)
         module[module_name(name)] = _parameter_sharding(by_table[name], config, topology)
     return ShardingPlan(dict(modules))
+
+
+def _read_shard(
+    table: str, rank: int, offset: list[int], size: list[int], sharding_type: str, compute_kernel: str
+) -> Shard:
+    """Return a piece as a plan's file has it; raises ValueError or TypeError where that is none."""
+    (row, column), (rows, columns) = offset, size
+    if not all(type(number) is int and number >= 0 for number in (rank, row, column, rows, columns)):
+        raise ValueError(f"rank, offset and size of a piece must be whole numbers, found {rank}, {offset}, {size}")
+    if compute_kernel not in {*ComputeKernel.__members__, EmbeddingComputeKernel.DENSE.value}:
+        raise ValueError(f"there is no compute_kernel '{compute_kernel}'")
+    if ShardingChoice(sharding_type) is ShardingChoice.auto:
+        raise ValueError("sharding_type is 'auto'")
+    return Shard(str(table), rank, (row, column), (rows, columns), sharding_type, compute_kernel)
+
+
+def _wrong_pieces(pieces: list[Shard], rows: int, columns: int, world_size: int) -> str:
+    """Return what is wrong with the pieces of a table of this size, if anything is."""
+    if len({(piece.sharding_type, piece.compute_kernel) for piece in pieces}) > 1:
+        return "pieces have different kinds"
+    far = max((piece.rank for piece in pieces), default=0)
+    if far >= world_size:
+        return f"a piece is on rank {far}, and ranks go to {world_size - 1}"
+    kind = pieces[0].sharding_type if pieces else ""
+    one_each = kind == ShardingChoice.data_parallel.value
+    if one_each and sorted(piece.rank for piece in pieces) != list(range(world_size)):
+        return "which every rank holds, there is not a piece on each"
+    if kind == ShardingChoice.table_wise.value and len(pieces) > 1:
+        return "which one rank holds, there are several pieces"
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for piece in pieces if not one_each else pieces[:1]:
+        (row, column), (height, width) = piece.offset, piece.size
+        groups.setdefault((column, width), []).append((row, height))
+    tiled = _follow(groups, columns) and all(_follow(spans, rows) for spans in groups.values())
+    return "" if tiled or not pieces else "pieces overlap or leave gaps"
+
+
+def _follow(spans: Iterable[tuple[int, int]], end: int) -> bool:
+    """Return whether spans of (start, size) cover 0 … end, each number once."""
+    at = 0
+    for start, size in sorted(spans):
+        if start != at:
+            return False
+        at += size
+    return at == end
 
 
 def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology) -> ParameterSharding:

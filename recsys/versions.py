@@ -41,15 +41,8 @@ def machine() -> dict[str, str | int]:
 def check_versions() -> None:
     """Raise a UserError that says which packages are missing or do not go together, and what to install."""
     versions = installed_versions()
-    missing = [name for name in ("torch", "torchrec", "pyarrow", "omegaconf") if name not in versions]
     fbgemm = [name for name in FBGEMM if name in versions]
-    if not fbgemm:
-        missing.append("fbgemm-gpu (without a GPU fbgemm-gpu-cpu)")
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise UserError(
-            f"{' and '.join(missing)} {verb} not installed for {sys.executable}; {SETUP}, in .venv/bin/python"
-        )
+    _check_installed("torch", "torchrec", "pyarrow", "omegaconf", *(fbgemm or FBGEMM[:1]))
     if len(fbgemm) == 2:
         raise UserError(
             f"fbgemm-gpu {versions['fbgemm-gpu']} and fbgemm-gpu-cpu {versions['fbgemm-gpu-cpu']} are both "
@@ -57,6 +50,22 @@ def check_versions() -> None:
         )
     _check_minors(versions, fbgemm[0])
     _check_build(versions, fbgemm[0])
+
+
+def exit_unless_installed(*names: str) -> None:
+    """End a script with a sentence, before it imports packages that are missing."""
+    try:
+        _check_installed(*names)
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def _check_installed(*names: str) -> None:
+    missing = [name for name in names if _version(name) is None]
+    if missing:
+        shown = " and ".join("fbgemm-gpu (without a GPU fbgemm-gpu-cpu)" if n in FBGEMM else n for n in missing)
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(f"{shown} {verb} not installed for {sys.executable}; {SETUP}, in .venv/bin/python")
 
 
 def _check_minors(versions: dict[str, str], fbgemm: str) -> None:

@@ -13,6 +13,10 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from recsys.versions import exit_unless_installed  # noqa: E402
+
+exit_unless_installed("numpy", "pyarrow")
+
 from recsys.data import delimited, interactions, movielens, prepare, synthetic  # noqa: E402
 from recsys.errors import UserError  # noqa: E402
 

@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recsys.errors import UserError
 from recsys.process_environment import prepare_environment
+from recsys.versions import exit_unless_installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export.add_argument("table", metavar="TABLE")
     export.add_argument("out", metavar="OUT.parquet", type=Path)
     args = parser.parse_args(arguments)
+    exit_unless_installed("torch", "torchrec", "pyarrow", "omegaconf")
     prepare_environment()
     from recsys.checkpoint import export_table
 

@@ -143,6 +143,8 @@ def test_numbers_of_a_wrong_type(column, said):
 def test_transforms_come_in_order():
     column, clip = pa.array([-5, 0, 9, 1000]), (0.0, 99.0)
     assert floats(column, transform=Transform(clip=clip)) == [0, 0, 9, 99]
+    assert floats(column, transform=Transform(clip=(0, None))) == [0, 0, 9, 1000]
+    assert floats(column, transform=Transform(clip=(None, 5))) == [-5, 0, 5, 5]
     logs = [math.log(1), math.log(1), math.log(10), math.log(100)]
     assert floats(column, transform=Transform(clip, log1p=True)) == pytest.approx(logs, rel=1e-7)
     scaled = [(x - 1.5) / 0.25 for x in logs]

@@ -5,8 +5,9 @@ from decimal import Decimal
 import numpy as np
 import pyarrow as pa
 import pytest
+from launch import ROOT
 
-from recsys.config import IdMappingType, TableConfig
+from recsys.config import IdMappingType, TableConfig, load_config
 from recsys.errors import UserError
 from recsys.id_mapping import (
     HashMapping,
@@ -320,8 +321,9 @@ def test_quotient_remainder_tells_all_numbers_apart(num_ids):
         return rows // 2 * (rows - rows // 2)
 
     least = next(rows for rows in range(3, 200_000) if pairs(rows - 1) >= num_ids)
-    with pytest.raises(UserError, match=f"num_embeddings: {least - 1} is too few for num_ids: {num_ids} .*{least} or"):
-        QuotientRemainderMapping(least - 1, num_ids, 0)
+    table = f"tables.user={{mapping: quotient_remainder, num_ids: {num_ids}, num_embeddings: {least - 1}}}"
+    with pytest.raises(UserError, match=rf"tables\.user\.num_embeddings' .* ({least} or more|at least 3), found"):
+        load_config(ROOT / "configs" / "dlrm_sample.yaml", [table])
     for num_embeddings in (least, least + 1, 2 * least, num_ids + 10):
         mapping = QuotientRemainderMapping(num_embeddings, num_ids, 0)
         ids = np.arange(min(8 * num_ids, 20_000))

@@ -1,11 +1,13 @@
 import ast
 import logging
 import platform
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from launch import ROOT
 
 from recsys import versions
 from recsys.errors import UserError
@@ -168,3 +170,11 @@ def test_imports_only_the_standard_library(module):
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         for name in names:
             assert name.split(".")[0] in sys.stdlib_module_names or name == "recsys.errors"
+
+
+@pytest.mark.parametrize("script", ["prepare_data.py movielens-100k", "tables.py export a b c"])
+def test_a_script_outside_of_its_environment(script: str) -> None:
+    command = [sys.executable, "-S", *f"scripts/{script}".split()]  # -S: without the packages of the environment
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "not installed for" in done.stderr and "scripts/setup.sh" in done.stderr
+    assert done.stderr.count("\n") == 1

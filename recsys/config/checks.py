@@ -1,6 +1,7 @@
 """Checks across keys: each failure is one sentence with the full key, what is allowed and the nearest right name."""
 
 from itertools import pairwise
+from math import isqrt
 
 from recsys.config.choices import (
     COLUMN_SPLITS,
@@ -168,8 +169,13 @@ def _check_float(key: str, feature: FeatureConfig) -> None:
         raise UserError(
             f"config key '{key}.nulls' of a float feature is reserved (its fill), mean or refuse, found empty"
         )
-    if feature.clip is not None and (len(feature.clip) != 2 or not feature.clip[0] < feature.clip[1]):
-        raise UserError(f"config key '{key}.clip' must be a least and a greater value, found {feature.clip}")
+    if feature.clip is not None:
+        ends = [end for end in feature.clip if end is not None]
+        if len(feature.clip) != 2 or not ends or ends != sorted(set(ends)):
+            shown = str(feature.clip).replace("None", "null")
+            raise UserError(
+                f"config key '{key}.clip' must be a least and a greater value, one of which may be null, found {shown}"
+            )
 
 
 def _check_id(key: str, feature: FeatureConfig) -> None:
@@ -287,6 +293,14 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
             f"config key 'tables.{name}.num_ids' is not set, and mapping: quotient_remainder needs the number of ids "
             f"that are to be told apart"
         )
+    if table.mapping is IdMappingType.quotient_remainder and table.num_ids is not None:
+        # With q quotients and m remainders there are q * m pairs: most with q and m alike, beside the null row.
+        least = 2 + isqrt(4 * table.num_ids - 1)
+        if table.num_embeddings < least:
+            raise UserError(
+                f"config key 'tables.{name}.num_embeddings' is too few for num_ids={table.num_ids}, which takes "
+                f"{least} or more, found {table.num_embeddings}"
+            )
     for feature, settings in config.features.items():
         if settings.table == name and settings.boundaries and table.mapping is IdMappingType.vocabulary:
             raise UserError(

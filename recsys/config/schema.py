@@ -91,7 +91,9 @@ class FeatureConfig:
     boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
     nulls: NullPolicy = NullPolicy.reserved  # (`null` itself would be no name in YAML, but the null)
     fill: float = 0.0  # value of a null float
-    clip: list[float] | None = None  # float: least and greatest value. First clip, then log1p, then standardise
+    clip: list[float | None] | None = (
+        None  # float: least and greatest value, null: none. First clip, then log1p, then standardise
+    )
     log1p: bool = False  # float: log(1 + x)
     standardise: bool = False  # float: (x - mean) / standard deviation, both of data.train
 

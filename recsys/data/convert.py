@@ -64,10 +64,10 @@ class IdColumn:
 class Transform:
     """What becomes of a float, in this order and in float64: `clip` (least, greatest), log(1 + x), (x - mean) / std.
 
-    A std of 0 divides by 1, so that a constant column becomes 0.
+    An end of clip that is None cuts nothing. A std of 0 divides by 1, so that a constant column becomes 0.
     """
 
-    clip: tuple[float, float] | None = None
+    clip: tuple[float | None, float | None] | None = None
     log1p: bool = False
     mean: float | None = None
     std: float | None = None

@@ -202,13 +202,6 @@ class QuotientRemainderMapping:
     rows_per_id = 2
 
     def __init__(self, num_embeddings: int, num_ids: int, seed: int) -> None:
-        """Raises UserError if there are too few rows for `num_ids` pairs."""
-        least = 2 + isqrt(4 * num_ids - 1)  # q + m = least - 1 rows make the most pairs, q * m, with q and m alike
-        if num_embeddings < least:
-            raise UserError(
-                f"num_embeddings: {num_embeddings} is too few for num_ids: {num_ids} (mapping: quotient_remainder), "
-                f"which takes {least} or more"
-            )
         self.num_rows = num_embeddings
         self._num_ids, self._seed = num_ids, seed
         self._num_quotients = _num_quotients(num_embeddings - 1, num_ids)
