@@ -89,7 +89,7 @@ def test_ranks_share_their_negatives(
     torch.testing.assert_close(losses_of_ranks, losses, rtol=0, atol=1e-4)
     torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
     assert alone["users"] == NUM_USERS
-    again = evaluate(tmp_path / "two")
+    again = evaluate(tmp_path)
     torch.testing.assert_close(again["test"], alone, rtol=0, atol=1e-6)
     assert again["valid"] == again["test"]
     # At random 10 of the 45 items not seen, 5 of which are sought, hold 22% of them; of one's own half, 67%.
