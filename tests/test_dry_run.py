@@ -243,6 +243,16 @@ def test_more_ranks_share_out_the_tables(tmp_path: Path) -> None:
     assert {rank.phases["step"]["host"]["table_weight"] for rank in found.prediction.ranks} == {4 * 25_000 * 128 * 4}
 
 
+def test_replicas_are_made_alike_in_copies(tmp_path: Path) -> None:
+    path, found = write(tmp_path / "c.yaml", 2, 50_000, sharding_type="data_parallel"), {}
+    for name in ("sgd", "adagrad"):
+        config = load_config(path, ["topology.world_size=2", "topology.device=cpu", f"optimizer.tables.name={name}"])
+        found[name] = rehearse_run(config).prediction.ranks[1].phases["init"]["host"]
+    weights = 2 * 50_000 * 128 * 4
+    assert found["sgd"]["collective_copies"] == found["sgd"]["table_weight"] == weights
+    assert "collective_copies" not in found["adagrad"]  # its state, made after them, takes as much
+
+
 def test_gpus_have_the_optimizers_that_this_machine_lacks() -> None:
     options = ["topology.device=cuda", "topology.device_memory=80GiB", "optimizer.tables.name=adam"]
     found = rehearse_run(load_config("configs/dlrm_sample.yaml", [*options, "optimizer.tables.weight_decay=0.1"]))

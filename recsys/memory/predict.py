@@ -35,6 +35,7 @@ _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES = 4 << 20  # temporaries of initial weights
+_SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
 _BLAS_THREADS = 2  # the training thread, and autograd's for backward passes on a GPU
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
@@ -233,7 +234,8 @@ class _Rank:
         if self._topology.on_gpu:
             return decoding
         steps, copies = self._in_steps(), self._gloo_copies()
-        steps["replicated_gradient"] = min(steps.get("replicated_gradient", 0), HEAP_BLOCK_BYTES)  # it is one block
+        if steps.get("replicated_gradient", 0) >= HEAP_BLOCK_BYTES:  # it is one block
+            del steps["replicated_gradient"]
         most = _MICRO_HEAP_BYTES if self._config.train.in_micro_batches else _MOST_HEAP_BYTES
         dense = self._dense.parameter_bytes + self._dense.gradient_bytes + self._dense.optimizer_bytes
         training = min(sum(steps.values()), most) + min(dense, _MOST_DENSE_HEAP_BYTES)
@@ -289,7 +291,18 @@ class _Rank:
         fill = {"fill_temporaries": _FILL_BYTES}
         cached = sum(piece.size[0] for piece in self._pieces if piece.compute_kernel == "fused_uvm_caching")
         widest = max((4 * p.size[0] * p.size[1] for p in self._pieces if self._is_fp8(p)), default=0)
-        return {**fill, "fp8_temporaries": widest}, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
+        device = {**fill, "fp8_temporaries": widest, "collective_copies": self._replica_copies()}
+        return device, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
+
+    def _replica_copies(self) -> int:
+        """Return what DistributedDataParallel copies of replicated tables to make ranks alike, before they have state
+        (which is counted already)."""
+        if self._topology.world_size == 1:
+            return 0
+        replicas = [p for p in self._pieces if p.sharding_type == "data_parallel"]
+        sizes = [piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in replicas]
+        weights = sum(size.weight for size in sizes)
+        return max(0, min(weights, _SYNCHRONISED_BYTES) - sum(size.optimizer for size in sizes))
 
     def _is_fp8(self, piece: Shard) -> bool:
         return self._config.tables[piece.table].data_type.name == "FP8"
