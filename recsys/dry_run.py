@@ -11,7 +11,7 @@ import torch
 
 from recsys.config import Config
 from recsys.config.device import check_device
-from recsys.config.ranks import check_ranks
+from recsys.config.ranks import check_ranks, repeated_decoding
 from recsys.data_facts import data_facts
 from recsys.errors import UserError
 from recsys.files import replace_file
@@ -145,6 +145,7 @@ def format_dry_run(found: DryRun) -> str:
         f"{topology.device.type}: {topology.num_machines} machine{'s' if topology.num_machines > 1 else ''} of "
         f"{topology.local_world_size}",
         *(f"- {sentence}" for sentence in [*_memory(found), *_full_or_idle(found), *found.instead, *found.changes]),
+        *(f"- {sentence}" for sentence in [repeated_decoding(config, topology.world_size)] if sentence),
         f"- Ids a row: {sum(prediction.data.mean_ids.values()):.2f}, by {prediction.data.source}",
         "",
     ]
