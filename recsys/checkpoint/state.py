@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,10 +114,25 @@ class Marker:
                 raise ValueError(f"{outside[0]!r} is no file of this folder")
             state = content.pop("state")
             state = TrainState(**{**state, "position": Position(**state["position"])})
-            return cls(state=state, files=files, facts=facts, **content)
+            marker = cls(state=state, files=files, facts=facts, **content)
+            _check_types(state.position, state, marker)
+            return marker
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
             raise UserError(f"checkpoint '{folder}' is not whole: {MARKER}: {reason}") from error
+
+
+def _check_types(*parts: Any) -> None:
+    """Raise a TypeError where a value is of another type than its field, or a whole number is below 0."""
+    for part in parts:
+        for name, hint in typing.get_type_hints(type(part)).items():
+            value, kinds = getattr(part, name), typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
+            whole = (int,) if float in plain else ()
+            if isinstance(value, bool) or not isinstance(value, tuple(k for k in plain if k is not Any) + whole):
+                raise TypeError(f"{name} is {value!r}")
+            if isinstance(value, int) and value < 0:
+                raise TypeError(f"{name} is {value}")
 
 
 class OtherFormatError(UserError):

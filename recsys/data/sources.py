@@ -160,6 +160,11 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
     storage = Storage(roots[0], retries)
     found = [file for _, path in given for file in _expand(key, storage, path)]
     names = tuple(file.name for file in found)
+    for name in names:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python shows bytes that are none of UTF-8
+            raise UserError(
+                f"config key '{key}': the name of '{name}' is not UTF-8, which Arrow needs; rename the file"
+            )
     if len(given) > 1:
         counts = Counter(names if storage.root else map(os.path.abspath, names))
         twice = [name for name, count in counts.items() if count > 1]
