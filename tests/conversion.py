@@ -55,7 +55,10 @@ class Numbered:
 
 class Counts:
     def __init__(self) -> None:
-        self.mapped = self.nulls = 0
+        self.mapped = self.nulls = self.rows = 0
+
+    def add_rows(self, count: int) -> None:
+        self.rows += count
 
     def add_nulls(self, count: int) -> None:
         self.nulls += count

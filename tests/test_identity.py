@@ -99,7 +99,7 @@ class Day:
             meaning=meaning(self.config),
             facts=facts_entries(self.inputs.facts, self.folder),
         )
-        checkpoints.save(self.built.tensors, TrainState(Position(0, ()), step=1))
+        checkpoints.save(self.built.tensors, TrainState(Position(), step=1))
         return self
 
     def source(self, config: Config) -> Source:

@@ -218,11 +218,14 @@ class Timeline:
 
     def _thin_spans(self) -> None:
         """Leave out every second span of each phase, but for the highest."""
-        peaks, number = self.peaks(), dict.fromkeys(self.peaks(), 0)
-        kept = []
+        by_phase: dict[str, list[Span]] = {}
+        for span in self.spans:
+            by_phase.setdefault(span.phase, []).append(span)
+        highest = {phase: max(spans, key=lambda span: span.peak_bytes) for phase, spans in by_phase.items()}
+        number, kept = dict.fromkeys(highest, 0), []
         for span in self.spans:
             number[span.phase] += 1
-            if number[span.phase] % 2 or span.peak_bytes == peaks[span.phase]:
+            if number[span.phase] % 2 or span is highest[span.phase]:
                 kept.append(span)
         self.spans = kept
 
