@@ -30,6 +30,7 @@ from recsys.models.step import StepOutput, ignore_phase
 from recsys.observe import MetricsWriter, Progress, logger, show_metrics
 from recsys.optim import LearningRate
 from recsys.pipeline import build_pipeline
+from recsys.process_environment import give_unused_back
 from recsys.profiling import traced_steps
 from recsys.starting import Starting
 from recsys.stopping import StopRequests
@@ -289,7 +290,9 @@ class Trainer:
             return self._stop_requested()
 
         with self._timeline.phase("evaluation"):
+            give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
             metrics = self._evaluation.run(self._built.model, role, stop_requested)
+            give_unused_back()
         self._metrics[role] = self._state.metrics[role] = metrics
         logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
         self._writer.write(role, {"step": step, **metrics})

@@ -27,7 +27,7 @@ _EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what othe
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
 # to where glibc gives it back or puts it elsewhere (see process_environment); a decoding one's:
 _MOST_HEAP_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 6 << 20
-_MICRO_HEAP_BYTES = 40 << 20  # the first, where blocks from 8 MiB on are given back
+_MICRO_HEAP_BYTES = 40 << 20  # the first, where blocks from 4 MiB on are given back
 _MOST_DENSE_HEAP_BYTES = 24 << 20  # around parameters, gradients and state of the dense part
 # Vectors of lists differ in length from batch to batch, and seldom fit where others were (measured: 1.6 to 3 times).
 _JAGGED_HEAP = 1.9
@@ -231,6 +231,8 @@ class _Rank:
         """Return what heaps keep beside what lives: of the training thread, of threads that decode, of gloo's."""
         decoding = self._config.data.num_threads * _THREAD_HEAP_BYTES
         decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
+        loader = self._loader()  # none keeps more than it has had
+        decoding = min(decoding, loader["loader_windows"] + loader["loader_decoding"])
         if self._topology.on_gpu:
             return decoding
         steps, copies = self._in_steps(), self._gloo_copies()
