@@ -214,9 +214,11 @@ class _Rank:
             return {}
         ranks, most = self._topology.world_size, max(counts, default=0)
         gathered = 3 * ranks * _COUNTED_BYTES * most if ranks > 1 else 0  # as bytes twice, and as tables
+        # Ids are chosen once decoding has ended and given its memory back: the larger of the two makes the peak.
+        choosing, decoding = _CHOICE_BYTES * most + gathered, self._data.counted_bytes
         host = {
-            "id_counts": _COUNTED_BYTES * sum(counts) + _CHOICE_BYTES * most + gathered,
-            "loader_decoding": self._data.counted_bytes,
+            "id_counts": _COUNTED_BYTES * sum(counts) + (choosing if choosing >= decoding else 0),
+            "loader_decoding": decoding if decoding > choosing else 0,
             "vocabularies": self._data.vocabulary_bytes,
             "libraries": self._libraries("init"),
             "process": HOST_PROCESS_BYTES[self._topology.device.type],
