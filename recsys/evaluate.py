@@ -18,7 +18,7 @@ from recsys.config.ranks import check_ranks
 from recsys.config.schema import DenseOptimizerConfig
 from recsys.errors import UserError, nearest
 from recsys.evaluation import Evaluation
-from recsys.files import replace_file
+from recsys.files import replace_file, unused_folder
 from recsys.inputs import Inputs, open_inputs
 from recsys.learning import learn_facts
 from recsys.observe import git_commit, logger, quiet_libraries, show_metrics, start_logging, to_json
@@ -112,16 +112,10 @@ def _without_training(config: Config) -> Config:
 
 
 def _new_folder(parent: Path) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for name in (stamp, *(f"{stamp}-{number}" for number in range(2, 1000))):
-        try:
-            (parent / name).mkdir(parents=True)
-            break
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise UserError(f"cannot write to '{parent}' ({error.strerror}); name another folder by run.dir") from error
-    return parent / name
+    try:
+        return unused_folder(parent / time.strftime("%Y%m%d-%H%M%S"))
+    except OSError as error:
+        raise UserError(f"cannot write to '{parent}' ({error.strerror}); name another folder by run.dir") from error
 
 
 def _metrics(inputs: Inputs, source: Source, roles: Sequence[str]) -> dict[str, dict[str, float]]:

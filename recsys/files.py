@@ -1,5 +1,6 @@
 """Files in place of others: written aside, brought to disk, renamed; an error names the file."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,13 +18,9 @@ def replacing(path: Path) -> Iterator[Path]:
     with naming(path):
         try:
             yield aside
-            descriptor = os.open(aside, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(aside)
             aside.replace(path)
-            sync_folder(path.parent)
+            sync(path.parent)
         except BaseException:
             with suppress(OSError):
                 aside.unlink()
@@ -53,9 +50,23 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def unused_folder(path: Path) -> Path:
+    """Make a folder and return it, with a number behind its name where that is taken.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
+        folder = path.with_name(f"{path.name}{suffix}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -20,7 +20,7 @@ from recsys.config.meaning import refuse_differences
 from recsys.config.ranks import check_ranks, repeated_decoding
 from recsys.distributed import save_plan
 from recsys.errors import UserError, why
-from recsys.files import copy_files, replace_file
+from recsys.files import copy_files, replace_file, unused_folder
 from recsys.fit import Change
 from recsys.inputs import Inputs, open_inputs
 from recsys.learning import learn_facts
@@ -186,9 +186,12 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
 
     A folder is taken for ours by a marker file, so that nothing else is ever cleared.
     """
-    run_dir = Path(config.run.dir) if config.run.dir else _unused_dir(config.run.name or "run")
+    run_dir = Path(config.run.dir or f"runs/{config.run.name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        if config.run.dir:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        else:
+            run_dir = unused_folder(run_dir)
         is_run = (run_dir / _MARKER).exists()
         if not is_run and any(not path.name.startswith(LOCK_FILE) for path in run_dir.iterdir()):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
@@ -213,21 +216,6 @@ def _save_config(config: Config, run_dir: Path, asked: Mapping[str, TableConfig]
     config = replace(config, tables=tables)
     # What to do with an earlier run is asked anew each time, and is no part of what this run is.
     save_config(replace(config, run=replace(config.run, resume=False, overwrite=False)), run_dir / "config.yaml")
-
-
-def _unused_dir(name: str) -> Path:
-    """Return runs/NAME-TIME, with a number where another run has begun in the same second."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
-        run_dir = Path(f"runs/{name}-{stamp}{suffix}")
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except FileExistsError:
-            continue
-        except OSError:
-            break
-    return run_dir
 
 
 def _clear(run_dir: Path, overwrite: bool) -> None:

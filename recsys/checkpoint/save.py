@@ -29,7 +29,7 @@ from recsys.checkpoint.state import (
 )
 from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
-from recsys.files import replace_file, sync_folder
+from recsys.files import replace_file, sync
 from recsys.process_group import World
 from recsys.versions import installed_versions
 
@@ -172,7 +172,7 @@ class Checkpoints:
             if other > path:
                 shutil.rmtree(refused_of(other), ignore_errors=True)
                 other.rename(refused_of(other))
-        sync_folder(self.folder)
+        sync(self.folder)
 
     def _check_space(self, tensors: dict[str, Pieces], best_step: int | None) -> None:
         """Refuse to write more than there is room for, before anything is written."""
@@ -215,7 +215,7 @@ class Checkpoints:
             shutil.rmtree(refused_of(final), ignore_errors=True)
             final.rename(refused_of(final))
         aside.rename(final)
-        sync_folder(self.folder)
+        sync(self.folder)
         self._point_to(final)
         self._prune(marker.state.best_step, self._keep)
 

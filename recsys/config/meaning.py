@@ -160,11 +160,9 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
     if saved.get("train.early_stop.metric") is None:
         free += _STOPPING
     if init is None:
-        streams, sizes = (
-            config.data.num_streams,
-            (config.train.global_batch_size, saved.get("train.global_batch_size", 1)),
-        )
-        if not any(size % streams for size in sizes):  # then streams are equally long, whatever a step takes of them
+        sizes = config.train.global_batch_size, saved.get("train.global_batch_size", 1)
+        # Streams are then equally long, whatever a step takes of them.
+        if not any(size % config.data.num_streams for size in sizes):
             free.append("train.global_batch_size")
         return free
     free += [*_OF_ONE_RUN, *_STOPPING, *_SHAPES]
