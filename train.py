@@ -5,8 +5,8 @@ import sys
 from typing import NoReturn
 
 from recsys.errors import EchoError, UserError, end_run
-from recsys.process_environment import is_first_rank, prepare_environment
-from recsys.versions import check_versions
+from recsys.runtime.environment import is_first_rank, prepare_environment
+from recsys.runtime.versions import check_versions
 
 _EPILOG = """\
 how to start it:
@@ -62,7 +62,7 @@ def main() -> int:
 
         try:
             if arguments.evaluate:
-                from recsys.evaluate import evaluate, find_run
+                from recsys.serving.evaluate import evaluate, find_run
 
                 run_to_evaluate = find_run(arguments.config, arguments.overrides)
             else:
@@ -74,10 +74,10 @@ def main() -> int:
         if arguments.evaluate:
             return evaluate(*run_to_evaluate)
         if arguments.dry_run:
-            from recsys.dry_run import dry_run
+            from recsys.memory.dry_run import dry_run
 
             return dry_run(config)
-        from recsys.run import run
+        from recsys.training.run import run
 
         return run(config)
     except Exception as error:

@@ -1,1 +1,20 @@
-"""Distributed training of user-item models with sharded, hashed, mixed-precision embedding tables."""
+"""Distributed training of user-item models with sharded, hashed, mixed-precision embedding tables.
+
+A room may import from those above it:
+
+    errors       errors that end a run, each told in one sentence
+    config/      what a run may be told: every key with its type, default, bounds and meaning
+    runtime/     the process among others: rank, device, collectives, files, logs, signals, versions
+    ids/         raw ids to table rows: hashes, vocabularies, statistics
+    data/        Parquet to batches: sources, footers, filters, order, decoding, windows, collation, the loader
+    tables/      the sharded half: tables for torchrec, their bytes, the plan, sharded and replicated tables
+    models/      the dense half: models, their blocks and losses, metrics
+    step/        one step: look up, compute, agree, update
+    checkpoint/  saving, loading, verifying; tables as files
+    memory/      will it fit, what was taken: a traced step, prediction, measuring, the report, --dry-run
+    training/    a run from its config to its result: the loop, evaluation, resume
+    serving/     what is done with a finished run
+    datasets/    public and synthetic data to Parquet; for scripts only
+
+A batch travels: data/loader → data/window → data/collate → step/pipeline → step/step → models/… → its loss.
+"""

@@ -50,7 +50,7 @@ def _run(part: str, out: Path, num_gpus: int) -> int:
         at_once = ["-n", _TESTS_AT_ONCE] if importlib.util.find_spec("xdist") else []
         command = ["-m", "pytest", "-m", "gpu", *at_once, f"--junitxml={out}/tests.xml"]
     else:
-        command = ["scripts/benchmark.py", *_BENCHMARKS[part], "--out", f"{out}/{part}_gpu.json"]
+        command = ["benchmarks/benchmark.py", *_BENCHMARKS[part], "--out", f"{out}/{part}_gpu.json"]
         command += ["--folder", f"{out}/../loader-files"] if part == "loader" else []
         command += ["--ranks", str(num_gpus)] if part == "peaks" else []
     return subprocess.run([sys.executable, *command], cwd=ROOT).returncode

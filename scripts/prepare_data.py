@@ -13,11 +13,11 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recsys.versions import exit_unless_installed  # noqa: E402
+from recsys.runtime.versions import exit_unless_installed  # noqa: E402
 
 exit_unless_installed("numpy", "pyarrow")
 
-from recsys.data import delimited, interactions, movielens, prepare, synthetic  # noqa: E402
+from recsys.datasets import delimited, interactions, movielens, synthetic, writer  # noqa: E402
 from recsys.errors import UserError  # noqa: E402
 
 EXAMPLES = """examples:
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         written = args.run(args)
         if not written:
             print("already complete, nothing to do:")
-        print(prepare.describe(args.out))
+        print(writer.describe(args.out))
     except (UserError, OSError) as error:
         print(f"prepare_data.py: {error}", file=sys.stderr)
         return 2

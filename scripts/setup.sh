@@ -52,7 +52,7 @@ first_line() { echo "${1%%$'\n'*}"; }
 up_to_date() {
     [[ -f "$stamp" ]] && { [[ -z "${PYTHON:-}" ]] || usable "$PYTHON"; } &&
         [[ "$(wanted "${PYTHON:-$venv_python}" 2>/dev/null)" == "$(<"$stamp")" ]] &&
-        "$venv_python" -m recsys.versions &>/dev/null
+        "$venv_python" -m recsys.runtime.versions &>/dev/null
 }
 
 make_venv() {
@@ -87,7 +87,7 @@ install() {
 }
 
 verify() {
-    "$venv_python" -m recsys.versions >/dev/null || exit 1
+    "$venv_python" -m recsys.runtime.versions >/dev/null || exit 1
     # The CUDA set may well be installed where no GPU is, as on a cluster's login node; it need not load there.
     if [[ "$kind" == "$(fitting_kind)" ]]; then
         say "checking that torch, fbgemm and torchrec load"

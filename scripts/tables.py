@@ -9,8 +9,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recsys.errors import UserError
-from recsys.process_environment import prepare_environment
-from recsys.versions import exit_unless_installed
+from recsys.runtime.environment import prepare_environment
+from recsys.runtime.versions import exit_unless_installed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -7,7 +7,7 @@ bash scripts/setup.sh
 bin=.venv/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
-"$bin/mypy" recsys train.py scripts
+"$bin/mypy" recsys train.py scripts benchmarks
 # Files side by side, two at a time: ranks wait for each other, so that one file alone leaves cores idle.
 [[ $# -gt 0 ]] || set -- --numprocesses 2 --dist loadfile
 exec "$bin/python" -m pytest "$@"

@@ -1,10 +1,10 @@
 """The same config on a GPU: the numbers of the CPU, a checkpoint that moves between the two, device peaks."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import benchmark_peaks as peaks
 import pytest
 import torch
 from launch import run_train
@@ -16,10 +16,6 @@ from test_plans import KINDS, overrides, write
 from recsys.config import ComputeKernel, ShardingChoice
 from recsys.config.choices import COLUMN_SPLITS
 from recsys.data.parquet import open_dataset
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-
-import benchmark_peaks as peaks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,7 +53,7 @@ def test_evaluations_are_no_updates(optimizer: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["FP32", "FP16"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_a_plan_learns_what_a_cpu_learns(kind: ShardingChoice, dtype: str, nproc: int, tmp_path: Path) -> None:
-    """On NCCL, against one process on the CPU, which tests/test_plans.py holds against plain torch."""
+    """On NCCL, against one process on the CPU, which tests/tables/test_plans.py holds against plain torch."""
     if torch.cuda.device_count() < nproc:
         pytest.skip(f"there are {torch.cuda.device_count()} GPUs, and this takes {nproc}")
     config = write(tmp_path)

@@ -1,6 +1,7 @@
 """The shape of the code, read from its syntax trees: imports go one way, and other promises of the design."""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,39 +11,23 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A part (module or package of recsys) may import from the rows above its own, not from its neighbours.
-LAYERS = (
-    ("errors", "files", "module_names", "process_environment"),
-    ("versions", "config", "counter_random"),
-    ("process_group",),
-    ("id_mapping", "topology"),
-    ("tables", "data"),
-    ("models", "table_bytes"),
-    ("replicated", "planner", "observe", "run_lock"),
-    (
-        "distributed",
-        "pipeline",
-        "optim",
-        "metrics",
-        "checkpoint",
-        "memory",
-        "layers",
-        "compress",
-        "export",
-        "watchdog",
-        "profiling",
-        "stopping",
-    ),
-    ("inputs",),
-    ("build", "learning"),
-    ("data_facts",),
-    ("evaluation", "rehearsal", "starting"),
-    ("trainer", "fit"),
-    ("memory_log", "out_of_memory", "result"),
-    ("run", "dry_run", "evaluate"),
+# A room may import from those before it, not from those behind it.
+ROOMS = (
+    "errors",
+    "config",
+    "runtime",
+    "ids",
+    "data",
+    "tables",
+    "models",
+    "step",
+    "checkpoint",
+    "memory",
+    "training",
+    "serving",
+    "datasets",
 )
-SERVICES = LAYERS[7]
-LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
+PLACES = {room: place for place, room in enumerate(ROOMS)}
 
 RANK_VARIABLES = {
     "RANK",
@@ -58,8 +43,8 @@ RANK_VARIABLES = {
 }
 
 
-def part_of(path: str) -> str:
-    """The part of recsys that the file belongs to; empty for recsys/__init__.py."""
+def room_of(path: str) -> str:
+    """The room of recsys that the file belongs to; empty for recsys/__init__.py."""
     return path.split("/")[1].removesuffix(".py").replace("__init__", "")
 
 
@@ -78,39 +63,36 @@ def imported(tree: ast.Module, path: str) -> Iterator[tuple[int, str]]:
 
 
 def wrong_imports(path: str, tree: ast.Module) -> Iterator[str]:
-    part = part_of(path)
-    if part and part not in LAYER_OF:
-        yield f"{path}: {part} is in no layer; give it a place in LAYERS"
+    room = room_of(path)
+    if room and room not in PLACES:
+        yield f"{path}: {room} is no room; the rooms are {', '.join(ROOMS)}"
         return
     for line, name in imported(tree, path):
         top, _, rest = name.partition(".")
         other = rest.split(".")[0]
-        if top in ("train", "scripts", "tests"):
+        if top in ("train", "scripts", "tests", "benchmarks"):
             yield f"{path}:{line}: recsys must not import {name}"
-        if top != "recsys" or other == part or not rest:
+        if top != "recsys" or other == room or not rest:
             continue
-        if other not in LAYER_OF:
-            yield f"{path}:{line}: {name} is of no layer; name the module that it comes from"
-        elif not part or LAYER_OF[other] >= LAYER_OF[part]:
-            yield f"{path}:{line}: {part or 'recsys'} must not import {name}"
-        elif part in SERVICES and other == "models":
-            yield f"{path}:{line}: services receive models as objects, {part} must not import {name}"
+        if other not in PLACES:
+            yield f"{path}:{line}: {name} is of no room; name the module that it comes from"
+        elif not room or PLACES[other] > PLACES[room]:
+            yield f"{path}:{line}: {room or 'recsys'} must not import {name}"
 
 
 def environment_reads(path: str, tree: ast.Module) -> Iterator[str]:
-    """Only process_group reads the environment, and errors for the file that torchrun names there."""
-    part = part_of(path) if path.startswith("recsys/") else ""
-    if part in ("process_group", "process_environment"):
+    """Only two files of `runtime` read the environment, and errors for the file that torchrun names there."""
+    if path in ("recsys/runtime/world.py", "recsys/runtime/environment.py"):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in RANK_VARIABLES:
-            yield f"{path}:{node.lineno}: {node.value} is read by process_group alone"
+            yield f"{path}:{node.lineno}: {node.value} is read by recsys/runtime/world.py alone"
         name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
-        if name in ("os.environ", "os.getenv") and part != "errors":
-            yield f"{path}:{node.lineno}: {name} outside process_group"
+        if name in ("os.environ", "os.getenv") and path != "recsys/errors.py":
+            yield f"{path}:{node.lineno}: {name} outside recsys/runtime"
     for line, name in imported(tree, path):
         if name in ("os.environ", "os.getenv"):
-            yield f"{path}:{line}: {name} outside process_group"
+            yield f"{path}:{line}: {name} outside recsys/runtime"
 
 
 def names_in(node: ast.AST) -> set[str]:
@@ -141,13 +123,32 @@ def test_package(rule):
     assert not problems, "\n".join(problems)
 
 
+def modules() -> dict[str, set[str]]:
+    """By module of recsys the modules that it imports when it is imported itself."""
+    trees = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
+        for path, tree in sources("recsys/**/*.py").items()
+    }
+    found: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        path = f"{module.replace('.', '/')}.py"
+        names = {name for _, name in imported(ast.Module(top, []), path)}
+        found[module] = {name if name in trees else name.rpartition(".")[0] for name in names} & trees.keys() - {module}
+    return found
+
+
+def test_no_circle_of_imports():
+    graphlib.TopologicalSorter(modules()).prepare()  # raises CycleError, which names the circle
+
+
 def test_train_reads_no_environment():
     problems = [line for path, tree in sources("train.py").items() for line in environment_reads(path, tree)]
     assert not problems, "\n".join(problems)
 
 
 def test_files_stay_short():
-    folders = [path for folder in ("recsys", "tests", "scripts") for path in ROOT.glob(f"{folder}/**/*")]
+    folders = [path for folder in ("recsys", "tests", "scripts", "benchmarks") for path in ROOT.glob(f"{folder}/**/*")]
     limits = {path: 400 for path in folders if path.suffix in (".py", ".sh")}
     limits |= {path: 100 for path in ROOT.glob("train.py")}
     for path, limit in limits.items():
@@ -157,32 +158,33 @@ def test_files_stay_short():
 
 # What each rule must find, so that none of them is true of everything.
 CAUGHT = [
-    (wrong_imports, "recsys/config/load.py", "from recsys.process_group import World"),
-    (wrong_imports, "recsys/config/load.py", "from recsys import process_group"),
-    (wrong_imports, "recsys/config/load.py", "from ..process_group import World"),
+    (wrong_imports, "recsys/config/load.py", "from recsys.runtime.world import World"),
+    (wrong_imports, "recsys/config/load.py", "from recsys import runtime"),
+    (wrong_imports, "recsys/config/load.py", "from ..runtime.world import World"),
     (wrong_imports, "recsys/errors.py", "def f():\n    import recsys.config"),
-    (wrong_imports, "recsys/tables.py", "from recsys.data.collate import Batch"),
-    (wrong_imports, "recsys/metrics.py", "from recsys.checkpoint import save"),
-    (wrong_imports, "recsys/memory/report.py", "from recsys.models.ranker import DLRM"),
-    (wrong_imports, "recsys/distributed.py", "import train"),
+    (wrong_imports, "recsys/data/loader.py", "from recsys.tables.spec import Shard"),
+    (wrong_imports, "recsys/models/metrics.py", "from recsys.checkpoint import save"),
+    (wrong_imports, "recsys/step/step.py", "from recsys.training.trainer import Trainer"),
+    (wrong_imports, "recsys/tables/shard.py", "import train"),
+    (wrong_imports, "recsys/tables/shard.py", "import benchmarks.launcher"),
     (wrong_imports, "recsys/helpers.py", "import os"),
-    (wrong_imports, "recsys/__init__.py", "from recsys.trainer import fit"),
-    (wrong_imports, "recsys/models/ranker.py", "from recsys import __version__"),
-    (environment_reads, "recsys/trainer.py", "import os\nx = os.environ.get('HOME')"),
-    (environment_reads, "recsys/trainer.py", "from os import environ"),
+    (wrong_imports, "recsys/__init__.py", "from recsys.training.trainer import fit"),
+    (wrong_imports, "recsys/models/dlrm.py", "from recsys import __version__"),
+    (environment_reads, "recsys/training/trainer.py", "import os\nx = os.environ.get('HOME')"),
+    (environment_reads, "recsys/training/trainer.py", "from os import environ"),
     (environment_reads, "recsys/errors.py", "import os\nx = os.environ['RANK']"),
     (environment_reads, "train.py", "import os\nx = os.getenv('LOCAL_RANK')"),
-    (import_effects, "recsys/trainer.py", "import torch\ntorch.manual_seed(0)"),
-    (import_effects, "recsys/trainer.py", "for i in range(3):\n    pass"),
+    (import_effects, "recsys/training/trainer.py", "import torch\ntorch.manual_seed(0)"),
+    (import_effects, "recsys/training/trainer.py", "for i in range(3):\n    pass"),
 ]
 ALLOWED = [
     (wrong_imports, "recsys/config/load.py", "from recsys.config.schema import Config\nfrom . import checks"),
-    (wrong_imports, "recsys/versions.py", "from recsys.errors import UserError"),
-    (wrong_imports, "recsys/models/ranker.py", "from recsys.data import Batch\nfrom recsys.tables import x"),
-    (wrong_imports, "recsys/trainer.py", "from recsys import metrics, models\nimport torch.distributed"),
-    (environment_reads, "recsys/process_group.py", "import os\nx = os.environ['RANK']"),
+    (wrong_imports, "recsys/runtime/versions.py", "from recsys.errors import UserError"),
+    (wrong_imports, "recsys/models/dlrm.py", "from recsys.data import Batch\nfrom recsys.tables.spec import x"),
+    (wrong_imports, "recsys/training/trainer.py", "from recsys import models\nimport torch.distributed"),
+    (environment_reads, "recsys/runtime/world.py", "import os\nx = os.environ['RANK']"),
     (environment_reads, "recsys/errors.py", "import os\nx = os.environ.get('TORCHELASTIC_ERROR_FILE')"),
-    (import_effects, "recsys/trainer.py", "'''Doc.'''\nX = 1\nif __name__ == '__main__':\n    main()"),
+    (import_effects, "recsys/training/trainer.py", "'''Doc.'''\nX = 1\nif __name__ == '__main__':\n    main()"),
 ]
 
 

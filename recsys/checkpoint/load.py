@@ -30,8 +30,8 @@ from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
 from recsys.config.meaning import changed_inputs, changed_optimizers
 from recsys.errors import UserError
-from recsys.files import replace_file
-from recsys.process_group import World
+from recsys.runtime.files import replace_file
+from recsys.runtime.world import World
 
 _log = getLogger("recsys")
 

@@ -26,8 +26,8 @@ from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
-from recsys.files import replacing
-from recsys.id_mapping import build_mapping, read_vocabulary
+from recsys.ids import build_mapping, read_vocabulary
+from recsys.runtime.files import replacing
 
 VECTOR = "vector"
 _KEYS = ("row", "id", "bucket")

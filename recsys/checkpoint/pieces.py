@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from recsys.table_bytes import CHUNK_BYTES
-from recsys.tables import local_pieces
+from recsys.tables.bytes import CHUNK_BYTES
+from recsys.tables.spec import local_pieces
 
 
 @dataclass(frozen=True)

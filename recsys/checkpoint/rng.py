@@ -1,7 +1,7 @@
 """The states of this process's random number generators as tensors, so that a checkpoint holds them as such.
 
-What trains draws from counters (see `counter_random`); the generators are kept for whatever else draws. Of NumPy's and
-Python's, the second number of a pair from the normal distribution is not kept.
+What trains draws from counters (`runtime.counter_random`); the generators are kept for whatever else draws. Of NumPy's
+and Python's, the second number of a pair from the normal distribution is not kept.
 """
 
 import random

@@ -29,9 +29,9 @@ from recsys.checkpoint.state import (
 )
 from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
-from recsys.files import replace_file, sync
-from recsys.process_group import World
-from recsys.versions import installed_versions
+from recsys.runtime.files import replace_file, sync
+from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import World
 
 _log = getLogger("recsys")
 _LATEST = "latest"

@@ -9,7 +9,7 @@ from recsys.checkpoint.state import Marker, check_whole, find_checkpoint
 from recsys.config import Config
 from recsys.config.initial import InitConfig
 from recsys.errors import UserError
-from recsys.process_group import World
+from recsys.runtime.world import World
 
 FACTS = "vocabulary"  # folder of a run directory
 

@@ -13,8 +13,8 @@ import xxhash
 from recsys.checkpoint.files import file_problem
 from recsys.data.order import Position
 from recsys.errors import UserError
-from recsys.files import replace_file
-from recsys.process_group import World
+from recsys.runtime.files import replace_file
+from recsys.runtime.world import World
 
 # 3 did not say what its rows and numbers stand for, and had another position; in 2 rows came in another order
 FORMAT = 4

@@ -14,10 +14,10 @@ import torch
 
 from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.checkpoint.rng import rng_tensors, set_rng
-from recsys.id_mapping import IdState, IdStatistics
-from recsys.module_names import parameter_name
-from recsys.process_group import World
-from recsys.tables import local_pieces
+from recsys.ids import IdState, IdStatistics
+from recsys.runtime.world import World
+from recsys.tables.module_names import parameter_name
+from recsys.tables.spec import local_pieces
 
 TABLES, TABLE_OPTIMIZER, DENSE, DENSE_OPTIMIZER, RNG, IDS = (
     "tables/",

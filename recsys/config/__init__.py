@@ -16,7 +16,7 @@ from recsys.config.choices import (
     Schedule,
     ShardingChoice,
 )
-from recsys.config.load import load_config, save_config
+from recsys.config.load import config_text, load_config
 from recsys.config.schema import (
     Config,
     DataConfig,
@@ -50,6 +50,6 @@ __all__ = [
     "TableConfig",
     "TableOptimizerConfig",
     "TwoTowerConfig",
+    "config_text",
     "load_config",
-    "save_config",
 ]

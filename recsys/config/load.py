@@ -26,7 +26,6 @@ from recsys.config.names import run_name_of
 from recsys.config.ranges import expand_override, without_ranges
 from recsys.config.schema import MODELS, Config
 from recsys.errors import UserError, nearest
-from recsys.files import replace_file
 
 # What --debug sets beneath the user's own `key=value`: one thread, no reading ahead, a slice of the data.
 DEBUG_OVERRIDES = {
@@ -74,13 +73,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
     return config
 
 
-def save_config(config: Config, path: str | Path) -> None:
-    """Write the config as YAML that `load_config` reads back to an equal `Config`."""
-    replace_file(Path(path), config_text(config))
-
-
 def config_text(config: Config) -> str:
-    """Return the config as YAML; what was given as `${oc.env:NAME}` stays so, as it may be a secret."""
+    """Return the config as YAML that `load_config` reads back to an equal `Config`.
+
+    What was given as `${oc.env:NAME}` stays so, as it may be a secret.
+    """
     now = OmegaConf.to_container(OmegaConf.structured(config))
     return OmegaConf.to_yaml(OmegaConf.create(_with_references(now, *config.given)))
 

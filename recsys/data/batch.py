@@ -10,7 +10,7 @@ from torchrec.streamable import Pipelineable
 
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
-from recsys.files import replace_file
+from recsys.runtime.files import replace_file
 
 
 @dataclass

@@ -25,7 +25,7 @@ from recsys.data.arrow import (
     valid,
 )
 from recsys.errors import UserError
-from recsys.id_mapping import NULL_ROW, IdMapping, IdStatistics
+from recsys.ids import NULL_ROW, IdMapping, IdStatistics
 
 # Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64

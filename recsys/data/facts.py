@@ -15,9 +15,9 @@ from recsys.data.arrow import decoded, drop_nulls, is_list, plain, to_numbers
 from recsys.data.convert import FloatColumn, Transform, convert_floats, transform_numbers
 from recsys.data.parquet import Dataset, SegmentReader
 from recsys.errors import UserError
-from recsys.files import replace_file
-from recsys.id_mapping import IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
-from recsys.process_group import World
+from recsys.ids import IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
+from recsys.runtime.files import replace_file
+from recsys.runtime.world import World
 
 FLOATS_FILE = "floats.json"
 

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.dataset import Dataset
 from recsys.data.footers import FileKey, Footer, Layout
-from recsys.files import replacing
+from recsys.runtime.files import replacing
 
 logger = logging.getLogger("recsys")
 

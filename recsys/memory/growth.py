@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from recsys.memory.measure import heap, rss
 from recsys.memory.page import size
-from recsys.memory.process import heap, rss
-from recsys.topology import Topology
+from recsys.runtime.machine import Topology
 
 _WARM_UP = 300  # steps after which heaps and caches have mostly found their size
 _LEAST_SAMPLES, _MOST_SAMPLES = 8, 512

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from recsys.process_environment import HEAP_BLOCK_BYTES
+from recsys.runtime.environment import HEAP_BLOCK_BYTES
 
 
 class LivePeak(TorchDispatchMode):

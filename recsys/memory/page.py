@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from recsys.tables import Shard
+from recsys.tables.spec import Shard
 
 Cell = tuple[int | None, ...] | str  # bytes, or bytes measured and predicted; or text
 

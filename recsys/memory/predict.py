@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from recsys.config import Config, FeatureType
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
 from recsys.memory.tensors import Bytes
-from recsys.process_environment import HEAP_BLOCK_BYTES
-from recsys.process_group import batches_ahead
-from recsys.table_bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
-from recsys.tables import Shard
-from recsys.topology import Topology
+from recsys.runtime.environment import HEAP_BLOCK_BYTES
+from recsys.runtime.machine import Topology
+from recsys.runtime.world import batches_ahead
+from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
+from recsys.tables.spec import Shard
 
 # What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
 CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FBGEMM
@@ -25,7 +25,7 @@ _LIBRARY_BYTES = {"init": 14 << 20, "later": 41 << 20}
 _RANK_ZERO_BYTES = {"init": 24 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
-# to where glibc gives it back or puts it elsewhere (see process_environment); a decoding one's:
+# to where glibc gives it back or puts it elsewhere (see runtime.environment); a decoding one's:
 _MOST_HEAP_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 6 << 20
 _MICRO_HEAP_BYTES = 40 << 20  # the first, where blocks from 4 MiB on are given back
 _MOST_DENSE_HEAP_BYTES = 24 << 20  # around parameters, gradients and state of the dense part

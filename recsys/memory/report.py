@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from recsys.config import Config
-from recsys.files import replace_file
 from recsys.memory.growth import describe_growth
+from recsys.memory.measure import Timeline, allocator, process_memory
 from recsys.memory.page import Cell, kind_rows, listed, rank_table, size, when
 from recsys.memory.predict import RankMemory
-from recsys.memory.process import Timeline, allocator, process_memory
 from recsys.memory.svg import html_page
 from recsys.memory.tensors import Bytes
-from recsys.tables import Shard
-from recsys.topology import Topology, cgroup_limit
+from recsys.runtime.files import replace_file
+from recsys.runtime.machine import Topology, cgroup_limit
+from recsys.tables.spec import Shard
 
 SCHEMA_VERSION = 2
 _APART = 0.05  # ranks that differ by less are shown as one: what is measured differs from time to time

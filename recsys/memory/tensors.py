@@ -8,8 +8,8 @@ import torch
 from recsys.config import Config
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
 from recsys.memory.live import storage_bytes
-from recsys.table_bytes import rank_tables
-from recsys.tables import Shard, local_pieces
+from recsys.tables.bytes import rank_tables
+from recsys.tables.spec import Shard, local_pieces
 
 Bytes = dict[str, int]
 

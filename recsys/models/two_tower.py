@@ -9,7 +9,8 @@ from torch import nn
 
 from recsys.config import TwoTowerConfig
 from recsys.data.batch import Batch
-from recsys.models.task import Task, Vectors, mlp
+from recsys.models.base import Task, Vectors
+from recsys.models.blocks import mlp
 
 # Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
 _SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}

@@ -1,0 +1,115 @@
+"""Measure: test metrics of a config over seeds, what loader, shuffling, training, memory cost. Results are JSON."""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import benchmark_checkpoints
+import benchmark_loader
+import benchmark_peaks
+import benchmark_random
+import benchmark_shuffle
+import benchmark_step
+import benchmark_training
+
+from recsys.runtime.versions import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_seed(config: str, seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:
+    """Train one seed in a process of its own and return its result.json."""
+    run_dir = folder / f"seed-{seed}"
+    command = [sys.executable, "train.py", config, *overrides, f"seed={seed}", f"run.dir={run_dir}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    result: dict[str, Any] = json.loads((run_dir / "result.json").read_text())
+    return result
+
+
+def summarise(config: str, overrides: list[str], results: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return mean, sample standard deviation and each seed's value of every test metric, with where it was measured."""
+    first = next(iter(results.values()))
+    metrics = {}
+    for name in first["metrics"]["test"]:
+        values = [result["metrics"]["test"][name] for result in results.values()]
+        spread = statistics.stdev(values) if len(values) > 1 else 0.0
+        metrics[name] = {"mean": statistics.mean(values), "stdev": spread, "values": values}
+    return {
+        "config": config,
+        "overrides": overrides,
+        "seeds": list(results),
+        "test": metrics,
+        "seconds": [result["seconds"] for result in results.values()],
+        "samples_per_s": [result["samples_per_s"] for result in results.values()],
+        "device": first["device"],
+        "versions": first["versions"],
+        "git_commit": first["git_commit"],
+    }
+
+
+def main() -> None:
+    """Parse the command line and measure."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    seeds = commands.add_parser("seeds", help="test metrics over seeds")
+    seeds.add_argument("config", metavar="CONFIG")
+    seeds.add_argument("overrides", metavar="key=value", nargs="*")
+    seeds.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    seeds.add_argument("--out", type=Path, help="JSON file to write")
+    loader = commands.add_parser("loader", help="the loader's CPU time against bare decoding; the last line is JSON")
+    benchmark_loader.add_arguments(loader)
+    shuffle = commands.add_parser("shuffle", help="how far apart neighbours of a file are trained")
+    benchmark_shuffle.add_arguments(shuffle)
+    training = commands.add_parser("training", help="speed of a DLRM of 8 ids, and its share of time waiting for data")
+    benchmark_training.add_arguments(training)
+    step = commands.add_parser("step", help="our trainer against a bare torchrec loop; the last line is JSON")
+    benchmark_step.add_arguments(step)
+    checkpoints = commands.add_parser("checkpoints", help="seconds of training that a checkpoint of 1.6 M rows costs")
+    benchmark_checkpoints.add_arguments(checkpoints)
+    peaks = commands.add_parser("peaks", help="peaks of memory, predicted and measured, of runs of many shapes")
+    benchmark_peaks.add_arguments(peaks)
+    random = commands.add_parser("random", help="peaks of memory, predicted and measured, of random configs and data")
+    benchmark_random.add_arguments(random)
+    arguments = parser.parse_args()
+    measure = {
+        "seeds": measure_seeds,
+        "loader": benchmark_loader.run,
+        "shuffle": benchmark_shuffle.run,
+        "training": benchmark_training.run,
+        "step": benchmark_step.run,
+        "checkpoints": benchmark_checkpoints.run,
+        "peaks": benchmark_peaks.run,
+        "random": benchmark_random.run,
+    }
+    result = {**measure[arguments.command](arguments), "machine": machine()}
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.command in ("loader", "step", "checkpoints"):
+        print(json.dumps(result))
+
+
+def measure_seeds(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train each seed, print and return the summary."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = {}
+        for seed in arguments.seeds:
+            results[seed] = run_seed(arguments.config, seed, arguments.overrides, Path(folder))
+            shown = {name: round(value, 4) for name, value in results[seed]["metrics"]["test"].items()}
+            print(f"seed {seed}: {shown}", flush=True)
+    summary = summarise(arguments.config, arguments.overrides, results)
+    for name, values in summary["test"].items():
+        print(f"{name}: {values['mean']:.4f} ± {values['stdev']:.4f}")
+    return summary
+
+
+if __name__ == "__main__":
+    main()

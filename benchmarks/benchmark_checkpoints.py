@@ -1,0 +1,89 @@
+"""What a checkpoint costs training, in the foreground and in the background; see `benchmark.py checkpoints --help`."""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recsys.runtime.environment import prepare_environment
+
+prepare_environment()  # before pyarrow is imported
+
+import benchmark_training  # noqa: E402
+
+from recsys.config import load_config  # noqa: E402
+from recsys.data.inputs import Inputs, open_inputs  # noqa: E402
+from recsys.errors import UserError  # noqa: E402
+from recsys.memory import Timeline  # noqa: E402
+from recsys.runtime.versions import installed_versions  # noqa: E402
+from recsys.runtime.world import open_world  # noqa: E402
+from recsys.training.build import Built, build_model  # noqa: E402
+from recsys.training.trainer import Trainer  # noqa: E402
+
+# One checkpoint in the middle of a block, or none; the one at the end of a block is in all of them.
+KINDS = ("none", "foreground", "background")
+
+
+def block(inputs: Inputs, built: Built, steps: int, kind: str) -> float:
+    """Train a block from the first row on; return its seconds."""
+    train = inputs.config.train
+    train.checkpoint_every_steps = None if kind == "none" else steps * 2 // 3
+    train.async_checkpoints = kind == "background"
+    with tempfile.TemporaryDirectory() as folder:
+        timeline = Timeline(inputs.world.device)
+        trainer = Trainer(inputs, built, Path(folder), timeline)
+        start = time.monotonic()
+        fitted = trainer.fit()
+        seconds = time.monotonic() - start
+        timeline.close()
+    if fitted.stopped or fitted.state.step != steps:  # the request to stop stays with the model, so later ones end too
+        raise UserError(f"a block ended at step {fitted.state.step} of {steps}, so nothing was measured; run it again")
+    return seconds
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Carry out `benchmark.py checkpoints`."""
+    data = benchmark_training.files(arguments.rows)
+    steps = arguments.rows // 2048
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoints.yaml"
+        path.write_text(benchmark_training.config_text(data))
+        config = load_config(path, [f"train.max_steps={steps}", *arguments.overrides])
+    with open_world(config.run.device, config.run.num_threads) as world:
+        inputs = open_inputs(config, world)
+        built = build_model(inputs)
+        block(inputs, built, steps, "none")  # the first one is slower
+        for repeat in range(arguments.repeats):
+            for kind in KINDS:  # in turn, so that what else the machine does falls on all alike
+                seconds[kind].append(block(inputs, built, steps, kind))
+            print(
+                f"repeat {repeat + 1}: { {kind: round(found[-1], 2) for kind, found in seconds.items()} }", flush=True
+            )
+        num_bytes = sum(pieces.num_bytes for pieces in built.tensors.to_load().values())
+        del built, inputs
+    costs = {
+        kind: statistics.median(a - b for a, b in zip(seconds[kind], seconds["none"], strict=True))
+        for kind in ("foreground", "background")
+    }
+    return {
+        "rows": arguments.rows,
+        "tensor_bytes": num_bytes,
+        "seconds_of_a_block": seconds,
+        "seconds_of_a_checkpoint": costs,
+        "share_at_one_a_minute": {kind: cost / 60 for kind, cost in costs.items()},
+        "versions": installed_versions(),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `benchmark.py checkpoints`."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--rows", type=int, default=1_048_576, help="of a block")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="JSON file to write")

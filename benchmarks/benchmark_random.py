@@ -1,0 +1,69 @@
+"""Peaks of memory, predicted and measured, of runs of random configs and data; see `benchmark.py random --help`."""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import random_runs
+from benchmark_peaks import MIB, is_near, train
+
+from recsys.runtime.versions import installed_versions
+
+
+def measure(seed: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Train the run of a seed in a folder and return of each rank the bytes of its phases, and of its peak, as `peak`.
+
+    Raises:
+        RuntimeError: the run fails; with the end of what it says.
+    """
+    run = random_runs.make(seed)
+    reports = train(run.write(folder), folder / "run", run.nproc, *overrides)
+    return [
+        {
+            "peak": {key: report["peak"][key] for key in ("phase", "measured_bytes", "predicted_bytes")},
+            **{
+                phase: {key: sizes[key] for key in ("measured_bytes", "predicted_bytes")}
+                for phase, sizes in report["phases"].items()
+                if sizes["measured_bytes"] is not None and sizes["predicted_bytes"] is not None
+            },
+            "by_kind_predicted": report["peak"]["by_kind_predicted"],
+        }
+        for report in reports
+    ]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Carry out `benchmark.py random`."""
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    missed = []
+    for seed in arguments.seeds:
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            ranks[seed] = measure(seed, Path(folder), *arguments.overrides)
+        for rank, found in enumerate(ranks[seed]):
+            near = {phase for phase, sizes in found.items() if "phase" not in phase and _is_near(sizes)}
+            if "peak" not in near:
+                missed.append((seed, rank))
+            shown = (f"{phase} {_shown(sizes)}{'' if phase in near else ' !'}" for phase, sizes in found.items())
+            print(f"seed {seed}, rank {rank}: {', '.join(list(shown)[:-1])}", flush=True)
+        print(f"seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
+    total = sum(map(len, ranks.values()))
+    print(f"{total - len(missed)} of {total} peaks within 5 % or 32 MiB; not those of (seed, rank): {missed}")
+    return {"overrides": arguments.overrides, "ranks": ranks, "missed": missed, "versions": installed_versions()}
+
+
+def _is_near(sizes: dict[str, int]) -> bool:
+    return "measured_bytes" in sizes and is_near(sizes["predicted_bytes"], sizes["measured_bytes"])
+
+
+def _shown(sizes: dict[str, Any]) -> str:
+    return "/".join(f"{sizes.get(key, 0) / MIB:,.0f}" for key in ("measured_bytes", "predicted_bytes"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `benchmark.py random`."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[*random_runs.AFTER], help="see random_runs.py")
+    parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -1,0 +1,272 @@
+"""Our trainer, from Parquet, against a bare torchrec loop over batches in memory; see `benchmark.py step --help`."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from recsys.runtime.environment import prepare_environment
+
+prepare_environment()  # before pyarrow is imported
+
+import benchmark_training  # noqa: E402
+import torch  # noqa: E402
+from launcher import launch_command  # noqa: E402
+from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec.datasets.utils import Batch as BareBatch  # noqa: E402
+from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology  # noqa: E402
+from torchrec.distributed.planner.types import ParameterConstraints  # noqa: E402
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
+from torchrec.models.dlrm import DLRM, DLRMTrain  # noqa: E402
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
+from torchrec.optim.keyed import KeyedOptimizerWrapper  # noqa: E402
+from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
+
+from recsys.config import Config, load_config  # noqa: E402
+from recsys.data.inputs import Inputs, open_inputs  # noqa: E402
+from recsys.memory import Timeline  # noqa: E402
+from recsys.runtime.versions import installed_versions  # noqa: E402
+from recsys.runtime.world import World, open_world  # noqa: E402
+from recsys.step.pipeline import build_pipeline  # noqa: E402
+from recsys.tables.shard import TableSharder  # noqa: E402
+from recsys.training.build import build_model  # noqa: E402
+from recsys.training.trainer import TimedIterator, Trainer  # noqa: E402
+
+ROWS = 2_097_152
+NUM_EMBEDDINGS, DIM = 200_000, 16
+BATCHES_IN_MEMORY = 64
+PROFILED_STEPS = 60
+# The part of a step that an event of the profiler belongs to. Events of the first kind are inside those of the second,
+# and taken off them.
+LOOKUP = re.compile(r"^fbgemm::split_embedding_codegen_lookup|^fbgemm::dense_embedding_codegen_lookup")
+TABLE_BACKWARD = re.compile(r"^fbgemm::split_embedding_backward")
+RANGES = {
+    "wait": re.compile(r"^next batch$"),
+    "input_distribution": re.compile(r"^## (start|wait)_sparse_data_dist"),
+    "forward": re.compile(r"^## forward"),
+    "backward": re.compile(r"^## backward"),
+    "optimizer": re.compile(r"^## optimizer|^## zero_grad"),
+}
+
+
+class Ours:
+    """The trainer of this project, as train.py runs it."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self._inputs: Inputs = open_inputs(config, world)
+        self._built = build_model(self._inputs)
+        self._config, self._world = config, world
+        self.num_threads = torch.get_num_threads()  # as open_world chose it
+
+    def measure(self) -> dict[str, float]:
+        """Train train.max_steps steps from the first row on; return rows/s and the share of time waiting for data."""
+        torch.set_num_threads(self.num_threads)
+        folder = self._world.from_rank_zero(tempfile.mkdtemp)
+        timeline = Timeline(self._world.device)
+        fitted = Trainer(self._inputs, self._built, Path(folder), timeline).fit()
+        timeline.close()
+        self._world.from_rank_zero(lambda: shutil.rmtree(folder))
+        return {"rows_per_s": fitted.samples_per_s, "wait_share": fitted.wait_share}
+
+    def batches_in_memory(self) -> list[BareBatch]:
+        """Return batches of the same rows for the bare loop."""
+        loader = self._inputs.loader("train")
+        with closing(loader.batches()) as batches:
+            return [
+                BareBatch(
+                    dense_features=batch.floats.clone(),
+                    sparse_features=KeyedJaggedTensor(
+                        batch.ids.keys(), batch.ids.values().long(), lengths=batch.ids.lengths().clone()
+                    ),
+                    labels=batch.labels.clone(),
+                )
+                for batch in islice(batches, BATCHES_IN_MEMORY)
+            ]
+
+    def profile(self, steps: int) -> dict[str, float]:
+        """Return ms per step of each part, over `steps` steps from the middle of an epoch."""
+        torch.set_num_threads(self.num_threads)
+        loader = self._inputs.loader("train")
+        pipeline = build_pipeline(
+            self._built.model, self._built.dense_optimizer, self._world.device, self._config.debug
+        )
+        with closing(loader.batches()) as batches:
+            return profiled(pipeline.progress, TimedIterator(batches), steps)
+
+
+class Bare:
+    """torchrec as its examples use it: DLRMTrain, DistributedModelParallel, TrainPipelineSparseDist."""
+
+    def __init__(self, batches: list[BareBatch], world: World, sharding: str | None) -> None:
+        device, self._world_size = world.device, world.world_size
+        keys = batches[0].sparse_features.keys()
+        tables = EmbeddingBagCollection(
+            device=torch.device("meta"),
+            tables=[
+                EmbeddingBagConfig(
+                    name=f"t_{key}", embedding_dim=DIM, num_embeddings=NUM_EMBEDDINGS, feature_names=[key]
+                )
+                for key in keys
+            ],
+        )
+        apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
+        num_floats = batches[0].dense_features.shape[1]
+        train = DLRMTrain(DLRM(tables, num_floats, [64, DIM], [64, 32, 1], dense_device=device))
+        sharders, plan = [TableSharder()], None  # torchrec's own, with row-wise sharding on CPU
+        if sharding is not None:
+            constraints = {f"t_{key}": ParameterConstraints(sharding_types=[sharding]) for key in keys}
+            topology = Topology(world.world_size, device.type)
+            plan = EmbeddingShardingPlanner(topology, constraints=constraints).collective_plan(train, sharders)
+        model = DistributedModelParallel(train, device=device, sharders=sharders if sharding else None, plan=plan)
+        optimizer = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, 1e-3)
+        )
+        self._pipeline = TrainPipelineSparseDist(model, optimizer, device)
+        self._batches: Iterator[BareBatch] = cycle(batches)
+        self._rows = batches[0].dense_features.shape[0]
+
+    def measure(self, steps: int, num_threads: int) -> float:
+        """Train `steps` steps; return rows/s."""
+        torch.set_num_threads(num_threads)
+        start = time.monotonic()
+        for _ in range(steps):
+            self._pipeline.progress(self._batches)
+        return steps * self._rows * self._world_size / (time.monotonic() - start)
+
+    def profile(self, steps: int, num_threads: int) -> dict[str, float]:
+        """Return ms per step of each part."""
+        torch.set_num_threads(num_threads)
+        return profiled(self._pipeline.progress, self._batches, steps)
+
+
+class Marked(Iterator[Any]):
+    """Passes batches on, as a range of the profiler."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Any:
+        with record_function("next batch"):
+            return next(self._batches)
+
+
+def profiled(progress: Callable[[Any], Any], batches: Iterator[Any], steps: int) -> dict[str, float]:
+    """Return ms per step by part, of `steps` steps after as many to warm up; profiling itself costs some of it."""
+    marked = Marked(batches)
+    for _ in range(steps):
+        progress(marked)
+    start = time.monotonic()
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(steps):
+            progress(marked)
+    total = (time.monotonic() - start) * 1e3 / steps
+
+    def sum_of(pattern: re.Pattern[str]) -> float:
+        return sum(e.cpu_time_total for e in found.key_averages() if pattern.search(e.key)) / 1e3 / steps
+
+    ranges = {name: sum_of(pattern) for name, pattern in RANGES.items()}
+    lookup, table_backward = sum_of(LOOKUP), sum_of(TABLE_BACKWARD)
+    parts = {
+        "wait": ranges["wait"],
+        "input_distribution": ranges["input_distribution"],
+        "lookup": lookup,
+        "dense": ranges["forward"] - lookup + max(0.0, ranges["backward"] - table_backward),
+        "backward": table_backward,
+        "optimizer": ranges["optimizer"],
+    }
+    parts["rest"] = total - sum(parts.values())
+    return {name: round(value, 3) for name, value in {"total": total, **parts}.items()}
+
+
+def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
+    """Interleave our trainer and the bare loop, and return medians over the repeats."""
+    steps = max(1, arguments.rows // batch_size)
+    overrides = ["model.bottom_mlp=[64]", f"train.global_batch_size={batch_size}", f"train.max_steps={steps}"]
+    overrides += arguments.overrides
+    if arguments.sharding is not None:
+        overrides += [f"tables.t{i}.sharding_type={arguments.sharding}" for i in range(benchmark_training.NUM_IDS)]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(benchmark_training.config_text(data))
+        file.flush()
+        config = load_config(file.name, overrides)
+    with open_world(config.run.device, config.run.num_threads) as world:
+        ours = Ours(config, world)
+        bare = Bare(ours.batches_in_memory(), world, arguments.sharding)
+        rates: dict[str, list[float]] = {"ours": [], "wait_share": []}
+        for repeat in range(arguments.repeats + 1):
+            found = ours.measure()
+            rates["ours"].append(found["rows_per_s"])
+            rates["wait_share"].append(found["wait_share"])
+            for threads in arguments.threads:
+                rates.setdefault(f"bare_{threads}", []).append(bare.measure(steps, threads))
+            if repeat and world.rank == 0:
+                shown = {name: round(values[-1], 3 if name == "wait_share" else None) for name, values in rates.items()}
+                print(f"batch {batch_size}, repeat {repeat}: {shown}", flush=True)
+        medians = {name: statistics.median(values[1:]) for name, values in rates.items()}  # the first warms up
+        best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
+        ratios = [a / b for a, b in zip(rates["ours"][1:], rates[f"bare_{best}"][1:], strict=True)]
+        result = {
+            "bare_rows_per_second": round(medians[f"bare_{best}"]),
+            "ours_rows_per_second": round(medians["ours"]),
+            "ratio": round(statistics.median(ratios), 4),
+            "ratios": [round(ratio, 4) for ratio in ratios],
+            "ranks": world.world_size,
+            "sharding": arguments.sharding,
+            "bare_threads": best,
+            "ours_threads": ours.num_threads,
+            "wait_share": round(medians["wait_share"], 4),
+            "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
+            "ours_ms": ours.profile(PROFILED_STEPS),
+            "bare_ms": bare.profile(PROFILED_STEPS, best),
+        }
+        del ours, bare
+        return result
+
+
+def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
+    """Do `measure_batch_size` under torchrun; anew for each batch size, since its store serves one process group."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.json"
+        changed = ["--batch-size", str(batch_size), "--out", str(out)]
+        subprocess.run([*launch_command(arguments.ranks), *sys.argv, *changed], check=True)
+        result: dict[str, Any] = json.loads(out.read_text())["batches"][str(batch_size)]
+        return result
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Carry out `benchmark.py step`. What stands at the top of the result is of the batch size with the least ratio."""
+    data = benchmark_training.files(ROWS)
+    measure = launch_ranks if arguments.ranks > 1 and "RANK" not in os.environ else measure_batch_size
+    batches = {size: measure(arguments, data, size) for size in arguments.batch_size}
+    least = min(batches.values(), key=lambda found: found["ratio"])
+    return {**least, "batches": batches, "device": "cpu", "versions": installed_versions()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `benchmark.py step`."""
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="OpenMP threads of the bare loop")
+    parser.add_argument(
+        "--rows", type=int, default=ROWS, help="rows of a block of steps; blocks of ours and bare alternate"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="ranks, of ours and of the bare loop")
+    parser.add_argument("--sharding", help="sharding type of all tables of both; default: each its planner's")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file to write")

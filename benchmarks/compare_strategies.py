@@ -1,0 +1,295 @@
+"""What each way to save memory saves and costs: one model and data set under every strategy, single and stacked.
+
+    python benchmarks/compare_strategies.py configs/dlrm_frappe.yaml --seeds 1 2 3 --out benchmarks/strategies_frappe
+
+Every run is a process of its own, so that peaks are its own. The first strategy is plain torch: FP32 nn.Embedding,
+dense gradients, Adam over everything (`plain_torch.py`). Writes OUT.json, OUT.md and OUT.svg; runs that are in OUT.json
+are not repeated, so that it can be stopped and started again.
+"""
+
+import argparse
+import html
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launcher import launch_command
+
+from recsys.config import Config, IdMappingType, config_text, load_config
+from recsys.runtime.versions import installed_versions, machine
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL_TABLE = 100  # tables of fewer rows stay as they are
+PLAIN = "plain torch"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table.
+
+    Attributes:
+        overrides: of the config.
+        command: the script that trains, and its options; nproc: processes.
+        shared: whether the features of the large tables share one of half the rows.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    command: tuple[str, ...] = ("train.py",)
+    nproc: int = 1
+    shared: bool = False
+
+
+def strategies(
+    config: Config,
+    of_plain: Sequence[str] = (),
+    of_state: Sequence[str] = (),
+    of_rowwise: Sequence[str] = (),
+    of_stack: Sequence[str] = (),
+) -> list[Strategy]:
+    """Return the strategies that fit a config.
+
+    Args:
+        of_plain: further overrides for plain torch; of_state: for Adagrad, with which strategies are tried one by one;
+            of_rowwise: for row-wise Adagrad; of_stack: for stacks, from half the dimension on.
+    """
+    tables = config.tables
+    large = {name: table for name, table in tables.items() if table.num_embeddings > SMALL_TABLE}
+    told_apart = getattr(config.model, "item_id", None)  # by a row of their own
+    composed = [name for name in large if not told_apart or config.features[told_apart].table != name]
+
+    def each(setting: Callable[[str], str], names: Any = tables) -> tuple[str, ...]:
+        return tuple(f"tables.{name}.{setting(name)}" for name in names)
+
+    def hashed(ratio: int) -> tuple[str, ...]:
+        rows = {name: table.num_embeddings // ratio for name, table in large.items()}
+        return (
+            *each(lambda name: "mapping=hash", large),
+            *each(lambda name: f"num_embeddings={rows[name]}", large),
+        )
+
+    def trimmed(percent: int) -> tuple[str, ...]:
+        rows = {name: table.num_embeddings * percent // 100 for name, table in large.items()}
+        return (
+            *each(lambda name: "mapping=vocabulary", large),
+            *each(lambda name: f"num_embeddings={rows[name]}", large),
+            *each(lambda name: "num_buckets=8", large),
+        )
+
+    # State for every element: what a strategy saves by itself shows beside "in-backward update, full state".
+    full = ("optimizer.tables={name: adagrad, learning_rate: 0.02}", *of_state)
+    own = config.optimizer.tables.name.name
+    fp16 = each(lambda name: "data_type=FP16")
+    rowwise = ("optimizer.tables={name: rowwise_adagrad, learning_rate: 0.05}", *of_rowwise)
+    halved = each(lambda name: f"embedding_dim={max(4, tables[name].embedding_dim // 8 * 4)}")
+    quotients = {name: 2 + int(2 * (table.num_embeddings) ** 0.5) + 1 for name, table in large.items()}
+    batch = config.train.global_batch_size
+    lists = [name for name, feature in config.features.items() if feature.max_length]
+    found = [
+        Strategy(PLAIN, tuple(of_plain), command=("benchmarks/plain_torch.py",)),
+        *(
+            [Strategy("plain torch, padded lists", tuple(of_plain), command=("benchmarks/plain_torch.py", "--pad"))]
+            if lists
+            else []
+        ),
+        Strategy("in-backward update, full state", full),
+        Strategy("row-wise state", rowwise),
+        Strategy(f"the config's optimizer: {own}"),
+        Strategy("FP16 tables", (*full, *fp16)),
+        Strategy("half the dimension", (*full, *halved)),
+        *(Strategy(f"hashed to 1/{ratio} of the rows", (*full, *hashed(ratio))) for ratio in (2, 4, 8)),
+        Strategy("two hashes, 1/4 of the rows", (*full, *hashed(4), *each(lambda name: "num_hashes=2", composed))),
+        Strategy(
+            "quotient and remainder",
+            (
+                *full,
+                *each(lambda name: "mapping=quotient_remainder", composed),
+                *each(lambda name: f"num_ids={tables[name].num_embeddings}", composed),
+                *each(lambda name: f"num_embeddings={quotients[name]}", composed),
+            ),
+        ),
+        *([Strategy("one shared table of half the rows", full, shared=True)] if len(large) > 1 else []),
+        *(Strategy(f"rows for the most frequent ids, {share} %", (*full, *trimmed(share))) for share in (75, 50)),
+        Strategy("micro-batches of 1/4", (*full, f"train.micro_batch_size={max(1, batch // 4)}")),
+        Strategy("activation checkpointing", (*full, "train.activation_checkpointing=true")),
+        Strategy("BF16 autocast", (*full, "precision.autocast=bf16")),
+        Strategy("windows of 4 MiB, one batch ahead", (*full, "data.window_mib=4", "data.prefetch_batches=1")),
+        Strategy("two processes", full, nproc=2),
+    ]
+    stack: tuple[str, ...] = ()
+    for name, overrides in (
+        (f"{own} + FP16", fp16),
+        ("half the dimension", (*halved, *of_stack)),
+        ("rows for the most frequent ids, 75 %", trimmed(75)),
+        (
+            "micro-batches, checkpointing",
+            (f"train.micro_batch_size={max(1, batch // 4)}", "train.activation_checkpointing=true"),
+        ),
+    ):
+        stack += overrides
+        found.append(Strategy(f"stack: {name}" if stack == overrides else f"stack: + {name}", stack))
+    return found
+
+
+def run_once(strategy: Strategy, config: str, overrides: list[str], seed: int) -> dict[str, Any]:
+    """Train one strategy with one seed; return its test metrics, samples/s and bytes by kind, of all ranks together."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        launcher = launch_command(strategy.nproc)
+        if strategy.shared:
+            config, overrides = share_a_table(config, overrides, Path(folder))
+        settings = [*overrides, *strategy.overrides, f"seed={seed}", f"run.dir={run_dir}"]
+        script, *options = strategy.command
+        command = [*launcher, script, config, *settings, *options]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{strategy.name}: {' '.join(command)}\n{done.stderr[-2000:]}")
+        result = json.loads((run_dir / "result.json").read_text())
+        found = result if "memory" in result else {**result, **_memory_of_ranks(run_dir, result["world_size"])}
+        kept = ("memory", "loader_bytes", "peak_rss_bytes", "samples_per_s", "steps")
+        return {**{key: found[key] for key in kept}, "test": found["metrics"]["test"]}
+
+
+def share_a_table(config: str, overrides: list[str], folder: Path) -> tuple[str, list[str]]:
+    """Return a config file and overrides in which the large tables are one, as wide as the widest."""
+    whole = load_config(config, overrides)
+    large = {name: table for name, table in whole.tables.items() if table.num_embeddings > SMALL_TABLE}
+    rows = sum(table.num_embeddings for table in large.values()) // 2
+    widest = max(large.values(), key=lambda table: table.embedding_dim)
+    whole.tables = {name: table for name, table in whole.tables.items() if name not in large}
+    whole.tables["shared"] = replace(widest, num_embeddings=rows, mapping=IdMappingType.hash)
+    for feature in whole.features.values():
+        feature.table = "shared" if feature.table in large else feature.table
+    (folder / "shared.yaml").write_text(config_text(whole))
+    return str(folder / "shared.yaml"), []
+
+
+def _memory_of_ranks(run_dir: Path, world_size: int) -> dict[str, Any]:
+    reports = [json.loads((run_dir / f"memory/rank_{rank}.json").read_text()) for rank in range(world_size)]
+    memory: dict[str, int] = {}
+    for line in (line for report in reports for line in report["lines"]):
+        memory[line["kind"]] = memory.get(line["kind"], 0) + line["measured_bytes"]
+    return {
+        "memory": memory,
+        "loader_bytes": sum(sum(report["loader"].values()) for report in reports),
+        "peak_rss_bytes": sum(report["host"]["peak_rss_bytes"] for report in reports),
+    }
+
+
+def summarise(runs: list[dict[str, Any]], metric: str) -> dict[str, float]:
+    """Return a strategy's figures over its seeds: means, and medians of what the machine's noise moves."""
+    memory = runs[0]["memory"]
+    values = [run["test"][metric] for run in runs]
+    return {
+        "table_bytes": sum(size for kind, size in memory.items() if kind.startswith("table_")),
+        "dense_bytes": sum(size for kind, size in memory.items() if kind.startswith("dense_")),
+        "loader_bytes": statistics.median(run["loader_bytes"] for run in runs),
+        "peak_rss_bytes": statistics.median(run["peak_rss_bytes"] for run in runs),
+        "samples_per_s": statistics.median(run["samples_per_s"] for run in runs),
+        metric: statistics.mean(values),
+        "stdev": statistics.stdev(values) if len(values) > 1 else 0.0,
+    }
+
+
+def as_markdown(result: dict[str, Any]) -> str:
+    """Return the table for people."""
+    metric, rows = result["metric"], result["strategies"]
+    plain = rows[PLAIN]["summary"]
+    lines = [
+        f"| Strategy | Tables, MiB | Less | Dense, MiB | Loader, MiB | Process, MiB | Samples/s | {metric} | Change |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, row in rows.items():
+        found = row["summary"]
+        mib = [f"{found[key] / 2**20:,.2f}" for key in ("table_bytes", "dense_bytes")]
+        whole = [f"{found[key] / 2**20:,.0f}" for key in ("loader_bytes", "peak_rss_bytes")]
+        less = f"{plain['table_bytes'] / found['table_bytes']:.1f}×"
+        score = f"{found[metric]:.4f} ± {found['stdev']:.4f}" if len(row["runs"]) > 1 else f"{found[metric]:.4f}"
+        cells = [name, mib[0], less, mib[1], *whole, f"{found['samples_per_s']:,.0f}", score]
+        lines.append(f"| {' | '.join(cells)} | {found[metric] - plain[metric]:+.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def as_svg(result: dict[str, Any]) -> str:
+    """Return a bar for each strategy's tables, on a logarithmic scale, and its metric beside it."""
+    rows, metric = result["strategies"], result["metric"]
+    least = min(row["summary"]["table_bytes"] for row in rows.values()) / 2
+    most = max(row["summary"]["table_bytes"] for row in rows.values())
+    parts = []
+    for number, (name, row) in enumerate(rows.items()):
+        found, y = row["summary"], 20 + 22 * number
+        width = 320 * math.log(found["table_bytes"] / least) / math.log(most / least)
+        label = f"{found['table_bytes'] / 2**20:,.3f} MiB, {metric} {found[metric]:.4f}"
+        parts.append(
+            f'<text x="230" y="{y + 12}" text-anchor="end">{html.escape(name)}</text>'
+            f'<rect x="240" y="{y}" width="{width:.1f}" height="16" fill="#4477aa"/>'
+            f'<text x="{248 + width:.1f}" y="{y + 12}">{label}</text>'
+        )
+    size = f'width="800" height="{40 + 22 * len(rows)}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Parse the command line, run what is missing, write the three files after each strategy."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", metavar="key=value", nargs="*")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--metric", default="auc", help="of data.test (default: auc)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="strategies to run; plain torch comes with them")
+    for name, of in (
+        ("plain", "plain torch alone, whose Adam trains tables too"),
+        ("state", "all strategies with Adagrad, such as optimizer.tables.learning_rate"),
+        ("rowwise", "row-wise Adagrad"),
+        ("stack", "stacks from half the dimension on, which may want another learning rate and dropout"),
+    ):
+        parser.add_argument(f"--{name}", nargs="+", metavar="key=value", default=[], help=f"for {of}")
+    parser.add_argument("--out", type=Path, required=True, help="path without the endings .json, .md and .svg")
+    arguments = parser.parse_args()
+    chosen = strategies(
+        load_config(arguments.config, arguments.overrides),
+        arguments.plain,
+        arguments.state,
+        arguments.rowwise,
+        arguments.stack,
+    )
+    unknown = set(arguments.only or ()) - {strategy.name for strategy in chosen}
+    if unknown:
+        parser.error(f"no strategy {min(unknown)!r}; there are: {', '.join(each.name for each in chosen)}")
+    path = arguments.out.with_suffix(".json")
+    before = json.loads(path.read_text())["strategies"] if path.exists() else {}
+    result: dict[str, Any] = {
+        "config": arguments.config,
+        "overrides": arguments.overrides,
+        "metric": arguments.metric,
+        "machine": machine(),
+        "versions": installed_versions(),
+        "strategies": {},
+    }
+    for strategy in chosen:
+        runs = before.get(strategy.name, {}).get("runs", {})
+        for seed in map(str, arguments.seeds):
+            if seed not in runs and strategy.name in (PLAIN, *(arguments.only or [strategy.name])):
+                runs[seed] = run_once(strategy, arguments.config, arguments.overrides, int(seed))
+                print(f"{strategy.name}, seed {seed}: {runs[seed]['test'][arguments.metric]:.4f}", flush=True)
+        if not runs:
+            continue
+        summary = summarise(list(runs.values()), arguments.metric)
+        result["strategies"][strategy.name] = {"overrides": strategy.overrides, "summary": summary, "runs": runs}
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.with_suffix(".md").write_text(as_markdown(result))
+        arguments.out.with_suffix(".svg").write_text(as_svg(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Names of a config's features by what they are, in the order of batches."""
+
+from recsys.config.choices import FeatureType, Pooling
+from recsys.config.schema import Config
+
+
+def id_features(config: Config) -> list[str]:
+    """Return the names of the id features, in the order of the KeyedJaggedTensor's keys."""
+    return [name for name, feature in config.features.items() if feature.type is FeatureType.id]
+
+
+def float_features(config: Config) -> list[str]:
+    """Return the names of the float features, in the order of their columns in a batch."""
+    return [name for name, feature in config.features.items() if feature.type is FeatureType.float]
+
+
+def averaged_features(config: Config) -> list[str]:
+    """Return the names of the id features whose rows are averaged."""
+    return [
+        name for name in id_features(config) if config.tables[config.features[name].table or ""].pooling is Pooling.mean
+    ]

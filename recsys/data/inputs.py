@@ -1,0 +1,345 @@
+"""From a config to datasets, what is known of them, and loaders."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from recsys.config import Config, DLRMConfig, FeatureConfig, IdMappingType, NullPolicy, TwoTowerConfig
+from recsys.config.features import float_features, id_features
+from recsys.data.collate import MicroBatches
+from recsys.data.convert import FloatColumn, IdColumn, Transform
+from recsys.data.facts import Facts, FloatFacts
+from recsys.data.footer_cache import kept_schema
+from recsys.data.loader import Loader, LoaderOptions
+from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
+from recsys.data.window import BatchSpec, Ragged, convert_table
+from recsys.errors import UserError
+from recsys.ids import (
+    HashMapping,
+    IdMapping,
+    IdStatistics,
+    IndexMapping,
+    build_mapping,
+    is_text,
+)
+from recsys.runtime.files import copy_files
+from recsys.runtime.world import World, batches_ahead
+
+ROLES = ("train", "valid", "test", "items")
+
+
+class Inputs:
+    """The datasets of a config, with loaders for them.
+
+    Args:
+        corpus: raw ids of all items in the order of their positions, of a retrieval model with `data.items`.
+        facts: what has been learned from data.train, such as vocabularies; None before, when only types and values are
+            to be checked.
+
+    Attributes:
+        statistics: what this rank has counted of the ids of data.train, by feature.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        datasets: dict[str, Dataset],
+        corpus: pa.Array | None,
+        world: World,
+        facts: Facts | None = None,
+    ) -> None:
+        self.config, self.datasets, self.corpus, self.world, self.facts = config, datasets, corpus, world, facts
+        # Once for all roles: an index of many ids takes a while, and memory.
+        self._mappings = {table: _mapping(config, table, facts) for table in config.tables}
+        self._positions = None if corpus is None else IndexMapping(corpus)
+        self.statistics = {name: IdStatistics() for name in id_features(config)}
+
+    def loader(self, role: str) -> Loader:
+        """Return this rank's loader of a dataset: shuffled for training, in file order otherwise."""
+        config, world, train = self.config, self.world, role == "train"
+        size = config.train.global_batch_size if train else config.train.eval_batch_size
+        options = LoaderOptions(
+            seed=config.seed,
+            shuffle=train and config.data.shuffle,
+            num_streams=config.data.num_streams,
+            window_bytes=config.data.window_mib << 20,
+            num_threads=config.data.num_threads,
+            prefetch_batches=batches_ahead(config.data.prefetch_batches, world.device, world.local_world_size),
+            pin_device=world.device if world.device.type == "cuda" else None,
+            drop_last=train and config.data.drop_last,
+            skip_bad=train and config.data.max_bad_rows > 0,
+            micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_ids),
+        )
+        size = size or config.train.global_batch_size
+        return Loader(self.datasets[role], self.spec(role), options, size, world.rank, world.world_size)
+
+    def spec(self, role: str) -> BatchSpec:
+        """Return what the batches of a dataset are made of."""
+        config, present = self.config, set(_role_features(self.config, role))
+        ids = [self._id_column(name, role, name in present) for name in id_features(config)]
+        # With bad steps allowed, numbers that are not finite are left to the step that meets them.
+        finite = role != "train" or config.train.max_bad_steps == 0
+        floats = [
+            float_column(
+                name, config.features[name], column_of(config, name) if name in present else None, self.facts, finite
+            )
+            for name in float_features(config)
+        ]
+        lists = []
+        for name, (column, _) in _role_lists(config, role).items():
+            assert self._positions is not None
+            lists.append(IdColumn(name, column, self._positions))
+        label = weight = None
+        if _has_label(config, role):
+            columns = config.data.label_column, config.data.weight_column
+            label = FloatColumn("data.label_column", columns[0], None, True, finite) if columns[0] else None
+            weight = FloatColumn("data.weight_column", columns[1], None, False, finite) if columns[1] else None
+        return BatchSpec(ids, floats, label, weight, lists)
+
+    def _id_column(self, name: str, role: str, is_present: bool) -> IdColumn:
+        feature = self.config.features[name]
+        mapping = self._mappings[feature.table or ""]
+        if not is_present:
+            return IdColumn(name, None, mapping)
+        return IdColumn(
+            name,
+            column_of(self.config, name),
+            mapping,
+            feature.nulls,
+            feature.max_length,
+            feature.keep,
+            feature.weights,
+            None if feature.boundaries is None else tuple(feature.boundaries),
+            self.statistics[name] if role == "train" else None,
+        )
+
+    def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
+        """Return for each id feature what the rows trained held, over all ranks: see `IdStatistics.summary`."""
+        states = self.world.gather({name: each.state() for name, each in self.statistics.items()})
+        report = {}
+        for name in self.statistics:
+            mapping = self._mappings[self.config.features[name].table or ""]
+            report[name] = IdStatistics.merged([state[name] for state in states]).summary(mapping, num_rows)
+        return report
+
+
+def open_inputs(
+    config: Config,
+    world: World,
+    cache: Path | None = None,
+    known: Path | None = None,
+    roles: Sequence[str] = ROLES,
+) -> Inputs:
+    """Read the footers and the first rows of the config's datasets, on rank 0 for all ranks.
+
+    Args:
+        cache: folder to keep what the footers say in, so that it need not be read again.
+        known: such a folder of an earlier start, which may not exist.
+        roles: the datasets to open; without train, their ids have to be of the types that `known` tells of train's.
+
+    Raises:
+        UserError: on every rank, for files or columns that are missing or do not fit.
+    """
+    options = ReadOptions(
+        verify_checksums=config.data.verify_checksums,
+        retries=config.data.retries,
+        max_bad_files=config.data.max_bad_files,
+    )
+
+    def read() -> tuple[dict[str, Dataset], pa.Array | None]:
+        if cache is not None and known is not None:
+            copy_files(known, cache)
+        datasets = {
+            role: open_dataset(
+                f"data.{role}",
+                getattr(config.data, role),
+                _needed_columns(config, role),
+                config.data.max_rows,
+                _filter(config, role),
+                options,
+                cache=cache and cache / f"{role}.footers",
+            )
+            for role in roles
+            if getattr(config.data, role) is not None
+        }
+        schemas = {role: dataset.schema for role, dataset in datasets.items()}
+        if "train" not in roles and known is not None:
+            schemas["train"] = kept_schema(known / "train.footers")
+        _check_types(config, schemas)
+        if "train" in datasets:
+            _check_rows(config, datasets["train"])
+        corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
+        _check_first_rows(Inputs(config, datasets, corpus, world))
+        return datasets, corpus
+
+    datasets, corpus = world.from_rank_zero(read)
+    return Inputs(config, datasets, corpus, world)
+
+
+def _filter(config: Config, role: str) -> str | None:
+    given = config.data.filter
+    if isinstance(given, dict):
+        return given.get(role)
+    return None if role == "items" else given  # a corpus has columns of its own
+
+
+def _check_rows(config: Config, train: Dataset) -> None:
+    batch = config.train.global_batch_size
+    if config.data.drop_last and train.num_rows < batch:
+        raise UserError(
+            f"config key 'data.drop_last' leaves out all {train.num_rows:,} rows of data.train, since they do not fill "
+            f"one batch of train.global_batch_size={batch}; set it to false, or make batches smaller"
+        )
+
+
+def _check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
+    """Refuse a table whose ids are integers in one column and strings in another: they hash to different rows."""
+    for table in config.tables:
+        kinds: dict[str, pa.DataType] = {}  # of the ids; of a list or dictionary, its values
+        for name in id_features(config):
+            if config.features[name].table != table:
+                continue
+            column = column_of(config, name)
+            for role, schema in schemas.items():
+                if column in schema.names:
+                    kind = schema.field(column).type
+                    if name == getattr(config.model, "item_id", None) and pa.types.is_nested(kind):
+                        raise UserError(
+                            f"config key 'model.item_id': column '{column}' of data.{role} is {kind}, not one id a row"
+                        )
+                    kinds[f"'{column}' of data.{role}"] = getattr(kind, "value_type", kind)
+        known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
+        texts = [place for place, kind in known.items() if is_text(kind)]
+        numbers = [place for place in known if place not in texts]
+        if texts and numbers:
+            raise UserError(
+                f"config key 'tables.{table}': its ids are {known[texts[0]]} in column {texts[0]} and "
+                f"{known[numbers[0]]} in column {numbers[0]}; write both with one type (a list: "
+                f"scripts/prepare_data.py csv --list 'NAME=SEPARATOR:int64')"
+            )
+
+
+def _check_first_rows(inputs: Inputs) -> None:
+    """Convert some rows of every dataset, so that what ends in an error there does so before training."""
+    config = inputs.config
+    for role, dataset in inputs.datasets.items():
+        spec = inputs.spec(role)
+        try:
+            columns = convert_table(read_head(dataset, 1000), spec)
+        except UserError as error:
+            raise UserError(f"config key 'data.{role}': {error} (in {dataset.row_groups.segment(0).path})") from error
+        if spec.weight is not None:
+            _check_weights(dataset, spec.weight.column or "")
+        for part, found in zip(spec.lists, columns.lists, strict=True):
+            if part.name == "targets" and isinstance(found, Ragged) and not (found.values >= 0).any():
+                raise UserError(
+                    f"config key 'data.{role}': column '{part.column}' has in its first {columns.num_rows} rows no id "
+                    f"that is in column '{column_of(config, config.model.item_id)}' of data.items"
+                )
+
+
+def _check_weights(dataset: Dataset, column: str) -> None:
+    reader = SegmentReader(dataset, [column])
+    for i in range(len(dataset.row_groups)):  # the first one ends the search, as a rule
+        weights = reader.read(dataset.row_groups.segment(i)).column(column)
+        if pa.compute.any(pa.compute.greater(weights, 0)).as_py():
+            return
+    raise UserError(
+        f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
+    )
+
+
+def _role_features(config: Config, role: str) -> list[str]:
+    """Return the features that a dataset of this role has columns for; the others stay empty in its batches."""
+    if isinstance(config.model, TwoTowerConfig):
+        if role == "items":
+            return list(config.model.item_features)
+        if role in ("valid", "test"):
+            return list(config.model.user_features)
+    return list(config.features)
+
+
+def _role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
+    """Return name → (column, config key) of the lists of corpus positions that evaluation needs."""
+    if not isinstance(config.model, TwoTowerConfig):
+        return {}
+    if role == "items":
+        return {"position": (column_of(config, config.model.item_id), f"features.{config.model.item_id}.column")}
+    if role in ("valid", "test"):
+        lists = {"targets": (config.data.targets_column, "data.targets_column")}
+        if config.data.seen_column is not None:
+            lists["seen"] = (config.data.seen_column, "data.seen_column")
+        return lists
+    return {}
+
+
+def _has_label(config: Config, role: str) -> bool:
+    return role == "train" or isinstance(config.model, DLRMConfig)
+
+
+def column_of(config: Config, feature: str) -> str:
+    return config.features[feature].column or feature
+
+
+def _needed_columns(config: Config, role: str) -> dict[str, str]:
+    needed = {column_of(config, name): f"config key 'features.{name}'" for name in _role_features(config, role)}
+    for name in _role_features(config, role):
+        if config.features[name].weights is not None:
+            needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"
+    needed |= {column: f"config key '{key}'" for column, key in _role_lists(config, role).values()}
+    if _has_label(config, role):
+        for key in ("label_column", "weight_column"):
+            column = getattr(config.data, key)
+            if column is not None:
+                needed[column] = f"config key 'data.{key}'"
+    return needed
+
+
+def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
+    settings = config.tables[table]
+    if settings.mapping is IdMappingType.vocabulary and facts is None:
+        return HashMapping(settings.num_embeddings, settings.hash_seed)  # takes the same ids
+    return build_mapping(settings, None if facts is None else facts.vocabularies.get(table))
+
+
+def float_column(
+    name: str, feature: FeatureConfig, column: str | None, facts: Facts | None, finite: bool = True
+) -> FloatColumn:
+    known = (facts.floats.get(name) if facts else None) or FloatFacts()
+    scale = (known.mean, known.std) if feature.standardise else (None, None)
+    clip = None if feature.clip is None else (feature.clip[0], feature.clip[1])
+    transform = Transform(clip, feature.log1p, *scale) if clip or feature.log1p or feature.standardise else None
+    fill: float | None = feature.fill
+    if feature.nulls is NullPolicy.refuse:
+        fill = None
+    elif feature.nulls is NullPolicy.mean:
+        fill = known.raw_mean
+    return FloatColumn(name, column, fill, finite=finite, transform=transform)
+
+
+def read_corpus(config: Config, items: Dataset) -> pa.Array:
+    """Return the raw ids of all items, in file order.
+
+    Raises:
+        UserError: an id is null, or there twice.
+    """
+    column = column_of(config, config.model.item_id)
+    ids = read_column(items, column)
+    if ids.null_count:
+        raise UserError(
+            f"config key 'data.items': column '{column}' holds {ids.null_count} nulls, and may hold none; drop these"
+        )
+    counts = ids.value_counts()
+    twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))
+    if len(twice):
+        raise UserError(
+            f"config key 'data.items': item {twice[0]['values']} is there {twice[0]['counts']} times; "
+            f"every item must be there once"
+        )
+    return ids
+
+
+def with_figures(config: Config) -> list[str]:
+    features = ((name, config.features[name]) for name in float_features(config))
+    return [name for name, feature in features if feature.standardise or feature.nulls is NullPolicy.mean]

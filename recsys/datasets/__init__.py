@@ -1,0 +1,1 @@
+"""PUBLIC AND SYNTHETIC DATA to Parquet; used by scripts only."""

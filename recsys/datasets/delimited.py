@@ -1,0 +1,307 @@
+"""Delimited text, plain or compressed, to Parquet by the contract of data/README.md, at constant memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from recsys.datasets.writer import ROW_GROUP_ROWS, SPLITS, PartWriter, check_column, hash_uniform, replacing, rows_where
+from recsys.errors import UserError
+from recsys.ids import hash_column
+
+TYPES = {
+    "int8": pa.int8(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "string": pa.string(),
+}
+LABEL = "label"
+BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
+TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
+COMPARE = {
+    ">=": pc.greater_equal,
+    "<=": pc.less_equal,
+    "==": pc.equal,
+    "!=": pc.not_equal,
+    ">": pc.greater,
+    "<": pc.less,
+}
+
+
+@dataclass
+class CsvOptions:
+    """How to read delimited files and what to make of them.
+
+    ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES;
+    ``lists`` maps a column to (separator, key of TYPES). ``where`` filters the rows as
+    they are read. ``label`` is a condition as ``rating>=4``.
+    ``split`` holds one to three shares for SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
+    """
+
+    delimiter: str = ","
+    columns: list[str] = field(default_factory=list)
+    types: dict[str, str] = field(default_factory=dict)
+    lists: dict[str, tuple[str, str]] = field(default_factory=dict)
+    where: str | None = None
+    label: str | None = None
+    split: tuple[float, ...] = ()
+    split_by: str = "random"
+    null_values: list[str] = field(default_factory=list)
+    seed: int = 0
+    row_group_rows: int = ROW_GROUP_ROWS
+    rows_per_file: int = 16 * ROW_GROUP_ROWS
+
+
+def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: bool = False) -> None:
+    """Write the rows of all files, in order, below ``out``: ``part-*.parquet``, or a folder a split.
+
+    Types not given are inferred from the first block of the first file and hold for all files. Empty
+    fields and ``null_values`` become null. Raises UserError for what a user can mend: a missing file or
+    column, a value that does not fit its type, files of different columns, a split without rows.
+    """
+    _check(options)
+    reader = _Reader(inputs, options)
+    cut = _Splitter(reader, options)
+    marker = {"kind": "csv", "inputs": [str(path) for path in inputs], "columns": reader.names}
+    with replacing(out, marker, overwrite) as folder:
+        counts = _write(reader, cut, folder, options)
+        for name, count in counts.items():
+            if not count:
+                why = "the input has too few rows" if options.where is None else "too few rows match --where"
+                raise UserError(f"no row fell into {name or 'the output'}; {why}")
+
+
+def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -> dict[str, int]:
+    writers: dict[str, PartWriter] = {}
+    with ExitStack() as stack:
+        for name in cut.names:
+            writer = PartWriter(folder / name, reader.schema, options.row_group_rows, options.rows_per_file)
+            writers[name] = stack.enter_context(writer)
+        first_row = 0
+        for batch in reader.batches():
+            parts = cut(batch, first_row)
+            for index, name in enumerate(cut.names):
+                writers[name].write(batch if len(cut.names) == 1 else batch.filter(pa.array(parts == index)))
+            first_row += batch.num_rows
+    return {name: writer.num_rows for name, writer in writers.items()}
+
+
+def _check(options: CsvOptions) -> None:
+    if len(options.delimiter) != 1:
+        raise UserError(f"--delimiter must be one character, got {options.delimiter!r}")
+    for name, kind in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:
+        if kind not in TYPES:
+            raise UserError(f"type {kind!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")
+    for name, value in (("row-group-rows", options.row_group_rows), ("rows-per-file", options.rows_per_file)):
+        if value < 1:
+            raise UserError(f"--{name} must be at least 1, got {value}")
+    if options.split and (len(options.split) > 3 or min(options.split) <= 0):
+        raise UserError(f"--split takes up to three positive shares, got {options.split}")
+    if options.split and abs(sum(options.split) - 1) > 1e-6:
+        raise UserError(f"--split shares must add up to 1, got {sum(options.split):g}")
+
+
+class _Reader:
+    """Batches of the output schema out of the input files, in the order given."""
+
+    def __init__(self, inputs: list[Path], options: CsvOptions):
+        self.inputs, self.options = inputs, options
+        self.types = {name: TYPES[kind] for name, kind in options.types.items()}
+        self.types.update({name: pa.string() for name in options.lists})
+        for path in inputs:
+            if not path.is_file():
+                raise UserError(f"{path} is not a file")
+        head = self._open(inputs[0]).schema
+        self.names = head.names
+        self._check_names(inputs[0])
+        self.types = {column.name: self._type(inputs[0], column) for column in head}
+        self.label = _Label(options.label, self.names) if options.label else None
+        empty = pa.RecordBatch.from_pylist([], pa.schema(self.types))
+        if options.where is not None:
+            rows_where(empty, options.where)
+        self.schema = self._convert(empty, inputs[0]).schema
+
+    def _check_names(self, path: Path) -> None:
+        repeated = {name for name in self.names if self.names.count(name) > 1}
+        if repeated:
+            raise UserError(f"{path} has more than one column {sorted(repeated)[0]!r}")
+        for name in [*self.options.types, *self.options.lists]:
+            check_column(name, self.names)
+
+    def _type(self, path: Path, column: pa.Field) -> pa.DataType:
+        if pa.types.is_binary(column.type):
+            raise UserError(f"{path}: column {column.name!r} is not UTF-8; convert the file, say with iconv")
+        # A first block of nulls tells nothing; a string holds whatever comes.
+        return pa.string() if pa.types.is_null(column.type) else column.type
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows of all files."""
+        for path in self.inputs:
+            for batch in self._raw(path, self.names):
+                yield self._convert(batch, path)
+
+    def column(self, name: str) -> Iterator[pa.Array]:
+        """One column alone, as it is read, batch by batch."""
+        for path in self.inputs:
+            for batch in self._raw(path, [name]):
+                yield batch[name]
+
+    def _raw(self, path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
+        reader = self._open(path)
+        if set(reader.schema.names) != set(self.names):
+            found, wanted = ", ".join(reader.schema.names), ", ".join(self.names)
+            raise UserError(f"{path} has columns {found}, but {self.inputs[0]} has {wanted}")
+        with reader, self._told(path):
+            for batch in reader:
+                rows = batch if self.options.where is None else rows_where(batch, self.options.where)
+                yield rows.select(names)
+
+    def _open(self, path: Path) -> pa.csv.CSVStreamingReader:
+        options = self.options
+        with self._told(path):
+            return pa.csv.open_csv(
+                path,
+                # Without threads Arrow can name the row of a bad value.
+                pa.csv.ReadOptions(column_names=options.columns, use_threads=False, block_size=BLOCK_BYTES),
+                pa.csv.ParseOptions(delimiter=options.delimiter, newlines_in_values=True),
+                pa.csv.ConvertOptions(
+                    column_types=self.types,
+                    null_values=["", *options.null_values],
+                    strings_can_be_null=True,
+                ),
+            )
+
+    def _told(self, path: Path) -> _Told:
+        return _Told(path, self.options)
+
+    def _convert(self, batch: pa.RecordBatch, path: Path) -> pa.RecordBatch:
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        for name, (separator, kind) in self.options.lists.items():
+            try:
+                columns[name] = split_list(columns[name], separator, TYPES[kind])
+            except pa.ArrowInvalid as error:
+                raise UserError(f"{path}: column {name!r} as list of {kind}: {error}") from None
+        if self.label:
+            columns[LABEL] = self.label(batch)
+        return pa.RecordBatch.from_pydict(columns)
+
+
+class _Told:
+    """Turns Arrow's complaints inside the block into a UserError that names the file and a remedy."""
+
+    def __init__(self, path: Path, options: CsvOptions):
+        self.path, self.options = path, options
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, (pa.ArrowInvalid, OSError)):
+            message = " ".join(str(error).split())
+            hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
+            raise UserError(f"{self.path}: {message}{hint}") from None
+
+
+def split_list(column: pa.Array, separator: str, kind: pa.DataType) -> pa.ListArray:
+    """Strings to lists of ``kind``; empty tokens are dropped, null gives an empty list.
+
+    Spaces around a token do not belong to it. Raises ArrowInvalid for a token that is not of ``kind``.
+    """
+    lists = pc.split_pattern(pc.fill_null(column, ""), separator)
+    tokens = pc.utf8_trim_whitespace(lists.flatten())
+    kept = pc.not_equal(tokens, "")
+    before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
+    offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens.filter(kept).cast(kind))
+
+
+class _Label:
+    """A condition on one column as an int8 column of 0 and 1, null where the column is null."""
+
+    def __init__(self, condition: str, names: list[str]):
+        match = re.fullmatch(r"\s*(.+?)\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*", condition)
+        if not match:
+            raise UserError(f"--label {condition!r} is not COLUMN OPERATOR VALUE, as in rating>=4")
+        self.column, operator, self.value = match.groups()
+        self.compare = COMPARE[operator]
+        check_column(self.column, names)
+        if LABEL in names:
+            raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.Array:
+        column = batch[self.column]
+        value: str | float = self.value
+        if not pa.types.is_string(column.type):
+            try:
+                value = float(self.value)
+            except ValueError:
+                raise UserError(
+                    f"--label compares column {self.column!r} of type {column.type} with {self.value!r}"
+                ) from None
+        return self.compare(column, value).cast(pa.int8())
+
+
+class _Splitter:
+    """Says for every row of a batch which split it goes to, by its number or by one column."""
+
+    def __init__(self, reader: _Reader, options: CsvOptions):
+        self.names = SPLITS[: len(options.split)] or ("",)
+        self.seed = options.seed
+        self.shares = np.cumsum(options.split)[:-1]
+        self.rule, _, self.column = options.split_by.partition(":")
+        if self.rule not in ("random", "time", "user") or (self.rule == "random") != (not self.column):
+            raise UserError(f"--split-by {options.split_by!r} is not random, time:COLUMN or user:COLUMN")
+        if self.column:
+            check_column(self.column, reader.names)
+            if self.column in options.lists:
+                raise UserError(f"--split-by cannot use column {self.column!r}, which is a list")
+        if self.rule == "time" and len(self.names) > 1:
+            self.cuts = self._time_cuts(reader)
+
+    def __call__(self, batch: pa.RecordBatch, first_row: int) -> np.ndarray:
+        """The index into ``names`` for each row; ``first_row`` is the number of the batch's first row."""
+        if len(self.names) == 1:
+            return np.zeros(batch.num_rows, np.int64)
+        if self.rule == "time":
+            # side="right": all rows of the moment where a split begins belong to it.
+            return np.searchsorted(self.cuts, self._times(batch[self.column]), side="right")
+        if self.rule == "random":
+            keys = first_row + np.arange(batch.num_rows)
+        else:
+            keys = hash_column(pc.fill_null(batch[self.column].cast(pa.string()), ""))
+        return np.searchsorted(self.shares, hash_uniform(keys, self.seed), side="right")
+
+    def _times(self, column: pa.Array) -> np.ndarray:
+        if column.null_count:
+            raise UserError(f"column {self.column!r} holds nulls, so rows cannot be split by it as time")
+        if pa.types.is_timestamp(column.type):
+            column = column.cast(pa.int64())
+        if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+            raise UserError(f"column {self.column!r} is {column.type}; to split by time it must be a number")
+        return column.to_numpy(zero_copy_only=False)
+
+    def _time_cuts(self, reader: _Reader) -> np.ndarray:
+        """The first moments of valid and of test: quantiles of a sample of the rows, chosen by hash."""
+        kept, kept_hash, limit, first_row = np.empty(0), np.empty(0), 1.0, 0
+        for column in reader.column(self.column):
+            times = self._times(column)
+            chance = hash_uniform(first_row + np.arange(len(times)), self.seed)
+            first_row += len(times)
+            kept = np.concatenate([kept, times[chance < limit]])
+            kept_hash = np.concatenate([kept_hash, chance[chance < limit]])
+            if len(kept) > TIME_SAMPLE:
+                limit /= 2
+                kept, kept_hash = kept[kept_hash < limit], kept_hash[kept_hash < limit]
+        if not len(kept):
+            raise UserError("the input has no rows")
+        return np.quantile(kept, self.shares, method="higher")

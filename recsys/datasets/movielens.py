@@ -1,0 +1,191 @@
+"""MovieLens-100K out of the RecBole wheel, in RecBole's own two splits.
+
+The wheel carries the data set, so that pip is all the download needs. The splits are those of
+``recbole/data/dataset/dataset.py`` (``build``, ``split_by_ratio``) with RecBole's default seed 2020 and
+ratio 8:1:1, random order: figures published by RecBole are on exactly these rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.csv
+
+from recsys.datasets.retrieval import Log, Timeline, shuffled, split_per_user, time_key, write_files, write_retrieval
+from recsys.datasets.writer import SPLITS, read_marker, replacing
+from recsys.errors import UserError
+
+MARKER = {"kind": "movielens-100k", "version": 2}
+WHEEL = "recbole-1.2.1-py3-none-any.whl"
+MEMBER = "recbole/dataset_example/ml-100k/ml-100k."
+SHA256 = {
+    "inter": "4edb74e2a81178c2ba9ff381495f754f996c4aea351b1272ca36b43da0935eff",
+    "item": "51d7cdf777ce5c0f5b32c1d947a4a81fe07d75e78abbe761e0cd4d0756064532",
+    "user": "4f670007d9cfbeb9807e757209af1555b9bcc186bde25e767f67cb67c6dd5972",
+}
+LIKED = 4.0
+USER_COLUMNS = ("age", "gender", "occupation", "zip_code")
+ITEM_COLUMNS = ("release_year", "genres")
+DOWNLOAD_SECONDS = 300
+
+
+class Ratings(NamedTuple):
+    """The interactions in file order: arrays of one length, and one row of features for each."""
+
+    user: np.ndarray  # int64
+    item: np.ndarray  # int64
+    rating: np.ndarray  # float32
+    time: np.ndarray  # int64, seconds since 1970
+
+
+def prepare_movielens_100k(out: Path, cache: Path) -> bool:
+    """Write MovieLens-100K below ``out``; False if this version of it is there already.
+
+    Folders ``ctr/{train,valid,test}`` and ``retrieval/{train,valid,test,items}``; data/README.md lists
+    the columns. ``cache`` keeps the wheel. Raises UserError if it cannot be had or is not as expected.
+    """
+    marker = read_marker(out)
+    if marker == MARKER:
+        return False
+    wheel = fetch_wheel(cache)
+    ratings, users, items = read_wheel(wheel)
+    earlier_version = marker is not None and marker.get("kind") == MARKER["kind"]
+    with replacing(out, MARKER, overwrite=earlier_version) as folder:
+        _write_ctr(folder / "ctr", ratings, users, items)
+        log = _retrieval_log(ratings, users, items)
+        write_retrieval(folder / "retrieval", log, split_per_user(log.user), last=False)
+    return True
+
+
+def fetch_wheel(cache: Path) -> Path:
+    """Path of the RecBole wheel in ``cache``, downloaded by pip if it is not there yet."""
+    path = cache / WHEEL
+    if path.exists():
+        return path
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--retries", "1"]
+        command += ["--timeout", "30", "--only-binary", ":all:", "--dest", folder, "recbole==1.2.1"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_SECONDS)
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+            reason = (errors or done.stderr.splitlines() or ["no message"])[-1]
+        except subprocess.TimeoutExpired:
+            reason = f"no answer in {DOWNLOAD_SECONDS} s"
+        if not (Path(folder) / WHEEL).exists():
+            raise UserError(
+                "pip could not download recbole==1.2.1, which holds MovieLens-100K; "
+                f"put {WHEEL} into {cache} by hand or check the package index (pip says: {reason})"
+            )
+        (Path(folder) / WHEEL).replace(path)
+    return path
+
+
+def read_wheel(wheel: Path) -> tuple[Ratings, pa.Table, pa.Table]:
+    """Ratings, users (user_id and USER_COLUMNS) and items (item_id and ITEM_COLUMNS), file order.
+
+    Every user and item of the ratings has a row in its table, of nulls if the wheel does not know it.
+    Raises UserError if a file in the wheel is not byte for byte the one that the splits belong to.
+    """
+    content = {}
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for name, digest in SHA256.items():
+                content[name] = archive.read(MEMBER + name)
+                if hashlib.sha256(content[name]).hexdigest() != digest:
+                    raise UserError(f"{wheel}: {MEMBER}{name} is not the known file; delete the wheel")
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise UserError(f"{wheel} is not the RecBole 1.2.1 wheel ({error}); delete it") from None
+    inter = _read_atomic(content["inter"])
+    ratings = Ratings(
+        inter["user_id"].to_numpy(),
+        inter["item_id"].to_numpy(),
+        inter["rating"].to_numpy().astype(np.float32),
+        inter["timestamp"].to_numpy(),
+    )
+    users = _complete(_read_atomic(content["user"]), "user_id", ratings.user)
+    return ratings, users, _complete(_parse_items(content["item"]), "item_id", ratings.item)
+
+
+def _read_atomic(content: bytes) -> pa.Table:
+    """RecBole's atomic format: tab-separated, header fields ``name:type``, no quoting."""
+    table = pa.csv.read_csv(
+        pa.BufferReader(content), parse_options=pa.csv.ParseOptions(delimiter="\t", quote_char=False)
+    )
+    return table.rename_columns([name.split(":")[0] for name in table.column_names])
+
+
+def _parse_items(content: bytes) -> pa.Table:
+    table = _read_atomic(content)
+    # Two of the years are not years ("V", "unkonwn").
+    known = pc.match_substring_regex(table["release_year"], r"^\d{4}$")
+    year = pc.if_else(known, table["release_year"], None).cast(pa.int64())
+    genres = pc.split_pattern(table["class"], " ")
+    return pa.table({"item_id": table["item_id"], "release_year": year, "genres": genres})
+
+
+def _complete(table: pa.Table, key: str, used: np.ndarray) -> pa.Table:
+    """The table with a row of nulls for every used id that it lacks, sorted by id."""
+    missing = np.setdiff1d(used, table[key].to_numpy())
+    extra = pa.table({key: missing})
+    return pa.concat_tables([table, extra], promote_options="default").sort_by(key)
+
+
+def split_random(num_rows: int) -> np.ndarray:
+    """int8 per row, an index into SPLITS: shuffle all rows, cut 8:1:1."""
+    order = shuffled(num_rows)
+    tenth = num_rows // 10
+    split = np.zeros(num_rows, np.int8)
+    split[order[-2 * tenth : -tenth]] = 1
+    split[order[-tenth:]] = 2
+    return split
+
+
+def _features(table: pa.Table, key: str, ids: np.ndarray, names: tuple[str, ...]) -> dict[str, pa.Array]:
+    """Columns of a table sorted by ``key``, one row for each id."""
+    rows = np.searchsorted(table[key].to_numpy(), ids)
+    taken = table.select(names).take(pa.array(rows))
+    return {name: taken[name] for name in names}
+
+
+def _write_ctr(folder: Path, ratings: Ratings, users: pa.Table, items: pa.Table) -> None:
+    split = split_random(len(ratings.user))
+    liked = ratings.rating >= LIKED
+    timeline = Timeline(ratings.user, pa.array(ratings.item), ratings.time, liked & (split == 0))
+    # side="left": a like of the same second does not count as known beforehand.
+    ends = np.searchsorted(timeline.keys, time_key(ratings.user, ratings.time), side="left")
+    table = pa.table(
+        {
+            "user_id": ratings.user,
+            "item_id": ratings.item,
+            "timestamp": ratings.time,
+            "rating": ratings.rating,
+            "label": liked.astype(np.int8),
+            **_features(users, "user_id", ratings.user, USER_COLUMNS),
+            **_features(items, "item_id", ratings.item, ITEM_COLUMNS),
+            "history": timeline.history(ratings.user, ends),
+        }
+    )
+    for index, name in enumerate(SPLITS):
+        rows = table.filter(pa.array(split == index))
+        write_files(rows, folder / name, files=2 if index else 4)
+
+
+def _retrieval_log(ratings: Ratings, users: pa.Table, items: pa.Table) -> Log:
+    return Log(
+        np.searchsorted(users["user_id"].to_numpy(), ratings.user),
+        np.searchsorted(items["item_id"].to_numpy(), ratings.item),
+        ratings.time,
+        pa.table({"timestamp": ratings.time}),
+        users.select(("user_id", *USER_COLUMNS)),
+        items.select(("item_id", *ITEM_COLUMNS)),
+    )

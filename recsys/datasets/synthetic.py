@@ -1,0 +1,286 @@
+"""Synthetic logs with power-law ids and a planted teacher, so that the best possible AUC is known.
+
+A row's label is drawn with the probability that the teacher gives its features, so no model can beat the
+teacher's own AUC and log loss on the same rows, which ``teacher.json`` states. Ids, their hidden factors
+and their replacement over days are functions of (seed, field, rank) by hash; everything else of a chunk of
+rows comes from a counter-based generator seeded with (seed, split, chunk). So the same options give the
+same rows on every machine, whatever the number of files or the size of row groups, at constant memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.datasets.writer import SPLITS, hash_uniform, read_marker, replacing, write_parts
+from recsys.errors import UserError
+from recsys.ids import hash_integers
+
+VERSION = 1
+CHUNK_ROWS = 65536
+UNSEEN_GENERATION = 1 << 20  # ids that training never shows
+
+DEVICES = ("mobile", "desktop", "tablet", "tv")
+NUM_CATEGORIES = 20
+MAX_HISTORY = 16
+NUM_FACTORS = 8
+NULL_SHARE = 0.05
+NUM_CAT, NUM_INT = 26, 13
+
+
+@dataclass
+class SyntheticOptions:
+    """What to generate; ``rows``, ``valid_rows`` and ``test_rows`` are rows of the three splits.
+
+    ids have popularity proportional to rank ** -alpha. ``unseen``: share of the ids in valid and test that
+    training never shows. ``drift``: share of the ids replaced by new ones every day; training spans ``days``
+    days, valid is the next one, test the one after. ``users`` and ``items`` are the ids alive at a time; in
+    the criteo shape ``items`` is the size of the largest field and ``users`` plays no part.
+    """
+
+    rows: int = 1_000_000
+    valid_rows: int = 100_000
+    test_rows: int = 100_000
+    users: int = 20_000
+    items: int = 10_000
+    alpha: float = 0.9
+    unseen: float = 0.0
+    drift: float = 0.0
+    days: int = 7
+    shape: str = "user-item"
+    files: int = 4
+    row_group_rows: int = 65536
+    seed: int = 0
+
+
+def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = False) -> bool:
+    """Write ``out/{train,valid,test}/part-*.parquet`` and ``out/teacher.json``; False if they are there.
+
+    data/README.md lists the columns of both shapes. Raises UserError for an option out of range, and for
+    a folder that holds something else.
+    """
+    _check(options)
+    marker = {"kind": "synthetic", "version": VERSION, "options": asdict(options)}
+    if read_marker(out) == marker:
+        return False
+    make_chunk: MakeChunk = SHAPES[options.shape](options).chunk
+    teacher: dict[str, Any] = {"options": asdict(options)}
+    with replacing(out, marker, overwrite) as folder:
+        for split, rows in enumerate((options.rows, options.valid_rows, options.test_rows)):
+            ceiling = Ceiling()
+            tables = _tables(options, split, rows, make_chunk, ceiling)
+            write_parts(tables, folder / SPLITS[split], options.row_group_rows, -(-rows // options.files))
+            teacher[SPLITS[split]] = ceiling.result()
+        (folder / "teacher.json").write_text(json.dumps(teacher, indent=2) + "\n")
+    return True
+
+
+def _check(options: SyntheticOptions) -> None:
+    if options.shape not in SHAPES:
+        raise UserError(f"--shape must be one of {', '.join(SHAPES)}, got {options.shape!r}")
+    least = {"rows": 1, "valid_rows": 1, "test_rows": 1, "users": 1, "items": 1, "days": 1, "files": 1}
+    for name, bound in {**least, "row_group_rows": 1, "alpha": 0, "unseen": 0, "drift": 0, "seed": 0}.items():
+        if getattr(options, name) < bound:
+            value = getattr(options, name)
+            raise UserError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
+    for name, bound in {"unseen": 1, "drift": 1, "alpha": 5, "users": 2**40, "items": 2**40}.items():
+        if getattr(options, name) > bound:
+            raise UserError(f"--{name} must be at most {bound}, got {getattr(options, name)}")
+
+
+def _tables(
+    options: SyntheticOptions, split: int, rows: int, make_chunk: MakeChunk, ceiling: Ceiling
+) -> Iterator[pa.Table]:
+    """The chunks of one split, their labels drawn and counted in ``ceiling``."""
+    for chunk, first in enumerate(range(0, rows, CHUNK_ROWS)):
+        count = min(CHUNK_ROWS, rows - first)
+        drawn = Rows(options, split, chunk, _days(options, split, first, count, rows))
+        columns, logit = make_chunk(drawn)
+        label = (drawn.rng.random(count) < 1 / (1 + np.exp(-logit))).astype(np.int8)
+        ceiling.add(logit, label)
+        yield pa.table({"label": label, "day": drawn.day, **columns})
+
+
+def _days(options: SyntheticOptions, split: int, first: int, count: int, rows: int) -> np.ndarray:
+    """int32: training rows run evenly through the days, valid and test are the two days after."""
+    if split:
+        return np.full(count, options.days - 1 + split, np.int32)
+    return ((first + np.arange(count)) * options.days // rows).astype(np.int32)
+
+
+class Rows:
+    """The randomness of one chunk: its generator, its split, and the ``day`` (int32) of each row."""
+
+    def __init__(self, options: SyntheticOptions, split: int, chunk: int, day: np.ndarray):
+        self.rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([options.seed, split, chunk])))
+        self.held_out = split > 0
+        self.day = day
+
+    def nulls(self, share: float = NULL_SHARE) -> np.ndarray:
+        """bool per row, true with probability ``share``."""
+        return self.rng.random(len(self.day)) < share
+
+
+class IdField:
+    """A field of ids: draws keys (int64, a hidden numbering) and says a key's raw id and factors."""
+
+    def __init__(self, options: SyntheticOptions, field: int, size: int):
+        self.alpha, self.unseen, self.drift = options.alpha, options.unseen, options.drift
+        self.size = size
+        self.seed = (options.seed << 16) + (field << 8)
+
+    def draw(self, rows: Rows, day: np.ndarray) -> np.ndarray:
+        """Keys for ``day``: a rank by the power law, and which generation of ids holds the rank that day."""
+        rank = self._rank(rows.rng.random(len(day)))
+        if self.drift:
+            generation = np.floor(day * self.drift + hash_uniform(rank, self.seed)).astype(np.int64)
+        else:
+            generation = np.zeros(len(day), np.int64)
+        if rows.held_out and self.unseen:
+            generation[rows.rng.random(len(day)) < self.unseen] = UNSEEN_GENERATION
+        return rank + self.size * generation
+
+    def _rank(self, uniform: np.ndarray) -> np.ndarray:
+        """Inverse of the continuous power law on [1, size + 1), rounded down, from 0."""
+        power = 1 - self.alpha
+        if abs(power) < 1e-9:
+            x = (self.size + 1.0) ** uniform
+        else:
+            x = (1 + uniform * ((self.size + 1.0) ** power - 1)) ** (1 / power)
+        return np.clip(x.astype(np.int64) - 1, 0, self.size - 1)
+
+    def ids(self, keys: np.ndarray) -> np.ndarray:
+        """Raw ids, int64 scattered over [0, 2**63): neither dense nor in order of popularity."""
+        return (hash_integers(keys, self.seed + 1) >> np.uint64(1)).view(np.int64)
+
+    def factor(self, keys: np.ndarray, index: int) -> np.ndarray:
+        """Hidden factor ``index`` of each key: mean 0, variance 1, uniform (the same on every machine)."""
+        return 12**0.5 * (hash_uniform(keys, self.seed + 2 + index) - 0.5)
+
+
+class UserItemShape:
+    """Users, items, context and a history of items that suit the user."""
+
+    def __init__(self, options: SyntheticOptions):
+        self.user = IdField(options, 0, options.users)
+        self.item = IdField(options, 1, options.items)
+        self.category = IdField(options, 2, NUM_CATEGORIES)
+        self.device = IdField(options, 3, len(DEVICES))
+        self.hour = IdField(options, 4, 24)
+
+    def chunk(self, rows: Rows) -> tuple[dict[str, pa.Array], np.ndarray]:
+        """The columns of a chunk and the teacher's logit of each row, float64."""
+        rng, count = rows.rng, len(rows.day)
+        user, item = self.user.draw(rows, rows.day), self.item.draw(rows, rows.day)
+        category = (hash_uniform(item, self.category.seed) * NUM_CATEGORIES).astype(np.int64)
+        device, hour = rng.integers(0, len(DEVICES), count), rng.integers(0, 24, count)
+        price = (20 * np.exp(0.7 * rng.standard_normal(count))).astype(np.float32)
+        no_device, no_price = rows.nulls(), rows.nulls()
+        logit = self._user_item_logit(user, item) + 0.5 * self.category.factor(category, 0)
+        logit += np.where(no_device, 0, 0.4 * self.device.factor(device, 0)) + 0.3 * self.hour.factor(hour, 0)
+        logit -= np.where(no_price, 0, 0.6 * np.log(price / 20.0))
+        columns = {
+            "user_id": pa.array(self.user.ids(user)),
+            "item_id": pa.array(self.item.ids(item)),
+            "category": pa.array([f"cat_{i:02d}" for i in range(NUM_CATEGORIES)]).take(pa.array(category)),
+            "device": pa.array(DEVICES).take(pa.array(device, mask=no_device)),
+            "hour": pa.array(hour, pa.int8()),
+            "price": pa.array(price, mask=no_price),
+            "weight": pa.array(rng.choice(np.array([0.5, 1, 2], np.float32), count)),
+            "history": self._history(rows, user),
+        }
+        return columns, logit
+
+    def _user_item_logit(self, user: np.ndarray, item: np.ndarray) -> np.ndarray:
+        logit = -1.0 + 0.5 * self.user.factor(user, 0) + 0.7 * self.item.factor(item, 0)
+        for index in range(1, NUM_FACTORS + 1):
+            logit += self.user.factor(user, index) * self.item.factor(item, index) / NUM_FACTORS**0.5
+        return logit
+
+    def _history(self, rows: Rows, user: np.ndarray) -> pa.ListArray:
+        """list<int64> of 0 to MAX_HISTORY items: of two drawn, the one closer to the user's first taste."""
+        lengths = rows.rng.integers(0, MAX_HISTORY + 1, len(user))
+        taste = np.repeat(self.user.factor(user, 1), lengths)
+        day = np.repeat(rows.day, lengths)
+        one, two = self.item.draw(rows, day), self.item.draw(rows, day)
+        better = self.item.factor(two, 1) * taste > self.item.factor(one, 1) * taste
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        items = self.item.ids(np.where(better, two, one))
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items)
+
+
+class CriteoShape:
+    """26 one-hot fields of 4 to ``items`` ids and 13 counts, with nulls, as in Criteo's click logs."""
+
+    def __init__(self, options: SyntheticOptions):
+        sizes = np.geomspace(min(4, options.items), options.items, NUM_CAT).round().astype(np.int64)
+        self.cats = [IdField(options, field, int(size)) for field, size in enumerate(sizes)]
+        self.ints = IdField(options, NUM_CAT, NUM_INT)
+
+    def chunk(self, rows: Rows) -> tuple[dict[str, pa.Array], np.ndarray]:
+        """The columns of a chunk and the teacher's logit of each row, float64."""
+        columns, logit = {}, np.full(len(rows.day), -1.0)
+        weights = self.ints.factor(np.arange(NUM_INT), 0)
+        for index in range(NUM_INT):
+            count = np.floor(np.exp(1.0 + 1.5 * rows.rng.standard_normal(len(rows.day)))).astype(np.float32)
+            null = rows.nulls()
+            columns[f"int_{index}"] = pa.array(count, mask=null)
+            logit += np.where(null, 0, 0.1 * weights[index] * (np.log1p(count) - 1))
+        previous, previous_null = np.zeros(0), np.zeros(0)
+        for index, cat in enumerate(self.cats):
+            keys, null = cat.draw(rows, rows.day), rows.nulls()
+            columns[f"cat_{index}"] = pa.array(cat.ids(keys), mask=null)
+            logit += np.where(null, 0, 0.2 * cat.factor(keys, 0))
+            if index % 2:  # fields act in pairs, so that crosses matter
+                pair = self._pair_logit(index, previous, keys)
+                logit += np.where(null | previous_null, 0, pair)
+            previous, previous_null = keys, null
+        return columns, logit
+
+    def _pair_logit(self, index: int, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        one, two = self.cats[index - 1], self.cats[index]
+        return 0.25 * sum(one.factor(left, k) * two.factor(right, k) for k in (1, 2))
+
+
+MakeChunk = Callable[[Rows], tuple[dict[str, pa.Array], np.ndarray]]
+SHAPES: dict[str, Callable[[SyntheticOptions], UserItemShape | CriteoShape]] = {
+    "user-item": UserItemShape,
+    "criteo": CriteoShape,
+}
+
+
+class Ceiling:
+    """AUC and log loss of the true probabilities on the drawn labels, unweighted, at constant memory."""
+
+    BINS = 1 << 20  # of probability; pairs within one bin count half, which moves AUC by less than 1e-5
+
+    def __init__(self) -> None:
+        self.counts = np.zeros((2, self.BINS), np.int64)
+        self.loss = 0.0
+
+    def add(self, logit: np.ndarray, label: np.ndarray) -> None:
+        """Take in rows: logit float64, label 0 or 1."""
+        self.loss += float(np.sum(np.logaddexp(0, logit) - label * logit))
+        bins = np.minimum(self.BINS / (1 + np.exp(-logit)), self.BINS - 1).astype(np.int64)
+        for value in (0, 1):
+            self.counts[value] += np.bincount(bins[label == value], minlength=self.BINS)
+
+    def result(self) -> dict[str, float | int | None]:
+        """rows, base_rate, auc (None if all labels are equal) and log_loss in nats."""
+        negatives, positives = (int(count) for count in self.counts.sum(axis=1))
+        below = np.cumsum(self.counts[0]) - self.counts[0] / 2
+        pairs = negatives * positives
+        auc = float(np.dot(self.counts[1], below)) / pairs if pairs else None
+        rows = negatives + positives
+        return {
+            "rows": rows,
+            "base_rate": round(positives / rows, 6),
+            "auc": None if auc is None else round(auc, 6),
+            "log_loss": round(self.loss / rows, 6),
+        }

@@ -1,0 +1,203 @@
+"""Vocabularies: counting the ids of a dataset, choosing those with a row of their own, and keeping them in a file."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from recsys.errors import UserError
+from recsys.ids.hashing import is_text, read_keys
+from recsys.ids.mappings import IndexMapping
+from recsys.runtime.files import replacing
+
+_MERGED_AT_ONCE = 1 << 20
+
+
+class IdCounter:
+    """Counts how often each id occurs, in memory that grows with the distinct ids."""
+
+    def __init__(self) -> None:
+        self._parts: list[pa.Table] = []  # the first is the sum of all before the last merge
+        self._num_new = 0
+
+    def add(self, ids: pa.Array) -> None:
+        """Count ids of any type that `read_keys` takes; nulls are left out.
+
+        Raises:
+            UserError, TypeError: ids of another type; numbers after texts or the reverse.
+        """
+        if ids.null_count or pa.types.is_dictionary(ids.type):  # a dictionary may have null among its values
+            ids = ids.filter(ids.is_valid())
+        keys = read_keys(ids)
+        if len(keys.numbers) and len(keys.texts):
+            raise UserError(f"ids of type {ids.type} are not all whole numbers within 64 bits; write them as strings")
+        values = keys.texts if len(keys.texts) else _wide(keys.numbers)
+        if keys.indices is None:
+            counted = values.value_counts()
+            self._append(*counted.flatten())
+        else:
+            self._append(values, pa.array(np.bincount(keys.indices, minlength=len(keys))))
+
+    def add_table(self, counts: pa.Table) -> None:
+        """Add what another counter has counted, as `to_table` returns it."""
+        ids = counts.column("id")
+        kind = pa.large_binary() if is_text(ids.type) else ids.type
+        self._append(ids.cast(kind).combine_chunks(), counts.column("count").combine_chunks())
+
+    def to_table(self) -> pa.Table:
+        """Return columns id (int64, uint64, string or binary, each once, in no order) and count (int64)."""
+        self._merge()
+        if not self._parts:
+            return pa.table({"id": pa.array([], pa.int64()), "count": pa.array([], pa.int64())})
+        # In one piece: of a column's slices, each is pickled with all of the memory that they share.
+        table = self._parts[0].combine_chunks()
+        ids = table.column("id").combine_chunks()
+        return table.set_column(0, "id", _strings(ids)) if is_text(ids.type) else table
+
+    def _append(self, ids: pa.Array, counts: pa.Array) -> None:
+        if not len(ids):
+            return
+        if self._parts and is_text(self._parts[0].schema.field("id").type) != is_text(ids.type):
+            raise UserError("ids of one table are numbers in one place and texts in another; write them with one type")
+        self._parts.append(pa.table({"id": ids, "count": counts}))
+        self._num_new += len(ids)
+        # As many as are merged already, so that an id is merged a few times only, however many parts there are.
+        if self._num_new >= max(_MERGED_AT_ONCE, self._parts[0].num_rows):
+            self._merge()
+
+    def _merge(self) -> None:
+        if self._num_new:
+            summed = _same_type(self._parts).group_by("id", use_threads=False).aggregate([("count", "sum")])
+            self._parts = [summed.rename_columns(["id", "count"])]
+            self._num_new = 0
+
+
+def add_up(counts: Sequence[pa.Table]) -> pa.Table:
+    """Return the sum of count tables of `IdCounter.to_table`, from any number of processes, as such a table."""
+    if len(counts) == 1:
+        return counts[0]
+    total = IdCounter()
+    for each in counts:
+        total.add_table(each)
+    return total.to_table()
+
+
+def most_frequent(counts: Sequence[pa.Table], min_count: int, max_size: int) -> pa.Table:
+    """Add up count tables, at least one, and return the ids for a vocabulary.
+
+    Args:
+        counts: as `add_up` takes them.
+        min_count: rarer ids are left out.
+        max_size: the most ids to return.
+
+    Returns:
+        Columns id and count, the most frequent first, of equally frequent ones the least id first.
+    """
+    table = add_up(counts)
+    table = table.filter(pc.greater_equal(table.column("count"), min_count))
+    return table.sort_by([("count", "descending"), ("id", "ascending")]).slice(0, max_size)
+
+
+def choose_vocabulary(counts: Sequence[pa.Table], min_count: int, max_size: int) -> pa.Array:
+    """Return the ids of `most_frequent`."""
+    return most_frequent(counts, min_count, max_size).column("id").combine_chunks()
+
+
+def is_new(ids: pa.Array, known: pa.Array) -> np.ndarray:
+    """Return which ids a vocabulary does not have, bool [len(ids)].
+
+    Raises:
+        UserError: numbers on one side, and texts on the other.
+    """
+    places = np.empty(len(ids), np.int64)
+    IndexMapping(known).map(ids, places)
+    return places < 0
+
+
+def joined(known: pa.Array, new: pa.Array) -> pa.Array:
+    """Return a vocabulary with further ids behind its own, of a type that holds both.
+
+    Raises:
+        UserError: there is none.
+    """
+    if not (len(known) and len(new)):
+        return known if len(known) else new
+    if is_text(known.type):
+        return _strings(pa.concat_arrays([ids.cast(pa.large_binary()) for ids in (known, new)]))
+    parts = [pa.table({"id": ids, "count": pa.array(np.zeros(len(ids), np.int64))}) for ids in (known, new)]
+    return _same_type(parts).column("id").combine_chunks()
+
+
+def write_vocabulary(path: Path, ids: pa.Array, counts: pa.Array | None = None) -> None:
+    """Write a vocabulary as Parquet: columns id, in the order of rows, and count if it is given.
+
+    Args:
+        ids: each once.
+        counts: int64, of each id; for whoever looks into the file.
+    """
+    columns = {"id": ids} if counts is None else {"id": ids, "count": counts}
+    with replacing(path) as aside:
+        pq.write_table(pa.table(columns), aside, compression="zstd", use_dictionary=False, write_page_checksum=True)
+
+
+def read_vocabulary(path: Path) -> pa.Array:
+    """Read the ids of a vocabulary, in the order of rows: int64, uint64, string or binary.
+
+    Raises:
+        UserError: the file cannot be read, or holds no list of distinct ids.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            names = file.schema_arrow.names
+            ids = file.read(["id"]).column("id") if names.count("id") == 1 else None
+    except (pa.ArrowException, OSError) as error:
+        reason = " ".join(str(error).split()).split(". ")[0].rstrip(".")
+        raise UserError(
+            f"vocabulary file '{path}' cannot be read ({reason}); name one that a run has written"
+        ) from error
+    if ids is None:
+        raise UserError(f"vocabulary file '{path}' has the columns {', '.join(names)}, and must have one called id")
+    if pa.types.is_dictionary(ids.type):
+        ids = ids.cast(ids.type.value_type)
+    if not (is_text(ids.type) or pa.types.is_integer(ids.type)):
+        raise UserError(f"vocabulary file '{path}' has ids of type {ids.type}, which must be integers or strings")
+    if ids.null_count:
+        raise UserError(f"vocabulary file '{path}' holds {ids.null_count} nulls as ids, and may hold none")
+    distinct = len(ids.unique())
+    if distinct < len(ids):
+        raise UserError(f"vocabulary file '{path}' lists {len(ids) - distinct} ids again, and may list each once")
+    if is_text(ids.type):
+        return _strings(ids.cast(pa.large_binary()).combine_chunks())
+    return _wide(ids.combine_chunks().to_numpy())
+
+
+def _wide(numbers: np.ndarray) -> pa.Array:
+    """Return integers as int64, or uint64 if one does not fit."""
+    if numbers.dtype == np.uint64 and len(numbers) and numbers.max() > np.iinfo(np.int64).max:
+        return pa.array(numbers)
+    return pa.array(numbers.astype(np.int64, copy=False))
+
+
+def _strings(texts: pa.Array) -> pa.Array:
+    """Return large_binary as string, as binary where it is no UTF-8; the large types beyond 2 GiB."""
+    large = texts.nbytes >= 2**31
+    try:
+        return texts.cast(pa.large_string() if large else pa.string())
+    except pa.ArrowInvalid:
+        return texts if large else texts.cast(pa.binary())
+
+
+def _same_type(parts: Sequence[pa.Table]) -> pa.Table:
+    kinds = {part.schema.field("id").type for part in parts}
+    if len(kinds) == 1:
+        return pa.concat_tables(parts)
+    try:
+        schema = pa.schema({"id": pa.uint64(), "count": pa.int64()})
+        return pa.concat_tables([part.cast(schema) for part in parts])
+    except pa.ArrowInvalid as error:
+        raise UserError(
+            "ids of one table are negative in one place and beyond 2**63 in another; write them as strings"
+        ) from error

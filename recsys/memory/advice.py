@@ -1,0 +1,173 @@
+"""When memory runs out, or would: what holds it, and the settings that help most."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recsys.config import Config
+from recsys.config.choices import Saver
+from recsys.config.topology import num_bytes
+from recsys.data.inputs import Inputs
+from recsys.errors import NoPlanError, UserError, is_out_of_memory
+from recsys.memory import BudgetExceeded, DataFacts, Timeline
+from recsys.memory.autofit import MARGIN, Change, Fitter, Offer, with_changes
+from recsys.memory.data_facts import data_facts
+from recsys.memory.predict import CUDA_CONTEXT_BYTES
+from recsys.runtime.logs import logger
+from recsys.runtime.machine import Topology, topology_of
+from recsys.runtime.world import World
+
+_STAYS_FREE = f"{MARGIN:.0%} of the memory are left free, since predictions are not exact"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What holds memory, and what would help.
+
+    Attributes:
+        holders: of the fullest rank by the prediction, with their bytes.
+        offers: changes of settings; missing: bytes that are missing without, over all ranks.
+    """
+
+    holders: list[tuple[str, int]]
+    offers: list[Offer]
+    missing: int
+
+    @property
+    def first_is_enough(self) -> bool:
+        return bool(self.missing and self.offers) and not self.offers[0].missing
+
+    def lines(self) -> list[str]:
+        """Return it for people."""
+        held = ", ".join(f"{name} {_mib(size)}" for name, size in self.holders)
+        lines = [f"what takes most, by the prediction: {held}"]
+        for number, offer in enumerate(self.offers, start=1):
+            enough = f" of {_mib(self.missing)} missing: not enough" if offer.missing else ", which is enough"
+            other = "" if offer.change.saver is None else "; something else is learned"
+            saved = f"saves {_mib(offer.saved)}{enough if self.missing else ''}"
+            lines.append(f"{number}. {offer.change} {saved} ({offer.change.cost}{other})")
+        if not self.missing:
+            return [*lines, "(by the prediction all fits: what else runs on this machine, or a limit, has the rest)"]
+        if self.first_is_enough:
+            return [*lines, f"(memory.fit=true chooses by itself; {_STAYS_FREE})"]
+        least = min([self.missing, *(offer.missing for offer in self.offers)])
+        return [
+            *lines,
+            f"no setting is enough: it takes {_mib(least)} more, more ranks, or smaller tables, layers or batches",
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        offers = [
+            {"settings": str(each.change), "cost": each.change.cost, "saved_bytes": each.saved, "missing": each.missing}
+            for each in self.offers
+        ]
+        holders = [{"name": name, "predicted_bytes": size} for name, size in self.holders]
+        missing = {"missing_bytes": self.missing, "first_is_enough": self.first_is_enough}
+        return {"holders": holders, "advice": offers, **missing}
+
+
+def advise(config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0) -> Advice:
+    """Return what would make a run fit; `seen_bytes` as of `Fitter`."""
+    fitter = Fitter(config, data, topology, seen_bytes)
+    return Advice(fitter.holders(), fitter.advice(), fitter.missing(config))
+
+
+class Explained:
+    """Lets whatever fails inside leave a report, and memory that runs out, or would, an advice: raises a UserError.
+
+    Attributes:
+        inputs: of the run, as soon as they are open.
+        folder: RUN/memory, where the report goes, as soon as there is one.
+        write: writes the report, with a status and further parts.
+    """
+
+    def __init__(self, config: Config, world: World, timeline: Timeline) -> None:
+        self._config, self._world, self._timeline = config, world, timeline
+        self.inputs: Inputs | None = None
+        self.folder: Path | None = None
+        self.write: Callable[[str, dict[str, Any]], None] = lambda status, parts: None
+
+    def __enter__(self) -> "Explained":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        if not is_out_of_memory(error):
+            self.write("failed", {})
+            return
+        config, world, timeline = self._config, self._world, self._timeline
+        if self.folder is not None and config.memory.snapshot and world.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(self.folder / f"snapshot_rank_{world.rank}.pickle"))
+        cause = " ".join(str(error).split())[:300]
+        first = f"memory has run out in {timeline.failed_phase or 'reading the data'}, step {timeline.step}: {cause}"
+        if isinstance(error, NoPlanError):
+            first = cause
+        parts: dict[str, Any] = {"error": first}
+        try:
+            advice = self._advice(timeline.seen_bytes if isinstance(error, BudgetExceeded) else 0)
+            parts |= advice.as_json()
+            lines = advice.lines()
+        except Exception as other:  # with no memory left, or for data that cannot be read
+            lines = [f"what would help cannot be told ({type(other).__name__}: {other})"]
+        self.write("out of memory", {"out_of_memory": parts})
+        where = [] if self.folder is None else [f"the report is in {self.folder}"]
+        raise UserError(first, *lines, *where) from error
+
+    def _advice(self, seen_bytes: int) -> Advice:
+        config = self._config if self.inputs is None else self.inputs.config
+        topology = topology_of(config, self._world)
+        return advise(config, data_facts(config, self.inputs, topology.world_size), topology, seen_bytes)
+
+
+def limit_memory(config: Config, world: World) -> int | None:
+    """Return the budget of this process in host memory; that of its GPU is given to torch's allocator."""
+    if config.memory.budget is None:
+        return None
+    budget = num_bytes("memory.budget", config.memory.budget)
+    if world.device.type == "cpu":
+        return budget
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, budget - CUDA_CONTEXT_BYTES) / total), world.device)
+    return None
+
+
+def fit_inputs(inputs: Inputs) -> tuple[Inputs, list[Change]]:
+    """Return the inputs with a config that fits into memory, and what has been changed; collective.
+
+    Raises:
+        UserError: on every rank, when nothing that memory.allow lists is enough.
+    """
+    config, world = inputs.config, inputs.world
+    changes = world.from_rank_zero(lambda: _fitting_changes(inputs, topology_of(config, world)))
+    for change in changes:
+        kept = "" if change.saver is None else f"; memory.allow has {change.saver.name}: SOMETHING ELSE IS LEARNED"
+        logger.warning("memory.fit: %s (%s%s)", change, change.cost, kept)
+    changed = with_changes(config, changes)
+    return Inputs(changed, inputs.datasets, inputs.corpus, world, inputs.facts), changes
+
+
+def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
+    config = inputs.config
+    fitter = Fitter(config, data_facts(config, inputs, topology.world_size), topology)
+    found = fitter.fit(config.memory.allow)
+    if not found.missing:
+        logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(found.after), _mib(found.before))
+        return found.changes
+    other = fitter.fit(tuple(Saver))
+    also = [change.saver.name for change in other.changes if change.saver and change.saver not in config.memory.allow]
+    there = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
+    help_ = f"memory.allow=[{','.join(also)}] would be enough" if also and not other.missing else "nothing is enough"
+    raise UserError(
+        f"config key 'memory.fit': {_STAYS_FREE}; the run takes {_mib(found.before)} of {_mib(there)} on its fullest "
+        f"rank, {_mib(found.after)} with what keeps what is learned, and {_mib(found.missing)} are missing over all "
+        f"ranks; {help_}: otherwise take more ranks, smaller tables or a smaller train.global_batch_size"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

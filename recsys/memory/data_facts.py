@@ -1,0 +1,191 @@
+"""What is known of the data before anything is trained: ids a row, windows, decoding, vocabularies."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.config import Config, IdMappingType
+from recsys.config.features import id_features
+from recsys.data.arrow import is_list
+from recsys.data.inputs import Inputs, column_of, with_figures
+from recsys.data.order import most_shares, slice_bounds
+from recsys.data.parquet import CACHED_ROW_GROUPS, Dataset, read_head
+from recsys.data.window import Columns, Ragged, convert_table
+from recsys.ids import index_bytes, is_text, statistics_bytes
+from recsys.memory import DataFacts
+from recsys.models.metrics import rows_at_once
+
+_SAMPLE_ROWS = 20_000
+_NUMBER_BYTES = 8  # of an id, unless it is a text
+_ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
+_DECODING = 5  # times the decoded row group is what Arrow takes for it at its peak (measured: 4 to 5.5)
+_DECODING_ONCE = 4  # the same where nothing was decoded before
+
+
+def streams_of_a_rank(config: Config, world_size: int) -> int:
+    """Return the most streams of data.train that a rank reads."""
+    slots = slice_bounds(config.train.global_batch_size, config.data.num_streams)
+    return len(most_shares(slots, world_size))
+
+
+def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFacts:
+    """Return what the footers and the first rows tell of the data, or without `inputs` what the config does."""
+    biggest = max(table.num_embeddings for table in config.tables.values())
+    if inputs is None:
+        mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
+        windows = 2 * (config.data.window_mib << 20) * streams_of_a_rank(config, world_size)
+        id_bytes = 4 if biggest < 1 << 31 else 8
+        source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None)
+        counts = len(mean_ids) * statistics_bytes(math.inf)
+        return DataFacts(mean_ids, id_bytes, windows, windows // 2, {}, source, *of_ids, statistics_bytes=counts)
+    sample = _Sample(inputs, inputs.datasets["train"])
+    sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
+    train_rows = sizes.pop("train")
+    roles = sizes if {"valid", "test"} & sizes.keys() else {}  # a corpus alone is not evaluated
+    held, largest = _held_rows(inputs, "train")
+    # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
+    others = {role: _held_rows(inputs, role) for role in roles}
+    evaluated = [_decoding(inputs, role, sample, rows) for role, (_, rows) in others.items()]
+    decoding, (vocabularies, counted) = _decoding(inputs, "train", sample, largest), _vocabularies(config, inputs)
+    return DataFacts(
+        mean_ids=sample.mean_ids(),
+        id_bytes=inputs.spec("train").dtype.itemsize,
+        window_bytes=int(sample.row_bytes * (held + max((rows for rows, _ in others.values()), default=0))),
+        decode_bytes=decoding.later,
+        first_decode_bytes=decoding.first,
+        eval_decode_bytes=max((each.later for each in evaluated), default=0),
+        eval_first_decode_bytes=max((each.first for each in evaluated), default=0),
+        eval_rows=roles,
+        source=f"the first {sample.rows:,} rows",
+        vocabulary_bytes=vocabularies,
+        counted_ids=counted,
+        counted_bytes=_counted_bytes(inputs, sample, counted),
+        statistics_bytes=sum(map(statistics_bytes, sample.distinct_ids(train_rows))),
+        ranking_bytes=_ranking_bytes(inputs),
+    )
+
+
+def _vocabularies(config: Config, inputs: Inputs | None) -> tuple[int, dict[str, int]]:
+    """Return the bytes of vocabularies and their indices, and of how many ids each table's is chosen.
+
+    Before the data are counted, a vocabulary is taken to have as many ids as the table has rows for, and no more to
+    choose from.
+    """
+    corpus = [] if inputs is None or inputs.corpus is None else [inputs.corpus]
+    facts = None if inputs is None else inputs.facts
+    if facts is not None:
+        return sum(map(_index_bytes, [*corpus, *facts.vocabularies.values()])), facts.num_counted
+    tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
+    rows = {name: table.num_embeddings - 1 - table.num_buckets for name, table in tables.items()}
+    counted = {name: rows[name] for name, table in tables.items() if table.vocabulary is None}
+    indices = sum(index_bytes(each, each * _NUMBER_BYTES) for each in rows.values())
+    return indices + sum(map(_index_bytes, corpus)), counted
+
+
+def _index_bytes(ids: pa.Array) -> int:
+    """Return the bytes of a list of ids and of its index, which shares numbers with it, and has texts of its own."""
+    return index_bytes(len(ids), ids.nbytes * (2 if is_text(ids.type) else 1))
+
+
+class _Sample:
+    """The first rows of a dataset, as a window of the loader holds them."""
+
+    def __init__(self, inputs: Inputs, dataset: Dataset) -> None:
+        spec = inputs.spec("train").uncounted()  # a sample is no training
+        table = read_head(dataset, _SAMPLE_ROWS)
+        self.columns: Columns = convert_table(table, spec)
+        self.rows = max(1, table.num_rows)
+        self.names = [part.name for part in spec.ids]
+        self._raw = [None if part.column is None else table.column(part.column) for part in spec.ids]
+        self._sizes = {name: _sizes(column) for name, column in zip(table.column_names, table.columns, strict=True)}
+        self.row_bytes = self.columns.num_bytes / self.rows
+
+    def mean_ids(self) -> dict[str, float]:
+        """Return the table rows of each feature, of one row of data."""
+        return {
+            name: len(part.values) / self.rows if isinstance(part, Ragged) else 1.0
+            for name, part in zip(self.names, self.columns.ids, strict=True)
+        }
+
+    def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
+        """Return what columns of so many rows take in Arrow, all by default."""
+        sizes = [self._sizes[name] for name in (self._sizes if columns is None else columns)]
+        return sum(once + rows * num_rows / self.rows for once, rows in sizes)
+
+    def distinct_ids(self, num_rows: int) -> Iterator[float]:
+        """Yield for each feature about how many distinct ids so many rows hold.
+
+        What has been seen once and twice tells how many have not been seen (Chao 1984, jstor.org/stable/4615964).
+        """
+        for column in self._raw:
+            ids = pa.chunked_array([], pa.int64()) if column is None else column
+            while is_list(ids.type):
+                ids = pc.list_flatten(ids)
+            counts = ids.value_counts().field("counts").to_numpy()
+            once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
+            most = len(ids) * num_rows / self.rows
+            yield min(most, len(counts) + once * (once - 1) / (2 * (twice + 1)) * (num_rows > self.rows))
+
+
+def _sizes(column: pa.ChunkedArray) -> tuple[int, int]:
+    """Return the bytes of a column's dictionary, which is that of its whole row group, and of the rest."""
+    arrays = [chunk.values if is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
+    once = sum(array.dictionary.nbytes for array in arrays if pa.types.is_dictionary(array.type))
+    return once, max(0, column.nbytes - once * column.num_chunks)
+
+
+def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
+    """Return the most rows of windows that a loader's streams hold at once, and those of the largest window."""
+    held, largest = 0, 0
+    again = role == "train" and inputs.config.train.epochs > 1
+    for rows in inputs.loader(role).window_rows():
+        following = [*rows[1:], rows[0] if rows and again else 0]
+        pairs = [sum(pair) for pair in zip(rows, following, strict=False)] if inputs.config.data.num_threads else rows
+        held += max(pairs, default=0)
+        largest = max(largest, *rows, 0)
+    return held, largest
+
+
+@dataclass(frozen=True)
+class _Decoding:
+    """What Arrow and the making of windows take.
+
+    Attributes:
+        first: before there are windows and steps; later: beside these.
+    """
+
+    first: int
+    later: int
+
+
+def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> _Decoding:
+    """Return what it takes to decode a dataset's row groups and make windows of `largest` rows at most."""
+    threads, groups = max(1, inputs.config.data.num_threads), inputs.datasets[role].row_groups
+    # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
+    making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
+    table = sample.table_bytes(int(groups.num_rows.max()))
+    # Threads seldom stand at Arrow's peak together: measured, two take half as much again as one.
+    decoding = (1 + min(len(groups), threads)) / 2 * _DECODING * table
+    if len(groups) <= CACHED_ROW_GROUPS:  # decoded once, and kept
+        return _Decoding(int(_DECODING_ONCE / _DECODING * decoding), int(making + len(groups) * table))
+    return _Decoding(0, int(making + decoding))
+
+
+def _ranking_bytes(inputs: Inputs) -> int:
+    """Return what all items' vectors take, before and after they are summed over ranks, and scores of some users."""
+    items = 0 if inputs.corpus is None else len(inputs.corpus)
+    scores = items and items * rows_at_once(items, inputs.world.device.type)
+    return 2 * 4 * items * getattr(inputs.config.model, "output_dim", 0) + (4 + 1) * scores
+
+
+def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> int:
+    """Return what it takes to decode the columns of a row group that vocabularies and figures are learned from."""
+    config = inputs.config
+    names = [name for name in id_features(config) if (config.features[name].table or "") in tables]
+    columns = dict.fromkeys(column_of(config, name) for name in [*names, *with_figures(config)])
+    rows = int(inputs.datasets["train"].row_groups.num_rows.max())
+    return int(_DECODING * sample.table_bytes(rows, columns))

@@ -1,0 +1,220 @@
+"""`--dry-run`: the plan and the memory that a run would take, on machines that need not be here."""
+
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recsys.config import Config
+from recsys.config.device import check_device
+from recsys.config.ranks import check_ranks, repeated_decoding
+from recsys.data.inputs import Inputs, open_inputs
+from recsys.errors import UserError
+from recsys.memory.autofit import Fitter, pieces_of
+from recsys.memory.data_facts import data_facts
+from recsys.memory.page import Cell, describe_plan, kind_rows, listed, rank_table
+from recsys.memory.page import size as shown
+from recsys.memory.trace import Prediction, demands, largest_batch, layer_page, misfits, predict_run
+from recsys.runtime.files import replace_file
+from recsys.runtime.logs import quiet_libraries, to_json
+from recsys.runtime.machine import Topology, topology_of
+from recsys.runtime.world import World, rehearse_world
+from recsys.tables.spec import Shard
+
+SCHEMA_VERSION = 1
+_APART = 0.02  # ranks that differ by less are shown as one
+_SHOWN_PIECES = 40
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run has found out.
+
+    Attributes:
+        largest_batch: the largest global batch that fits, 0 where none does, None where no memory is given.
+        misfits: a sentence for each GPU and machine whose memory is not enough.
+        instead: what the device has no kernel for, and what is done in its place.
+        changes: what memory.fit has changed.
+    """
+
+    config: Config
+    topology: Topology
+    pieces: list[Shard]
+    prediction: Prediction
+    largest_batch: int | None
+    misfits: list[str]
+    instead: list[str]
+    changes: list[str]
+    seconds: float
+
+
+def dry_run(config: Config) -> int:
+    """Print the plan and the memory by rank; return the exit status: 0 when it fits, 1 when not.
+
+    With `run.dir` set, memory/dry_run.json and memory/dry_run.md are written there.
+
+    Raises:
+        UserError: a mistake in the config, or the memory of a GPU that is not known.
+    """
+    quiet_libraries()
+    found = rehearse_run(config)
+    page = format_dry_run(found)
+    if config.run.dir is not None:
+        folder = Path(config.run.dir) / "memory"
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "dry_run.md", page)
+        replace_file(folder / "dry_run.json", to_json(as_json(found), indent=1) + "\n")
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:  # `| head -1` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1 if found.misfits else 0
+
+
+def rehearse_run(config: Config) -> DryRun:
+    """Plan and predict, for the machines of `topology`."""
+    start, topology = time.monotonic(), topology_of(config)
+    instead = check_device(config, topology.on_gpu)
+    check_ranks(config, topology.world_size)
+    with rehearse_world(topology.world_size, topology.local_world_size, topology.device) as world:
+        inputs, why_not = _open(config, world)
+        data = data_facts(config, inputs, topology.world_size)
+        if why_not:
+            data = replace(data, source=f"{data.source} ({why_not})")
+        changes: list[str] = []
+        if config.memory.fit:
+            fitted = Fitter(config, data, topology).fit(config.memory.allow)
+            changes = [f"memory.fit: {change} ({change.cost})" for change in fitted.changes]
+            config = fitted.config
+        pieces = pieces_of(config, topology)
+        prediction = predict_run(config, data, topology, pieces)
+        bounded = topology.on_gpu or topology.host_known
+        largest = largest_batch(config, data, topology, pieces) if bounded else None
+        wrong = misfits(prediction.ranks, topology)
+        if wrong and not config.memory.fit:
+            changes.append("memory.fit=true looks for settings that fit")
+    return DryRun(config, topology, pieces, prediction, largest, wrong, instead, changes, time.monotonic() - start)
+
+
+def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
+    try:
+        return open_inputs(config, world), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def as_json(found: DryRun) -> dict[str, Any]:
+    """Return what dry_run.json holds."""
+    config, topology, prediction = found.config, found.topology, found.prediction
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "fits": not found.misfits,
+        "misfits": found.misfits,
+        "topology": {
+            **asdict(topology),
+            "device": topology.device.type,
+            "host_bytes": topology.host_bytes if topology.host_known else None,
+        },
+        "global_batch_size": config.train.global_batch_size,
+        "largest_global_batch_size": found.largest_batch,
+        "data": asdict(prediction.data),
+        "dense": asdict(prediction.dense),
+        "ranks": [
+            {"rank": each.rank, "tables": {name: vars(b) for name, b in each.tables.items()}, "phases": each.phases}
+            for each in prediction.ranks
+        ],
+        "shards": [asdict(piece) for piece in found.pieces],
+        "instead": found.instead,
+        "changes": found.changes,
+        "seconds": round(found.seconds, 2),
+    }
+
+
+def format_dry_run(found: DryRun) -> str:
+    """Return the page for people, as Markdown; its first line is the answer."""
+    config, topology, prediction = found.config, found.topology, found.prediction
+    ranks = prediction.ranks
+    lines = [
+        f"# {_answer(found)}",
+        "",
+        f"- {config.run.name}, a global batch of {config.train.global_batch_size:,} rows on {topology.world_size} × "
+        f"{topology.device.type}: {topology.num_machines} machine{'s' if topology.num_machines > 1 else ''} of "
+        f"{topology.local_world_size}",
+        *(f"- {sentence}" for sentence in [*_memory(found), *_full_or_idle(found), *found.instead, *found.changes]),
+        *(f"- {sentence}" for sentence in [repeated_decoding(config, topology.world_size)] if sentence),
+        f"- Ids a row: {sum(prediction.data.mean_ids.values()):.2f}, by {prediction.data.source}",
+        "",
+    ]
+    for where in ("device", "host") if topology.on_gpu else ("host",):
+        peaks = [rank.peak(where) for rank in ranks]
+        rows: dict[str, list[Cell]] = {"**peak**": [(peak,) for peak, _ in peaks]}
+        rows |= {"phase": [phase for _, phase in peaks]}
+        rows |= kind_rows([rank.phases[phase][where] for rank, (_, phase) in zip(ranks, peaks, strict=True)])
+        lines += [f"## {'GPU' if where == 'device' else 'Host'} memory by rank at its peak", ""]
+        lines += [*rank_table("kind", rows, _APART), ""]
+    lines += [layer_page(config, prediction.data, prediction.dense.rows)]
+    lines += ["## Plan", "", *_few([f"- {line}" for line in describe_plan(found.pieces)], _SHOWN_PIECES), ""]
+    return "\n".join([*lines, f"{found.seconds:.1f} s"])
+
+
+def _answer(found: DryRun) -> str:
+    """Tell whether it fits, the tightest place, and the largest batch."""
+    topology, largest = found.topology, found.largest_batch
+    if largest is None:
+        need = max(size for _, size, _ in demands(found.prediction.ranks, topology))
+        return f"Host memory not given: {shown(need)} a machine would be needed (topology.host_memory decides)"
+    where, size, there = max(demands(found.prediction.ranks, topology), key=lambda each: each[1] / each[2])
+    verdict = "DOES NOT FIT" if found.misfits else "Fits"
+    digits = 10 ** max(0, len(str(largest)) - 3)  # more than three are not known
+    most = max(largest // digits * digits, 0 if found.misfits else found.config.train.global_batch_size)
+    batch = f"the largest global batch that fits is {most:,} rows" if most else "no batch fits"
+    return f"{verdict}: {where} would take {shown(size)} of {shown(there)}; {batch} under this plan"
+
+
+def _memory(found: DryRun) -> list[str]:
+    """Tell what memory there is, by whose word, and how much of it batches lock."""
+    topology, ranks = found.topology, found.prediction.ranks
+    need = max(size for where, size, _ in demands(ranks, topology) if where.startswith("the host"))
+    host = f"host memory not given: {shown(need)} a machine would be needed"
+    if topology.host_known:
+        host = f"{shown(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
+    if not topology.on_gpu:
+        return [host[0].upper() + host[1:]]
+    own = ranks[0].phases["step"]["host"].get("loader_batches", 0)
+    limit = "unlimited" if topology.locked_bytes is None else shown(topology.locked_bytes)
+    return [
+        f"{shown(topology.device_bytes)} a GPU ({topology.sources['device_bytes']}), {host}",
+        f"Page-locked by CUDA: {shown(own)} a rank, {shown(own * topology.local_world_size)} a machine; "
+        f"RLIMIT_MEMLOCK here: {limit} (it binds mlock and RDMA, not CUDA's driver)",
+    ]
+
+
+def _full_or_idle(found: DryRun) -> list[str]:
+    """Tell which GPUs and machines are too full, which hold no table, and which GPUs here are left out."""
+    topology, lines = found.topology, []
+    world, local = topology.world_size, topology.local_world_size
+    full = [number for number, (_, size, there) in enumerate(demands(found.prediction.ranks, topology)) if size > there]
+    gpus = world if topology.on_gpu else 0  # which come first
+    if any(number < gpus for number in full):
+        lines.append(f"Too full: the GPUs of {listed(number for number in full if number < gpus)}")
+    if any(number >= gpus for number in full):
+        lines.append(f"Too full: the host memory of {listed((n - gpus for n in full if n >= gpus), 'machine')}")
+    idle = set(range(world)) - {piece.rank for piece in found.pieces}
+    if idle:
+        machines = [m for m in range(topology.num_machines) if idle.issuperset(range(m * local, (m + 1) * local))]
+        so = f", so none on {listed(machines, 'machine')}" if machines else ""
+        lines.append(f"No table is on {listed(idle)}{so}; tables.X.sharding_type=row_wise spreads one over all ranks")
+    here = torch.cuda.device_count() if topology.sources["device_bytes"] == "the GPU here" else 0
+    if here > local:
+        lines.append(f"{here - local} of the {here} GPUs here are not used: topology.world_size={here} takes all")
+    return lines
+
+
+def _few(lines: list[str], most: int) -> list[str]:
+    """Return the first lines, long ones cut, and how many there are besides."""
+    short = [line if len(line) < 240 else f"{line[:200]} … ({line.count('; ') + 1} pieces)" for line in lines[:most]]
+    return short if len(lines) <= most else [*short, f"… and {len(lines) - most} more"]

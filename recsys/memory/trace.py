@@ -1,0 +1,247 @@
+"""A step without memory: what the dense part and the data will take, before anything is trained, and the prediction."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from recsys.config import Config
+from recsys.config.features import float_features, id_features
+from recsys.data.batch import Batch
+from recsys.data.buffers import Fence
+from recsys.data.order import Position
+from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
+from recsys.memory.layers import Layer, analyse_layers, format_layers
+from recsys.memory.live import LivePeak, storage_bytes
+from recsys.memory.page import size as shown
+from recsys.models import forget_constants
+from recsys.runtime.machine import Topology
+from recsys.step.build import build_step
+from recsys.step.step import TrainStep
+from recsys.tables.spec import Shard
+
+_MOST_ROWS = 1 << 24  # of a rank
+_PRECISION = 0.02  # of the largest batch that fits
+_TRACED_PIECES = 2  # of a step in micro-batches; each further one leaves its share of the pooled gradients
+_MOST_TRACED = 16  # of them where the loss compares all rows
+
+
+def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -> DenseFacts:
+    """Return what the dense part takes for `rows` rows of a rank on a device, from a step on fake tensors.
+
+    A process group of the number of ranks must be there, such as that of `rehearse_world`.
+    """
+    with _fake_tensors():
+        step = build_step(config, lambda: torch.zeros(1))
+        step.dense.task.rehearse(device)
+        size = predict_dense(step.dense, config, dist.get_world_size())
+        step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
+        return DenseFacts(
+            parameter_bytes=size["parameter_bytes"],
+            buffer_bytes=_buffer_bytes(config),
+            gradient_bytes=size["gradient_bytes"],
+            optimizer_bytes=size["optimizer_bytes"],
+            rows=rows,
+            step_bytes=step_bytes,
+            eval_bytes=_traced(config, data, step.eval(), rows, (0, rows))[0],
+            heap_bytes=heap_bytes,
+        )
+
+
+@contextmanager
+def _fake_tensors() -> Iterator[None]:
+    forget_constants()  # that a step has made: fake ones mix with real ones neither way
+    try:
+        # --debug looks for values that are not finite, and fake tensors have none.
+        with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
+            yield
+    finally:
+        forget_constants()
+
+
+def _buffer_bytes(config: Config) -> int:
+    item = getattr(config.model, "item_id", None)
+    if item is None or not config.model.logq_correction:
+        return 0
+    return 4 * config.tables[config.features[item].table or ""].num_embeddings  # the log of the items' shares
+
+
+def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int]:
+    """Return `step_bytes` and `heap_bytes` of the dense part."""
+    micro = min(rows, config.train.micro_batch_size or rows)
+    if config.train.micro_batch_ids is not None:
+        by_ids = int(config.train.micro_batch_ids / max(1e-9, sum(data.mean_ids.values())))
+        micro = max(1, min(micro, by_ids))
+    step.train()
+    if not step.dense.task.loss_by_rows:
+        micro = max(micro, -(-rows // _MOST_TRACED))  # what smaller ones take less is little
+    if not step.dense.task.loss_by_rows or rows <= (_TRACED_PIECES + 1) * micro:
+        return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
+    traced = micro * _TRACED_PIECES
+    width = 4 * sum(_dims(config).values())
+    peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
+    return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes
+
+
+def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> tuple[int, int]:
+    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, and how
+    much of it lies in heaps at most."""
+    parameters = list(step.dense.parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    pooled, by_id = _looked_up(config, data, rows)
+    batch = _batch(config, data, rows, bounds)
+    tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
+    inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
+    outside = (*parameters, *inputs, batch.ids.offsets())
+    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None))
+    with live, torch.set_grad_enabled(step.training):
+        step.dense(pooled, by_id, batch)
+    if dist.get_world_size() > 1:  # gradients live in DistributedDataParallel's buckets all the time
+        return live.peak, live.heap_peak
+    gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
+    return max(0, live.highest - gradients), live.heap_peak
+
+
+def layer_page(config: Config, data: DataFacts, rows: int) -> str:
+    """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
+    with _fake_tensors():
+        step = build_step(config, lambda: torch.zeros(1)).eval()
+        batch = _batch(config, data, rows, (0, rows))
+        pooled, by_id = _looked_up(config, data, rows)
+        with torch.no_grad():
+            layers = analyse_layers(step.dense.task.model, lambda: step.dense(pooled, by_id, batch))
+    return format_layers([*_table_layers(config, data, rows), *layers], rows)
+
+
+def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:
+    """Return the tables as layers: each id looked up adds a row to its feature's vector."""
+    layers = []
+    for name, table in config.tables.items():
+        features = [feature for feature in id_features(config) if config.features[feature].table == name]
+        ids = rows * sum(data.mean_ids[feature] for feature in features)
+        size = table.num_embeddings * table.embedding_dim
+        outputs = rows * len(features) * table.embedding_dim
+        layers.append(Layer(f"tables.{name}", "EmbeddingBag", size, outputs, round(ids * table.embedding_dim)))
+    return layers
+
+
+def _looked_up(config: Config, data: DataFacts, rows: int) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
+    """Return what the tables give for a batch: vectors of rows, and of single ids."""
+    dims = _dims(config)
+    by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in config.unpooled_tables()}
+    values = torch.empty(rows, sum(dims.values()), requires_grad=True)
+    pooled = KeyedTensor(list(dims), list(dims.values()), values) if dims else None
+    lengths = torch.empty(rows, dtype=torch.int32)
+    return pooled, {
+        name: JaggedTensor(torch.empty(math.ceil(rows * data.mean_ids[name]), dim, requires_grad=True), lengths=lengths)
+        for name, dim in by_id.items()
+    }
+
+
+def _dims(config: Config) -> dict[str, int]:
+    return {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
+
+
+def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) -> Batch:
+    names = id_features(config)
+    counts = [math.ceil(rows * data.mean_ids[name]) for name in names]
+    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    ids = KeyedJaggedTensor(
+        names,
+        torch.empty(ends[-1], dtype=torch.int32),
+        lengths=torch.empty(len(names) * rows, dtype=torch.int32),
+        offsets=torch.empty(len(names) * rows + 1, dtype=torch.int32),
+        stride=rows,
+        length_per_key=counts,
+        offset_per_key=ends,
+    )
+    floats = torch.empty(rows, len(float_features(config)))
+    id_bounds = tuple(tuple(count * bound // rows for bound in bounds) for count in counts)
+    dense = floats, torch.empty(rows), torch.empty(rows)
+    return Batch(ids, *dense, None, rows, 0, bounds, Position(), Fence(), id_bounds)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of all ranks, and what it follows from."""
+
+    ranks: list[RankMemory]
+    data: DataFacts
+    dense: DenseFacts
+
+
+def predict_run(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> Prediction:
+    """Return the memory of every rank under a plan."""
+    rows = -(-config.train.global_batch_size // topology.world_size)
+    dense = rehearse(config, data, rows, topology.device)
+    return Prediction(predict(config, data, dense, topology, pieces), data, dense)
+
+
+def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> int:
+    """Return the largest global batch that fits under a plan, to a fiftieth; 0 where none does."""
+
+    def fits(rows: int, facts: DenseFacts) -> bool:
+        train = replace(config.train, global_batch_size=rows * topology.world_size)
+        return not misfits(predict(replace(config, train=train), data, facts, topology, pieces), topology)
+
+    def search(dense: Callable[[int], DenseFacts]) -> int:
+        low, high = 0, _MOST_ROWS
+        while high - low > max(1, int(low * _PRECISION)):
+            middle = max(1, math.isqrt(max(1, low) * high)) if high > 2 * low else (low + high) // 2
+            low, high = (middle, high) if fits(middle, dense(middle)) else (low, middle)
+        return low
+
+    def rehearsed(rows: int) -> DenseFacts:
+        return rehearse(config, data, rows, topology.device)
+
+    base = max(64, -(-config.train.global_batch_size // topology.world_size), 4 * (config.train.micro_batch_size or 0))
+    low = search(_by_rows(base, rehearsed))
+    low = search(_by_rows(max(base, low // 4), rehearsed))  # near what has been found, where it is exact
+    while low and not fits(low, rehearsed(low)):
+        low = int(low * (1 - _PRECISION))
+    return low * topology.world_size
+
+
+def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int], DenseFacts]:
+    """Return the dense part's bytes as a function of a rank's rows, from three steps.
+
+    They are linear in the rows, or square where the loss compares all rows of a batch with each other.
+    """
+    known = [rehearsed(base << i) for i in range(3)]
+
+    def at(rows: int) -> DenseFacts:
+        names = ("step_bytes", "eval_bytes", "heap_bytes")
+        values = {name: _parabola(rows / base, [getattr(each, name) for each in known]) for name in names}
+        return replace(known[0], rows=rows, **values)
+
+    return at
+
+
+def _parabola(x: float, values: Sequence[int]) -> int:
+    """Return the value at `x` of the parabola through three values at 1, 2 and 4, 0 where that is negative."""
+    y0, y1, y2 = values
+    y = y0 * (x - 2) * (x - 4) / 3 - y1 * (x - 1) * (x - 4) / 2 + y2 * (x - 1) * (x - 2) / 6
+    return max(0, int(y))
+
+
+def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[tuple[str, int, int]]:
+    """Yield for each GPU and machine what it is, the bytes that it needs at its peak, and the bytes that it has."""
+    for rank in ranks if topology.on_gpu else ():
+        size, phase = rank.peak("device")
+        yield f"the GPU of rank {rank.rank} ({phase})", size, topology.device_bytes
+    for machine in range(topology.num_machines):
+        first = machine * topology.local_world_size
+        size = sum(rank.peak("host")[0] for rank in ranks[first : first + topology.local_world_size])
+        yield f"the host memory of machine {machine}", size, topology.host_bytes
+
+
+def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
+    """Return a sentence for each GPU and machine whose memory is not enough."""
+    found = demands(ranks, topology)
+    return [f"{where} would take {shown(size)} of {shown(there)}" for where, size, there in found if size > there]

@@ -1,0 +1,155 @@
+"""Metrics over all ranks, exact to the value of a single process."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from recsys.data.batch import Batch
+from recsys.runtime.world import World
+
+# Users × items scored together, in FP32: 8 MiB of what a core's cache holds best, or enough for a GPU's many.
+_SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}
+
+
+def rows_at_once(num_items: int, device_type: str) -> int:
+    """Return for how many users all items are scored together."""
+    return max(1, _SCORES_AT_ONCE[device_type] // max(1, num_items))
+
+
+class Evaluator(Protocol):
+    """Collects what a model gives for the batches of an evaluation."""
+
+    def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
+        """Take the outputs for one batch of this rank."""
+
+    def compute(self, world: World) -> dict[str, float]:
+        """Return the metrics over the rows of all ranks, on every rank."""
+
+
+def is_higher_better(metric: str) -> bool:
+    """Tell which way a metric improves."""
+    return metric not in ("log_loss", "normalized_entropy")
+
+
+def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
+    """Return the area under the ROC curve, ties counted half; NaN when one class is missing.
+
+    Args:
+        labels: 0 or 1; scores: any order-preserving score; weights: 0 or more. All [rows].
+    """
+    order = np.argsort(scores, kind="stable")
+    scores, labels, weights = scores[order], labels[order], weights[order].astype(np.float64)
+    positive, negative = weights * labels, weights * (1 - labels)
+    if positive.sum() == 0 or negative.sum() == 0:
+        return float("nan")
+    first = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]])  # of each group of equal scores
+    positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
+    below = np.cumsum(negative) - negative
+    return float((positive * (below + negative / 2)).sum() / (positive.sum() * negative.sum()))
+
+
+def log_loss(labels: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> float:
+    """Return the weighted mean binary cross-entropy in nats, from logits."""
+    losses = np.logaddexp(0, logits) - labels * logits
+    return float((weights * losses).sum() / weights.sum()) if weights.sum() else float("nan")
+
+
+def normalized_entropy(labels: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> float:
+    """Return log loss over the entropy of the mean label (He et al. 2014, doi:10.1145/2648584.2648589)."""
+    if not weights.sum():
+        return float("nan")
+    rate = float((weights * labels).sum() / weights.sum())
+    if rate in (0.0, 1.0):
+        return float("nan")
+    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
+    return log_loss(labels, logits, weights) / float(entropy)
+
+
+class RankingEvaluator:
+    """AUC, log loss and normalized entropy of logits."""
+
+    def __init__(self) -> None:
+        self._rows: list[np.ndarray] = []
+
+    def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
+        assert isinstance(outputs, torch.Tensor)
+        rows = torch.stack([batch.labels, outputs.float(), batch.weights]).cpu().numpy()
+        self._rows.append(rows[:, rows[2] > 0])
+
+    def compute(self, world: World) -> dict[str, float]:
+        mine = np.concatenate([np.zeros((3, 0), np.float32), *self._rows], axis=1)
+        labels, logits, weights = np.concatenate(world.gather(mine), axis=1).astype(np.float64)
+        return {
+            "auc": auc(labels, logits, weights),
+            "log_loss": log_loss(labels, logits, weights),
+            "normalized_entropy": normalized_entropy(labels, logits, weights),
+            "rows": float(len(labels)),
+        }
+
+
+class RetrievalEvaluator:
+    """Recall@K and NDCG@K of users against every item, items in `seen` left out.
+
+    recall@K is the share of a user's targets among the best K; ndcg@K's ideal is min(K, number of targets) hits.
+    Users without targets do not count.
+
+    Args:
+        items: vectors of the whole corpus, [items, dim].
+        top_k: the K's.
+    """
+
+    def __init__(self, items: torch.Tensor, top_k: Sequence[int]) -> None:
+        self._items = items
+        self._top_k = list(top_k)
+        self._sums = torch.zeros(2 * len(self._top_k) + 1, dtype=torch.float64)
+
+    def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
+        assert batch.lists is not None
+        vectors = outputs[0]
+        step = rows_at_once(len(self._items), vectors.device.type)
+        for start in range(0, len(vectors), step):
+            rows = slice(start, start + step)
+            hits, num_targets = self._hits(vectors[rows], batch, rows)
+            self._add(hits, num_targets, batch.weights[rows])
+
+    def compute(self, world: World) -> dict[str, float]:
+        sums = world.sum(self._sums)
+        users = float(sums[-1])
+        values = (sums[:-1] / users).tolist() if users else [float("nan")] * (len(sums) - 1)
+        names = [f"{name}@{k}" for k in self._top_k for name in ("recall", "ndcg")]
+        return {**dict(zip(names, values, strict=True)), "users": users}
+
+    def _hits(self, vectors: torch.Tensor, batch: Batch, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether each of the best items is a target, [rows, max K] bool, and the number of targets."""
+        scores = vectors @ self._items.T
+        if "seen" in batch.lists.keys():  # type: ignore[union-attr] # noqa: SIM118
+            scores[self._members(batch, "seen", rows)] = -torch.inf
+        relevant = torch.zeros_like(scores, dtype=torch.bool)
+        relevant[self._members(batch, "targets", rows)] = True
+        values, best = scores.topk(min(max(self._top_k), scores.shape[1]), dim=1)
+        # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
+        hits = relevant.gather(1, best) & (values > -torch.inf)
+        return hits, batch.lists["targets"].lengths()[rows]  # type: ignore[index]
+
+    @staticmethod
+    def _members(batch: Batch, key: str, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        jagged = batch.lists[key]  # type: ignore[index]
+        lengths, offsets = jagged.lengths()[rows].long(), jagged.offsets().long()
+        values = jagged.values()[offsets[rows.start] : offsets[min(rows.stop, len(offsets) - 1)]]
+        row = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+        known = values >= 0
+        return row[known], values[known]
+
+    def _add(self, hits: torch.Tensor, num_targets: torch.Tensor, weights: torch.Tensor) -> None:
+        counted = (num_targets > 0) & (weights > 0)
+        hits, num_targets = hits[counted].double(), num_targets[counted].double()
+        discount = 1 / torch.log2(torch.arange(hits.shape[1], device=hits.device).double() + 2)
+        ideal = discount.cumsum(0)
+        sums = []
+        for k in self._top_k:
+            sums.append((hits[:, :k].sum(1) / num_targets).sum())
+            best_case = num_targets.clamp(max=min(k, hits.shape[1])).long() - 1
+            sums.append(((hits[:, :k] * discount[:k]).sum(1) / ideal[best_case]).sum())
+        self._sums += torch.stack([*sums, counted.sum().double()]).cpu()

@@ -1,0 +1,1 @@
+"""THE PROCESS AMONG OTHERS: rank and device, collectives, files, logs, signals, versions; no model and no data."""

@@ -1,0 +1,59 @@
+"""What the environment says of this process, and what allocators are told."""
+
+import ctypes
+import logging
+import os
+from contextlib import suppress
+
+HEAP_BLOCK_BYTES = 32 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+
+
+def is_first_rank() -> bool:
+    """Return whether this is the only process of the run, or the first as the launcher counts them."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def prepare_environment() -> None:
+    """Set up the allocators and the log; call it before libraries are imported. A value of the user's own stays."""
+    # Arrow gives memory back to the system 10 ms after its last use, in the middle of decoding the next row group. On
+    # virtual machines, where getting it again is expensive, that costs a quarter of the time. So many milliseconds,
+    # which are enough; with a minute, what threads leave behind piles up to some 50 MB more:
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
+    # Blocks from the first size on come from the system, and go back to it when they are freed; smaller ones are cut
+    # out of heaps, whose free end goes back beyond the second. glibc raises both as it sees large blocks freed, to
+    # these at most and mostly to less: steps of 8192 rows then faulted 1,500 pages in anew.
+    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", HEAP_BLOCK_BYTES)
+    _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 64 << 20)
+    logging.getLogger().addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # FBGEMM 1.6 says so 14 times as it is imported, of itself; recsys.runtime.versions knows what goes together.
+    return "_fbgemm_torch_compat_table has no entry" not in str(record.msg)
+
+
+def give_large_blocks_back() -> None:
+    """Let glibc give blocks from 4 MiB on back to the system when they are freed. A threshold of the user's own stays.
+
+    The tensors of a step below the threshold leave holes in the heap: a run of micro-batches, which is to take little,
+    held a quarter more than what lived. It is not done for every run, because each step then faults those pages in
+    anew, which costs a sixth of the time of layers whose blocks are just above; with blocks from 1 MiB on, steps of
+    8192 rows took twice as long.
+    """
+    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", 4 << 20)
+
+
+def give_unused_back() -> None:
+    """Let Arrow and glibc give what they keep of freed memory back to the system, after much of it was used once."""
+    import pyarrow as pa  # here, because the environment is prepared before
+
+    pa.default_memory_pool().release_unused()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _tell_malloc(parameter: int, variable: str, size: int) -> None:
+    if variable not in os.environ:
+        with suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(parameter, size)

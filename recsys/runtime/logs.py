@@ -1,0 +1,219 @@
+"""What a run tells: log files, a line for people, JSON lines for machines."""
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+import warnings
+from contextlib import suppress
+from io import FileIO, TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from recsys.errors import why
+from recsys.runtime.files import naming, replace_file
+
+logger = logging.getLogger("recsys")
+
+
+def start_logging(folder: Path, rank: int) -> Path:
+    """Send the log of this rank to `folder`/rank_K.log, which is returned, and rank 0's to standard output too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank_{rank}.log"
+    handlers: list[logging.Handler] = [_LogFile(path)]
+    handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    if rank == 0:
+        console = _Console(sys.stdout)
+        console.setFormatter(logging.Formatter("%(message)s"))
+        # Errors go to standard error when the run ends.
+        console.addFilter(lambda record: record.name == logger.name and record.levelno < logging.ERROR)
+        handlers.append(console)
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logger.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    return path
+
+
+class _Losing(logging.Handler):
+    """Tells once that lines cannot be written, such as for a full disk, and lets the run go on without them."""
+
+    place = "standard output"
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            with suppress(OSError):
+                print(f"warning: {self.place} loses lines of the log ({why(error)})", file=sys.stderr, flush=True)
+
+
+class _Console(_Losing, logging.StreamHandler):
+    pass
+
+
+class _LogFile(_Losing, logging.FileHandler):
+    def _open(self) -> TextIOWrapper:
+        self.place = f"'{self.baseFilename}'"
+        # Without a buffer, which would keep a line that cannot be written, and fail once more when it is closed.
+        file: Any = FileIO(self.baseFilename, "a")
+        return TextIOWrapper(file, "utf-8", "backslashreplace", write_through=True)
+
+
+def quiet_libraries() -> None:
+    """Keep the notices that torch and torchrec give at import, none of them about the user's run, off the screen."""
+    warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
+    logging.getLogger().addFilter(_is_grave)
+    for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _is_grave(record: logging.LogRecord) -> bool:
+    # On the root logger it meets what is logged there by name of no module, as torchrec's planner does.
+    return record.levelno >= logging.ERROR
+
+
+def to_json(values: Any, indent: int | None = None) -> str:
+    """Return JSON, with null for numbers that it does not know (NaN and infinity)."""
+    return json.dumps(_finite(values), indent=indent, allow_nan=False)
+
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
+class MetricsWriter:
+    """Appends one JSON object a line to metrics.jsonl; does nothing on ranks that have no path.
+
+    Args:
+        step: where the run goes on; lines of later steps, from before a crash, are dropped.
+    """
+
+    def __init__(self, path: Path | None, step: int) -> None:
+        self._file = None
+        if path is not None:
+            _drop_later(path, step)
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, kind: str, values: dict[str, Any]) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self._file:
+            line = to_json({"kind": kind, "time": round(time.time(), 3), **values}).encode() + b"\n"
+            with naming(Path(self._file.name)):
+                while line:
+                    line = line[self._file.write(line) :]
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+
+def _drop_later(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):  # the last line of a killed process may be cut
+            continue
+    replace_file(path, "".join(kept))
+
+
+class Progress:
+    """Speed, share of time spent waiting for data, and time left, since the last line and overall.
+
+    Args:
+        loss, losses: as `window` was where the run goes on.
+    """
+
+    def __init__(self, num_steps: int, first_step: int, loss: float = 0.0, losses: int = 0) -> None:
+        self._num_steps = num_steps
+        self._step = self._first_step = first_step
+        self._rows = self.total_rows = 0
+        self._loss, self._losses = loss, losses
+        self._wait = self.total_wait = 0.0
+        self._start = self._mark = time.monotonic()
+        self._paused = 0.0
+
+    def step(self, rows: int, loss: float | None, wait_seconds: float) -> None:
+        """Count one step of `rows` rows over all ranks; a step that was skipped has no loss."""
+        self._step += 1
+        self._rows += rows
+        self.total_rows += rows
+        if loss is not None:
+            self._loss += loss
+            self._losses += 1
+        self._wait += wait_seconds
+        self.total_wait += wait_seconds
+
+    @property
+    def window(self) -> tuple[float, int]:
+        """Sum and number of the losses since the last line."""
+        return self._loss, self._losses
+
+    def pause(self, seconds: float) -> None:
+        """Leave out time spent on evaluation or a checkpoint."""
+        self._mark += seconds
+        self._paused += seconds
+
+    def seconds(self) -> float:
+        """Return the time spent training so far."""
+        return time.monotonic() - self._start - self._paused
+
+    def line(self) -> dict[str, Any]:
+        """Return the figures of the steps since the last call; the loss is the mean over those that have one."""
+        now = time.monotonic()
+        elapsed = max(now - self._mark, 1e-9)
+        speed = self.seconds() / max(1, self._step - self._first_step)
+        values = {
+            "step": self._step,
+            "loss": self._loss / self._losses if self._losses else math.nan,
+            "samples_per_s": self._rows / elapsed,
+            "wait_share": min(1.0, self._wait / elapsed),
+            "seconds_left": speed * (self._num_steps - self._step),
+        }
+        self._rows, self._losses, self._loss, self._wait, self._mark = 0, 0, 0.0, 0.0, now
+        return values
+
+    def show(self, values: dict[str, Any]) -> str:
+        """Return the line for people."""
+        left = int(values["seconds_left"])
+        clock = f"{left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
+        return (
+            f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {values['loss']:.4f}  "
+            f"{values['samples_per_s']:,.0f} samples/s  waiting for data {values['wait_share']:.0%}  left {clock}"
+        )
+
+
+def show_metrics(metrics: dict[str, float]) -> str:
+    """Return the metrics of an evaluation for people."""
+    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
+
+
+def git_commit() -> str | None:
+    """Return the commit of the source tree, with `+` if it has changes, or None outside a repository."""
+    here = Path(__file__).resolve().parent
+    try:
+        run = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty=+", "--exclude=*"]
+        return subprocess.run(run, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,149 @@
+"""The machines that a plan is for: how many ranks, what they compute on, and the memory that there is."""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from recsys.config import Config, Device
+from recsys.config.topology import num_bytes
+from recsys.errors import UserError
+from recsys.runtime.world import World
+
+UNLIMITED = 1 << 60  # bytes: what cgroup v1 says is more than this where there is no limit
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Equal machines with equal ranks.
+
+    Attributes:
+        world_size: ranks; local_world_size: of them on one machine.
+        device: where a rank computes; without an index.
+        device_bytes: memory of one GPU; 0 on CPU, where all is host memory.
+        host_bytes: memory of one machine that its processes may use; UNLIMITED where it is not known.
+        locked_bytes: host memory that a process may lock without privilege; None: any. CUDA's pinned memory is not
+            bound by it, RDMA's and mlock's are.
+        blas_bytes: of a GPU: the workspace that torch's allocator gives cuBLAS for each thread that calls it.
+        sources: where the two sizes come from, by `device_bytes` and `host_bytes`.
+    """
+
+    world_size: int
+    local_world_size: int
+    device: torch.device
+    device_bytes: int
+    host_bytes: int
+    locked_bytes: int | None
+    blas_bytes: int
+    sources: dict[str, str]
+
+    @property
+    def num_machines(self) -> int:
+        return self.world_size // self.local_world_size
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def host_known(self) -> bool:
+        return self.host_bytes < UNLIMITED
+
+    @property
+    def host_share_bytes(self) -> int:
+        """Host memory of one rank."""
+        return self.host_bytes // self.local_world_size
+
+
+def topology_of(config: Config, world: World | None = None) -> Topology:
+    """Return the machines of a run, or without a `world` those that the config's `topology` tells of.
+
+    What this machine has of host memory tells nothing of others: it counts only where `topology` describes none. Where
+    memory.budget is less than the memory there is, it stands for that.
+
+    Raises:
+        UserError: the memory of a GPU is not given, and there is none here to ask.
+    """
+    wanted = config.topology
+    if world is not None:
+        world_size, local, on_gpu = world.world_size, world.local_world_size, world.device.type == "cuda"
+    else:
+        world_size = wanted.world_size or 1
+        local = wanted.local_world_size or world_size
+        device = wanted.device or config.run.device
+        on_gpu = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
+    device_bytes, device_source = _device_bytes(config) if on_gpu else (0, "")
+    described = (wanted.world_size, wanted.local_world_size, wanted.device, wanted.device_memory)
+    host_bytes, host_source = _host_bytes(config, here=world is not None or described == (None,) * 4)
+    if config.memory.budget is not None:
+        budget = num_bytes("memory.budget", config.memory.budget)
+        if on_gpu and budget < device_bytes:
+            device_bytes, device_source = budget, "memory.budget"
+        elif not on_gpu and budget * local < host_bytes:
+            host_bytes, host_source = budget * local, "memory.budget"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return Topology(
+        world_size,
+        local,
+        torch.device("cuda" if on_gpu else "cpu"),
+        device_bytes,
+        host_bytes,
+        None if limit == resource.RLIM_INFINITY else limit,
+        _blas_bytes() if on_gpu else 0,
+        {"device_bytes": device_source, "host_bytes": host_source},
+    )
+
+
+def _device_bytes(config: Config) -> tuple[int, str]:
+    if config.topology.device_memory is not None:
+        return num_bytes("topology.device_memory", config.topology.device_memory), "topology.device_memory"
+    if not torch.cuda.is_available():
+        raise UserError(
+            "config key 'topology.device_memory' is not set, and there is no GPU here to ask; set the memory of one "
+            "GPU, such as topology.device_memory=80GiB"
+        )
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "the GPU here"
+
+
+def _blas_bytes() -> int:
+    """Return torch's default for the GPU here, or for Hopper (ATen/cuda/CublasHandlePool.cpp)."""
+    hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
+    return (32 << 20) if hopper else (2 * 4096 + 8 * 16) << 10
+
+
+def _host_bytes(config: Config, here: bool) -> tuple[int, str]:
+    if config.topology.host_memory is not None:
+        return num_bytes("topology.host_memory", config.topology.host_memory), "topology.host_memory"
+    if not here:
+        return UNLIMITED, "not given"
+    total, limit = psutil.virtual_memory().total, cgroup_limit()
+    return (limit, "the limit of this cgroup") if limit is not None and limit < total else (total, "this machine's")
+
+
+def cgroup_limit() -> int | None:
+    """Return the least memory limit, in bytes, of the cgroups that this process is in; None: there is no limit."""
+    limits = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory") or "memory" in controllers.split(","):
+            root, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+            folder = Path("/sys/fs/cgroup", root, path.lstrip("/"))
+            # Limits of the groups above hold too; inside a container the path may not exist, and its root is ours.
+            for parent in (folder, *folder.parents):
+                if parent.is_relative_to(Path("/sys/fs/cgroup", root)):
+                    limits.append(_read_limit(parent / name))
+    return min((limit for limit in limits if limit is not None and limit < UNLIMITED), default=None)
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return None if text == "max" else int(text)

@@ -1,0 +1,215 @@
+"""Keeps a run directory to one run: a file there that says whose it is, and whose time says that the run is alive.
+
+The lock of a run that has ended without releasing it is taken over: on the same machine the kernel tells at once, since
+the file is locked by `flock` too; from another machine the file's time has to stand still for a while; and runs that
+the same Slurm job or the same torchrun starts again need not ask.
+"""
+
+import contextlib
+import fcntl
+import getpass
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from recsys.errors import UserError
+from recsys.runtime.world import launch_identity
+
+logger = logging.getLogger("recsys")
+
+LOCK_FILE = ".lock"
+_BEAT_S = 10.0
+_STALE_S = 120.0  # NFS may show times of other machines a minute late
+
+
+class RunLock:
+    """The lock of one process; until `take`, and on ranks that do not take one, it does nothing."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._content, self._lost = b"", ""
+        self._descriptor = -1
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._path is None:
+            return
+        self._ended.set()
+        self._thread.join(timeout=_BEAT_S)
+        self._look()
+        if not self._lost:
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def take(self, folder: Path, earlier: str | None = None) -> None:
+        """Take the lock of a run directory and keep it alive, by a thread.
+
+        Args:
+            earlier: the `id` of the lock of an earlier start of this run, which has ended.
+
+        Raises:
+            UserError: a run that is alive holds it.
+            OSError: it cannot be written.
+        """
+        path = folder / LOCK_FILE
+        while True:
+            try:
+                self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
+                break
+            except FileExistsError:
+                _remove_stale(path, earlier)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        self._content = json.dumps(_identity(), indent=1).encode()
+        try:
+            os.write(self._descriptor, self._content)
+        except OSError:
+            path.unlink()
+            raise
+        self._path = path
+        self._thread.start()
+
+    @property
+    def id(self) -> str:
+        """What tells this lock from all others; empty until it is taken."""
+        return _parsed(self._content).get("id", "")
+
+    def check(self, now: bool = False) -> None:
+        """Refuse to go on where the run directory is this run's no longer; without `now`, as of some seconds ago.
+
+        Raises:
+            UserError: it has been removed, or taken over by another run.
+        """
+        if now and self._path is not None:
+            self._look()
+        if self._lost:
+            raise UserError(self._lost)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_S):
+            self._look()
+            if self._path is not None and not self._lost:
+                with contextlib.suppress(OSError):  # such as a server that is away for a while
+                    os.utime(self._path)
+
+    def _look(self) -> None:
+        assert self._path is not None
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            self._lost = f"'{self._path.parent}' or its lock was removed while this run wrote to it; start it again"
+        except OSError:
+            pass
+        else:
+            if content != self._content:
+                who = _described(_parsed(content))
+                self._lost = f"'{self._path.parent}' was taken over by another run ({who}), so this one ends"
+
+
+def _identity() -> dict[str, Any]:
+    """Return what tells this run from others, and what a person wants to know of it."""
+    boot, user = "", str(os.getuid())
+    with contextlib.suppress(OSError, KeyError):  # Linux alone tells of its boot, and a container may know no users
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        user = getpass.getuser()
+    about = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "user": user,
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+    return {**about, "boot": boot, "id": uuid.uuid4().hex, **launch_identity()}
+
+
+def _remove_stale(path: Path, earlier: str | None) -> None:
+    """Remove a lock whose run has ended.
+
+    Raises:
+        UserError: the run is alive.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read()
+            holder = _parsed(content)
+            if earlier is None or holder.get("id") != earlier:
+                _await_end(path, file, holder)
+            aside = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+            path.rename(aside)
+        if aside.read_bytes() == content:
+            aside.unlink()
+        else:  # another run was faster
+            aside.rename(path)
+    except FileNotFoundError:  # it has released the lock
+        return
+
+
+def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any]) -> None:
+    """Return once the run of a lock is known to have ended, at once where that can be known."""
+    mine, first, waits = _identity(), path.stat().st_mtime, False
+    same_job = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
+    if same_job and holder["slurm_restarts"] < mine["slurm_restarts"]:
+        return
+    own = same_job or (mine["torchrun"] is not None and mine["torchrun"] == holder.get("torchrun"))
+    while True:
+        held, age = _is_held(file), _age_s(path)
+        if held or path.stat().st_mtime != first:
+            raise UserError(
+                f"config key 'run.dir': another run writes to '{path.parent}' ({_described(holder)}, last alive "
+                f"{max(0.0, age):.0f} s ago); wait for its end, stop it, or name another run.dir"
+            )
+        if own or (held is False and mine["boot"] and mine["boot"] == holder.get("boot")) or age >= _STALE_S:
+            return
+        if not waits:
+            text = "'%s' may be in use (%s, last alive %.0f s ago); waiting for a sign of that run, for up to %.0f s"
+            logger.warning(text, path.parent, _described(holder), age, _STALE_S - age)
+        waits = True
+        time.sleep(_BEAT_S / 10)
+
+
+def _is_held(file: IO[bytes]) -> bool | None:
+    """Return whether a process that this machine knows of holds the lock; None: the file system has no such locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def _age_s(path: Path) -> float:
+    """Return how long ago the lock was alive by the clock of its file system, whatever that of this machine says."""
+    probe = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
+    probe.touch()
+    try:
+        os.utime(probe)
+        return probe.stat().st_mtime - path.stat().st_mtime
+    finally:
+        probe.unlink()
+
+
+def _parsed(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except ValueError:  # of a run that has only just begun
+        return {}
+    return found if isinstance(found, dict) and found.keys() == _identity().keys() else {}
+
+
+def _described(holder: dict[str, Any]) -> str:
+    if not holder:
+        return "it has only just begun"
+    return f"process {holder['pid']} of {holder['user']} on {holder['host']}, since {holder['since']}"

@@ -1,0 +1,218 @@
+"""Names the rank that is stuck, and in what, and ends the run in place of waiting for ever.
+
+Every rank tells the others about once a second, through the store, what it is doing. It looks at what they tell only
+when it makes no progress itself. Ranks wait for each other in collectives, so all of them look stuck when one is; the
+one that the others wait for has begun the fewest collectives, or does not answer at all.
+"""
+
+import faulthandler
+import json
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from recsys.errors import LostPeerError, StuckError, end_run
+from recsys.runtime.world import FAILURE_KEY, World, announce
+
+_KEY = "watchdog"
+_FAILURE_GRACE_S = 10.0  # for a rank to see by itself that another has failed
+_LAST_RESORT_S = 20.0  # for an orderly end, before the process ends without one
+
+
+@dataclass
+class Beat:
+    """What a rank tells: where it is, for how many seconds, and how many collectives it has begun.
+
+    `number` grows with each beat. A rank that is not watched has no `age_s`.
+    """
+
+    number: int
+    place: str
+    age_s: float | None
+    num_collectives: int
+    host: str
+    finished: bool = False
+
+
+class Watchdog:
+    """Watches the main thread of this rank, between the first `enter` and `rest`, and the other ranks.
+
+    Args:
+        stuck_after_s: seconds without progress after which a rank is stuck; None: never.
+        log: file of this rank's log, to which the Python stacks of all threads are appended.
+    """
+
+    def __init__(self, world: World, stuck_after_s: float | None, log: Path) -> None:
+        self._world, self._limit_s, self._log = world, stuck_after_s, log
+        self._store = world.store.clone()  # type: ignore[attr-defined]
+        self._phase, self._step, self._mark = "", 0, 0.0
+        self._watched = False
+        self._number = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._unanswered_since: float | None = None
+        self._ended = threading.Event()
+        self._main = threading.get_ident()
+        self._interval_s = min(1.0, (stuck_after_s or 10.0) / 10)
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._stacks: IO[str] | None = None
+
+    def __enter__(self) -> "Watchdog":
+        if self._limit_s is not None:
+            self._stacks = self._log.open("a")
+            self._store.set_timeout(timedelta(seconds=max(1.0, self._limit_s / 4)))
+            self._tell()
+            self._world.barrier()  # so that every rank has told once
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._stacks is None:
+            return
+        self._ended.set()
+        self._thread.join(timeout=5.0)
+        faulthandler.cancel_dump_traceback_later()
+        if error is None:
+            self._tell(finished=True)
+        if not self._thread.is_alive():
+            self._stacks.close()
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Note progress: the main thread now does `phase`, of step `step` or of the one given last."""
+        self._step = self._step if step is None else step
+        self._phase, self._mark, self._watched = phase, time.monotonic(), True
+
+    def rest(self) -> None:
+        """Watch this rank no longer, until the next `enter`."""
+        self._watched = False
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            try:
+                self._rearm()
+                self._tell()
+                error = self._judge(time.monotonic())
+                self._unanswered_since = None
+            except RuntimeError as broken:  # what stores raise
+                error = self._judge_store(time.monotonic(), broken)
+            if error is not None and not self._ended.is_set():
+                self._end(error)
+
+    def _rearm(self) -> None:
+        # This thread needs the interpreter's lock. Where other code keeps it, faulthandler still dumps and ends.
+        if self._watched and self._limit_s is not None:
+            wait = self._limit_s + self._interval_s + _FAILURE_GRACE_S
+            faulthandler.dump_traceback_later(wait, exit=True, file=self._stacks or sys.stderr)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _age_s(self) -> float | None:
+        return time.monotonic() - self._mark if self._watched else None
+
+    def _tell(self, finished: bool = False) -> None:
+        self._number += 1
+        beat = Beat(
+            self._number, self._place(), self._age_s(), self._world.num_collectives, socket.gethostname(), finished
+        )
+        self._store.set(f"{_KEY}/{self._world.rank}", json.dumps(asdict(beat)))
+
+    def _place(self) -> str:
+        return f"{self._phase} of step {self._step}" if self._phase else "start"
+
+    def _judge(self, now: float) -> Exception | None:
+        """Return the error that ends this rank, if it is time for one."""
+        age, limit = self._age_s(), self._limit_s
+        assert limit is not None
+        if age is not None and age > _FAILURE_GRACE_S and (failure := self._store.get(FAILURE_KEY).decode()):
+            return LostPeerError(f"another rank ended: {failure}")
+        if age is None or age < limit / 2:
+            self._seen.clear()
+            return None
+        beats = self._beats()
+        silent = self._silent(beats, now)
+        if age < limit:
+            return None
+        if silent:
+            return LostPeerError(self._describe_silent(silent, beats))
+        return self._slowest(beats, age)
+
+    def _beats(self) -> list[Beat]:
+        keys = [f"{_KEY}/{rank}" for rank in range(self._world.world_size)]
+        return [Beat(**json.loads(value)) for value in self._store.multi_get(keys)]
+
+    def _silent(self, beats: list[Beat], now: float) -> dict[int, float]:
+        """Return the ranks that have told nothing new for half of the limit, and for how many seconds."""
+        assert self._limit_s is not None
+        silent = {}
+        for rank, beat in enumerate(beats):
+            number, since = self._seen.get(rank, (0, now))
+            if beat.number != number:
+                self._seen[rank] = (beat.number, now)
+            elif now - since >= self._limit_s / 2 and not beat.finished:
+                silent[rank] = now - since
+        return silent
+
+    def _describe_silent(self, silent: dict[int, float], beats: list[Beat]) -> str:
+        them = "; ".join(
+            f"rank {rank} on {beats[rank].host} is stuck: it has not answered for {seconds:.0f} s or more (its process "
+            f"is stopped, or its machine is gone), and was last heard of in {beats[rank].place}"
+            for rank, seconds in silent.items()
+        )
+        return f"{them}; rank {self._world.rank} waits for it in {self._place()}"
+
+    def _slowest(self, beats: list[Beat], age: float) -> Exception | None:
+        """Judge the ranks that have begun the fewest collectives, which the others wait for."""
+        assert self._limit_s is not None
+        fewest = min(beat.num_collectives for beat in beats if not beat.finished)
+        rank = next(r for r, beat in enumerate(beats) if beat.num_collectives == fewest and not beat.finished)
+        if beats[self._world.rank].num_collectives == fewest:
+            return StuckError(
+                f"rank {self._world.rank} on {socket.gethostname()} is stuck in {self._place()}{self._line()}: no "
+                f"progress for {age:.0f} s, and config key 'run.stuck_after_s' allows {self._limit_s:g}; its Python "
+                f"stack is in '{self._log}'"
+            )
+        there = beats[rank]
+        # It has come so far after this one and may still go on, or else it ends by itself, and says more.
+        if there.age_s is None or there.age_s < self._limit_s + 3 * self._interval_s:
+            return None
+        return LostPeerError(
+            f"rank {rank} on {there.host} is stuck in {there.place}: no progress for {there.age_s:.0f} s; rank "
+            f"{self._world.rank} waits for it in {self._place()}"
+        )
+
+    def _line(self) -> str:
+        """Return where in this application the main thread is."""
+        frame = sys._current_frames().get(self._main)
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if "/recsys/" in path:
+                return f" ({path[path.rindex('/recsys/') + 1 :]}:{frame.f_lineno}, {frame.f_code.co_name})"
+            frame = frame.f_back
+        return ""
+
+    def _judge_store(self, now: float, broken: RuntimeError) -> Exception | None:
+        """Return the error that ends this rank when the store has been away for long, and there is no progress."""
+        assert self._limit_s is not None
+        self._unanswered_since = self._unanswered_since or now
+        age = self._age_s()
+        if age is None or age < self._limit_s or now - self._unanswered_since < self._limit_s / 2:
+            return None
+        return LostPeerError(
+            f"the process that keeps the ranks' store does not answer (rank 0, or its launcher), and rank "
+            f"{self._world.rank} waits in {self._place()} ({' '.join(str(broken).split())[:120]})"
+        )
+
+    def _end(self, error: Exception) -> None:
+        stacks = self._stacks or sys.stderr
+        faulthandler.dump_traceback_later(_LAST_RESORT_S, exit=True, file=stacks)
+        faulthandler.dump_traceback(stacks, all_threads=True)
+        if isinstance(error, StuckError):
+            announce(self._store, self._world.rank, error)
+        end_run(error)

@@ -1,0 +1,1 @@
+"""AFTER TRAINING: what is done with a finished run."""

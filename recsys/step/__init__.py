@@ -1,0 +1,1 @@
+"""ONE STEP: look up, compute, agree, update."""

@@ -1,0 +1,151 @@
+"""What the tables gave for a batch, and how the model sees it."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from recsys.models.base import Vectors
+from recsys.models.blocks import sum_by_row
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a batch, and the slices that hold them in each of `Lookup.tensors`."""
+
+    rows: tuple[int, int]
+    slices: list[slice]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What the tables gave for the rows of a batch.
+
+    Attributes:
+        ids: table rows of the batch.
+        pooled: a vector for each row, by feature; None where no table gives any.
+        by_id: a vector for each id of the rows' lists, by feature.
+        tensors: what gradients are wanted of: `pooled`, [rows, sum of its widths], then each in `by_id`, [ids, width].
+    """
+
+    ids: KeyedJaggedTensor
+    pooled: KeyedTensor | None
+    by_id: dict[str, JaggedTensor]
+    tensors: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # At once: torchrec waits for the exchange when the values are first asked for, and where that is under
+        # no_grad they are cut off from the tables.
+        pooled = [] if self.pooled is None else [self.pooled.values()]
+        object.__setattr__(self, "tensors", [*pooled, *(each.values() for each in self.by_id.values())])
+
+    def parts(self, bounds: Sequence[int], id_bounds: Sequence[Sequence[int]]) -> Iterator[Part]:
+        """Yield the parts of the rows between each two of `bounds`; both as of a `Batch`."""
+        ends: list[Sequence[int]] = [(0, each.values().shape[0]) for each in self.by_id.values()]
+        if len(bounds) > 2:
+            ends = [id_bounds[self.ids.keys().index(name)] for name in self.by_id]
+        for number, rows in enumerate(pairwise(bounds)):
+            of_pooled = [] if self.pooled is None else [slice(*rows)]
+            yield Part(rows, [*of_pooled, *(slice(*each[number : number + 2]) for each in ends)])
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Hand on the gradients by `tensors`, FP32, as far as to the ranks that hold the rows."""
+        wanted = [
+            (each, gradient.to(each.dtype))
+            for each, gradient in zip(self.tensors, gradients, strict=True)
+            if each.requires_grad and gradient is not None
+        ]
+        if wanted:
+            torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
+
+    def pooled_by_feature(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the columns of rows of `pooled`, or of a gradient by them, by feature."""
+        assert self.pooled is not None
+        # Their order follows the sharding plan; by key it cannot matter.
+        return dict(zip(self.pooled.keys(), values.split(self.pooled.length_per_key(), dim=1), strict=True))
+
+    def vectors(
+        self, part: Part, tensors: Sequence[torch.Tensor], averaged: Collection[str], unpooled: Collection[str]
+    ) -> Vectors:
+        """Return what the model reads of a part.
+
+        Args:
+            tensors: slices of `self.tensors` by the part.
+            averaged: features whose sums are divided by the lengths of their lists; those of an empty list are 0.
+            unpooled: features that the model wants a vector of for each id.
+        """
+        keys, rest = self.ids.keys(), list(zip(tensors, part.slices, strict=True))
+        lengths = self.ids.lengths().view(len(keys), -1)[:, slice(*part.rows)]
+        vectors: Vectors = {}
+        if self.pooled is not None:
+            vectors.update(self.pooled_by_feature(rest.pop(0)[0]))
+        for name, (values, where) in zip(self.by_id, rest, strict=True):
+            weights = self.ids[name].weights_or_none()
+            jagged = JaggedTensor(
+                values, lengths=lengths[keys.index(name)], weights=None if weights is None else weights[where]
+            )
+            vectors[name] = jagged if name in unpooled else sum_by_row(jagged)
+        for name in averaged:
+            if name not in unpooled:
+                vectors[name] = vectors[name] / lengths[keys.index(name)].clamp(min=1)[:, None]
+        return vectors
+
+
+class UpdateGate:
+    """Keeps gradients from the tables on this rank until it is opened.
+
+    FBGEMM updates tables as soon as a gradient comes in. Here it waits after the exchange over the ranks, so that this
+    need not wait for what the ranks have to agree on first.
+    """
+
+    def __init__(self) -> None:
+        # Edges in place of tensors: what was looked up for all ranks is large, and not read after its exchange.
+        self._waiting: list[tuple[GradientEdge, list[torch.Tensor]]] = []
+
+    def guard(self, kernels: nn.Module) -> None:
+        """Stand behind what `kernels` give for the ids that came to this rank, before it is sent back."""
+        kernels.register_forward_hook(self._cut)
+
+    def _cut(self, _: nn.Module, __: object, found: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and found.requires_grad):
+            return found
+        gradients: list[torch.Tensor] = []
+        self._waiting.append((get_gradient_edge(found), gradients))
+        cut: torch.Tensor = _Cut.apply(found.new_empty(0, requires_grad=True), found.detach(), gradients)
+        return cut
+
+    def open(self, scale: float) -> None:
+        """Let the gradients that have come in update the tables, times `scale`."""
+        edges = [edge for edge, gradients in self._waiting if gradients]
+        gradients = [gradient for _, gradients in self._waiting for gradient in gradients]
+        self.close()
+        if not edges:
+            return
+        if scale != 1:
+            gradients = list(torch._foreach_mul(gradients, scale))  # not in place, for two may be the same tensor
+        torch.autograd.backward(edges, gradients)
+
+    def close(self) -> None:
+        """Forget them."""
+        self._waiting = []
+
+
+class _Cut(torch.autograd.Function):
+    """A tensor as it is, whose gradient goes into a list and no further."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, found: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Return `found`; the first argument is to require a gradient, so that autograd comes here."""
+        ctx.gradients = gradients
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        """Keep the gradient."""
+        ctx.gradients.extend(gradients)
+        return None, None, None

@@ -1,0 +1,133 @@
+"""What a piece of a table takes of memory, kind by kind, as FBGEMM lays it out."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from recsys.config import ComputeKernel, Config, DataType
+from recsys.config.choices import StateType, TableOptimizer
+from recsys.tables.spec import Shard
+
+# FBGEMM's FP8 rows (NFP8) are plain e4m3: a byte an element, neither scale nor padding (`construct_split_state` adds
+# such only to INT8).
+WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 1}
+_CACHE_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 2}  # of an element; FP8 is cached as FP16
+# Of a tensor in a checkpoint. A chunk is written and read whole, so this bounds what saving, loading, resharding and
+# exporting hold besides the tensors.
+CHUNK_BYTES = 32 << 20
+_ROW_STATE_BYTES = 4  # state of a row is FP32 whatever the weights are
+_STATE_BYTES = {StateType.FP32: 4, StateType.FP16: 2}  # of an element
+_WAYS = 32  # of the cache's sets
+_SLOT_BYTES = 8 + 8  # which row a slot holds (lxu_cache_state), and when it was used (lxu_state)
+_CACHED_ROW_BYTES = 4  # which table a row is of (cache_index_table_map), for every row of a cached table
+
+# Numbers of state for each row, and for each element.
+_STATE = {
+    TableOptimizer.sgd: (0, 0),
+    TableOptimizer.rowwise_adagrad: (1, 0),
+    TableOptimizer.adagrad: (0, 1),
+    TableOptimizer.adam: (0, 2),
+    TableOptimizer.lamb: (0, 2),
+    TableOptimizer.partial_rowwise_adam: (1, 1),
+    TableOptimizer.partial_rowwise_lamb: (1, 1),
+}
+
+
+@dataclass(frozen=True)
+class TableBytes:
+    """Bytes by kind, in device memory, host memory and on disk. On CPU the device's memory is the host's.
+
+    Attributes:
+        cache: rows of tables in host memory or on disk that the device holds; metadata: what keeps track of them.
+    """
+
+    device_weight: int = 0
+    device_optimizer: int = 0
+    device_cache: int = 0
+    device_metadata: int = 0
+    host_weight: int = 0
+    host_optimizer: int = 0
+    disk_weight: int = 0
+
+    def __add__(self, other: "TableBytes") -> "TableBytes":
+        return TableBytes(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
+    @property
+    def weight(self) -> int:
+        return self.device_weight + self.host_weight + self.disk_weight
+
+    @property
+    def optimizer(self) -> int:
+        return self.device_optimizer + self.host_optimizer
+
+    @property
+    def device(self) -> int:
+        return self.device_weight + self.device_optimizer + self.device_cache + self.device_metadata
+
+    @property
+    def host(self) -> int:
+        return self.host_weight + self.host_optimizer
+
+
+def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str) -> TableBytes:
+    """Return what `rows` × `columns` of a table take, without the cache of `fused_uvm_caching`.
+
+    Args:
+        kernel: name of the compute kernel, as in a plan.
+    """
+    optimizer = config.table_optimizer(table)
+    per_row, per_element = _STATE[optimizer.name]
+    weight = rows * columns * WEIGHT_BYTES[config.tables[table].data_type]
+    by_row = rows * per_row * _ROW_STATE_BYTES
+    by_element = rows * columns * per_element * _STATE_BYTES[optimizer.state_dtype]
+    if kernel in (ComputeKernel.fused_uvm.value, ComputeKernel.fused_uvm_caching.value):
+        # State of whole rows stays on the device; no state is cached.
+        return TableBytes(host_weight=weight, host_optimizer=by_element, device_optimizer=by_row)
+    if kernel == ComputeKernel.key_value.value:
+        return TableBytes(disk_weight=weight, device_optimizer=by_row + by_element)
+    return TableBytes(device_weight=weight, device_optimizer=by_row + by_element)
+
+
+def _lookup_groups(config: Config, pieces: Iterable[Shard]) -> list[list[Shard]]:
+    """Return a rank's pieces by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
+    groups: dict[tuple[object, ...], list[Shard]] = {}
+    for piece in pieces:
+        settings = config.tables[piece.table]
+        kernel = piece.compute_kernel
+        key = (
+            piece.sharding_type,
+            kernel if kernel == ComputeKernel.key_value.value else None,
+            settings.data_type,
+            settings.stochastic_rounding,
+            tuple(vars(config.table_optimizer(piece.table)).values()),
+        )
+        groups.setdefault(key, []).append(piece)
+    return list(groups.values())
+
+
+def cache_bytes(config: Config, pieces: Iterable[Shard]) -> TableBytes:
+    """Return what the caches of a rank's pieces take: one for each group, each slot as wide as its widest table."""
+    cached = (ComputeKernel.fused_uvm_caching.value, ComputeKernel.key_value.value)
+    groups = ([p for p in group if p.compute_kernel in cached] for group in _lookup_groups(config, pieces))
+    return sum((_cache_of(config, group) for group in groups if group), TableBytes())
+
+
+def _cache_of(config: Config, pieces: list[Shard]) -> TableBytes:
+    rows, tables = sum(piece.size[0] for piece in pieces), [config.tables[piece.table] for piece in pieces]
+    # The tables' factors, weighted by the rows of the whole tables.
+    factor = sum(t.cache_load_factor * t.num_embeddings for t in tables) / sum(t.num_embeddings for t in tables)
+    slots = max(1, (int(rows * factor) + _WAYS - 1) // _WAYS) * _WAYS
+    width = max(piece.size[1] for piece in pieces)
+    return TableBytes(
+        device_cache=slots * width * _CACHE_BYTES[tables[0].data_type],
+        device_metadata=slots * _SLOT_BYTES + rows * _CACHED_ROW_BYTES,
+    )
+
+
+def rank_tables(config: Config, pieces: Iterable[Shard], rank: int) -> dict[str, TableBytes]:
+    """Return the bytes of each table with a piece on `rank`, without caches, which tables share."""
+    found: dict[str, TableBytes] = {}
+    for piece in pieces:
+        if piece.rank == rank:
+            bytes_ = piece_bytes(config, piece.table, *piece.size, piece.compute_kernel)
+            found[piece.table] = found.get(piece.table, TableBytes()) + bytes_
+    return found

@@ -1,0 +1,208 @@
+"""torchrec's planner, with the bytes that tables really take, and a search that ends soon for hundreds of tables."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.proposers import (
+    DynamicProgrammingProposer,
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PerfModel,
+    PlannerError,
+    Proposer,
+    ShardEstimator,
+    ShardingOption,
+    Storage,
+)
+from torchrec.distributed.planner.types import Topology as PlannerTopology
+from torchrec.distributed.types import CacheParams, KeyValueParams, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
+
+from recsys.config import ComputeKernel, Config, ShardingChoice
+from recsys.config.choices import COLUMN_SPLITS, REPLICATED, ROWWISE, UNPOOLED, FloatType
+from recsys.errors import NoPlanError
+from recsys.runtime.machine import Topology
+from recsys.tables.bytes import cache_bytes, piece_bytes
+from recsys.tables.module_names import config_name, module_name
+from recsys.tables.spec import Shard
+
+_RESERVED_SHARE = 0.15  # of memory, for what the planner does not place
+_REPLICATED_ELEMENTS = 1 << 16  # of a table, up to which the planner may replicate it: a step works on all of them
+# Proposals tried, which take 0.1 s each with 200 tables on 64 ranks; torchrec's own proposers may try thousands.
+_GRID_PROPOSALS = 64
+_GREEDY_PROPOSALS = 100
+_MEMORY_BINS = 128
+_ENOUGH = 1 << 60  # bytes, where a plan is made to see how much it takes
+
+
+def make_plan(
+    step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool = True
+) -> ShardingPlan:
+    """Return a plan for the tables of `step`: the fastest that torchrec's estimates know among those that fit.
+
+    The same tables, config and topology give the same plan.
+
+    Args:
+        step: holds the tables, which may be on the meta device; marked with their optimizers.
+        must_fit: False gives, of the plans tried, the one whose fullest rank takes least, whether it fits or not.
+
+    Raises:
+        NoPlanError: the tables fit under no plan that the config allows.
+    """
+    share = 1 - _RESERVED_SHARE
+    device, host = int(topology.device_bytes * share), int(topology.host_share_bytes * share)
+    planned = PlannerTopology(
+        world_size=topology.world_size,
+        local_world_size=topology.local_world_size,
+        compute_device=topology.device.type,
+        hbm_cap=(device if must_fit else _ENOUGH) if topology.on_gpu else None,
+        ddr_cap=host if must_fit else _ENOUGH,
+        ssd_cap=_ENOUGH,
+    )
+    constraints = {module_name(name): table_constraints(config, name, topology) for name in config.tables}
+    batch_size = max(1, config.train.global_batch_size // topology.world_size)
+    estimators = [EmbeddingPerfEstimator(topology=planned, constraints=constraints), _Storage(config, topology)]
+    planner = EmbeddingShardingPlanner(
+        topology=planned,
+        batch_size=batch_size,
+        constraints=constraints,
+        enumerator=_Enumerator(planned, batch_size, constraints, estimators),
+        storage_reservation=FixedPercentageStorageReservation(0),
+        proposer=_proposers(topology),
+        performance_model=None if must_fit else _FullestRank(),
+        stats=[],
+        debug=False,
+    )
+    try:
+        return planner.plan(step, sharders)
+    except PlannerError as error:
+        raise NoPlanError(_fits_nowhere(config, topology, device if topology.on_gpu else host)) from error
+
+
+def _fits_nowhere(config: Config, topology: Topology, room: int) -> str:
+    largest = max(
+        config.tables, key=lambda name: config.tables[name].num_embeddings * config.tables[name].embedding_dim
+    )
+    table = config.tables[largest]
+    host = f" and {topology.host_share_bytes * (1 - _RESERVED_SHARE) / 2**30:.1f} GiB of host memory"
+    return (
+        f"the tables fit under no plan for {topology.world_size} ranks with {room / 2**30:.1f} GiB"
+        f"{host if topology.on_gpu else ''} each; the largest is tables.{largest} with "
+        f"num_embeddings={table.num_embeddings} and embedding_dim={table.embedding_dim}: make it smaller, use more "
+        f"ranks, leave tables.*.sharding_type=auto, or see what it takes with --dry-run"
+    )
+
+
+def _proposers(topology: Topology) -> list[Proposer]:
+    found: list[Proposer] = [GridSearchProposer(_GRID_PROPOSALS), _BoundedGreedyProposer(), UniformProposer()]
+    if topology.on_gpu:  # it divides by the memory of GPUs
+        found.insert(2, DynamicProgrammingProposer(max(1, _MEMORY_BINS // topology.world_size)))
+    return found
+
+
+class _Enumerator(EmbeddingEnumerator):
+    """torchrec's, in one order: it goes through sets of names, so that ties would be broken anew in each process."""
+
+    def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
+        options = super().enumerate(module, sharders)
+        return sorted(options, key=lambda option: (option.sharding_type, option.compute_kernel))
+
+
+class _BoundedGreedyProposer(GreedyProposer):
+    """torchrec's, which tries every option of every table, up to a number of proposals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = _GREEDY_PROPOSALS
+
+    def propose(self) -> list[ShardingOption] | None:
+        self._left -= 1
+        return super().propose() if self._left >= 0 else None
+
+
+class _FullestRank(PerfModel):
+    """Rates a plan by the bytes of its fullest rank."""
+
+    def rate(self, plan: list[ShardingOption]) -> float:
+        by_rank: dict[int, int] = {}
+        for option in plan:
+            for shard in option.shards:
+                assert shard.storage is not None and shard.rank is not None
+                by_rank[shard.rank] = by_rank.get(shard.rank, 0) + shard.storage.hbm + shard.storage.ddr
+        return float(max(by_rank.values(), default=0))
+
+
+class _Storage(ShardEstimator):
+    """The bytes of table pieces, in place of torchrec's estimates.
+
+    Those take FP32 state of an FP16 table for half of what it is, and one state where LAMB has two.
+    """
+
+    def __init__(self, config: Config, topology: Topology) -> None:
+        self._config, self._topology = config, topology
+
+    def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
+        """Set the storage of each shard; torchrec's versions add arguments of their own, by position or by keyword."""
+        for option in sharding_options:
+            table, kernel = config_name(option.name), option.compute_kernel
+            for shard in option.shards:
+                rows, columns = shard.size
+                found = piece_bytes(self._config, table, rows, columns, kernel)
+                piece = Shard(table, 0, (0, 0), (rows, columns), option.sharding_type, kernel)
+                found += cache_bytes(self._config, [piece])
+                if self._topology.on_gpu:
+                    shard.storage = Storage(hbm=found.device, ddr=found.host, ssd=found.disk_weight)
+                else:
+                    shard.storage = Storage(hbm=0, ddr=found.device + found.host)
+
+
+def table_constraints(config: Config, table: str, topology: Topology) -> ParameterConstraints:
+    """Return what the config asks of a table, in torchrec's terms."""
+    choice = config.tables[table].sharding_type
+    types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, topology.world_size)
+    num_features = sum(feature.table == table for feature in config.features.values())
+    settings = config.tables[table]
+    kernel = settings.compute_kernel if topology.on_gpu else ComputeKernel.fused
+    return ParameterConstraints(
+        sharding_types=[each.value for each in types],
+        compute_kernels=[kernel.value, EmbeddingComputeKernel.DENSE.value],
+        cache_params=(
+            CacheParams(load_factor=settings.cache_load_factor) if kernel is ComputeKernel.fused_uvm_caching else None
+        ),
+        key_value_params=(
+            KeyValueParams(ssd_storage_directory=settings.storage_dir) if kernel is ComputeKernel.key_value else None
+        ),
+        pooling_factors=[1.0] * num_features,
+        stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
+        output_dtype=_output_dtype(config, topology),
+    )
+
+
+def _output_dtype(config: Config, topology: Topology) -> DataType | None:
+    chosen = config.precision.output_dtype
+    if chosen is FloatType.FP32 or (chosen is FloatType.BF16 and not topology.on_gpu):
+        return None
+    return DataType[chosen.name]
+
+
+def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[ShardingChoice]:
+    if world_size == 1:
+        return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
+    settings, optimizer = config.tables[table], config.table_optimizer(table)
+    types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
+    if optimizer.name not in ROWWISE or optimizer.allow_column_split:
+        types += COLUMN_SPLITS
+    small = settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS
+    if small and optimizer.name in REPLICATED and not optimizer.weight_decay:
+        types.append(ShardingChoice.data_parallel)
+    return [each for each in types if each in UNPOOLED] if table in config.unpooled_tables() else types

@@ -1,0 +1,314 @@
+"""The sharding plan, and the model wrapped to run on it."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed import _remote_device
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingEnv,
+    ShardingPlan,
+    ShardMetadata,
+)
+from torchrec.optim.fused import FusedOptimizerModule
+
+from recsys.config import ComputeKernel, Config, ShardingChoice
+from recsys.config.choices import COUNTING, FloatType
+from recsys.errors import UserError
+from recsys.runtime.files import replace_file
+from recsys.runtime.machine import Topology
+from recsys.runtime.world import World
+from recsys.tables.module_names import config_name, module_name
+from recsys.tables.plan import make_plan, table_constraints
+from recsys.tables.replicated import ReplicatedTable, ReplicatedTables
+from recsys.tables.spec import Shard
+
+_WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatType.BF16: CommType.BF16}
+
+
+class TableSharder(EmbeddingBagCollectionSharder):
+    """torchrec's sharder of pooled tables with all sharding types on every device.
+
+    torchrec leaves row-wise and what builds on it out on CPU, from before gloo had reduce_scatter; they run there as on
+    NCCL (meta-pytorch/torchrec#1252, #1396), given equal batch sizes on all ranks, which the loader ensures.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        return [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
+
+
+def _sharders(config: Config) -> list[Any]:
+    wires, codecs = (config.precision.forward_wire, config.precision.backward_wire), None
+    if wires != (FloatType.FP32, FloatType.FP32):
+        codecs = get_qcomm_codecs_registry(
+            QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
+        )
+    return [kind(qcomm_codecs_registry=codecs) for kind in (TableSharder, EmbeddingCollectionSharder)]
+
+
+def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: bool = True) -> ShardingPlan:
+    """Return the plan that `run.plan` names, else the one that `make_plan` finds for the tables of `step`.
+
+    Raises:
+        UserError: when the tables fit under no plan that the config allows, or the plan in the file is
+            of other tables or another number of ranks.
+    """
+    if config.run.plan is not None:
+        return _load_plan(step, Path(config.run.plan), config, topology)
+    return make_plan(step, _sharders(config), config, topology, must_fit)
+
+
+def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
+    """Write a plan as JSON: the number of ranks, and every piece of every table."""
+    content = {"world_size": world_size, "shards": [asdict(piece) for piece in pieces]}
+    replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) -> ShardingPlan:
+    key = f"config key 'run.plan': '{path}'"
+    try:
+        content = json.loads(path.read_text())
+        pieces = [_read_shard(**piece) for piece in content["shards"]]
+        world_size = content["world_size"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{key} is no plan that a run has written ({' '.join(str(error).split())})") from error
+    if world_size != topology.world_size:
+        raise UserError(
+            f"{key} is for {world_size} ranks, and there are {topology.world_size}; start as many, or drop it"
+        )
+    by_table: dict[str, list[Shard]] = {}
+    for piece in pieces:
+        by_table.setdefault(piece.table, []).append(piece)
+    for name, table in config.tables.items():
+        found = by_table.get(name, [])
+        rows, columns = (max((p.offset[i] + p.size[i] for p in found), default=0) for i in (0, 1))
+        wrong = _wrong_pieces(found, rows, columns, topology.world_size)
+        if wrong:
+            raise UserError(f"{key}: of table '{name}', {wrong}; drop it, to have a plan made")
+        if (rows, columns) != (table.num_embeddings, table.embedding_dim):
+            raise UserError(
+                f"{key} has table '{name}' as {rows} × {columns}, and the config as {table.num_embeddings} × "
+                f"{table.embedding_dim}; drop it, to have a plan made"
+            )
+    modules: dict[str, EmbeddingModuleShardingPlan] = {}
+    for key in filter(_is_table, dict(step.named_parameters())):
+        module, name = modules.setdefault(key.split(".")[0], EmbeddingModuleShardingPlan()), _table_of(key)
+        module[module_name(name)] = _parameter_sharding(by_table[name], config, topology)
+    return ShardingPlan(dict(modules))
+
+
+def _read_shard(
+    table: str, rank: int, offset: list[int], size: list[int], sharding_type: str, compute_kernel: str
+) -> Shard:
+    """Return a piece as a plan's file has it; raises ValueError or TypeError where that is none."""
+    (row, column), (rows, columns) = offset, size
+    if not all(type(number) is int and number >= 0 for number in (rank, row, column, rows, columns)):
+        raise ValueError(f"rank, offset and size of a piece must be whole numbers, found {rank}, {offset}, {size}")
+    if compute_kernel not in {*ComputeKernel.__members__, EmbeddingComputeKernel.DENSE.value}:
+        raise ValueError(f"there is no compute_kernel '{compute_kernel}'")
+    if ShardingChoice(sharding_type) is ShardingChoice.auto:
+        raise ValueError("sharding_type is 'auto'")
+    return Shard(str(table), rank, (row, column), (rows, columns), sharding_type, compute_kernel)
+
+
+def _wrong_pieces(pieces: list[Shard], rows: int, columns: int, world_size: int) -> str:
+    """Return what is wrong with the pieces of a table of this size, if anything is."""
+    if len({(piece.sharding_type, piece.compute_kernel) for piece in pieces}) > 1:
+        return "pieces have different kinds"
+    far = max((piece.rank for piece in pieces), default=0)
+    if far >= world_size:
+        return f"a piece is on rank {far}, and ranks go to {world_size - 1}"
+    kind = pieces[0].sharding_type if pieces else ""
+    one_each = kind == ShardingChoice.data_parallel.value
+    if one_each and sorted(piece.rank for piece in pieces) != list(range(world_size)):
+        return "which every rank holds, there is not a piece on each"
+    if kind == ShardingChoice.table_wise.value and len(pieces) > 1:
+        return "which one rank holds, there are several pieces"
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for piece in pieces if not one_each else pieces[:1]:
+        (row, column), (height, width) = piece.offset, piece.size
+        groups.setdefault((column, width), []).append((row, height))
+    tiled = _follow(groups, columns) and all(_follow(spans, rows) for spans in groups.values())
+    return "" if tiled or not pieces else "pieces overlap or leave gaps"
+
+
+def _follow(spans: Iterable[tuple[int, int]], end: int) -> bool:
+    """Return whether spans of (start, size) cover 0 … end, each number once."""
+    at = 0
+    for start, size in sorted(spans):
+        if start != at:
+            return False
+        at += size
+    return at == end
+
+
+def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology) -> ParameterSharding:
+    constraints = table_constraints(config, pieces[0].table, topology)
+    shards = [
+        ShardMetadata(
+            list(p.offset),
+            list(p.size),
+            f"rank:{p.rank}/{f'cuda:{p.rank % topology.local_world_size}' if topology.on_gpu else 'cpu'}",
+        )
+        for p in pieces
+    ]
+    whole = pieces[0].sharding_type == ShardingChoice.data_parallel.value
+    return ParameterSharding(
+        sharding_type=pieces[0].sharding_type,
+        compute_kernel=pieces[0].compute_kernel,
+        ranks=[piece.rank for piece in pieces],
+        sharding_spec=None if whole else EnumerableShardingSpec(shards),
+        cache_params=constraints.cache_params,
+        stochastic_rounding=constraints.stochastic_rounding,
+        output_dtype=constraints.output_dtype,
+        key_value_params=constraints.key_value_params,
+    )
+
+
+def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:
+    """Yield every piece of every table of a plan; a replicated table is a piece on each rank."""
+    found = {config_name(name): sharding for module in plan.plan.values() for name, sharding in module.items()}
+    for table, settings in config.tables.items():
+        sharding = found[table]
+        how = sharding.sharding_type, sharding.compute_kernel
+        if sharding.sharding_spec is None:
+            size = settings.num_embeddings, settings.embedding_dim
+            yield from (Shard(table, rank, (0, 0), size, *how) for rank in range(world_size))
+            continue
+        for piece in sharding.sharding_spec.shards:
+            yield Shard(table, piece.placement.rank(), tuple(piece.shard_offsets), tuple(piece.shard_sizes), *how)
+
+
+def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
+    """Shard the tables of `step` by the plan, and move the rest to the device.
+
+    With several ranks the dense model has a DistributedDataParallel of its own; torchrec's wrapping of the whole dense
+    part is left out, because it would hook the tables' backward too.
+    """
+    step.dense.to(world.device)
+    _place(plan, world)
+    model = DistributedModelParallel(
+        step,
+        env=ShardingEnv.from_process_group(world.group),
+        device=world.device,
+        plan=plan,
+        sharders=_sharders(config),
+        init_data_parallel=False,
+    )
+    dense: Any = model.module.dense
+    for lookup in _lookups(model):
+        dense.gate.guard(lookup)
+    if world.world_size > 1:
+        dense.replicate(world.device)
+    return model
+
+
+def _place(plan: ShardingPlan, world: World) -> None:
+    """Let the plan name this rank's device; torchrec's planner counts all GPUs of a machine, and a rank may see one."""
+    for module in plan.plan.values():
+        for sharding in module.values():
+            for piece in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
+                if piece.placement.rank() == world.rank:
+                    piece.placement = _remote_device(f"rank:{world.rank}/{world.device}")
+
+
+def table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the weights of the tables by name, before they are sharded."""
+    return {_table_of(key): weights for key, weights in step.named_parameters() if _is_table(key)}
+
+
+def table_tensors(model: DistributedModelParallel) -> dict[str, Any]:
+    """Return the weights of the tables by name, as ShardedTensors, or tensors where every rank holds all of a table."""
+    return {_table_of(key): value for key, value in model.state_dict().items() if _is_table(key)}
+
+
+def _is_table(key: str) -> bool:
+    return not key.startswith("dense.")
+
+
+def _table_of(key: str) -> str:
+    return config_name(key.removesuffix(".weight").rpartition(".")[2])
+
+
+def table_optimizer_tensors(model: DistributedModelParallel, replicated: ReplicatedTables) -> dict[str, Any]:
+    """Return the state of the tables' optimizers by `TABLE/STATE`, as `table_tensors` does."""
+    found: dict[str, Any] = {}
+    for key, states in model.fused_optimizer.state_dict()["state"].items():
+        table = _table_of(key)
+        for name, value in states.items():
+            if hasattr(value, "local_shards"):
+                found[f"{table}/{name.rpartition('.')[2]}"] = value
+    return found | replicated.tensors()
+
+
+def replicated_tables(model: DistributedModelParallel, config: Config) -> ReplicatedTables:
+    """Take the tables that every rank holds out of autograd, and return what trains them."""
+    weights, tables = table_tensors(model), []
+    for kernel in _kernels(model, BatchedDenseEmbeddingBag):
+        kernel.emb_module.weights.requires_grad_(False)
+        for table in kernel.config.embedding_tables:
+            name = config_name(table.name)
+            optimizer = config.table_optimizer(name)
+            tables.append(ReplicatedTable(name, weights[name].detach(), table.feature_names, optimizer))
+    return ReplicatedTables(tables)
+
+
+def learning_rate_setters(
+    model: DistributedModelParallel, replicated: ReplicatedTables
+) -> list[tuple[str, Callable[[float], None]]]:
+    """Return what sets the learning rate of each table on this rank, after the table's name."""
+    setters: list[tuple[str, Callable[[float], None]]] = [
+        (table.name, table.set_learning_rate) for table in replicated.tables
+    ]
+    for kernel in _kernels(model, FusedOptimizerModule):
+        setters.append((_first_table(kernel), kernel.emb_module.set_learning_rate))
+    return setters
+
+
+def iteration_setters(model: DistributedModelParallel, config: Config) -> list[Callable[[int], None]]:
+    """Return what sets the number of updates done, for each kernel on this rank whose optimizer corrects by it.
+
+    FBGEMM counts its own forward passes, and takes those of evaluations and of steps that were left out for updates.
+    """
+    return [
+        partial(_set_iteration, kernel.emb_module)
+        for kernel in _kernels(model, FusedOptimizerModule)
+        if config.table_optimizer(_first_table(kernel)).name in COUNTING
+    ]
+
+
+def _first_table(kernel: Any) -> str:
+    """Return a kernel's first table, which stands for all, since they have one optimizer."""
+    return config_name(kernel.config.embedding_tables[0].name)
+
+
+def _set_iteration(kernel: Any, number: int) -> None:
+    # Where the counter on the host is 0, FBGEMM takes the one that checkpoints hold.
+    kernel.iter_cpu = kernel.iter_cpu.cpu().fill_(number)
+    kernel.iter.fill_(number)
+
+
+def _kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
+    """Yield the kernels of a kind on this rank; torchrec keeps them in a plain list, out of sight of `modules()`."""
+    for lookup in _lookups(model):
+        yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))
+
+
+def _lookups(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what looks ids up in the tables on this rank, one for each sharding type."""
+    for sharded in model.modules():
+        if isinstance(sharded, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            yield from sharded._lookups

@@ -1,0 +1,103 @@
+"""Table configs to torchrec's, and initial weights that depend on (seed, table, row, column) alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchrec.modules.embedding_configs import DataType as TorchrecDataType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+
+from recsys.config import Config, DataType, TableConfig
+from recsys.config.features import id_features
+from recsys.runtime.counter_random import make_key, uniform
+from recsys.tables.module_names import module_name
+
+_DATA_TYPES = {
+    DataType.FP32: TorchrecDataType.FP32,
+    DataType.FP16: TorchrecDataType.FP16,
+    DataType.FP8: TorchrecDataType.NFP8,
+}
+_CHUNK_ELEMENTS = 1 << 16  # small, since glibc keeps what temporaries of megabytes leave
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's piece of a table: rows `offset[0]` … and columns `offset[1]` …, `size` (rows, columns)."""
+
+    table: str
+    rank: int
+    offset: tuple[int, int]
+    size: tuple[int, int]
+    sharding_type: str
+    compute_kernel: str
+
+
+def local_pieces(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+    """Yield the pieces on this rank, each with its offsets, of a ShardedTensor or of a tensor that all ranks hold."""
+    if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+        yield value, (0,) * value.dim()
+    else:
+        for piece in value.local_shards():
+            yield piece.tensor, tuple(piece.metadata.shard_offsets)
+
+
+def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, EmbeddingCollection | None]:
+    """Return the tables on the meta device, to be sharded before they take memory.
+
+    The first collection sums the rows of a feature's list. Tables with a feature that the model reads id by id are in
+    the second, since the two cannot share weights; their other features are summed in the dense half of a step.
+    """
+    by_id, meta = config.unpooled_tables(), torch.device("meta")
+    pooled = [
+        # Averages are taken of the sums, in the dense half of a step: torchrec divides by lengths a second time where
+        # some averaged tables are split by rows and others are not, and by the wrong ones under grid_shard.
+        EmbeddingBagConfig(pooling=PoolingType.SUM, **_settings(config, name))
+        for name in config.tables
+        if name not in by_id
+    ]
+    unpooled = [EmbeddingConfig(**_settings(config, name)) for name in config.tables if name in by_id]
+    weighted = any(feature.weights is not None for feature in config.features.values())
+    return (
+        EmbeddingBagCollection(tables=pooled, device=meta, is_weighted=weighted) if pooled else None,
+        EmbeddingCollection(tables=unpooled, device=meta) if unpooled else None,
+    )
+
+
+def _settings(config: Config, table: str) -> dict[str, Any]:
+    settings = config.tables[table]
+    return {
+        "name": module_name(table),
+        "num_embeddings": settings.num_embeddings,
+        "embedding_dim": settings.embedding_dim,
+        "feature_names": [f for f in id_features(config) if config.features[f].table == table],
+        "data_type": _DATA_TYPES[settings.data_type],
+    }
+
+
+def init_range(table: TableConfig) -> float:
+    """Return the bound of the uniform initial weights; torchrec's default is 1/sqrt(num_embeddings)."""
+    return table.num_embeddings**-0.5 if table.init_range is None else table.init_range
+
+
+def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed: int, table: str, bound: float) -> None:
+    """Set a shard of a table to its initial weights, uniform in [-bound, bound).
+
+    Element (row, column) of the table is a function of (seed, table, row, column), so any sharding gives the same
+    table, on any device.
+
+    Args:
+        shard: [rows, columns], set in place.
+        row_offset, column_offset: where the shard begins in its table.
+        seed: of the run; table: its name; bound: half width of the interval.
+    """
+    num_rows, num_columns = shard.shape
+    key = make_key(seed, "table", table)
+    columns = torch.arange(column_offset, column_offset + num_columns, device=shard.device)
+    chunk = max(1, _CHUNK_ELEMENTS // max(1, num_columns))
+    with torch.no_grad():
+        for start in range(0, num_rows, chunk):
+            stop = min(start + chunk, num_rows)
+            rows = torch.arange(row_offset + start, row_offset + stop, device=shard.device)
+            shard[start:stop].copy_((uniform(key, rows, columns) * 2 - 1) * bound)

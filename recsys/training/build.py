@@ -1,0 +1,102 @@
+"""From a config and its datasets to the sharded model with its optimizers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from recsys.checkpoint import Tensors
+from recsys.data.counts import count_ids
+from recsys.data.inputs import Inputs
+from recsys.runtime.machine import topology_of
+from recsys.step.build import build_step
+from recsys.step.optim import build_dense_optimizer
+from recsys.tables.shard import (
+    iteration_setters,
+    learning_rate_setters,
+    plan_tables,
+    replicated_tables,
+    shard_model,
+    shards,
+    table_optimizer_tensors,
+    table_tensors,
+)
+from recsys.tables.spec import (
+    Shard,
+    fill_initial,
+    init_range,
+    local_pieces,
+)
+
+
+@dataclass
+class Built:
+    """The sharded model and what trains it.
+
+    Attributes:
+        pieces: every piece of every table, on any rank.
+        set_learning_rates: what sets the learning rate of each group of tables, after the name of one of them.
+        set_iterations: what sets the number of updates done, of groups whose optimizer corrects by it.
+    """
+
+    model: DistributedModelParallel
+    pieces: list[Shard]
+    dense_optimizer: torch.optim.Optimizer
+    tensors: Tensors
+    set_learning_rates: list[tuple[str, Callable[[float], None]]]
+    set_iterations: list[Callable[[int], None]]
+
+    @property
+    def step(self) -> Any:
+        return self.model.module
+
+    @property
+    def dense_model(self) -> torch.nn.Module:
+        return self.step.dense.task.model
+
+
+def build_model(inputs: Inputs) -> Built:
+    """Build, plan, shard and initialise the model of the config; the same weights under every plan."""
+    config, world = inputs.config, inputs.world
+    step = build_step(config, partial(log_q, inputs))
+    task = step.dense.task
+    if config.train.compile:
+        task.model.compile()
+    plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
+    model = shard_model(step, plan, config, world)
+
+    for table, weights in table_tensors(model).items():
+        for shard, (row, column) in local_pieces(weights):
+            fill_initial(shard, row, column, config.seed, table, init_range(config.tables[table]))
+    replicated = replicated_tables(model, config)
+    if replicated.tables:
+        step.dense.replicated = replicated
+    optimizer = build_dense_optimizer(task.model, config.optimizer)
+    tensors = Tensors(
+        tables=lambda: table_tensors(model),
+        table_optimizer=lambda: table_optimizer_tensors(model, replicated),
+        dense=task.model,
+        dense_optimizer=optimizer,
+        statistics=inputs.statistics,
+    )
+    pieces = list(shards(plan, config, world.world_size))
+    rates, iterations = learning_rate_setters(model, replicated), iteration_setters(model, config)
+    return Built(model, pieces, optimizer, tensors, rates, iterations)
+
+
+def log_q(inputs: Inputs) -> torch.Tensor:
+    """Return the log of each item row's share of the training rows, [num_embeddings] float32; [1] where none train."""
+    config, world, train = inputs.config, inputs.world, inputs.datasets.get("train")
+    if train is None:
+        return torch.zeros(1)
+    spec = inputs.spec("train")
+    part = next(part for part in spec.ids if part.name == config.model.item_id)
+    size = config.tables[config.features[part.name].table or ""].num_embeddings
+    mine = world.agree(lambda: count_ids(train, part, size, world.rank, world.world_size))
+    counts = world.sum(torch.from_numpy(mine)).numpy()
+    share = np.maximum(counts, 1) / max(1, counts.sum())
+    return torch.from_numpy(np.log(share).astype(np.float32))

@@ -1,0 +1,136 @@
+"""What a run has to know of its training data before a model is built, learned from them or from where it starts."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from logging import getLogger
+from pathlib import Path
+
+import pyarrow as pa
+
+from recsys.checkpoint import FACTS, Source, check_facts, facts_of
+from recsys.checkpoint.files import entry_of
+from recsys.config import Config, IdMappingType, TableConfig
+from recsys.config.features import id_features
+from recsys.config.initial import Take
+from recsys.config.meaning import meaning
+from recsys.data.facts import FLOATS_FILE, Facts, VocabularyRequest, measure, vocabulary_file
+from recsys.data.inputs import Inputs, column_of, float_column, with_figures
+from recsys.errors import UserError
+from recsys.ids import is_new, joined, read_vocabulary
+from recsys.runtime.environment import give_unused_back
+
+_log = getLogger("recsys")
+
+
+def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> Inputs:
+    """Return the inputs with their facts, and a config whose vocabulary tables have the rows that these need.
+
+    Args:
+        run_dir: where the facts are kept, for when the run goes on.
+        source: what the run starts from; facts go with the tensors that are taken of it.
+
+    Raises:
+        UserError: on every rank, for vocabularies that are not those of the source, or too long for their table.
+    """
+    config, world = inputs.config, inputs.world
+    tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
+    if source is not None and source.goes_on:
+        facts = world.from_rank_zero(lambda: _of_source(config, source, tables))
+        world.from_rank_zero(lambda: _compare_files(tables, facts))
+    else:
+        facts = _learned(inputs, source, tables)
+    sized = {name: replace(table, num_embeddings=_num_rows(name, table, facts)) for name, table in tables.items()}
+    if source is None or not source.goes_on:
+        world.from_rank_zero(lambda: facts.save(run_dir / FACTS))
+    sized_config = replace(config, tables={**config.tables, **sized})
+    known_inputs = Inputs(sized_config, inputs.datasets, inputs.corpus, world, facts)
+    give_unused_back()  # what counting and looking at the first rows took is never wanted again
+    return known_inputs
+
+
+def facts_entries(facts: Facts | None, run_dir: Path) -> dict[str, tuple[int, str]]:
+    """Return size and checksum of the files of RUN/vocabulary by name, for checkpoints."""
+    return {name: entry_of(run_dir / FACTS / name) for name in (facts.files() if facts else ())}
+
+
+def _learned(inputs: Inputs, source: Source | None, tables: dict[str, TableConfig]) -> Facts:
+    """Return the facts of a run that begins: those of its source, and what the training data and files tell besides."""
+    config, world = inputs.config, inputs.world
+    known = Facts() if source is None else world.from_rank_zero(lambda: _of_source(config, source, tables))
+    given = world.from_rank_zero(lambda: _given(tables, known, source))
+    grows = source is not None and source.grows
+    wanted = [name for name in tables if name not in given and (grows or name not in known.vocabularies)]
+    requests = {name: _request(config, name, known.vocabularies.get(name)) for name in wanted}
+    columns = [
+        float_column(name, config.features[name], column_of(config, name), None)
+        for name in with_figures(config)
+        if name not in known.floats
+    ]
+    found = measure(inputs.datasets["train"], requests, columns, world)
+    vocabularies = {**known.vocabularies, **given, **found.vocabularies}
+    kept = {name: len(ids) for name, ids in known.vocabularies.items()}
+    for name, old in kept.items():
+        new, room = len(vocabularies[name]) - old, tables[name].num_embeddings - 1 - tables[name].num_buckets - old
+        _log.info("table %s: %d ids keep their rows, %d are new, and num_embeddings allows %d", name, old, new, room)
+    return Facts(vocabularies, {**known.floats, **found.floats}, found.num_counted, kept)
+
+
+def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
+    """Return the facts that go with what is taken of a checkpoint."""
+    floats, marker = with_figures(config), source.marker
+    if source.init is not None:
+        here, there = meaning(config), marker.meaning
+        changed = {key.split(".")[1] for key in {**here, **there} if "." in key and here.get(key) != there.get(key)}
+        floats = [name for name in floats if name not in changed and source.init.dense is not Take.none]
+        there_too = [table for table in tables if vocabulary_file(table) in marker.facts]
+        tables = there_too if source.init.tables is not Take.none else []
+    names = [*map(vocabulary_file, tables), *([FLOATS_FILE] if floats else [])]
+    check_facts(source.path, marker, names)
+    return Facts.load(facts_of(source.path), list(tables), floats)
+
+
+def _given(tables: dict[str, TableConfig], known: Facts, source: Source | None) -> dict[str, pa.Array]:
+    """Return the vocabularies that the config names files of, behind the ids whose rows are taken of the source."""
+    found = {}
+    for name, table in tables.items():
+        if table.vocabulary is None:
+            continue
+        ids, before = read_vocabulary(Path(table.vocabulary)), known.vocabularies.get(name)
+        if before is None or source is None:
+            found[name] = ids
+            continue
+        new = ids.filter(pa.array(is_new(ids, before)))
+        if not source.grows and not ids.equals(before):
+            raise UserError(
+                f"config key 'tables.{name}.vocabulary': '{table.vocabulary}' is not the vocabulary by which rows of "
+                f"'{source.path}' go ({len(ids):,} ids, {len(new):,} of them not among its {len(before):,}); drop the "
+                f"key, or give its new ids rows behind those with train.init.grow_vocabularies=true"
+            )
+        found[name] = joined(before, new)
+    return found
+
+
+def _compare_files(tables: dict[str, TableConfig], facts: Facts) -> None:
+    """Tell where a file that the config names is not the vocabulary that the run has, and goes on with."""
+    for name, table in tables.items():
+        path = Path(table.vocabulary or "")
+        if path.is_file() and not read_vocabulary(path).equals(facts.vocabularies[name]):
+            _log.warning("table %s: '%s' lists other ids by now; the run goes on with its own copy", name, path)
+
+
+def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
+    num_ids = len(facts.vocabularies[name])
+    rows = 1 + num_ids + table.num_buckets
+    if rows > table.num_embeddings:
+        raise UserError(
+            f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings:,}, and the vocabulary has "
+            f"{num_ids:,} ids, which with null and num_buckets={table.num_buckets} take {rows:,} rows; set it to {rows}"
+        )
+    return rows
+
+
+def _request(config: Config, table: str, known: pa.Array | None) -> VocabularyRequest:
+    features = [name for name in id_features(config) if config.features[name].table == table]
+    settings = config.tables[table]
+    columns = tuple(dict.fromkeys(column_of(config, name) for name in features))
+    return VocabularyRequest(columns, settings.min_count, settings.num_embeddings - 1 - settings.num_buckets, known)

@@ -1,0 +1,107 @@
+"""Joins a run's prediction to what it took, and writes both when the run ends, however it ends."""
+
+import hashlib
+import json
+import socket
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from recsys.config.load import config_text
+from recsys.data.inputs import Inputs
+from recsys.memory import Timeline, measure_dense, measure_tables, predict_dense, predict_tables
+from recsys.memory.data_facts import data_facts
+from recsys.memory.report import rank_report, table_entries, write_pages, write_rank
+from recsys.memory.trace import Prediction, layer_page, predict_run
+from recsys.runtime.machine import topology_of
+from recsys.runtime.versions import installed_versions
+from recsys.training.build import Built
+from recsys.training.trainer import Trainer
+
+
+class MemoryLog:
+    """The memory reports of a run in progress; made on every rank, before the first step.
+
+    Args:
+        folder: RUN/memory; reports of an earlier start of the run are removed.
+    """
+
+    def __init__(self, inputs: Inputs, built: Built, trainer: Trainer, timeline: Timeline, folder: Path) -> None:
+        config, world = inputs.config, inputs.world
+        self._inputs, self._built, self._trainer = inputs, built, trainer
+        self._timeline, self._folder = timeline, folder
+        self._topology = topology_of(config, world)
+        world.from_rank_zero(lambda: _clear(folder))
+        self._prediction, self._layers = world.from_rank_zero(self._predict)
+        # While all ranks are there: their tables do not change any more.
+        predicted = predict_tables(built.pieces, config, world.rank)
+        measured = measure_tables(built.tensors.tables(), built.tensors.table_optimizer())
+        self._tables = table_entries(config, built.pieces, world.rank, predicted, measured)
+
+    def _predict(self) -> tuple[Prediction, str]:
+        config, topology = self._inputs.config, self._topology
+        prediction = predict_run(
+            config, data_facts(config, self._inputs, topology.world_size), topology, self._built.pieces
+        )
+        return prediction, layer_page(config, prediction.data, prediction.dense.rows)
+
+    def write(self, status: str) -> dict[str, Any]:
+        """Write this rank's report, which is returned, and on rank 0 the pages over all ranks; collective."""
+        world, report = self._inputs.world, self._report(status)
+        world.agree(lambda: write_rank(self._folder, report))
+        self._timeline.close()
+        world.from_rank_zero(lambda: write_pages(self._folder, self._layers))
+        return report
+
+    def write_alone(self, status: str, extra: dict[str, Any]) -> None:
+        """Write this rank's report and the pages over those that there are, after a failure that others may share.
+
+        Args:
+            extra: further parts of the report.
+        """
+        with suppress(Exception):  # the failure itself is what is to be told
+            write_rank(self._folder, self._report(status) | extra)
+            write_pages(self._folder, self._layers)
+
+    def _report(self, status: str) -> dict[str, Any]:
+        config, world, built = self._inputs.config, self._inputs.world, self._built
+        plan = json.dumps([asdict(piece) for piece in built.pieces])
+        identity = {
+            "name": config.run.name,
+            "status": status,
+            "step": self._trainer.step,
+            "rank": world.rank,
+            "world_size": world.world_size,
+            "local_world_size": world.local_world_size,
+            "host": socket.gethostname(),
+            "device": str(world.device),
+            "seed": config.seed,
+            "config_hash": _digest(config_text(config)),
+            "plan_hash": _digest(plan),
+            "versions": installed_versions(),
+        }
+        dense = {
+            "predicted": predict_dense(built.step.dense, config, world.world_size),
+            "measured": measure_dense(built.dense_model, built.dense_optimizer),
+        }
+        report = rank_report(
+            identity,
+            self._tables,
+            dense,
+            self._trainer.loader_bytes,
+            self._prediction.ranks[world.rank],
+            self._topology,
+            world.device,
+            self._timeline,
+        )
+        return report | {"growth": self._trainer.growth.report()}
+
+
+def _clear(folder: Path) -> None:
+    for path in (*folder.glob("rank_*.json"), *folder.glob("report.*")):
+        path.unlink()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

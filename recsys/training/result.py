@@ -1,0 +1,119 @@
+"""What a run leaves at its end: result.json, and the lines that close its log."""
+
+import os
+import shlex
+import shutil
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from recsys.config import Config
+from recsys.data.inputs import Inputs
+from recsys.memory.page import size, when
+from recsys.runtime.logs import git_commit, show_metrics
+from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import World, in_slurm_job
+from recsys.training.trainer import FitResult
+
+_PLACE_KEYS = ("run.dir=", "run.resume=", "run.overwrite=")
+
+
+def run_result(inputs: Inputs, fitted: FitResult, reports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """Return what result.json holds.
+
+    Args:
+        reports: of memory, of every rank.
+    """
+    config, world = inputs.config, inputs.world
+    peaks = [report["host"] for report in reports]
+    return {
+        "status": "stopped" if fitted.stopped else "done",
+        "name": config.run.name,
+        "metrics": fitted.metrics,
+        "steps": fitted.state.step,
+        "best_step": fitted.state.best_step,
+        "bad_steps": fitted.state.bad_steps,
+        "overflows": fitted.state.overflows,
+        "rows_seen": sum(seen for seen, _, _ in fitted.state.epoch_rows),
+        "epochs": fitted.state.position.epoch,
+        "data": _data_report(inputs, fitted),
+        "samples_per_s": round(fitted.samples_per_s, 1),
+        "wait_share": round(fitted.wait_share, 4),
+        "seconds": round(seconds, 2),
+        "world_size": world.world_size,
+        "device": world.device.type,
+        "peak_rss_bytes": [peak["peak_rss_bytes"] for peak in peaks],
+        "device_peak_allocated_bytes": [peak["device_peak_allocated_bytes"] for peak in peaks],
+        "device_peak_reserved_bytes": [peak["device_peak_reserved_bytes"] for peak in peaks],
+        "versions": installed_versions(),
+        "git_commit": git_commit(),
+        "optimizer": {"tables": config.optimizer.tables.name.name, "dense": config.optimizer.dense.name.name},
+        "state": asdict(fitted.state),
+    }
+
+
+def _data_report(inputs: Inputs, fitted: FitResult) -> dict[str, Any]:
+    """Return for each epoch the rows to be trained, those that were, and those that were not; and ids by feature."""
+    train, position = inputs.datasets["train"], fitted.state.position
+    epochs = []
+    for epoch, (seen, bad, skipped) in enumerate(fitted.state.epoch_rows):
+        unfinished = epoch == position.epoch
+        expected = position.num_rows - position.rows_before if unfinished else train.num_rows
+        epochs.append({"expected": expected, "seen": seen, "bad": bad, "skipped": skipped})
+    return {
+        "rows": train.num_rows,
+        "files": train.num_files,
+        "bad_files": list(train.bad_files),
+        "filter": train.filter,
+        "epochs": epochs,
+        "ids": inputs.id_report(position.num_rows),
+    }
+
+
+def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir: Path, go_on: str) -> list[str]:
+    """Return the last lines of the log: metrics by dataset, the peak of memory, where all of it is, how to go on.
+
+    Args:
+        reports: of memory, of every rank. go_on: for a run that was stopped.
+    """
+    lines = [f"{role}: {show_metrics(metrics)}" for role, metrics in result["metrics"].items()]
+    fullest = max(reports, key=lambda report: report["peak"]["measured_bytes"])
+    peak, rank = fullest["peak"], f", rank {fullest['identity']['rank']}" if len(reports) > 1 else ""
+    libraries = size(fullest["host"]["baseline_bytes"])
+    above = "of the GPU" if result["device"] == "cuda" else f"above the {libraries} of libraries"
+    lines.append(
+        f"peak memory: {size(peak['measured_bytes'])} {above}, {size(peak['predicted_bytes'])} predicted "
+        f"({when(peak)}{rank}): {run_dir / 'memory' / 'report.md'}"
+    )
+    if result["status"] == "stopped":
+        return [*lines, f"stopped at step {result['steps']}: {run_dir / 'result.json'}", f"go on with: {go_on}"]
+    best = "" if result["best_step"] is None else f", the best is step {result['best_step']}"
+    return [*lines, f"done at step {result['steps']}{best}: {run_dir / 'result.json'}"]
+
+
+def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
+    """Return the command line that goes on with this run, as far as this process can know it."""
+    place = ["run.dir=" + shlex.quote(str(run_dir)), "run.resume=true"]
+    if in_slurm_job() and config.run.stop_file is not None:
+        return f"the same sbatch and {place[0]}, unless the job is requeued by itself"
+    if world.world_size > world.local_world_size:
+        return f"the same command on every machine, and {' '.join(place)}"
+    command = [word for word in _command() if not word.startswith(_PLACE_KEYS)]
+    return " ".join([shlex.join(command), *place])
+
+
+def _command() -> list[str]:
+    """Return the command line of the launcher, which ends as this process's own does, or else that of this process."""
+    own, words = sys.argv, list(sys.orig_argv)
+    with suppress(psutil.Error, OSError):
+        parent = psutil.Process(os.getppid()).cmdline()
+        if parent[-len(own) :] == own:
+            words = parent
+    # A script such as torchrun is shown by the name that it was called by.
+    if len(words) > 1 and words[1] == shutil.which(Path(words[1]).name):
+        words = [Path(words[1]).name, *words[2:]]
+    return words

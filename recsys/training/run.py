@@ -1,0 +1,236 @@
+"""One run from its config to its result: the run directory, training, the reports."""
+
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from recsys.checkpoint import find_source
+from recsys.config import Config, TableConfig, config_text
+from recsys.config.device import check_device
+from recsys.config.meaning import refuse_differences
+from recsys.config.ranks import check_ranks, repeated_decoding
+from recsys.data.inputs import Inputs, open_inputs
+from recsys.errors import UserError, why
+from recsys.memory import Timeline
+from recsys.memory.advice import Explained, fit_inputs, limit_memory
+from recsys.memory.autofit import Change
+from recsys.memory.page import describe_plan
+from recsys.memory.report import SCHEMA_VERSION, write_rank
+from recsys.runtime.environment import give_large_blocks_back, give_unused_back
+from recsys.runtime.files import copy_files, replace_file, unused_folder
+from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
+from recsys.runtime.run_lock import LOCK_FILE, RunLock
+from recsys.runtime.watchdog import Watchdog
+from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
+from recsys.tables.shard import save_plan
+from recsys.training.build import build_model
+from recsys.training.learning import learn_facts
+from recsys.training.memory_log import MemoryLog
+from recsys.training.result import closing_lines, how_to_go_on, run_result
+from recsys.training.trainer import Trainer
+
+_WRITTEN = (
+    "config.yaml",
+    "plan.json",
+    "loaded.json",
+    "metrics.jsonl",
+    "result.json",
+    "memory",
+    "checkpoints",
+    "logs",
+    "vocabulary",
+    "footers",
+    "bad_steps",
+    "evaluations",
+    "profile",
+)
+_FOOTERS = "footers"
+_MARKER = ".recsys-run"
+_BEGUN = "run_dir"  # where the launch's store keeps the run directory,
+_LOCK = "run_lock"  # and the lock of its last start
+_SNAPSHOT_ENTRIES = 200_000  # the last allocations and frees, with their stacks
+_WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
+STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
+
+
+def run(config: Config) -> int:
+    """Train as the config says; return the exit status: 0 when done, 143 when a signal stopped it (after saving).
+
+    Raises:
+        UserError: a mistake in config or data.
+        LostPeerError: another rank ended.
+    """
+    quiet_libraries()
+    if config.debug and world_size_from_environment() > 1:
+        raise UserError("--debug runs one process; start it with `python train.py CONFIG --debug`")
+    timeout_s = max(DEFAULT_TIMEOUT_S, config.run.stuck_after_s + _WATCHDOG_LEAD_S)
+    with open_world(config.run.device, config.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
+        timeline = Timeline(world.device, limit_memory(config, world))
+        if config.memory.snapshot and world.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
+        store = world.launch_store
+        # Whether torchrun has started the ranks of this run once more.
+        if world.from_rank_zero(lambda: store.check([_BEGUN])):
+            begun = store.get(_BEGUN).decode()
+            config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
+        instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
+        world.from_rank_zero(lambda: check_ranks(config, world.world_size))
+        # The data first: a mistake in them leaves no run directory behind.
+        footers = Path(scratch) / _FOOTERS
+        earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
+        with RunLock() as lock, Explained(config, world, timeline) as explained:
+            explained.inputs = inputs = open_inputs(config, world, footers, _kept_footers(config))
+            run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
+            if world.rank == 0:
+                store.set(_LOCK, lock.id)
+            store.set(_BEGUN, str(run_dir))
+            log = start_logging(run_dir / "logs", world.rank)
+            with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
+                return _run(inputs, instead, run_dir, footers, explained, timeline, watchdog, lock)
+
+
+def _run(
+    inputs: Inputs,
+    instead: list[str],
+    run_dir: Path,
+    footers: Path,
+    explained: Explained,
+    timeline: Timeline,
+    watchdog: Watchdog,
+    lock: RunLock,
+) -> int:
+    def enter(phase: str, step: int | None = None) -> None:
+        lock.check()
+        watchdog.enter(phase, step)
+
+    start = time.monotonic()
+    config, world = inputs.config, inputs.world
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+    if config.debug:
+        torch.autograd.set_detect_anomaly(True)
+    logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, run_dir)
+    for role, dataset in inputs.datasets.items():
+        logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
+    for sentence in instead:
+        logger.warning("%s", sentence)
+    if repeated := repeated_decoding(config, world.world_size):
+        logger.info("%s", repeated)
+    source = find_source(config, run_dir, world)
+    if source is not None and not config.memory.fit:
+        refuse_differences(config, source.marker.meaning, source.path, source.init)
+    explained.folder = folder = run_dir / "memory"
+    explained.write = partial(_write_unbuilt, folder, world)
+    with timeline.phase("vocabularies"):
+        inputs = learn_facts(inputs, run_dir, source)
+    changes: list[Change] = []
+    if config.memory.fit:
+        inputs, changes = fit_inputs(inputs)
+        if source is not None:
+            refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
+    world.from_rank_zero(lambda: _save_config(inputs.config, run_dir, config.tables))
+    explained.inputs, config = inputs, inputs.config
+    if config.train.in_micro_batches:
+        give_large_blocks_back()
+    with timeline.phase("init"):
+        built = build_model(inputs)
+        timeline.check()
+    for line in describe_plan(built.pieces):
+        logger.info("table %s", line)
+    with timeline.phase("load"):
+        trainer = Trainer(inputs, built, run_dir, timeline, source, enter)
+    memory = MemoryLog(inputs, built, trainer, timeline, folder)
+    world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
+    # Not before the data are known to be those of the checkpoint, if there is one.
+    world.from_rank_zero(lambda: copy_files(footers, run_dir / _FOOTERS))
+    give_unused_back()  # what planning and predicting took
+    explained.write = memory.write_alone
+    with timeline.phase("step"):
+        fitted = trainer.fit()
+    watchdog.rest()
+    lock.check(now=True)
+    report = memory.write("stopped" if fitted.stopped else "done")
+    reports = world.gather({part: report[part] for part in ("identity", "peak", "host")})
+    result = run_result(inputs, fitted, reports, time.monotonic() - start)
+    result |= {"instead": instead, "fitted": [str(change) for change in changes]}
+    if world.rank == 0:
+        replace_file(run_dir / "result.json", to_json(result, indent=1) + "\n")
+        for line in closing_lines(result, reports, run_dir, how_to_go_on(config, run_dir, world)):
+            logger.info("%s", line)
+    return STOPPED_STATUS if fitted.stopped else 0
+
+
+def _write_unbuilt(folder: Path, world: World, status: str, parts: dict[str, Any]) -> None:
+    """Leave a report of a run for which memory was short before its tables were there."""
+    if not parts:  # another failure, such as a start that is refused: an earlier report stays
+        return
+    content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **parts}
+    with suppress(OSError):  # the failure itself is what is to be told
+        write_rank(folder, content)
+
+
+def _kept_footers(config: Config) -> Path | None:
+    """Return where the run that is resumed keeps what the footers say."""
+    return Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
+
+
+def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) -> Path:
+    """Make the run directory and lock it, refuse or clear an earlier run in it, and save the config there.
+
+    A folder is taken for ours by a marker file, so that nothing else is ever cleared.
+    """
+    run_dir = Path(config.run.dir or f"runs/{config.run.name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        if config.run.dir:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        else:
+            run_dir = unused_folder(run_dir)
+        is_run = (run_dir / _MARKER).exists()
+        if not is_run and any(not path.name.startswith(LOCK_FILE) for path in run_dir.iterdir()):
+            raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
+        lock.take(run_dir, earlier)
+        if is_run and not config.run.resume:
+            _clear(run_dir, config.run.overwrite)
+        (run_dir / _MARKER).touch()
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        if not config.run.resume:  # else only once it is known to go with what is there
+            _save_config(config, run_dir)
+    except OSError as error:
+        raise UserError(
+            f"config key 'run.dir': cannot write to '{run_dir}' ({why(error)}); name another folder"
+        ) from error
+    return run_dir
+
+
+def _save_config(config: Config, run_dir: Path, asked: Mapping[str, TableConfig] | None = None) -> None:
+    # With the rows that tables may have, not those that vocabularies take so far: these may grow in another run.
+    bounds = {name: table.num_embeddings for name, table in (asked or config.tables).items()}
+    tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
+    config = replace(config, tables=tables)
+    # What to do with an earlier run is asked anew each time, and is no part of what this run is.
+    config = replace(config, run=replace(config.run, resume=False, overwrite=False))
+    replace_file(run_dir / "config.yaml", config_text(config))
+
+
+def _clear(run_dir: Path, overwrite: bool) -> None:
+    # A run that a mistake ended before its first step has left nothing to keep.
+    metrics = run_dir / "metrics.jsonl"
+    trained = any(run_dir.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
+    if trained and not overwrite:
+        raise UserError(
+            f"config key 'run.dir': '{run_dir}' holds an earlier run; add run.resume=true to go on with it, or "
+            f"run.overwrite=true to replace it"
+        )
+    for name in _WRITTEN:
+        path = run_dir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

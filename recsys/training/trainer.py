@@ -1,0 +1,368 @@
+"""The training loop: steps, evaluation, checkpoints, an orderly stop."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from recsys.checkpoint import (
+    Checkpoints,
+    Source,
+    TrainState,
+    check_whole,
+    load_tensors,
+)
+from recsys.config.meaning import meaning
+from recsys.data.batch import Batch
+from recsys.data.inputs import Inputs
+from recsys.data.order import Position
+from recsys.errors import UserError
+from recsys.memory import Timeline
+from recsys.memory.growth import Growth
+from recsys.models.metrics import is_higher_better
+from recsys.runtime.environment import give_unused_back
+from recsys.runtime.logs import MetricsWriter, Progress, logger, show_metrics
+from recsys.runtime.machine import topology_of
+from recsys.runtime.profiling import traced_steps
+from recsys.runtime.signals import StopRequests
+from recsys.step.optim import LearningRate
+from recsys.step.pipeline import build_pipeline
+from recsys.step.step import StepOutput, ignore_phase
+from recsys.training.build import Built
+from recsys.training.evaluation import Evaluation, EvaluationStopped
+from recsys.training.learning import facts_entries
+from recsys.training.resume import Starting
+
+
+class TimedIterator(Iterator[Batch]):
+    """Passes batches on and adds up the time that the training thread waited for them."""
+
+    def __init__(self, batches: Iterator[Batch], enter_phase: Callable[..., None] = ignore_phase) -> None:
+        self._batches, self._enter_phase = batches, enter_phase
+        self.seconds = 0.0
+
+    def __next__(self) -> Batch:
+        start = time.monotonic()
+        self._enter_phase("data loading")
+        try:
+            return next(self._batches)
+        finally:
+            self.seconds += time.monotonic() - start
+            self._enter_phase("the exchange of ids")
+
+
+@dataclass
+class FitResult:
+    """How the training went.
+
+    Attributes:
+        metrics: of the last evaluation of each dataset; stopped: a signal ended it early.
+        samples_per_s: over all ranks, without evaluation and checkpoints; wait_share: of that time.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    state: TrainState
+    stopped: bool
+    samples_per_s: float
+    wait_share: float
+
+
+class Trainer:
+    """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal.
+
+    Args:
+        source: what it starts from, if anything.
+        enter_phase: told what training comes to, which is progress: the phase, and with a new step its number.
+
+    Attributes:
+        growth: of memory over the steps.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        built: Built,
+        run_dir: Path,
+        timeline: Timeline,
+        source: Source | None = None,
+        enter_phase: Callable[..., None] = ignore_phase,
+    ) -> None:
+        config, world = inputs.config, inputs.world
+        self._config, self._built, self._world = config, built, world
+        self._run_dir, self._timeline, self._enter_phase = run_dir, timeline, enter_phase
+        self._loader = inputs.loader("train")
+        self._datasets = inputs.datasets
+        self._evaluation = Evaluation(inputs)
+        self._checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            world,
+            config.train.keep_checkpoints,
+            documents=(run_dir / "config.yaml", run_dir / "plan.json"),
+            background=config.train.async_checkpoints,
+            meaning=meaning(config),
+            facts=world.from_rank_zero(lambda: facts_entries(inputs.facts, run_dir)),
+        )
+        stop_file = Path(config.run.stop_file) if config.run.stop_file and world.rank == 0 else None
+        self._stop = StopRequests(built.step.dense, stop_file)
+        self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
+        built.step.dense.enter_phase = enter_phase
+        self._metrics: dict[str, dict[str, float]] = {}
+        self._state = Starting(inputs, built, source, run_dir).state()
+        self._saved_at = self._state.step or None
+        self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
+        left = self._loader.steps_left(self._state.position, config.train.epochs)
+        self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
+        per_epoch = self._loader.steps_left(Position(), 1)
+        batch = config.train.global_batch_size
+        logger.info(
+            "an epoch has %s steps of %s rows, the run %s", *(f"{n:,}" for n in (per_epoch, batch, self._num_steps))
+        )
+        rates = [
+            (config.table_optimizer(table).learning_rate, set_rate) for table, set_rate in built.set_learning_rates
+        ]
+        self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
+        self.growth = Growth(world.device, topology_of(config, world), self._num_steps)
+        self._progress = Progress(self._num_steps, self._state.step, self._state.window_loss, self._state.window_losses)
+
+    def fit(self) -> FitResult:
+        """Train, evaluate, save; return how it went.
+
+        Raises:
+            UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
+        """
+        state = self._state
+        trace = self._run_dir / "profile" / f"rank_{self._world.rank}.json"
+        with self._stop.signals(), closing(self._writer):
+            with traced_steps(self._config.run.profile_steps, trace, self._world.device) as self._step_traced:
+                stopped = self._train()
+            if self._saved_at != state.step:
+                self._save()
+            if not stopped:
+                stopped = self._final_evaluation()
+            self._checkpoints.wait()
+        seconds = max(self._progress.seconds(), 1e-9)
+        return FitResult(
+            metrics=self._metrics,
+            state=state,
+            stopped=stopped,
+            samples_per_s=self._progress.total_rows / seconds,
+            wait_share=min(1.0, self._progress.total_wait / seconds),
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps trained so far."""
+        return self._state.step
+
+    @property
+    def loader_bytes(self) -> dict[str, int]:
+        """Host memory of this rank's loader of data.train, by kind."""
+        return self._loader.host_bytes
+
+    def _train(self) -> bool:
+        """Train to the end; return whether a signal ended it early."""
+        state, train = self._state, self._config.train
+        self._enter_phase("data loading", state.step + 1)
+        batches = self._loader.batches(state.position, train.epochs)
+        with closing(batches):
+            if self._at_boundary():
+                return True
+            while state.step < self._num_steps and not self._should_stop_early():
+                if self._run_until(min(self._num_steps, self._next_evaluation()), batches):
+                    return True
+                # All batches handed to the pipeline are trained here, so it holds none while the tables are read.
+                self._pipeline.detach()
+                if self._at_boundary():
+                    return True
+        return False
+
+    def _at_boundary(self) -> bool:
+        """Evaluate and save if it is time; return whether a signal came meanwhile (resuming evaluates then)."""
+        state = self._state
+        try:
+            if self._evaluation_is_due() and state.evaluated_step != state.step:
+                self._evaluate_and_compare()
+        except EvaluationStopped:
+            return True
+        self._save_if_due()
+        return False
+
+    def _next_evaluation(self) -> int:
+        """Return the next step after which data.valid is evaluated, which may lie after the end."""
+        state, train = self._state, self._config.train
+        if train.eval_every_epochs is not None:
+            epochs = _next_multiple(state.position.epoch, train.eval_every_epochs)
+            return state.step + self._loader.steps_left(state.position, epochs)
+        return self._num_steps if train.eval_every_steps is None else _next_multiple(state.step, train.eval_every_steps)
+
+    def _evaluation_is_due(self) -> bool:
+        position, every = self._state.position, self._config.train.eval_every_epochs
+        if every is None:
+            return _is_due(self._state.step, self._config.train.eval_every_steps)
+        # After the last row of an epoch the position is that before the first of the next one.
+        return position.num_rows == position.rows_before and _is_due(position.epoch, every)
+
+    def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
+        state, train = self._state, self._config.train
+        timed = TimedIterator(islice(batches, boundary - state.step), self._enter_phase)
+        while state.step < boundary:
+            self._enter_phase("forward", state.step + 1)
+            self._stop_requested()
+            self._learning_rate.set(state.step)
+            for set_iteration in self._built.set_iterations:
+                set_iteration(state.step - state.bad_steps - state.overflows)
+            waited = timed.seconds
+            output = self._pipeline.progress(timed)
+            self._step_traced()
+            self._advance(output, timed.seconds - waited)
+            # No line of its own for a stop, so that after it the lines are those of a run that went on.
+            if state.step % train.log_every_steps == 0 or state.step == boundary:
+                self._tell()
+            if output.stop:
+                logger.info("stop requested: saving step %d", state.step)
+                return True
+            if state.step < boundary:  # there an evaluation comes first, which belongs into the checkpoint
+                self._save_if_due()
+        return False
+
+    def _advance(self, output: StepOutput, waited: float) -> None:
+        state = self._state
+        while len(state.epoch_rows) <= state.position.epoch:
+            state.epoch_rows.append([0, 0, 0])
+        counts = state.epoch_rows[state.position.epoch]
+        counts[2 if output.skipped else 0] += output.num_rows
+        counts[1] += output.num_bad_rows
+        state.position = output.batch.position
+        state.step += 1
+        self._timeline.step = state.step
+        self._timeline.check()
+        self._progress.step(output.num_rows, None if output.skipped else output.loss, waited)
+        self._check_bad_rows(counts[1])
+        scale = self._built.step.dense.loss_scale
+        state.loss_scale, state.loss_scale_good_steps = scale.value, scale.good_steps
+        if output.overflowed:
+            state.overflows += 1
+            logger.info("step %d: a gradient overflows, the step is skipped, loss scale %g", state.step, scale.value)
+        elif output.skipped:
+            self._count_bad_step(output)
+
+    def _count_bad_step(self, output: StepOutput) -> None:
+        """Keep the rows that are to blame, and end the run where bad steps are more than it allows."""
+        state, most = self._state, self._config.train.max_bad_steps
+        state.bad_steps += 1
+        if not output.finite_here:
+            path = self._run_dir / "bad_steps" / f"step-{state.step:09d}-rank-{self._world.rank}.pt"
+            output.batch.save(path)
+            logger.warning("step %d is not finite and is skipped on all ranks; its rows are in %s", state.step, path)
+        if state.bad_steps > most:
+            raise UserError(
+                f"step {state.step}: the loss or its gradient is not finite, and config key 'train.max_bad_steps' "
+                f"allows {most} such steps; look at the rows in '{self._run_dir / 'bad_steps'}', lower "
+                f"optimizer.dense.learning_rate or optimizer.tables.learning_rate, or raise it"
+            )
+
+    def _check_bad_rows(self, num_bad: int) -> None:
+        most = self._config.data.max_bad_rows
+        if num_bad > most:  # the same number on every rank, so all of them end here
+            raise UserError(
+                f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
+                f"up to step {self._state.step} (the files are named in the logs of the ranks); mend them, or raise it"
+            )
+
+    def _tell(self) -> None:
+        warning = self.growth.sample(self._state.step, self.loader_bytes)
+        if warning is not None:
+            logger.warning("step %d: %s", self._state.step, warning)
+        values = self._progress.line()
+        logger.info(self._progress.show(values))
+        self._writer.write(
+            "train", {**values, "epoch": self._state.position.epoch, "rows": self._state.position.num_rows}
+        )
+
+    def _evaluate(self, role: str, step: int) -> dict[str, float]:
+        start = time.monotonic()
+
+        def stop_requested() -> bool:  # asked before every batch
+            self._enter_phase(f"evaluation on data.{role}", step)
+            return self._stop_requested()
+
+        with self._timeline.phase("evaluation"):
+            give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
+            metrics = self._evaluation.run(self._built.model, role, stop_requested)
+            give_unused_back()
+        self._metrics[role] = self._state.metrics[role] = metrics
+        logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
+        self._writer.write(role, {"step": step, **metrics})
+        self._progress.pause(time.monotonic() - start)
+        return metrics
+
+    def _evaluate_and_compare(self) -> None:
+        state, metric = self._state, self._config.train.early_stop.metric
+        value = self._evaluate("valid", state.step).get(metric or "")
+        state.evaluated_step = state.step
+        if metric is None or value is None:
+            return
+        if math.isnan(value):
+            raise UserError(
+                f"config key 'train.early_stop.metric': {metric} is not a number on data.valid, which may hold one "
+                f"class only; give data.valid other rows, or watch another metric"
+            )
+        best = state.best_metric
+        if best is None or (value > best if is_higher_better(metric) else value < best):
+            state.best_metric, state.best_step, state.bad_evaluations = value, state.step, 0
+            self._save()
+        else:
+            state.bad_evaluations += 1
+
+    def _should_stop_early(self) -> bool:
+        stop = self._config.train.early_stop
+        return stop.metric is not None and self._state.bad_evaluations >= stop.patience
+
+    def _final_evaluation(self) -> bool:
+        """Evaluate what the run is about, the best step or the last; return whether a signal ended it early."""
+        state, step = self._state, self._state.step
+        if state.best_step is not None and state.best_step != step:
+            step = state.best_step
+            self._checkpoints.wait()
+            best = self._checkpoints.path(step)
+            tensors = replace(self._built.tensors, statistics={})  # what has been counted since stays
+            load_tensors(best, check_whole(best, self._world), tensors, self._world)
+            logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
+        try:
+            if "valid" in self._datasets and (state.evaluated_step != step or "valid" not in self._metrics):
+                self._evaluate("valid", step)
+            if "test" in self._datasets:
+                self._evaluate("test", step)
+        except EvaluationStopped:
+            return True
+        return False
+
+    def _save_if_due(self) -> None:
+        if _is_due(self._state.step, self._config.train.checkpoint_every_steps) and self._saved_at != self._state.step:
+            self._save()
+
+    def _save(self) -> None:
+        start = time.monotonic()
+        self._enter_phase("saving the checkpoint", self._state.step)
+        self._state.window_loss, self._state.window_losses = self._progress.window
+        with self._timeline.phase("save"):
+            self._checkpoints.save(self._built.tensors, self._state)
+        self._saved_at = self._state.step
+        self._progress.pause(time.monotonic() - start)
+
+    def _stop_requested(self) -> bool:
+        """Return whether this rank wants to end; the step's all-reduce carries its wish to the others."""
+        if self._checkpoints.failed:
+            self._stop.request()  # all ranks end at one step, and then wait for the save, which raises its error
+        return self._stop.requested()
+
+
+def _is_due(count: int, every: int | None) -> bool:
+    return every is not None and count > 0 and count % every == 0
+
+
+def _next_multiple(count: int, every: int) -> int:
+    return (count // every + 1) * every

@@ -1,0 +1,259 @@
+"""A start from another run: what may differ and what is said of it; single tables out to Parquet and in again."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from checkpoints import load_tables
+from launch import ROOT, fork_train
+
+from recsys.checkpoint import Checkpoints, TableRows, TrainState, export_table, load_tensors
+from recsys.checkpoint import pieces as pieces_module
+from recsys.config import IdMappingType, TableConfig, load_config
+from recsys.config.schema import Device
+from recsys.data.inputs import open_inputs
+from recsys.data.order import Position
+from recsys.errors import UserError
+from recsys.runtime.world import World, open_world
+from recsys.tables.spec import fill_initial
+from recsys.training.build import Built, build_model
+
+YESTERDAY = """\
+data: {train: data/sample/train, label_column: label, num_threads: 0}
+features:
+  user_id: {table: user}
+  item_id: {table: item}
+  device: {table: device}
+  hour: {table: hour}
+  price: {type: float}
+tables:
+  user: {num_embeddings: 100, embedding_dim: 8}
+  item: {num_embeddings: 100, embedding_dim: 8, data_type: FP16}
+  device: {num_embeddings: 20, embedding_dim: 8}
+  hour: {num_embeddings: 24, embedding_dim: 8, mapping: identity}
+model: {name: dlrm, bottom_mlp: [16], top_mlp: [32]}
+"""
+# One table more, one gone, one grown, one shrunk and of another type; so the dense part has another shape.
+TODAY = YESTERDAY.replace("  device: {table: device}\n", "  category: {table: category}\n  history: {table: item}\n")
+TODAY = TODAY.replace("device: {num_embeddings: 20", "category: {num_embeddings: 20").replace(
+    "user: {num_embeddings: 100", "user: {num_embeddings: 150"
+)
+TODAY = TODAY.replace("item: {num_embeddings: 100, embedding_dim: 8, data_type: FP16",
+                      "item: {num_embeddings: 60, embedding_dim: 8, data_type: FP32")  # fmt: skip
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with open_world(Device.cpu) as opened:
+        yield opened
+
+
+def build(folder: Path, text: str, world: World, *options: str) -> tuple[Built, Any]:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    config = load_config(path, options)
+    return build_model(open_inputs(config, world)), config
+
+
+@pytest.fixture
+def saved(world: World, tmp_path: Path) -> Checkpoints:
+    """A checkpoint of YESTERDAY, every tensor of the tables and dense weights full of numbers of its own."""
+    built, _ = build(tmp_path, YESTERDAY, world)
+    for value in (*built.tensors.to_load().values(),):
+        value.pieces[0].tensor.copy_(torch.randn(value.size))
+    for parameter in built.dense_model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    built.dense_optimizer.step()
+    (tmp_path / "checkpoints").mkdir()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", world, 1)
+    checkpoints.save(built.tensors, TrainState(Position(), step=5))
+    return checkpoints
+
+
+def whole(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: value.pieces[0].tensor.clone() for name, value in tensors.to_load().items()}
+
+
+def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, tmp_path: Path) -> None:
+    found = saved.newest_whole()
+    assert found is not None
+    options: list[str] = []
+    while True:
+        built, config = build(tmp_path, TODAY, world, "train.init_from=yesterday", *options)
+        before = whole(built.tensors)
+        try:
+            report = load_tensors(*found, built.tensors, world, config)
+            break
+        except UserError as error:
+            option = re.search(r"train\.init_from and (train\.init\.[a-z_]+=[a-z]+)$", str(error))
+            assert option is not None and option[1] not in options, error
+            # An error changes nothing.
+            assert all(torch.equal(value, before[name]) for name, value in whole(built.tensors).items())
+            options.append(option[1])
+    wanted = {"resize_tables=true", "convert_tables=true", "tables=matching", "dense=matching"}
+    assert {option.removeprefix("train.init.") for option in options} == wanted
+    there, here = load_tables(found[0], ""), whole(built.tensors)
+    for suffix in ("tables/user", "table_optimizer/user/momentum1"):
+        assert torch.equal(here[suffix][:100], there[suffix])
+        assert torch.equal(here[suffix][100:], before[suffix][100:])
+    initial = torch.empty(150, 8)
+    fill_initial(initial, 0, 0, config.seed, "user", 150**-0.5)
+    assert torch.equal(here["tables/user"][100:], initial[100:])
+    assert torch.equal(here["tables/item"], there["tables/item"][:60].float())
+    assert torch.equal(here["tables/hour"], there["tables/hour"])
+    assert torch.equal(here["tables/category"], before["tables/category"])
+    assert report.loaded["tables/user"] == "rows 0 to 99, of 100 there, 150 here"
+    assert report.loaded["tables/item"] == "rows 0 to 59, of 100 there, 60 here; float16 to float32"
+    assert {name for name in report.new} == {"tables/category", "table_optimizer/category/momentum1"}
+    assert "tables/device" in report.left and "table_optimizer/device/momentum1" in report.left
+    assert len(report.kept) == 1 and "of shape" in next(iter(report.kept.values()))  # top MLP: another width
+    assert set(report.loaded) | set(report.kept) | set(report.left) >= set(there) - {
+        name for name in there if name.startswith(("rng/", "ids/"))
+    }
+    kept = next(iter(report.kept)).removeprefix("dense/")
+    states = built.dense_optimizer.state
+    assert {name for name, parameter in built.tensors.parameters().items() if parameter not in states} == {kept}
+    assert any(
+        line.startswith("loaded: tables/user, table_optimizer/user/momentum1 (rows 0 to 99") for line in report.lines()
+    )
+
+
+def test_parts_are_dropped(saved: Checkpoints, world: World, tmp_path: Path) -> None:
+    found = saved.newest_whole()
+    assert found is not None
+    there = load_tables(found[0], "")
+    options = ("train.init_from=yesterday", "train.init.dense=none", "train.init.optimizers=none")
+    built, config = build(tmp_path, YESTERDAY, world, *options)
+    before = whole(built.tensors)
+    report = load_tensors(*found, built.tensors, world, config)
+    here = whole(built.tensors)
+    for name, value in here.items():
+        assert torch.equal(value, there[name] if name.startswith("tables/") else before[name]), name
+    assert set(report.loaded) == {name for name in there if name.startswith("tables/")}
+    assert not built.dense_optimizer.state
+
+
+@pytest.mark.parametrize(
+    "option, said",
+    [
+        ("optimizer.tables.name=adagrad", r"momentum1 of shape \(100,\), and the config \(100, 8\)"),
+        ("optimizer.tables.name=sgd", "momentum1, which the config does not have"),
+        ("optimizer.dense.name=sgd", "was trained with Adam for the dense part, and the config asks for SGD"),
+        ("model.top_mlp=[16]", r"dense/.* of shape \(32, \d+\), and the config \(16, \d+\)"),
+        ("tables.user.embedding_dim=16", "embedding_dim 8, and the config 16; set tables.user.embedding_dim=8"),
+        ("tables.user.num_embeddings=99", "num_embeddings 100, and the config 99"),
+        ("tables.user.data_type=FP16", "table 'user' in float32, and the config in float16"),
+    ],
+)
+def test_going_on_takes_no_other_config(
+    option: str, said: str, saved: Checkpoints, world: World, tmp_path: Path
+) -> None:
+    found = saved.newest_whole()
+    assert found is not None
+    built, _ = build(tmp_path, YESTERDAY, world, option)
+    with pytest.raises(UserError, match=said):
+        load_tensors(*found, built.tensors, world)
+
+
+def test_options_without_a_start_are_refused(tmp_path: Path, world: World) -> None:
+    with pytest.raises(UserError, match=r"'train.init.dense' says how train.init_from may differ, which is not set"):
+        build(tmp_path, YESTERDAY, world, "train.init.dense=none")
+    with pytest.raises(UserError, match=r"there is no table 'users'; did you mean 'user'"):
+        build(tmp_path, YESTERDAY, world, "train.init.from_parquet.users=x.parquet")
+
+
+STILL = ("optimizer.dense.learning_rate=0", "optimizer.tables.learning_rate=0", "train.max_steps=1")
+VOCABULARY = ("tables.user.mapping=vocabulary", "tables.user.num_buckets=3", "tables.user.min_count=10")
+
+
+def train(run_dir: Path, *options: str, nproc: int = 1) -> str:
+    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", "data.valid=null", "data.test=null",
+                      "run.num_threads=1", *options, nproc=nproc)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_tables_go_out_and_in(tmp_path: Path) -> None:
+    train(tmp_path / "a", *VOCABULARY, "train.max_steps=5")
+    command = [sys.executable, "scripts/tables.py", "export", tmp_path / "a", "user", tmp_path / "user.parquet"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert export_table(tmp_path / "a/checkpoints/step-000000005", "item", tmp_path / "item.parquet") == 1000
+    with pytest.raises(UserError, match=r"has no table 'users'; did you mean 'user'\? \(known: category, device"):
+        export_table(tmp_path / "a", "users", tmp_path / "users.parquet")
+    there = load_tables(tmp_path / "a/checkpoints/step-000000005", "")
+    user = pq.read_table(tmp_path / "user.parquet")
+    ids = pq.read_table(tmp_path / "a/vocabulary/user.parquet").column("id")
+    assert user.column("id").to_pylist() == [None, *ids.to_pylist(), None, None, None]
+    assert user.column("bucket").to_pylist()[-4:] == [None, 0, 1, 2]
+    assert np.array_equal(np.stack(user.column("vector").to_numpy()), there["tables/user"].numpy())
+    assert np.array_equal(user.column("momentum1").to_numpy(), there["table_optimizer/user/momentum1"].numpy())
+
+    files = (f"train.init.from_parquet.{table}={tmp_path}/{table}.parquet" for table in ("user", "item"))
+    start = (f"train.init_from={tmp_path}/a", "train.init.tables=none", "train.init.optimizers=matching")
+    said = train(tmp_path / "b", *VOCABULARY, *STILL, *start, *files, "tables.user.sharding_type=row_wise",
+                 "tables.item.sharding_type=table_wise", nproc=2)  # fmt: skip
+    assert "table item: 1,000 rows from" in said
+    here = load_tables(tmp_path / "b/checkpoints/step-000000001", "")
+    for name in ("tables/user", "tables/item"):
+        assert torch.equal(here[name], there[name])
+    assert not torch.equal(here["tables/hour"], there["tables/hour"])
+    listed = json.loads((tmp_path / "b/loaded.json").read_text())
+    assert listed["step"] == 5 and listed["kept"]["tables/hour"] == "train.init.tables=none"
+    assert any(name.startswith("dense/") for name in listed["loaded"])
+    assert re.search(r"^kept: tables/.*train.init.tables=none", said, re.MULTILINE)
+
+
+def test_rows_are_found_by_id() -> None:
+    vocabulary = pa.array(["b", "c", "a"])
+    table = TableConfig(num_embeddings=6, embedding_dim=4, mapping=IdMappingType.vocabulary, num_buckets=2)
+    batch = pa.record_batch(
+        {
+            "row": pa.array([0, 1, 2, 3, 4, 5]),
+            "id": pa.array([None, "a", "unknown", None, None, "b"]),
+            "bucket": pa.array([None, None, None, 1, 2, None]),
+        }
+    )
+    assert TableRows(table, vocabulary).find(batch).tolist() == [0, 3, -1, 5, -1, 1]
+    assert TableRows(table, vocabulary).find(batch.select(["id"])).tolist() == [-1, 3, -1, -1, -1, 1]
+    identity = TableConfig(num_embeddings=9, embedding_dim=4, mapping=IdMappingType.identity)
+    assert TableRows(identity, None).find(pa.record_batch({"id": pa.array([7, None, 2])})).tolist() == [7, -1, 2]
+    assert TableRows(identity, None).find(pa.record_batch({"row": pa.array([7, None, 2])})).tolist() == [7, -1, 2]
+
+
+def test_large_tensors_are_saved_in_chunks_of_rows(
+    saved: Checkpoints, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what is read at a time is bounded; chunks of all column shards begin at the same rows."""
+    before = load_tables(saved.path(5), "")
+    built, _ = build(tmp_path, YESTERDAY, world)
+    found = saved.newest_whole()
+    assert found is not None
+    load_tensors(*found, built.tensors, world)
+    monkeypatch.setattr(pieces_module, "CHUNK_BYTES", 7 * 8 * 4)
+    saved.save(built.tensors, TrainState(Position(rows_before=1), step=6))
+    after = load_tables(saved.path(6), "")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    chunks = pieces_module.Pieces((100, 8), torch.float32, (pieces_module.Piece(torch.zeros(40, 4), (10, 4)),)).chunks()
+    assert [(c.offsets, len(c.tensor)) for c in chunks][:2] == [((10, 4), 4), ((14, 4), 7)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_what_is_written_is_no_copy(dtype: torch.dtype) -> None:
+    table = torch.arange(12, dtype=dtype).view(6, 2)
+    scalars = torch.zeros(2, dtype=dtype)  # a part of one storage too, as LAMB's are
+    planner = pieces_module.PiecesSavePlanner()
+    planner.set_up_planner({"rows": pieces_module.Pieces.of(table[2:5]), "scalar": pieces_module.Pieces.of(scalars[1])})
+    rows, scalar = (planner.resolve_data(item) for item in planner.create_local_plan().items)
+    assert torch.equal(rows, table[2:5]) and scalar.shape == ()
+    assert rows.data_ptr() == table[2].data_ptr() and rows.untyped_storage().nbytes() == rows.nbytes

@@ -1,0 +1,337 @@
+"""Windows put into their order, and slices of them joined to batches."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import recsys.data.window as window_module
+from recsys.config import NullPolicy
+from recsys.data.batch import Batch
+from recsys.data.buffers import BlockPool
+from recsys.data.collate import MicroBatches, Piece
+from recsys.data.collate import collate as collate_into
+from recsys.data.convert import FloatColumn, IdColumn
+from recsys.data.order import Position, Segment, Window
+from recsys.data.sources import BadDataError
+from recsys.data.window import BatchSpec, Columns, Ragged, convert_table, load_window
+from recsys.errors import UserError
+from recsys.ids import HashMapping, IdentityMapping, IndexMapping
+from recsys.ids.hashing import hash_integers
+
+IDENTITY = IdentityMapping(1000)
+START = Position()
+
+
+def collate(pieces: list[Piece], num_rows: int, spec: BatchSpec, position: Position) -> Batch:
+    return collate_into(pieces, num_rows, spec, position, BlockPool(), MicroBatches())
+
+
+def lists(columns: Columns, part: int | Ragged) -> list[list[int]]:
+    if isinstance(part, int):
+        return [[n] for n in columns.scalars[part].tolist()]
+    assert part.offsets.tolist() == np.cumsum([0, *part.lengths]).tolist()
+    return [part.values[a:b].tolist() for a, b in pairwise(part.offsets.tolist())]
+
+
+def refusal(action: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        action()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# Windows
+
+
+def test_feature_without_a_column_is_always_empty():
+    columns = convert_table(pa.table({"h": [1, 2, 3]}), BatchSpec([IdColumn("other", None, IDENTITY)], []))
+    assert lists(columns, columns.ids[0]) == [[], [], []]
+
+
+def label_and_weight(**columns: Any) -> tuple[list[float], list[float]]:
+    parts = {name: FloatColumn(name, name, None) for name in columns}
+    table = pa.table({"rows": [0, 0, 0], **columns})
+    converted = convert_table(table, BatchSpec([], [], parts.get("label"), parts.get("weight")))
+    return converted.floats[-2].tolist(), converted.floats[-1].tolist()
+
+
+def test_labels_and_weights():
+    assert label_and_weight() == ([0, 0, 0], [1, 1, 1])
+    labels = pa.array([True, False, True])
+    assert label_and_weight(label=labels, weight=[0.5, 0.0, 2.0]) == ([1, 0, 1], [0.5, 0, 2])
+
+
+def test_null_labels_and_weights_are_refused():
+    assert "column 'label' (label) holds 1 nulls" in refusal(lambda: label_and_weight(label=[1, None, 0]))
+    assert "column 'weight' (weight) holds 2 nulls" in refusal(lambda: label_and_weight(weight=[1, None, None]))
+
+
+def test_negative_weights_are_refused():
+    message = refusal(lambda: label_and_weight(weight=[1.0, -0.5, 2.0]))
+    assert message == "column 'weight' (weight) holds -0.5, and a weight is 0 or more"
+
+
+WINDOW_SPEC = BatchSpec(
+    ids=[
+        IdColumn("user", "user", IDENTITY),
+        IdColumn("history", "history", IDENTITY, max_length=2),
+        IdColumn("seldom", "seldom", IDENTITY, NullPolicy.empty),
+        IdColumn("twice", "user", HashMapping(50, 0, num_hashes=2)),
+    ],
+    floats=[FloatColumn("price", "price")],
+    label=FloatColumn("label", "label"),
+)
+
+
+def window_table(first: int, count: int) -> pa.Table:
+    numbers = range(first, first + count)
+    return pa.table(
+        {
+            "user": pa.array(numbers, pa.int16() if first else pa.uint32()),
+            "history": pa.array([list(range(n, n + n % 4)) for n in numbers], pa.list_(pa.int64())),
+            "seldom": pa.array([n if n % 3 else None for n in numbers], pa.int64()),
+            "price": [n / 2 for n in numbers],
+            "label": [n % 2 for n in numbers],
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", [None, (1, 2, 3)])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("joined", [0, 2, 10, 1 << 14])
+def test_a_window_is_its_segments_in_its_order(seed, cached, joined, monkeypatch):
+    monkeypatch.setattr(window_module, "_JOINED_ROWS", joined)
+    window = Window((Segment("a", 0, 0, 20), Segment("a", 1, 5, 6), Segment("b", 0, 0, 9)), seed)
+    tables = dict(zip(window.segments, (window_table(0, 20), window_table(20, 1), window_table(21, 9)), strict=True))
+    pool = BlockPool()
+    if cached:  # memory that another window has written to
+        load_window(Window((Segment("x", 0, 0, 40),), seed), lambda _: window_table(100, 40), WINDOW_SPEC, pool)
+    columns = load_window(window, tables.__getitem__, WINDOW_SPEC, pool)
+    order = range(30) if seed is None else window.permutation()
+    user, history, seldom, twice = (lists(columns, part) for part in columns.ids)
+    for at, n in enumerate(order):
+        assert user[at] == [n]
+        assert history[at] == list(range(n, n + n % 4))[-2:]
+        assert seldom[at] == ([n] if n % 3 else [])
+        assert len(twice[at]) == 2
+        assert columns.floats[:, at].tolist() == [n / 2, n % 2, 1]
+    assert twice == [twice[list(order).index(n)] for n in order]
+    assert columns.scalars.dtype == np.int32
+    assert columns.bad is None
+
+
+def test_dictionaries_of_joined_segments():
+    spec = BatchSpec([IdColumn("name", "name", HashMapping(1 << 30, 0))], [])
+    texts = [[f"{letter}{i}" for i in range(100)] for letter in "abc"]  # with 8 bits, an index counts to 127
+    arrays = [pa.DictionaryArray.from_arrays(pa.array(range(100), pa.int8()), pa.array(each)) for each in texts]
+    segments = [Segment(letter, 0, 0, 100) for letter in "abc"]
+    for tables in ([pa.table({"name": each}) for each in arrays], [pa.table({"name": each}) for each in texts]):
+        found = dict(zip(segments, tables, strict=True))
+        columns = load_window(Window(tuple(segments), None), found.__getitem__, spec, BlockPool())
+        whole = convert_table(pa.table({"name": [text for each in texts for text in each]}), spec)
+        assert np.array_equal(columns.scalars, whole.scalars)
+
+
+def test_tables_past_31_bits_are_held_in_64():
+    spec = BatchSpec([IdColumn("user", "user", IdentityMapping(1 << 40))], [])
+    columns = convert_table(pa.table({"user": [1 << 39, 3]}), spec)
+    assert columns.scalars.tolist() == [[1 << 39, 3]]
+
+
+def test_rows_of_a_bad_segment_are_marked_and_without_weight():
+    window = Window((Segment("a", 0, 0, 4), Segment("b", 7, 0, 3), Segment("c", 0, 0, 2)), (5,))
+
+    def read(segment: Segment) -> pa.Table:
+        if segment.path == "b":
+            raise BadDataError("row group 7 of 'b' cannot be read", "b", 7)
+        return window_table(0 if segment.path == "a" else 7, segment.num_rows)
+
+    with pytest.raises(BadDataError):
+        load_window(window, read, WINDOW_SPEC, BlockPool())
+    columns = load_window(window, read, WINDOW_SPEC, BlockPool(), skip_bad=True)
+    order = np.array(window.permutation())
+    assert columns.bad is not None and columns.bad.tolist() == [4 <= n < 7 for n in order]
+    batch = collate([Piece(columns, 0, 9, 0)], 9, WINDOW_SPEC, START)
+    assert (batch.num_rows, batch.num_bad_rows) == (6, 3)
+    for at, n in enumerate(order.tolist()):
+        bad = 4 <= n < 7
+        assert [keyed(batch.ids, key)[at] for key in ("user", "history")] == (
+            [[], []] if bad else [[n], list(range(n, n + n % 4))[-2:]]
+        )
+        assert float(batch.weights[at]) == float(not bad)
+        assert batch.floats[at].tolist() == [0.0 if bad else n / 2]
+
+
+def test_errors_say_where_the_rows_are():
+    window = Window((Segment("a", 0, 0, 4), Segment("b", 7, 0, 3)), (5,))
+    tables = {"a": pa.table({"user": [1, 2, 3, 4]}), "b": pa.table({"user": [1, 1000, 3]})}
+    spec = BatchSpec([IdColumn("user", "user", IDENTITY)], [])
+    message = refusal(lambda: load_window(window, lambda s: tables[s.path], spec, BlockPool()))
+    assert message.startswith("column 'user' (feature 'user'): id 1000 is outside 0 … 999")
+    assert message.endswith("(in row group 7 of b)")
+
+
+def test_weights_of_ids_travel_with_them():
+    spec = BatchSpec([IdColumn("h", "h", IDENTITY, weights="w", max_length=2), IdColumn("user", "user", IDENTITY)], [])
+    table = pa.table(
+        {"h": [[1, 2, 3], [], [4], [5, 6]], "w": [[0.1, 0.2, 0.3], [], [0.4], [0.5, 0.6]], "user": [7, 8, 9, 10]}
+    )
+    window = Window((Segment("a", 0, 0, 4),), (3,))
+    columns = load_window(window, lambda _: table, spec, BlockPool())
+    batch = collate([Piece(columns, 1, 4, 0)], 4, spec, START)
+    expected = {7: [(2, 0.2), (3, 0.3)], 8: [], 9: [(4, 0.4)], 10: [(5, 0.5), (6, 0.6)]}
+    users, ids = keyed(batch.ids, "user"), keyed(batch.ids, "h")
+    weights = [row.tolist() for row in batch.ids["h"].to_dense_weights()]
+    for user, row, weight in list(zip(users, ids, weights, strict=True))[:3]:
+        assert row == [n for n, _ in expected[user[0]]]
+        assert weight == pytest.approx([w for _, w in expected[user[0]]])
+    assert users[3] == ids[3] == []
+    assert [row.tolist() for row in batch.ids["user"].to_dense_weights()][:3] == [[1.0]] * 3
+
+
+# Batches
+
+SPEC = BatchSpec(
+    ids=[
+        IdColumn("user", "user", IDENTITY),
+        IdColumn("history", "history", IDENTITY),
+        IdColumn("none", None, IDENTITY),
+    ],
+    floats=[FloatColumn("price", "price"), FloatColumn("seven", None, 7.0)],
+    label=FloatColumn("label", "label"),
+    weight=FloatColumn("weight", "weight"),
+    lists=[IdColumn("targets", "targets", IndexMapping(pa.array([8, 9])))],
+)
+
+
+def some_rows(first: int, count: int) -> pa.Table:
+    numbers = range(first, first + count)
+    return pa.table(
+        {
+            "user": numbers,
+            "history": pa.array([list(range(n % 4)) for n in numbers], pa.list_(pa.int64())),
+            "price": [n / 2 for n in numbers],
+            "label": [n % 2 for n in numbers],
+            "weight": [1.0 + n for n in numbers],
+            "targets": pa.array([[9, n] for n in numbers], pa.list_(pa.int64())),
+        }
+    )
+
+
+def keyed(batch_lists: Any, key: str) -> list[list[int]]:
+    return [row.tolist() for row in batch_lists[key].to_dense()]
+
+
+def check_row(batch: Batch, at: int, n: int) -> None:
+    assert keyed(batch.ids, "user")[at] == [n]
+    assert keyed(batch.ids, "history")[at] == list(range(n % 4))
+    assert keyed(batch.ids, "none")[at] == []
+    assert batch.floats[at].tolist() == [n / 2, 7.0]
+    assert (batch.labels[at], batch.weights[at]) == (n % 2, 1 + n)
+    assert batch.lists is not None
+    assert keyed(batch.lists, "targets")[at] == [1, {8: 0, 9: 1}.get(n, -1)]
+
+
+def test_pieces_are_joined_at_their_places_and_the_rest_is_fill():
+    first, second = convert_table(some_rows(0, 10), SPEC), convert_table(some_rows(100, 5), SPEC)
+    batch = collate([Piece(first, 3, 6, 0), Piece(second, 0, 2, 3), Piece(first, 9, 10, 7)], 9, SPEC, START)
+    for at, n in {0: 3, 1: 4, 2: 5, 3: 100, 4: 101, 7: 9}.items():
+        check_row(batch, at, n)
+    assert batch.ids.keys() == ["user", "history", "none"]
+    assert batch.num_rows == 6
+    for at in (5, 6, 8):
+        assert [keyed(batch.ids, key)[at] for key in batch.ids.keys()] == [[], [], []]  # noqa: SIM118
+        assert batch.floats[at].tolist() == [0, 0]
+        assert (batch.labels[at], batch.weights[at]) == (0, 0)
+        assert batch.lists is not None and keyed(batch.lists, "targets")[at] == []
+
+
+def test_batch_without_any_row():
+    batch = collate([], 4, SPEC, START)
+    assert batch.weights.tolist() == [0] * 4
+    assert batch.ids.lengths().tolist() == [0] * 12
+    assert batch.ids.values().numel() == batch.num_rows == 0
+
+
+def test_types_of_a_batch():
+    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
+    assert batch.ids.values().dtype == torch.int32
+    assert batch.ids.lengths().dtype == torch.int32
+    assert {t.dtype for t in (batch.floats, batch.labels, batch.weights)} == {torch.float32}
+    assert batch.position == Position(1, 2, 3)
+    without = BatchSpec(SPEC.ids, SPEC.floats)
+    assert collate([], 4, without, START).lists is None
+
+
+def test_rows_beyond_31_bits_are_wide():
+    spec = BatchSpec([IdColumn("big", "big", HashMapping(2**40, 0)), IdColumn("small", "big", HashMapping(8, 0))], [])
+    raw = np.arange(1000)
+    columns = convert_table(pa.table({"big": raw}), spec)
+    batch = collate([Piece(columns, 0, 1000, 0)], 1000, spec, START)
+    assert batch.ids.values().dtype == torch.int64
+    expected = (hash_integers(raw) % np.uint64(2**40 - 1)).astype(np.int64) + 1
+    assert batch.ids["big"].values().tolist() == expected.tolist() and expected.max() > 2**32
+
+
+def test_a_batch_does_not_share_memory_with_the_next():
+    columns = convert_table(some_rows(0, 4), SPEC)
+    pool = BlockPool()
+    one, other = (collate_into([Piece(columns, 0, 4, 0)], 4, SPEC, START, pool, MicroBatches()) for _ in range(2))
+    for tensor in (one.floats, one.labels, one.weights, one.ids.values()):
+        tensor.zero_()
+    check_row(other, 3, 3)
+
+
+def test_moving_a_batch_keeps_everything():
+    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
+    moved = batch.to(torch.device("meta"))
+    tensors = [moved.ids.values(), moved.floats, moved.labels, moved.weights]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert moved.lists is not None and moved.lists.values().device.type == "meta"
+    assert (moved.num_rows, moved.position) == (4, Position(1, 2, 3))
+    check_row(batch.to(torch.device("cpu")), 3, 3)
+
+
+def test_spec_names_each_column_once():
+    spec = BatchSpec(
+        ids=[IdColumn("a", "x", IDENTITY), IdColumn("b", "x", IDENTITY), IdColumn("c", None, IDENTITY)],
+        floats=[FloatColumn("d", "y"), FloatColumn("e", None)],
+        label=FloatColumn("label", "l"),
+        weight=FloatColumn("weight", "y"),
+        lists=[IdColumn("t", "z", IDENTITY)],
+    )
+    assert sorted(spec.columns()) == ["l", "x", "y", "z"]
+
+
+# Micro-batches
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_ids", "bounds"),
+    [
+        (None, None, (0, 6)),
+        (4, None, (0, 4, 6)),
+        (3, None, (0, 3, 6)),
+        (None, 5, (0, 2, 3, 6)),
+        (None, 9, (0, 2, 4, 6)),
+        (2, 100, (0, 2, 4, 6)),
+        (1, 1, (0, 1, 2, 3, 4, 5, 6)),
+    ],
+)
+def test_micro_batches_are_bounded_by_rows_and_ids(max_rows, max_ids, bounds):
+    lengths = np.array([[2, 1, 9, 0, 0, 1], [1, 1, 0, 0, 4, 0]])
+    assert MicroBatches(max_rows, max_ids).bounds(lengths) == bounds
+
+
+def test_a_batch_says_how_it_may_be_split():
+    columns = convert_table(some_rows(0, 8), SPEC)  # histories of 0, 1, 2, 3, 0, 1, 2, 3 ids, and a user each
+    batch = collate_into([Piece(columns, 0, 8, 0)], 10, SPEC, START, BlockPool(), MicroBatches(None, 6))
+    assert batch.micro_batches == (0, 3, 5, 7, 10)
+    part = batch.dense_rows(3, 5)
+    assert part.floats.tolist() == batch.floats[3:5].tolist()
+    assert part.labels.tolist() == [1, 0] and part.weights.tolist() == [4, 5]

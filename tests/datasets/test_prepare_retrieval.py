@@ -1,0 +1,171 @@
+"""Logs of interactions as retrieval data: what is held out, histories, ids of any type, repeats, mistakes."""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.datasets.interactions import Columns, HoldOut, convert_log
+from recsys.errors import UserError
+
+START = datetime.datetime(2026, 1, 1)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    return pa.concat_tables([pq.read_table(path) for path in sorted(folder.glob("part-*.parquet"))]).to_pylist()
+
+
+def log(folder: Path, rows: list[dict[str, Any]], files: int = 2) -> Path:
+    folder.mkdir()
+    for index in range(files):
+        pq.write_table(pa.Table.from_pylist(rows[index::files]), folder / f"{index}.parquet")
+    return folder
+
+
+ROWS = [
+    {"who": who, "what": what, "at": START + datetime.timedelta(hours=hour), "age": hour, "kind": kind}
+    for hour, (who, what, kind) in enumerate(
+        [
+            ("ann", "a", ["x"]),
+            ("bob", "b", []),
+            ("ann", "b", []),
+            ("ann", "a", ["y"]),  # again: the first counts, the features are the newest
+            ("ann", "c", None),
+            ("bob", "a", ["y", "z"]),
+            ("ann", "d", ["w"]),
+        ]
+    )
+]
+
+
+def test_the_last_are_held_out_by_time(tmp_path: Path) -> None:
+    columns = Columns("who", "what", "at", ["age"], ["kind"])
+    convert_log([log(tmp_path / "log", ROWS)], tmp_path / "out", columns, HoldOut())
+    train = sorted(read(tmp_path / "out/train"), key=lambda row: row["at"])
+    assert [(row["who"], row["what"], row["history"]) for row in train] == [
+        ("ann", "a", []),
+        ("bob", "b", []),
+        ("ann", "b", ["a"]),
+        ("bob", "a", ["b"]),  # of bob nothing is held out: he has two items
+    ]
+    assert [(row["at"] - START).seconds // 3600 for row in train] == [0, 1, 2, 5]
+    assert [row["age"] for row in train] == [6, 5, 6, 5]
+    assert [row["kind"] for row in train] == [["y", "z"], [], [], ["y", "z"]]
+    valid = {"who": "ann", "age": 6, "history": ["a", "b"], "targets": ["c"], "seen": ["a", "b"]}
+    test = {"who": "ann", "age": 6, "history": ["a", "b", "c"], "targets": ["d"], "seen": ["a", "b", "c"]}
+    assert read(tmp_path / "out/valid") == [valid] and read(tmp_path / "out/test") == [test]
+    items = {row["what"]: row["kind"] for row in read(tmp_path / "out/items")}
+    assert items == {"a": ["y", "z"], "b": [], "c": None, "d": ["w"]}
+
+
+def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
+    rows = [{"user_id": user, "item_id": 1000 - item} for item in range(20) for user in range(3)]
+    rows += [{"user_id": 99, "item_id": 3000 + item} for item in range(9)]
+    convert_log(
+        [log(tmp_path / "log", rows, files=1)], tmp_path / "out", Columns("user_id", "item_id"), HoldOut("random")
+    )
+    train, valid, test = (read(tmp_path / "out" / name) for name in ("train", "valid", "test"))
+    assert len(train) == 3 * 16 + 9 and [row["user_id"] for row in valid] == [row["user_id"] for row in test] == [
+        0,
+        1,
+        2,
+    ]
+    for user in range(3):
+        mine = [row["item_id"] for row in train if row["user_id"] == user]
+        assert len(valid[user]["targets"]) == len(test[user]["targets"]) == 2
+        assert {*mine, *valid[user]["targets"], *test[user]["targets"]} == set(range(981, 1001))
+        assert valid[user]["history"] == test[user]["history"] == valid[user]["seen"] == mine
+        assert sorted(test[user]["seen"]) == sorted(mine + valid[user]["targets"])
+        for row in train:
+            if row["user_id"] == user:
+                assert row["history"] == [item for item in mine if item != row["item_id"]]
+
+
+@pytest.mark.parametrize(
+    ("columns", "hold_out", "message"),
+    [
+        (
+            Columns("who", "wat"),
+            "last",
+            "0.parquet has no column 'wat', only who, what, at, age, kind, some; did you mean 'what'?",
+        ),
+        (Columns("who", "what", "kind"), "last", "column 'kind' is list<element: string>; a time is a number"),
+        (Columns("who", "kind"), "last", "column 'kind' is list<element: string>; an id is an integer or a string"),
+        (Columns("who", "some"), "last", "column 'some' holds 6 nulls; every row needs an id"),
+        (Columns("who", "what", "who"), "last", "column 'who' is named twice"),
+        (Columns("who", "what"), "random", "no user has 10 different items"),
+    ],
+)
+def test_mistakes_are_told(columns: Columns, hold_out: str, message: str, tmp_path: Path) -> None:
+    source = log(tmp_path / "log", [ROWS[0] | {"some": 1}, *ROWS[1:]], files=1)
+    with pytest.raises(UserError) as error:
+        convert_log([source], tmp_path / "out", columns, HoldOut(hold_out))
+    assert message in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_other_files_and_none(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user_id,item_id\n1,2\n")
+    (tmp_path / "empty").mkdir()
+    for source, message in (("log.csv", "cannot be read as Parquet"), ("empty", "there is no .parquet file in")):
+        with pytest.raises(UserError, match=message):
+            convert_log([tmp_path / source], tmp_path / "out", Columns("user_id", "item_id"), HoldOut())
+
+
+def test_a_split_that_is_there_is_kept(tmp_path: Path) -> None:
+    """As a column, in words or numbers, and as files: the same data; an item of train is in no part after it."""
+    words = ["train", "train", "train", "test", "test", "test", "valid"]  # ann: a, b | d | c; a again is seen
+    rows = [row | {"part": word} for row, word in zip(ROWS, words, strict=True)]
+    numbers = [row | {"part": ("train", "valid", "test").index(row["part"])} for row in rows]
+    columns = Columns("who", "what", "at")
+    convert_log([log(tmp_path / "words", rows)], tmp_path / "a", columns, HoldOut(column="part"))
+    convert_log([log(tmp_path / "numbers", numbers)], tmp_path / "b", columns, HoldOut(column="part"))
+    parts = {
+        name: [log(tmp_path / name, [r for r in rows if r["part"] == name], files=1)]
+        for name in ("train", "valid", "test")
+    }
+    files = HoldOut(valid=parts["valid"], test=parts["test"])
+    convert_log(parts["train"], tmp_path / "c", columns, files)
+    for out in ("a", "b", "c"):
+        found = {name: sorted(read(tmp_path / out / name), key=str) for name in ("train", "valid", "test")}
+        assert [(row["who"], row["what"], row["history"]) for row in found["train"]] == [
+            ("ann", "a", []),
+            ("ann", "b", ["a"]),
+            ("bob", "b", []),
+        ]
+        assert found["valid"] == [{"who": "ann", "history": ["a", "b"], "targets": ["d"], "seen": ["a", "b"]}]
+        assert found["test"] == [
+            {"who": "ann", "history": ["a", "b", "d"], "targets": ["c"], "seen": ["a", "b", "d"]},
+            {"who": "bob", "history": ["b"], "targets": ["a"], "seen": ["b"]},
+        ]
+
+
+def test_a_split_in_the_middle_of_time_shows_train_rows_what_came_after(tmp_path: Path) -> None:
+    rows = [{"user_id": 1, "item_id": item, "part": item == 5} for item in range(3, 9)]
+    convert_log(
+        [log(tmp_path / "log", rows, 1)], tmp_path / "out", Columns("user_id", "item_id"), HoldOut(column="part")
+    )
+    assert {row["item_id"]: row["history"] for row in read(tmp_path / "out/train")}[3] == [4, 6, 7, 8]
+    assert [row["targets"] for row in read(tmp_path / "out/test")] == [[5]] and not (tmp_path / "out/valid").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [("trian", "column 'part' holds trian; a split is train, valid and test, or 0, 1 and 2"), ("train", "train alone")],
+)
+def test_a_split_that_is_none(part: str, message: str, tmp_path: Path) -> None:
+    source = log(tmp_path / "log", [row | {"part": part} for row in ROWS], files=1)
+    with pytest.raises(UserError, match=message):
+        convert_log([source], tmp_path / "out", Columns("who", "what"), HoldOut(column="part"))
+
+
+def test_only_some_rows_of_a_log(tmp_path: Path) -> None:
+    source = log(tmp_path / "log", ROWS)
+    columns = Columns("who", "what", "at")
+    convert_log([source], tmp_path / "out", columns, HoldOut(), "age <= 4 and what != 'a' or what == 'd'")
+    assert [row["targets"] for row in read(tmp_path / "out/test")] == [["d"]]  # of ann's b, c, d
+    for where, message in (("aeg < 3", "no column 'aeg'.*did you mean 'age'"), ("age < 'x'", "^--where: column 'age'")):
+        with pytest.raises(UserError, match=message):
+            convert_log([source], tmp_path / "other", columns, HoldOut(), where)

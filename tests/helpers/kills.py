@@ -1,0 +1,128 @@
+"""Lets a process of `launch.fork_train` kill itself at a chosen point of a checkpoint, or at any moment."""
+
+import errno
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recsys.checkpoint import Checkpoints, Marker, Tensors
+from recsys.checkpoint import save as save_module
+from recsys.checkpoint.files import HashedFile
+from recsys.training.trainer import Trainer
+
+POINTS = ("step", "staging", "shard", "before_marker", "after_marker", "after_renaming", "pruning")
+ON_RANK_ZERO = POINTS[3:]  # the other ranks wait there
+
+
+def kill_at(point: str, ranks: tuple[int, ...], number: int) -> None:
+    """Let these ranks be killed when they come to a point for the `number`-th time."""
+    if int(os.environ.get("RANK", "0")) not in ranks:
+        return
+    places: dict[str, tuple[type, str]] = {
+        "step": (Trainer, "_advance"),
+        "staging": (Tensors, "to_save"),
+        "shard": (HashedFile, "write"),
+        "before_marker": (Marker, "write"),
+        "after_marker": (Marker, "write"),
+        "after_renaming": (Checkpoints, "_point_to"),
+    }
+    if point == "pruning":
+        _kill_in_pruning(number)
+        return
+    owner, name = places[point]
+    whole, calls = getattr(owner, name), iter(range(1, 1 << 30))
+
+    def part(self: Any, *arguments: Any) -> Any:
+        if point == "shard" and not str(self._file.name).endswith(".distcp"):
+            return whole(self, *arguments)
+        last = next(calls) == number
+        if last and point == "shard":
+            whole(self, bytes(arguments[0])[: len(arguments[0]) // 2])
+            self.flush()
+        if last and point == "after_marker":
+            whole(self, *arguments)
+        if last:
+            _kill()
+        return whole(self, *arguments)
+
+    setattr(owner, name, part)
+
+
+def _kill_in_pruning(number: int) -> None:
+    whole, calls = shutil.rmtree, iter(range(1, 1 << 30))
+
+    def part(folder: Path, **settings: Any) -> None:
+        if Path(folder).exists() and next(calls) == number:
+            next(Path(folder).glob("*.distcp")).unlink()
+            _kill()
+        whole(folder, **settings)
+
+    save_module.shutil.rmtree = part  # type: ignore[assignment]
+
+
+def kill_after(seconds: float) -> None:
+    """Let this process be killed so long after its training began."""
+
+    def wait_and_kill() -> None:
+        time.sleep(seconds)
+        _kill()
+
+    whole = Trainer.fit
+
+    def fit(self: Trainer) -> Any:
+        threading.Thread(target=wait_and_kill, daemon=True).start()
+        return whole(self)
+
+    Trainer.fit = fit  # type: ignore[method-assign]
+
+
+def terminate_twice(step: int) -> None:
+    """Send this process SIGTERM in a step, and again while it saves."""
+    sent: list[str] = []
+
+    def signal_before(owner: type, name: str, condition: Callable[[Any], bool]) -> None:
+        whole = getattr(owner, name)
+
+        def signalled(self: Any, *arguments: Any) -> Any:
+            if condition(self):
+                sent.append(name)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return whole(self, *arguments)
+
+        setattr(owner, name, signalled)
+
+    # What is asked for while a step's output is looked at is told to all ranks in the next one.
+    signal_before(Trainer, "_advance", lambda self: self._state.step == step - 2)
+    signal_before(Tensors, "to_save", lambda self: sent == ["_advance"])
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def random_seconds(number: int) -> float:
+    """Return a moment of a short training run, the same for the same number."""
+    return random.Random(number).uniform(0.0, 1.5)
+
+
+def fill_the_disk(rank: int, number: int) -> None:
+    """Let the disk be full for a rank when it writes its `number`-th shard."""
+    if int(os.environ.get("RANK", "0")) != rank:
+        return
+    whole, shards = HashedFile.write, set()
+
+    def write(self: HashedFile, data: Any) -> int:
+        if str(self._file.name).endswith(".distcp"):
+            shards.add(self._file.name)
+        if len(shards) >= number:
+            self._error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise self._error
+        return whole(self, data)
+
+    HashedFile.write = write  # type: ignore[method-assign]

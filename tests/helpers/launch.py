@@ -1,0 +1,118 @@
+"""Starts train.py as a user does, as one process or through torchrun; or forks it, with everything imported before."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def train_command(*arguments: str, nproc: int = 1) -> list[str]:
+    """Return the command line of train.py with these arguments."""
+    if nproc == 1:
+        return [sys.executable, "train.py", *arguments]
+    # The address because torchrun otherwise asks the network for this host's name.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [sys.executable, *launcher, "--nproc_per_node", str(nproc), "train.py", *arguments]
+
+
+def environment() -> dict[str, str]:
+    """Return the environment without what a launcher above the tests may have set."""
+    kept = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def run_train(
+    *arguments: str, nproc: int = 1, timeout: float = 120, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py to its end, from scratch; text output, standard output and error apart."""
+    command = train_command(*arguments, nproc=nproc)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout)
+
+
+def fork_train(
+    *arguments: str, nproc: int = 1, timeout: float = 120, before: Callable[[], None] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run train.py as `run_train` does, in processes forked off one that has imported everything.
+
+    That takes seconds less for each run. Every rank is a process of its own all the same; what they share is the seed
+    of Python's hashes, so some tests on two ranks stay with torchrun.
+
+    Args:
+        before: called in each process before train.py; of a module's top level.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder, environment_of_the_server():
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["forked"])
+        ranks = []
+        for rank in range(nproc):
+            variables = {} if nproc == 1 else _variables(rank, nproc, port)
+            process = context.Process(target=_main, args=(list(arguments), variables, f"{folder}/{rank}", before))
+            process.start()
+            ranks.append(process)
+        for process in ranks:
+            process.join(max(0, deadline - time.monotonic()))
+        late = [process for process in ranks if process.is_alive()]
+        for process in late:
+            process.kill()
+            process.join()
+        texts = ["".join(Path(f"{folder}/{r}.{kind}").read_text() for r in range(nproc)) for kind in ("out", "err")]
+    assert not late, f"{len(late)} of {nproc} ranks ran for more than {timeout} s\n{texts[1][-3000:]}"
+    codes = [process.exitcode for process in ranks]
+    return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), *texts)
+
+
+def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, float]]:
+    """Return the metrics that `--evaluate` prints, and writes."""
+    done = fork_train(str(run), "--evaluate", *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    *_, told, printed = done.stdout.splitlines()
+    metrics = json.loads(printed)["metrics"]
+    assert json.loads(Path(told.removeprefix("done: ")).read_text())["metrics"] == metrics
+    return metrics
+
+
+@contextlib.contextmanager
+def environment_of_the_server() -> Iterator[None]:
+    """The process that forks starts at its first use, and takes this one's environment, though not its sys.path."""
+    before = dict(os.environ)
+    os.environ.update(environment(), PYTHONPATH=f"{ROOT / 'tests' / 'helpers'}{os.pathsep}{ROOT}")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
+    values = (rank, nproc, rank, nproc, "127.0.0.1", port)
+    return dict(zip(_RANK_VARIABLES, map(str, values), strict=True))
+
+
+def _main(arguments: list[str], variables: dict[str, str], outputs: str, before: Callable[[], None] | None) -> None:
+    """What a forked process does: train.py, as if started from the shell."""
+    for stream, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{outputs}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
+    for name in _RANK_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = ["train.py", *arguments]
+    sys.path[0] = str(ROOT)
+    if before is not None:
+        before()
+    runpy.run_path("train.py", run_name="__main__")

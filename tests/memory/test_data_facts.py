@@ -1,0 +1,61 @@
+"""What the first rows and the footers tell of memory."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from recsys.config import load_config
+from recsys.data.inputs import open_inputs
+from recsys.ids import statistics_bytes
+from recsys.memory import DataFacts
+from recsys.memory.data_facts import data_facts
+from recsys.runtime.world import rehearse_world
+
+ROWS = 30_000
+
+
+def facts_of(folder: Path, row_group_rows: int | None = None, distinct: int = 24, **settings: Any) -> DataFacts:
+    rng = np.random.default_rng(0)
+    ends = np.arange(0, 10 * ROWS + 1, 10).astype(np.int32)
+    lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(rng.integers(0, distinct, 10 * ROWS)))
+    ids = {f"id{i}": pa.array(rng.integers(0, distinct, ROWS)) for i in range(3)}
+    rows = pa.table({**ids, "history": lists, "label": pa.array(rng.integers(0, 2, ROWS))})
+    pq.write_table(rows, folder / "rows.parquet", row_group_size=row_group_rows)
+    content = {
+        "data": {"train": str(folder / "rows.parquet"), "label_column": "label"},
+        "features": {name: {"table": "table"} for name in [*ids, "history"]},
+        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8, **settings.pop("table", {})}},
+        "model": {"name": "dlrm"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    config = load_config(folder / "config.yaml", [f"{key}={value}" for key, value in settings.items()])
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        return data_facts(config, open_inputs(config, world), 1)
+
+
+@pytest.mark.parametrize("distinct", [24, 4000])
+def test_counts_of_ids_go_by_the_distinct_ones(distinct: int, tmp_path: Path) -> None:
+    found = facts_of(tmp_path, distinct=distinct).statistics_bytes
+    assert found == pytest.approx(4 * statistics_bytes(distinct), rel=0.05)
+
+
+def test_one_row_group_is_decoded_once_and_kept(tmp_path: Path) -> None:
+    table = ROWS * (4 * 8 + 10 * 8 + 4)
+    whole, many = facts_of(tmp_path), facts_of(tmp_path, ROWS // 10)
+    assert whole.first_decode_bytes > 3 * table > 0 == many.first_decode_bytes
+    assert table < whole.decode_bytes < whole.first_decode_bytes / 2
+    assert many.decode_bytes < table
+    threads = {"data.num_threads": 8}  # but one row group is decoded by one of them
+    assert facts_of(tmp_path, **threads).first_decode_bytes == whole.first_decode_bytes
+
+
+def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
+    assert facts_of(tmp_path).counted_bytes == 0
+    found = facts_of(tmp_path, table={"mapping": "vocabulary"})
+    assert found.counted_bytes > 3 * ROWS * 10 * 8 and found.counted_ids.keys() == {"table"}

@@ -1,0 +1,280 @@
+"""What --dry-run says, of machines that are not here."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from launch import fork_train
+
+from recsys.config import load_config
+from recsys.config.topology import num_bytes
+from recsys.errors import UserError
+from recsys.memory import trace
+from recsys.memory.data_facts import data_facts
+from recsys.memory.dry_run import as_json, format_dry_run, rehearse_run
+from recsys.memory.live import LivePeak, storage_bytes
+from recsys.memory.trace import rehearse
+from recsys.models import RetrievalTask
+from recsys.runtime.machine import Topology, topology_of
+from recsys.runtime.world import rehearse_world
+from recsys.tables.bytes import cache_bytes, piece_bytes
+from recsys.tables.spec import Shard
+
+CPU = torch.device("cpu")
+GPUS = [
+    "topology.world_size=64",
+    "topology.local_world_size=8",
+    "topology.device=cuda",
+    "topology.device_memory=80GiB",
+    "topology.host_memory=1TiB",
+]
+
+
+def write(path: Path, num_tables: int, rows: int, **table: Any) -> Path:
+    content = {
+        "data": {"train": "/no/such/place", "label_column": "label"},
+        "features": {
+            **{f"f{i}": {"table": f"t{i}"} for i in range(num_tables)},
+            "list": {"table": "t0", "max_length": 20},
+            "price": {"type": "float"},
+        },
+        "tables": {f"t{i}": {"num_embeddings": rows, "embedding_dim": 128, **table} for i in range(num_tables)},
+        "model": {"name": "dlrm", "bottom_mlp": [64], "top_mlp": [256, 128]},
+        "train": {"global_batch_size": 65536},
+    }
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_ten_terabytes_on_64_gpus(tmp_path: Path) -> None:
+    """26 tables in host memory, cached on the GPUs: a quarter of 10 TB fits into 8 machines of 1 TiB."""
+    path = write(tmp_path / "c.yaml", 26, 750_000_000, compute_kernel="fused_uvm_caching", cache_load_factor=0.05)
+    smaller = [f"tables.t{i}.{each}" for i in range(26) for each in ("data_type=FP16", "num_embeddings=375000000")]
+    done = fork_train(str(path), "--dry-run", *GPUS, *smaller, f"run.dir={tmp_path}/run")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("# Fits: the ") and "global batch of 65,536 rows" in done.stdout
+    assert "max_length or 1" in done.stdout
+    found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
+    weights = sum(b["host_weight"] for rank in found["ranks"] for b in rank["tables"].values())
+    assert weights == 26 * 375_000_000 * 128 * 2
+    assert found["largest_global_batch_size"] > 65536 and found["data"]["mean_ids"]["list"] == 20
+
+
+@pytest.mark.slow
+def test_ten_terabytes_are_made_to_fit(tmp_path: Path) -> None:
+    """Neither GPUs nor hosts are enough alone: memory.fit moves as many tables as must go to the hosts."""
+    path = write(tmp_path / "c.yaml", 26, 750_000_000)
+    for kernel, where in (("fused", "the GPU of rank 0 (step)"), ("fused_uvm", "the host memory of machine 0")):
+        kernels = [f"tables.t{i}.compute_kernel={kernel}" for i in range(26)]
+        done = fork_train(str(path), "--dry-run", *GPUS, *kernels)
+        assert done.returncode == 1 and done.stdout.startswith(f"# DOES NOT FIT: {where} would take ")
+        assert "Traceback" not in done.stderr
+    done = fork_train(str(path), "--dry-run", *GPUS, "memory.fit=true", f"run.dir={tmp_path}/run", timeout=300)
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
+    kernels = {piece["table"]: piece["compute_kernel"] for piece in found["shards"]}
+    assert 13 <= sum(kernel == "fused_uvm_caching" for kernel in kernels.values()) < 26
+    assert found["fits"] and found["largest_global_batch_size"] >= 65536
+
+
+@pytest.mark.slow
+def test_two_hundred_tables(tmp_path: Path) -> None:
+    """With torchrec's own proposers this takes minutes, and past the limit of `fork_train`."""
+    path = write(tmp_path / "c.yaml", 200, 20_000_000)
+    done = fork_train(str(path), "--dry-run", *GPUS, "model.interaction=dot", timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "t199 " in done.stdout or "more" in done.stdout
+
+
+def test_this_machine_without_topology(tmp_path: Path) -> None:
+    done = fork_train("configs/dlrm_sample.yaml", "--dry-run")
+    assert done.returncode == 0 and "on 1 × cpu" in done.stdout and "the first" in done.stdout
+    assert (
+        done.stdout.startswith("# Fits: the host memory of machine 0 would take ") and "this machine's" in done.stdout
+    )
+    assert "| top.0 | Linear |" in done.stdout and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["topology.device=cuda"], "'topology.device_memory' is not set, and there is no GPU here"),
+        (["topology.host_memory=80Gb per node"], "'topology.host_memory' must be a size above 0"),
+        (["topology.world_size=8", "topology.local_world_size=3"], "must divide topology.world_size=8"),
+        (["topology.world_sise=8"], "did you mean 'topology.world_size'?"),
+    ],
+)
+def test_mistakes(options: list[str], said: str) -> None:
+    done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *options)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_memory_of_other_machines_is_not_that_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a machine of 2 GiB here: what is not given decides nothing, and the page says how much is needed."""
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2 << 30))
+    tables = ["tables.t0.sharding_type=table_wise", "tables.t1.sharding_type=table_wise"]
+    path = write(tmp_path / "c.yaml", 2, 40_000_000)
+    gpus = ["topology.world_size=8", "topology.device=cuda", "topology.device_memory=80GiB"]
+    found = rehearse_run(load_config(path, [*gpus, *tables]))
+    page = format_dry_run(found)
+    first = page.splitlines()[0]
+    assert first.startswith("# Fits: the GPU of rank ") and " GiB of 80.0 GiB; the largest global batch" in first
+    assert "host memory not given: " in page and "a machine would be needed" in page
+    assert as_json(found)["topology"]["host_bytes"] is None and not found.misfits
+    assert "- No table is on ranks 2-7; " in page and "| kind | rank 0 | rank 1 | ranks 2-7 |" in page
+    assert "| table weight | 19.1 GiB | 19.1 GiB | 0 |" in page
+    page = format_dry_run(rehearse_run(load_config(path, [*gpus, *tables, "topology.host_memory=16GiB"])))
+    assert page.startswith("# DOES NOT FIT: the host memory of machine 0 would take ") and "no batch fits" in page
+    assert "- Too full: the host memory of machine 0\n" in page
+    cpus = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2"])))
+    assert cpus.startswith("# Host memory not given: ") and "a machine would be needed" in cpus.splitlines()[0]
+    budget = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2", "memory.budget=1GiB"])))
+    assert budget.startswith("# DOES NOT FIT: the host memory of machine 0 ") and " of 2.00 GiB" in budget
+    assert "(this machine's)" not in budget
+
+
+def test_sizes() -> None:
+    sizes = {"80GiB": 80 << 30, "1.5 TB": 1_500_000_000_000, "2e3": 2000, 4096: 4096, "1tib": 1 << 40}
+    assert {text: num_bytes("key", text) for text in sizes} == sizes
+    for wrong in ("GiB", "-1GiB", "3 apples", True, None, 0):
+        with pytest.raises(UserError, match="must be a size above 0"):
+            num_bytes("key", wrong)
+
+
+def test_a_run_and_its_dry_run_have_one_plan(tmp_path: Path) -> None:
+    options = ("configs/dlrm_sample.yaml", "data.valid=null", "data.test=null", f"run.dir={tmp_path}")
+    assert fork_train(*options, "train.max_steps=2", nproc=2).returncode == 0
+    found = rehearse_run(load_config(options[0], [*options[1:], "topology.world_size=2", "topology.device=cpu"]))
+    plan = json.loads((tmp_path / "plan.json").read_text())["shards"]
+    assert [json.loads(json.dumps(asdict(piece))) for piece in found.pieces] == plan
+
+
+def test_kernels_lay_tables_out_as_fbgemm_does(tmp_path: Path) -> None:
+    """Formulas of split_table_batched_embeddings_ops_training.py, by hand."""
+    path = write(tmp_path / "c.yaml", 2, 1000)
+    config = load_config(path, ["tables.t0.data_type=FP8", "tables.t1.data_type=FP16"])
+    fp8 = piece_bytes(config, "t0", 1000, 128, "fused")
+    assert fp8.device_weight == 1000 * 128 and fp8.device_optimizer == 1000 * 4  # no scale; FP32 state by row
+    uvm = piece_bytes(config, "t1", 1000, 128, "fused_uvm_caching")
+    assert (uvm.host_weight, uvm.device_weight) == (1000 * 128 * 2, 0)
+    assert (uvm.host_optimizer, uvm.device_optimizer) == (0, 1000 * 4)  # state by row stays on the device
+    adam = load_config(path, ["optimizer.tables.name=adam"])
+    uvm = piece_bytes(adam, "t1", 1000, 128, "fused_uvm")
+    assert uvm.host_optimizer == 2 * 1000 * 128 * 4 and uvm.device_optimizer == 0
+    half = load_config(path, ["optimizer.tables.name=partial_rowwise_adam", "optimizer.tables.state_dtype=FP16"])
+    assert piece_bytes(half, "t1", 1000, 128, "fused").device_optimizer == 1000 * 128 * 2 + 1000 * 4
+    pieces = [Shard("t1", 0, (0, 0), (1000, 128), "table_wise", "fused_uvm_caching")]
+    cache = cache_bytes(config, pieces)
+    # 0.2 * 1000 rows in sets of 32: 7 sets, 224 slots.
+    assert cache.device_cache == 224 * 128 * 2
+    assert cache.device_metadata == 224 * (8 + 8) + 1000 * 4
+
+
+def test_micro_batches_and_checkpointing_take_less(tmp_path: Path) -> None:
+    path, sizes = write(tmp_path / "c.yaml", 8, 1000), {}
+    for name, options in {
+        "whole": [],
+        "micro": ["train.micro_batch_size=512"],
+        "checkpointing": ["train.activation_checkpointing=true"],
+        "half": ["train.global_batch_size=2048"],
+    }.items():
+        config = load_config(path, ["train.global_batch_size=4096", *options])
+        with rehearse_world(1, 1, torch.device("cpu")):
+            facts = rehearse(config, data_facts(config, None, 1), config.train.global_batch_size, CPU)
+        sizes[name] = facts.step_bytes
+    assert sizes["micro"] < sizes["checkpointing"] < sizes["whole"]
+    assert abs(sizes["half"] / sizes["whole"] - 0.5) < 0.02
+
+
+def test_few_pieces_of_a_softmax_show_the_peak_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    two_towers = ["data.label_column=null", "data.train=nowhere", "model.logq_correction=false"]
+    config = load_config("configs/two_tower_movielens.yaml", two_towers)
+    calls = 0
+
+    class Counted(LivePeak):
+        def __torch_dispatch__(self, *arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return super().__torch_dispatch__(*arguments, **options)
+
+    monkeypatch.setattr(trace, "LivePeak", Counted)
+    traced = {}
+    with rehearse_world(8, 8, CPU):
+        data = data_facts(config, None, 8)
+        for rows in (512, 8192):
+            calls = 0
+            few = rehearse(config, data, rows, CPU)
+            traced[rows] = calls
+            on_gpu = rehearse(config, data, rows, torch.device("cuda"))
+            assert on_gpu.step_bytes >= few.step_bytes + (
+                100 << 20 if rows == 8192 else 0
+            )  # it makes more scores at once
+        with monkeypatch.context() as patch:
+            patch.setattr(RetrievalTask, "rehearse", lambda *_: None)
+            calls = 0
+            assert rehearse(config, data, rows, CPU).step_bytes == few.step_bytes
+    assert traced[8192] == traced[512] < calls / 4
+    with rehearse_world(1, 1, CPU):
+        config = replace(config, train=replace(config.train, micro_batch_size=64))
+        few = rehearse(config, data, 64 * 32, CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(trace, "_MOST_TRACED", 64)
+            assert 1 <= few.step_bytes / rehearse(config, data, 64 * 32, CPU).step_bytes < 1.2
+
+
+def test_a_prediction_leaves_no_fake_tensors_behind() -> None:
+    config = load_config("configs/dlrm_sample.yaml", ["topology.device=cpu"])
+    rehearse_run(config)
+    from recsys.models import DLRM
+
+    model = DLRM(config.model, {"a": 8, "b": 8}, 0)
+    model({"a": torch.ones(2, 8), "b": torch.ones(2, 8)}, torch.empty(2, 0)).sum().backward()
+
+
+def test_more_ranks_share_out_the_tables(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", 4, 100_000, sharding_type="row_wise")
+    config = load_config(path, ["topology.world_size=4", "topology.device=cpu"])
+    found = rehearse_run(config)
+    assert {rank.phases["step"]["host"]["table_weight"] for rank in found.prediction.ranks} == {4 * 25_000 * 128 * 4}
+
+
+def test_replicas_are_made_alike_in_copies(tmp_path: Path) -> None:
+    path, found = write(tmp_path / "c.yaml", 2, 50_000, sharding_type="data_parallel"), {}
+    for name in ("sgd", "adagrad"):
+        config = load_config(path, ["topology.world_size=2", "topology.device=cpu", f"optimizer.tables.name={name}"])
+        found[name] = rehearse_run(config).prediction.ranks[1].phases["init"]["host"]
+    weights = 2 * 50_000 * 128 * 4
+    assert found["sgd"]["collective_copies"] == found["sgd"]["table_weight"] == weights
+    assert "collective_copies" not in found["adagrad"]  # its state, made after them, takes as much
+
+
+def test_gpus_have_the_optimizers_that_this_machine_lacks() -> None:
+    options = ["topology.device=cuda", "topology.device_memory=80GiB", "optimizer.tables.name=adam"]
+    found = rehearse_run(load_config("configs/dlrm_sample.yaml", [*options, "optimizer.tables.weight_decay=0.1"]))
+    assert not found.misfits and not found.instead
+
+
+def test_live_peak_counts_what_lives_at_once() -> None:
+    x = torch.ones(1000)
+    with LivePeak([x]) as live:
+        y = x * 2  # 4,000 bytes
+        z = y.view(10, 100)  # the same memory
+        del y
+        w = z + 1  # 8,000 together
+        del z
+        w.add_(1)
+    assert (live.peak, live.live) == (8000, 4000)
+    assert storage_bytes([w, w[:10]]) == 4000
+
+
+def test_topology_of_this_machine() -> None:
+    topology = topology_of(load_config("configs/dlrm_sample.yaml", ["run.device=cpu"]))
+    assert isinstance(topology, Topology) and (topology.world_size, topology.device_bytes) == (1, 0)
+    assert topology.host_bytes > 1 << 30
+    facts = data_facts(load_config("configs/dlrm_sample.yaml"), None, 1)
+    assert facts.mean_ids["history"] == 10

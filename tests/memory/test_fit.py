@@ -1,0 +1,209 @@
+"""What is changed so that a run fits into memory, and what is told when it does not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch import fork_train, run_train
+
+from recsys.config import Config, load_config
+from recsys.config.choices import ComputeKernel, Saver
+from recsys.memory import DataFacts
+from recsys.memory.advice import advise
+from recsys.memory.autofit import Fitter, with_changes
+from recsys.memory.dry_run import rehearse_run
+from recsys.runtime.logs import quiet_libraries
+from recsys.runtime.machine import topology_of
+from recsys.runtime.world import rehearse_world
+
+CONFIG = "configs/dlrm_sample.yaml"
+FACTS = DataFacts(
+    mean_ids=dict.fromkeys(("user_id", "item_id", "history", "category", "device", "hour"), 1.0),
+    id_bytes=4,
+    window_bytes=64 << 20,
+    decode_bytes=32 << 20,
+    eval_rows={},
+    source="made up",
+)
+# Layers so wide that activations are most of what a step takes.
+WIDE = ("model.top_mlp=[1024,1024]", "train.global_batch_size=65536")
+
+
+def fitted(allowed: tuple[Saver, ...], *options: str) -> tuple[Config, Any]:
+    quiet_libraries()
+    config = load_config(CONFIG, options)
+    topology = topology_of(config)
+    with rehearse_world(topology.world_size, topology.local_world_size, topology.device):
+        return config, Fitter(config, FACTS, topology).fit(allowed)
+
+
+def keys(found: Any) -> list[str]:
+    return [key for change in found.changes for key in change.settings]
+
+
+def test_what_fits_is_left_alone() -> None:
+    config, found = fitted(tuple(Saver), "memory.budget=100GiB")
+    assert found.changes == [] and found.config == config and found.before == found.after and not found.missing
+
+
+def test_activations_are_split_before_anything_else() -> None:
+    _, found = fitted(tuple(Saver), *WIDE, "memory.budget=900MiB")
+    assert keys(found) == ["train.micro_batch_size"] and not found.missing
+    assert found.after < 0.95 * 900 * 2**20 < found.before
+    # The weakest that is enough: twice as many rows are too many.
+    rows = found.config.train.micro_batch_size
+    _, twice = fitted((), *WIDE, f"train.micro_batch_size={2 * rows}", "memory.budget=100GiB")
+    assert twice.after > 0.95 * 900 * 2**20
+
+
+def test_nothing_that_changes_what_is_learned_is_chosen_unasked() -> None:
+    big = ("tables.user.num_embeddings=20000000", "optimizer.tables.name=adagrad", "memory.budget=1300MiB")
+    config, found = fitted((), *big)
+    assert found.missing > 0 and all(change.saver is None for change in found.changes)
+    assert found.config.tables == config.tables
+    _, allowed = fitted((Saver.row_wise_state, Saver.fp16_tables), *big)
+    assert not allowed.missing and allowed.config.tables["user"].data_type.name == "FP16"
+    assert allowed.config.optimizer.tables.name.name == "rowwise_adagrad"
+    # What the others do without is not changed.
+    assert set(keys(allowed)) <= {"optimizer.tables.name", *(f"tables.{name}.data_type" for name in config.tables)}
+
+
+def test_large_tables_of_gpus_go_to_host_memory() -> None:
+    topology = (
+        "topology.world_size=8",
+        "topology.device=cuda",
+        "topology.device_memory=16GiB",
+        "topology.host_memory=500GiB",
+    )
+    _, found = fitted((), "tables.user.num_embeddings=5000000000", *topology)
+    assert not found.missing and found.config.tables["user"].compute_kernel is ComputeKernel.fused_uvm_caching
+    assert found.config.tables["item"].compute_kernel is ComputeKernel.fused
+
+
+def test_advice_names_what_is_enough_first() -> None:
+    quiet_libraries()
+    config = load_config(CONFIG, [*WIDE, "memory.budget=900MiB"])
+    topology = topology_of(config)
+    with rehearse_world(1, 1, topology.device):
+        fitter = Fitter(config, FACTS, topology)
+        advice = fitter.advice()
+        assert advice and fitter.missing(config)
+        for offer in advice:
+            saved = fitter.fullest(config) - fitter.fullest(with_changes(config, [offer.change]))
+            assert saved == offer.saved > 0 and not offer.missing
+            assert not fitter.missing(with_changes(config, [offer.change]))
+        assert fitter.holders()[0][0] == "activations"
+
+
+def test_advice_that_is_not_enough_says_so() -> None:
+    quiet_libraries()
+    config = load_config(CONFIG, ["model.top_mlp=[20000,20000]", "memory.budget=900MiB"])
+    topology = topology_of(config)
+    with rehearse_world(1, 1, topology.device):
+        advice = advise(config, FACTS, topology)
+        assert advice.missing > 3 << 30 and not advice.first_is_enough
+        assert all(
+            offer.missing and "not enough" in line
+            for offer, line in zip(advice.offers, advice.lines()[1:-1], strict=True)
+        )
+        assert "no setting is enough: it takes" in advice.lines()[-1]
+
+
+def test_advice_covers_what_a_rank_was_seen_to_take() -> None:
+    quiet_libraries()
+    config = load_config(CONFIG, [*WIDE, "memory.budget=2GiB"])
+    topology = topology_of(config)
+    with rehearse_world(1, 1, topology.device):
+        plain, seen = advise(config, FACTS, topology), advise(config, FACTS, topology, seen_bytes=2100 << 20)
+    assert not plain.missing and "by the prediction all fits" in plain.lines()[-1]
+    assert seen.missing > 50 << 20 and seen.first_is_enough and seen.offers[0].saved >= seen.missing
+
+
+@pytest.mark.slow
+def test_a_dry_run_fits_too(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rehearse_run(load_config(CONFIG, [*WIDE, "memory.budget=900MiB"]))
+    assert found.misfits and any("memory.fit=true" in line for line in found.changes)
+    found = rehearse_run(load_config(CONFIG, [*WIDE, "memory.budget=900MiB", "memory.fit=true"]))
+    assert not found.misfits and found.config.train.micro_batch_size is not None
+
+
+# Tables are what takes most here, which predictions know to the byte.
+LARGE = ("tables.user.embedding_dim=32", "optimizer.tables.name=adagrad")
+SHORT = ("train.max_steps=3", "train.log_every_steps=1", "data.valid=null", "data.test=null")
+
+
+@pytest.mark.slow
+def test_tables_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> None:
+    rows = 6_000_000
+    options = (f"tables.user.num_embeddings={rows}", *LARGE, *SHORT, "memory.budget=1600MiB")
+    done = fork_train(CONFIG, f"run.dir={tmp_path}/short", *options)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "the tables fit under no plan" in done.stderr
+    assert f"table user {rows * 32 * 8 / 2**20:,.0f} MiB" in done.stderr
+    report = json.loads((tmp_path / "short/memory/rank_0.json").read_text())
+    assert report["identity"]["status"] == "out of memory"
+    assert "table user" in [holder["name"] for holder in report["out_of_memory"]["holders"][:2]]
+    follow_first_advice(done.stderr, tmp_path, *options)
+
+
+@pytest.mark.slow
+def test_activations_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> None:
+    options = ("model.top_mlp=[1024,1024]", "train.global_batch_size=32768", *SHORT, "memory.budget=900MiB")
+    done = run_train(CONFIG, f"run.dir={tmp_path}/short", *options)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "memory has run out in step, step 1: this process has taken" in done.stderr
+    report = json.loads((tmp_path / "short/memory/rank_0.json").read_text())
+    assert report["identity"]["status"] == "out of memory" and report["phases"]["step"]["measured_bytes"] > 0
+    assert report["out_of_memory"]["holders"][0]["name"] == "activations"
+    assert "train.micro_batch_size" in report["out_of_memory"]["advice"][0]["settings"]
+    follow_first_advice(done.stderr, tmp_path, *options)
+
+
+def follow_first_advice(text: str, folder: Path, *options: str) -> None:
+    advice = next(line for line in text.splitlines() if line.strip().startswith("1. "))
+    assert "which is enough" in advice and ("something else is learned" in advice) == (
+        "data_type" in advice or "optimizer.tables" in advice
+    )
+    settings = advice.split(" saves ")[0].split("1. ")[1].split()
+    again = fork_train(CONFIG, f"run.dir={folder}/again", *options, *settings)
+    assert again.returncode == 0, again.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_a_run_that_fits_itself_learns_the_same(tmp_path: Path) -> None:
+    losses = {}
+    for name, options in (
+        ("plain", ()),
+        ("fitted", ("memory.budget=700MiB", "memory.fit=true")),
+    ):
+        run_dir = tmp_path / name
+        wide = ("model.top_mlp=[1024,1024]", "train.global_batch_size=16384", "train.epochs=40")
+        done = fork_train(CONFIG, f"run.dir={run_dir}", *wide, *SHORT, *options)
+        assert done.returncode == 0, done.stderr[-2000:]
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        losses[name] = [record["loss"] for record in records]
+        result = json.loads((run_dir / "result.json").read_text())
+        assert bool(result["fitted"]) == (name == "fitted")
+        assert ("micro_batch_size: null" in (run_dir / "config.yaml").read_text()) == (name == "plain")
+    assert losses["fitted"] == pytest.approx(losses["plain"], abs=1e-5)
+
+
+def test_a_run_that_nothing_fits_says_so(tmp_path: Path) -> None:
+    done = fork_train(
+        CONFIG,
+        f"run.dir={tmp_path}",
+        "tables.user.num_embeddings=4000000",
+        *LARGE,
+        *SHORT,
+        "memory.budget=600MiB",
+        "memory.fit=true",
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "config key 'memory.fit'" in done.stderr and "are missing" in done.stderr
+
+
+@pytest.mark.parametrize("budget", ["much", "0", "-1GiB", "true"])
+def test_a_budget_is_a_size(budget: str) -> None:
+    with pytest.raises(Exception, match=r"'memory\.budget' must be a size above 0"):
+        load_config(CONFIG, [f"memory.budget={budget}"])

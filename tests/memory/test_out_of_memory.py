@@ -1,0 +1,93 @@
+"""Memory that runs out, wherever and in whatever library, ends a run with what holds it and what helps."""
+
+import json
+import mmap
+import resource
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from subprocess import CompletedProcess
+from unittest import mock
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from launch import ROOT, fork_train
+
+from recsys.errors import UserError, is_out_of_memory
+
+SAMPLE = str(ROOT / "configs" / "dlrm_sample.yaml")
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda: torch.empty(1 << 58),
+        lambda: torch.empty(1 << 40, 1 << 40),
+        lambda: np.empty(1 << 58),
+        lambda: np.empty((1 << 40, 1 << 40)),
+        lambda: pa.allocate_buffer(1 << 60),
+        lambda: mmap.mmap(-1, 1 << 60),
+        lambda: mmap.mmap(-1, 1 << 70),
+        lambda: bytearray(1 << 60),
+    ],
+)
+def test_what_libraries_say(action: Callable[[], object]) -> None:
+    with pytest.raises(Exception) as caught:
+        action()
+    assert is_out_of_memory(caught.value)
+    try:
+        raise UserError("it cannot be read") from caught.value
+    except UserError as error:
+        assert is_out_of_memory(error)
+
+
+def test_other_errors_are_none_of_it() -> None:
+    assert not is_out_of_memory(UserError("config key 'x': there is no column 'out of memory'"))
+    assert not is_out_of_memory(ValueError("not a size")) and not is_out_of_memory(OSError(28, "No space left"))
+
+
+def _limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (48 << 30, 48 << 30))
+
+
+def _fail_at(target: str) -> None:
+    mock.patch(target, side_effect=pa.ArrowMemoryError("malloc of size 4096 failed")).start()
+
+
+def told(done: CompletedProcess[str], where: str) -> str:
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    first = done.stderr.index("error: memory has run out")
+    assert done.stderr[first:].startswith(f"error: memory has run out in {where}")
+    assert "what takes most, by the prediction: " in done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    "override, where",
+    [("model.top_mlp=[200000,200000]", "init"), ("train.global_batch_size=2000000000", "step")],
+)
+def test_settings_that_ask_for_too_much(override: str, where: str, tmp_path: Path) -> None:
+    done = fork_train(SAMPLE, override, f"run.dir={tmp_path / 'run'}", before=_limit, timeout=300)
+    said = told(done, f"{where}, step 0: ")
+    assert "no setting is enough: it takes" in said
+    report = json.loads((tmp_path / "run" / "memory" / "rank_0.json").read_text())["out_of_memory"]
+    assert report["missing_bytes"] > 100 << 30 and report["holders"] and not report["first_is_enough"]
+
+
+@pytest.mark.parametrize(
+    "target, where",
+    [
+        ("recsys.data.loader.collate", "step"),
+        pytest.param("recsys.data.footers.read_footer", "reading the data", marks=pytest.mark.slow),
+        pytest.param("recsys.training.run.learn_facts", "vocabularies", marks=pytest.mark.slow),
+        pytest.param("recsys.training.trainer.Starting.state", "load", marks=pytest.mark.slow),
+        pytest.param("recsys.checkpoint.save.HashingWriter.write_data", "save", marks=pytest.mark.slow),
+        pytest.param("recsys.training.evaluation.Evaluation.run", "evaluation", marks=pytest.mark.slow),
+    ],
+)
+def test_every_phase(target: str, where: str, tmp_path: Path) -> None:
+    arguments = (SAMPLE, f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "data.max_bad_rows=10000")
+    done = fork_train(*arguments, "data.max_bad_files=2", nproc=2, before=partial(_fail_at, target))
+    told(done, where)

@@ -1,0 +1,124 @@
+"""The two-tower model: its loss by hand, and the same numbers on any number of ranks."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from launch import evaluate, fork_train
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys.data.batch import Batch
+from recsys.data.buffers import Fence
+from recsys.data.order import Position
+from recsys.models import RetrievalTask, two_tower
+from recsys.runtime.world import open_world
+
+NUM_USERS, NUM_ITEMS = 40, 60
+CONFIG = """
+data: {train: DIR/train.parquet, valid: DIR/valid.parquet, test: DIR/valid.parquet, items: DIR/items.parquet}
+features:
+  user: {table: user}
+  history: {table: item, max_length: 5}
+  item: {table: item}
+  year: {type: float}
+tables:
+  user: {num_embeddings: 200, embedding_dim: 8}
+  item: {num_embeddings: 500, embedding_dim: 8, pooling: mean}
+model:
+  name: two_tower
+  user_features: [user, history]
+  item_features: [item, year]
+  item_id: item
+  user_mlp: []
+  item_mlp: []
+  output_dim: 8
+  dropout: 0.1
+  top_k: [5, 10]
+train: {global_batch_size: 64, epochs: 12, log_every_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Users of two kinds, each of which takes items of its own half; ids are strings."""
+    folder = tmp_path_factory.mktemp("retrieval")
+    generator = np.random.default_rng(0)
+    items = [f"item-{i}" for i in range(NUM_ITEMS)]
+    rows, users = [], []
+    for user in range(NUM_USERS):
+        liked = generator.permutation(np.arange(user % 2, NUM_ITEMS, 2))[:20]
+        for n, item in enumerate(liked[:15]):
+            history = [items[i] for i in liked[max(0, n - 5) : n]]
+            rows.append({"user": user, "item": items[item], "history": history, "year": float(item % 7)})
+        held_out = [items[i] for i in liked[15:]]
+        seen = [items[i] for i in liked[:15]]
+        users.append({"user": user, "history": seen[-5:], "targets": held_out, "seen": seen})
+    corpus = [{"item": name, "year": float(i % 7)} for i, name in enumerate(items)]
+    for name, content in (("train", rows), ("valid", users), ("items", corpus)):
+        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet", row_group_size=37)
+    (folder / "config.yaml").write_text(CONFIG.replace("DIR", str(folder)))
+    return folder / "config.yaml"
+
+
+def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
+    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
+    return metrics, [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], list[float]]:
+    return train(config, tmp_path_factory.mktemp("one"))
+
+
+# Three ranks have 21, 21 and 22 of 64 rows, so that batches of two are filled up.
+@pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 5, 6, 7, 8))])
+def test_ranks_share_their_negatives(
+    nproc: int, config: Path, one_process: tuple[dict[str, float], list[float]], tmp_path: Path
+) -> None:
+    alone, losses = one_process
+    metrics, losses_of_ranks = train(config, tmp_path, nproc=nproc)
+    assert len(losses) == 12 * -(-600 // 64)
+    torch.testing.assert_close(losses_of_ranks[:20], losses[:20], rtol=0, atol=1e-5)
+    torch.testing.assert_close(losses_of_ranks, losses, rtol=0, atol=1e-4)
+    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
+    assert alone["users"] == NUM_USERS
+    again = evaluate(tmp_path)
+    torch.testing.assert_close(again["test"], alone, rtol=0, atol=1e-6)
+    assert again["valid"] == again["test"]
+    # At random 10 of the 45 items not seen, 5 of which are sought, hold 22% of them; of one's own half, 67%.
+    assert alone["recall@10"] > 0.5
+
+
+@pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
+def test_the_loss_by_hand(scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(two_tower, "_SCORES", {"cpu": scores_at_once})
+    users, items = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    item_rows = [7, 2, 7, 4, 2]  # rows 0 and 2 hold the same item, and row 4 is fill
+    weights = torch.tensor([1.0, 2.0, 1.0, 0.5, 0.0])
+    log_q = torch.log(torch.arange(1, 11) / 55)
+    lengths = torch.tensor([1, 1, 1, 1, 1], dtype=torch.int32)
+    ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor(item_rows), lengths=lengths)
+    batch = Batch(ids, torch.zeros(5, 0), torch.zeros(5), weights, None, 4, 0, (0, 5), Position(), Fence())
+
+    expected = torch.zeros(())
+    for i in range(4):
+        scores = {}
+        for j in range(4):
+            if j == i or item_rows[j] != item_rows[i]:
+                scores[j] = users[i] @ items[j] / 0.5 - log_q[item_rows[j]]
+        total = torch.stack([score.exp() for score in scores.values()]).sum()
+        expected = expected - weights[i] * (scores[i] - total.log())
+
+    with open_world():
+        task = RetrievalTask(torch.nn.Identity(), "item", 0.5, log_q)
+        loss = task.loss((users, items), batch)
+        gradients = torch.autograd.grad(3 * loss, (users, items))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (users, items)))

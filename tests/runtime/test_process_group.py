@@ -1,0 +1,97 @@
+"""Which GPU a rank takes, as launchers show them: all of a machine to each process, or to each its own."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.types import (
+    EmbeddingModuleShardingPlan,
+    EnumerableShardingSpec,
+    ParameterSharding,
+    ShardingPlan,
+    ShardMetadata,
+)
+
+from recsys.config import Device
+from recsys.errors import UserError
+from recsys.runtime.world import _check_own_gpu, _choose_device
+from recsys.tables.shard import _place
+
+
+@pytest.fixture
+def show(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let torch find so many GPUs, and note the one that becomes current."""
+
+    def show(num_gpus: int) -> list[int]:
+        current: list[int] = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", current.append)
+        return current
+
+    return show
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "local_world_size", "index"),
+    [(4, 0, 4, 0), (4, 3, 4, 3), (8, 3, 4, 3), (1, 0, 1, 0), (1, 3, 4, 0), (1, 3, 1, 0), (2, 1, 1, 1)],
+)
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one(
+    visible: int, local_rank: int, local_world_size: int, index: int, show: Any
+) -> None:
+    current = show(visible)
+    for device in (Device.auto, Device.cuda):
+        assert _choose_device(device, local_rank, local_world_size) == torch.device("cuda", index)
+    assert current == [index, index]
+    assert _choose_device(Device.cpu, local_rank, local_world_size) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("visible", "local_rank", "local_world_size"), [(2, 0, 4), (2, 3, 4), (2, 3, 1), (3, 1, 4)])
+def test_more_ranks_than_gpus_are_refused(visible: int, local_rank: int, local_world_size: int, show: Any) -> None:
+    current = show(visible)
+    with pytest.raises(UserError, match=rf"4 processes .* finds {visible} GPUs; use --nproc_per_node {visible}, or"):
+        _choose_device(Device.auto, local_rank, local_world_size)
+    assert not current
+
+
+def test_no_gpu(show: Any) -> None:
+    show(0)
+    assert _choose_device(Device.auto, 3, 4) == torch.device("cpu")
+    with pytest.raises(UserError, match=r"'run.device' is cuda, but torch finds no GPU"):
+        _choose_device(Device.cuda, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("visible", "others", "refused"),
+    [
+        (1, [("here", "a"), ("here", "b")], False),
+        (1, [("here", "a"), ("there", "a")], False),
+        (1, [("here", "a"), ("here", "a")], True),
+        (1, [("there", "a"), ("there", "a")], True),  # on every rank, or some would wait for the others
+        (2, [None, None], False),
+    ],
+)
+def test_ranks_that_see_one_gpu_each_see_different_ones(
+    visible: int, others: list[Any], refused: bool, show: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show(visible)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a"))
+    world: Any = SimpleNamespace(local_world_size=2, device=torch.device("cuda", 0), gather=lambda mine: others)
+    if not refused:
+        return _check_own_gpu(world)
+    with pytest.raises(UserError, match=r"2 processes .* finds 1 GPU; use --nproc_per_node 1, or run.device=cpu"):
+        _check_own_gpu(world)
+
+
+def test_a_plan_names_the_device_that_the_rank_sees() -> None:
+    """Else torch refuses the pieces of rank 3, which lie on its only GPU, cuda:0."""
+    pieces = [ShardMetadata([5 * rank, 0], [5, 8], f"rank:{rank}/cuda:{rank}") for rank in range(4)]
+    tables = {
+        "split": ParameterSharding("row_wise", "fused", sharding_spec=EnumerableShardingSpec(pieces)),
+        "everywhere": ParameterSharding("data_parallel", "dense", sharding_spec=None),
+    }
+    plan = ShardingPlan({"embeddings": EmbeddingModuleShardingPlan(tables)})
+    world: Any = SimpleNamespace(rank=3, device=torch.device("cuda", 0))
+    _place(plan, world)
+    assert [str(piece.placement) for piece in pieces] == [f"rank:{rank}/cuda:{rank % 3}" for rank in range(4)]

@@ -1,0 +1,180 @@
+import ast
+import logging
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+from recsys.errors import UserError
+from recsys.runtime import versions
+from recsys.runtime.environment import prepare_environment
+
+CPU = {
+    "torch": "2.13.0+cpu",
+    "torchrec": "1.8.0",
+    "fbgemm-gpu-cpu": "1.8.0",
+    "pyarrow": "26.0.1",
+    "omegaconf": "2.4.0",
+}
+CUDA = {**CPU, "torch": "2.13.0", "fbgemm-gpu": "1.8.0"}
+del CUDA["fbgemm-gpu-cpu"]
+
+
+def without(installed: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: version for name, version in installed.items() if name not in names}
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A function that makes the given distributions the only ones installed."""
+
+    def replace(installed: dict[str, str]) -> None:
+        def version(name: str) -> str:
+            if name not in installed:
+                raise metadata.PackageNotFoundError(name)
+            return installed[name]
+
+        monkeypatch.setattr(metadata, "version", version)
+
+    return replace
+
+
+GOOD = {
+    "cpu": CPU,
+    "cuda": CUDA,
+    "PyPI's torch with CPU tables": {**CPU, "torch": "2.13.0"},
+    "oldest": {**CUDA, "torch": "2.11.0+cu130", "torchrec": "1.6.1", "fbgemm-gpu": "1.6.0+cu130"},
+    "newest": {**CUDA, "torch": "2.14.1", "torchrec": "1.9.2", "fbgemm-gpu": "1.9.0"},
+    "vendor's build": {**CUDA, "torch": "2.13.0a0+ecf3bae40a.nv26.08"},
+    "development": {
+        **CUDA,
+        "torch": "2.14.0.dev20261001+cu130",
+        "torchrec": "1.9.0.dev1",
+        "fbgemm-gpu": "1.9.0",
+    },
+    "CPU build under the CUDA name": {**CUDA, "torch": "2.13.0+cpu", "fbgemm-gpu": "1.8.0+cpu"},
+}
+
+
+@pytest.mark.parametrize("installed", GOOD.values(), ids=GOOD)
+def test_accepts(pretend, installed):
+    pretend(installed)
+    versions.check_versions()
+
+
+BAD = {
+    "no torch": (without(CPU, "torch"), ["torch is not installed"]),
+    "no torchrec": (without(CPU, "torchrec"), ["torchrec is not installed"]),
+    "no pyarrow, no omegaconf": (
+        without(CPU, "pyarrow", "omegaconf"),
+        ["pyarrow and omegaconf are not installed"],
+    ),
+    "no fbgemm": (
+        without(CPU, "fbgemm-gpu-cpu"),
+        ["fbgemm-gpu (without a GPU fbgemm-gpu-cpu) is not installed"],
+    ),
+    "both fbgemm": (
+        {**CPU, "fbgemm-gpu": "1.9.0"},
+        ["fbgemm-gpu 1.9.0 and fbgemm-gpu-cpu 1.8.0 are both installed", "uninstall both"],
+    ),
+    "torch behind": (
+        {**CPU, "torch": "2.12.1+cpu"},
+        ["torch 2.12.1+cpu does not go with torchrec 1.8.0 and fbgemm-gpu-cpu 1.8.0: install torch 2.13;"],
+    ),
+    "torchrec ahead": (
+        {**CPU, "torchrec": "1.9.2"},
+        ["torchrec 1.9.2 does not go with torch 2.13.0+cpu and fbgemm-gpu-cpu 1.8.0: install torchrec 1.8;"],
+    ),
+    "fbgemm behind": (
+        {**CUDA, "fbgemm-gpu": "1.7.0"},
+        ["fbgemm-gpu 1.7.0 does not go with torch 2.13.0 and torchrec 1.8.0: install fbgemm-gpu 1.8;"],
+    ),
+    "fbgemm of another age": (
+        {**CUDA, "fbgemm-gpu": "0.8.0"},
+        ["fbgemm-gpu 0.8.0 does not go with", "install fbgemm-gpu 1.8;"],
+    ),
+    "all differ": (
+        {**CUDA, "torchrec": "1.7.0", "fbgemm-gpu": "1.6.0"},
+        [
+            "torchrec 1.7.0 and fbgemm-gpu 1.6.0 do not go with torch 2.13.0",
+            "install torchrec 1.8 and fbgemm-gpu 1.8;",
+        ],
+    ),
+    "too new beside torch": (
+        {**CUDA, "torchrec": "1.10.0", "fbgemm-gpu": "1.10.0"},
+        ["torchrec 1.10.0 and fbgemm-gpu 1.10.0 do not go with torch 2.13.0: install torchrec 1.8"],
+    ),
+    "torch of no version": (
+        {**CPU, "torch": "unknown"},
+        ["torch unknown does not go with torchrec 1.8.0", "install torch 2.13;"],
+    ),
+    "too old together": (
+        {**CUDA, "torch": "2.10.0", "torchrec": "1.5.1", "fbgemm-gpu": "1.5.0"},
+        [
+            "torch 2.10.0, torchrec 1.5.1 and fbgemm-gpu 1.5.0 are not supported",
+            "torch 2.11 to 2.14",
+            "1.6 to 1.9",
+        ],
+    ),
+    "too new together": (
+        {**CUDA, "torch": "2.15.0", "torchrec": "1.10.0", "fbgemm-gpu": "1.10.0"},
+        ["torch 2.15.0, torchrec 1.10.0 and fbgemm-gpu 1.10.0 are not supported"],
+    ),
+    "CUDA tables, CPU torch": (
+        {**CUDA, "torch": "2.13.0+cpu"},
+        [
+            "torch 2.13.0+cpu is a CPU build and fbgemm-gpu 1.8.0 needs a CUDA build",
+            "fbgemm-gpu-cpu in its place",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(("installed", "said"), BAD.values(), ids=BAD)
+def test_refuses_in_one_sentence(pretend, installed, said):
+    pretend(installed)
+    with pytest.raises(UserError) as caught:
+        versions.check_versions()
+    message = str(caught.value)
+    for part in [*said, "`bash scripts/setup.sh`"]:
+        assert part in message
+    assert "\n" not in message and ". " not in message
+
+
+def test_what_fbgemm_says_of_its_own_version_is_not_shown(caplog):
+    prepare_environment()
+    logging.warning("\033[33m\n_fbgemm_torch_compat_table has no entry for 1.6.0 of FBGEMM")
+    logging.warning("FBGEMM_GPU version is 1.6.0, which is not guaranteed to be compatible")
+    assert [record.msg[:10] for record in caplog.records] == ["FBGEMM_GPU"]
+
+
+def test_installed_versions(pretend):
+    pretend(CPU)
+    assert versions.installed_versions() == {"python": platform.python_version(), **CPU}
+
+
+def test_what_is_installed_here_goes_together():
+    versions.check_versions()
+
+
+@pytest.mark.parametrize("module", ["versions", "errors"])
+def test_imports_only_the_standard_library(module):
+    """The check runs before the packages that it is about are imported."""
+    tree = ast.parse(Path(versions.__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            assert name.split(".")[0] in sys.stdlib_module_names or name == "recsys.errors"
+
+
+@pytest.mark.parametrize("script", ["prepare_data.py movielens-100k", "tables.py export a b c"])
+def test_a_script_outside_of_its_environment(script: str) -> None:
+    command = [sys.executable, "-S", *f"scripts/{script}".split()]  # -S: without the packages of the environment
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "not installed for" in done.stderr and "scripts/setup.sh" in done.stderr
+    assert done.stderr.count("\n") == 1

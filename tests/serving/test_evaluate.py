@@ -1,0 +1,83 @@
+"""`--evaluate`: a run's metrics on other data, and the run left as it is."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from launch import ROOT, evaluate, fork_train
+
+from recsys.errors import UserError
+from recsys.serving.evaluate import find_run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run with a vocabulary and figures of its data, which are gone, and whose best checkpoint is not its last."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    shutil.copytree(ROOT / "data" / "sample" / "train", folder / "train")
+    done = fork_train(
+        "configs/dlrm_sample.yaml", f"data.train={folder}/train", f"run.dir={folder}/run", "train.epochs=8",
+        "tables.user={mapping: vocabulary, min_count: 2}", "features.price={standardise: true, nulls: mean}",
+        "train.eval_every_epochs=1", "train.early_stop={metric: auc, patience: 2}",
+        "optimizer.dense.learning_rate=0.03",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    shutil.rmtree(folder / "train")
+    result = json.loads((folder / "run" / "result.json").read_text())
+    assert result["best_step"] < result["steps"]
+    return folder / "run", result
+
+
+def content(run: Path) -> dict[Path, bytes]:
+    paths = [path for path in run.rglob("*") if path.is_file() and "evaluations" not in path.parts]
+    return {path: path.read_bytes() for path in paths}
+
+
+def test_a_run_is_evaluated_as_it_was_and_left_alone(run: tuple[Path, dict[str, Any]]) -> None:
+    run_dir, result = run
+    before = content(run_dir)
+    assert evaluate(run_dir) == result["metrics"]
+    on_two = evaluate(run_dir, "data.test=data/sample/valid", "train.eval_batch_size=64", nproc=2)
+    torch.testing.assert_close(on_two, {"test": result["metrics"]["valid"]}, rtol=0, atol=1e-6)
+    last = max((run_dir / "checkpoints").glob("step-*"))
+    assert evaluate(last, "data.test=data/sample/test")["test"]["auc"] != result["metrics"]["test"]["auc"]
+    assert content(run_dir) == before and len(list((run_dir / "evaluations").iterdir())) == 3
+
+
+def test_other_rows_and_another_place(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    found = evaluate(run[0], "data.test=data/sample/test", "data.filter=hour < 12", f"run.dir={tmp_path}/mine")
+    hours = pq.read_table(ROOT / "data" / "sample" / "test", columns=["hour"])["hour"].to_numpy()
+    assert list(found) == ["test"] and found["test"]["rows"] == (hours < 12).sum()
+    (written,) = (tmp_path / "mine" / "evaluations").glob("*/result.json")
+    assert json.loads(written.read_text())["data"]["test"]["filter"] == "hour < 12"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["tables.item.hash_seed=3"], "'tables.item.hash_seed' is a part of what the run has trained"),
+        (["data.valid=null", "data.test=null"], "there is nothing to evaluate; set data.valid or data.test"),
+        (["data.test=STRINGS"], "'tables.item': its ids are string in column 'item_id' of data.test and int64"),
+    ],
+)
+def test_mistakes(overrides: list[str], said: str, run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    table = pq.read_table(ROOT / "data" / "sample" / "test")
+    position = table.column_names.index("item_id")
+    pq.write_table(table.set_column(position, "item_id", table["item_id"].cast("string")), tmp_path / "a.parquet")
+    done = fork_train(
+        str(run[0]), "--evaluate", *[text.replace("STRINGS", f"{tmp_path}/a.parquet") for text in overrides]
+    )
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    for path, said in (
+        (tmp_path / "none", "does not exist"),
+        (ROOT / "configs/dlrm_sample.yaml", "holds no checkpoint"),
+    ):
+        with pytest.raises(UserError, match=f"^--evaluate: '{path}' {said}; name a run directory"):
+            find_run(str(path), [])

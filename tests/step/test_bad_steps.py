@@ -1,0 +1,111 @@
+"""A step whose loss or gradient is not finite changes nothing anywhere, is counted, and its rows are kept."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from checkpoints import load_tables
+from launch import ROOT, fork_train
+
+from recsys.step.pipeline import GatedOptimizer
+
+CONFIG = "configs/dlrm_sample.yaml"
+
+
+def poison(folder: Path, column: str, rows: dict[int, float]) -> Path:
+    """Write the sample's training rows to one file, some values of a column replaced."""
+    table = pq.read_table(ROOT / "data/sample/train")
+    values = table.column(column).to_pylist()
+    for row, value in rows.items():
+        values[row] = value
+    place = table.schema.get_field_index(column)
+    folder.mkdir()
+    pq.write_table(table.set_column(place, column, pa.array(values, pa.float32())), folder / "rows.parquet")
+    return folder
+
+
+def train(run_dir: Path, data: Path, *overrides: str, nproc: int = 1) -> Any:
+    return fork_train(
+        CONFIG, f"run.dir={run_dir}", f"data.train={data}", "data.shuffle=false", "data.num_streams=2",
+        "train.log_every_steps=1", "train.epochs=1", *overrides, nproc=nproc,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("column, value", [("price", math.nan), ("price", -math.inf), ("label", math.nan)])
+def test_a_poisoned_batch_is_skipped(column: str, value: float, tmp_path: Path) -> None:
+    # Row 10 is in the first step, of the first rank's stream.
+    data = poison(tmp_path / "data", column, {10: value})
+    done = train(tmp_path / "run", data, "train.max_bad_steps=1", nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert (result["steps"], result["bad_steps"], result["rows_seen"]) == (12, 1, 3000 - 256)
+    assert result["data"]["epochs"] == [{"expected": 3000, "seen": 2744, "bad": 0, "skipped": 256}]
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert losses[0] is None and all(0 < loss < 2 for loss in losses[1:])
+    (kept,) = (tmp_path / "run/bad_steps").iterdir()
+    assert kept.name == "step-000000001-rank-0.pt" and str(kept) in done.stdout
+    batch = torch.load(kept, weights_only=True)
+    values = batch["floats"] if column == "price" else batch["labels"]
+    assert (~values.isfinite()).sum() == 1 and len(batch["ids"]["user_id"]["lengths"]) == 128
+
+
+def test_it_changes_no_byte(tmp_path: Path) -> None:
+    """A run that only meets bad steps saves the tables, weights and optimizers that it began with."""
+    data = poison(tmp_path / "data", "price", {row: math.nan for row in range(3000)})
+    for name, steps in (("one", 1), ("twelve", 12)):
+        options = (f"train.max_steps={steps}", "train.max_bad_steps=12", "optimizer.dense.weight_decay=0.1")
+        done = train(tmp_path / name, data, *options, nproc=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+    saved = [load_tables(tmp_path / f"{name}/checkpoints/step-{n:09d}", "") for name, n in (("one", 1), ("twelve", 12))]
+    assert any(key.startswith("table_optimizer/") for key in saved[0])
+    assert saved[0].keys() == saved[1].keys() and len(saved[0]) > 10
+    for key, value in saved[0].items():
+        if key.startswith("rng/"):
+            continue
+        assert torch.equal(value, saved[1][key]), key
+        if "optimizer" in key and value.numel():
+            assert not value.any(), key
+
+
+def test_training_goes_on_as_if_the_step_had_not_been(tmp_path: Path) -> None:
+    """What follows a bad first step is what the rows after it learn alone."""
+    data = poison(tmp_path / "data", "price", {10: math.nan})
+    done = train(tmp_path / "run", data, "train.max_bad_steps=1", "data.num_streams=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = pq.read_table(data)
+    (tmp_path / "rest").mkdir()
+    pq.write_table(rows.slice(256), tmp_path / "rest/rows.parquet")
+    done = train(tmp_path / "alone", tmp_path / "rest", "data.num_streams=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    one = load_tables(tmp_path / "run/checkpoints/step-000000012")
+    other = load_tables(tmp_path / "alone/checkpoints/step-000000011")
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_the_quota_ends_the_run(tmp_path: Path) -> None:
+    data = poison(tmp_path / "data", "price", {10: math.nan, 2000: math.nan, 2900: math.inf})
+    done = train(tmp_path / "run", data, "train.max_bad_steps=2", "data.num_streams=1", nproc=2)
+    assert done.returncode == 1
+    assert "config key 'train.max_bad_steps' allows 2 such steps" in done.stderr and "Traceback" not in done.stderr
+    done = train(tmp_path / "strict", data)
+    assert done.returncode == 1 and "column 'price'" in done.stderr and "holds nan" in done.stderr
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_whoever_calls_the_optimizer_is_stopped(skipped: bool) -> None:
+    """As torchrec 1.6 does, whose pipeline asks nobody."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = GatedOptimizer(torch.optim.SGD([weight], lr=1.0), SimpleNamespace(skipped=skipped))
+    weight.grad = torch.full((1,), math.nan)
+    optimizer.step()
+    assert weight.isnan().item() != skipped
+    optimizer.zero_grad()
+    assert weight.grad is None

@@ -1,0 +1,202 @@
+"""Optimizers as the config asks for them, and the learning rate by the step alone."""
+
+import inspect
+import math
+
+import pytest
+import pytorch_optimizer
+import torch
+import torchrec.optim.optimizers as table_optimizers
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+    WeightDecayMode,
+)
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig, load_config
+from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
+from recsys.config.device import check_device
+from recsys.config.schema import ScheduleConfig
+from recsys.errors import UserError
+from recsys.step.optim import LearningRate, attach_table_optimizers, build_dense_optimizer
+
+
+class Fused:
+    """Stands for two groups of tables: what their rates were set to last."""
+
+    def __init__(self) -> None:
+        self.rates = [99.0, 99.0]
+
+    def setters(self, rate: float):
+        return [(rate * (i + 1), lambda value, i=i: self.rates.__setitem__(i, value)) for i in range(2)]
+
+
+def parameters(count: int = 1) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2, 4)) for _ in range(count)]
+
+
+def build(num_steps: int, **schedule) -> tuple[LearningRate, Fused, torch.optim.Optimizer]:
+    config = OptimizerConfig(schedule=ScheduleConfig(**schedule))
+    config.tables.learning_rate, config.dense.learning_rate = 0.5, 0.01
+    fused = Fused()
+    dense = torch.optim.Adam([{"params": [each]} for each in parameters(2)], lr=99.0)
+    return LearningRate(config, num_steps, fused.setters(0.5), dense), fused, dense
+
+
+def factors(num_steps: int, count: int, **schedule) -> list[float]:
+    rate = build(num_steps, **schedule)[0]
+    return [rate.factor(step) for step in range(count)]
+
+
+def test_constant():
+    assert factors(10, 12) == [1] * 12
+    assert factors(10, 6, warmup_steps=4) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_linear():
+    expected = [1, 0.75, 0.5, 0.25, 0, 0]
+    assert factors(5, 6, name=Schedule.linear) == pytest.approx(expected)
+    expected = [0.5, 1, 1, 0.85, 0.7, 0.55, 0.4, 0.4]
+    assert factors(7, 8, name=Schedule.linear, warmup_steps=2, final_factor=0.4) == pytest.approx(expected)
+
+
+def test_cosine():
+    half = math.sqrt(0.5)
+    expected = [1, (1 + half) / 2, 0.5, (1 - half) / 2, 0, 0]
+    assert factors(5, 6, name=Schedule.cosine) == pytest.approx(expected)
+    expected = [1 / 3, 2 / 3, 1, 1, 0.6, 0.2, 0.2]
+    assert factors(6, 7, name=Schedule.cosine, warmup_steps=3, final_factor=0.2) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", list(Schedule))
+def test_short_runs(name):
+    assert factors(1, 1, name=name) == [1]
+    assert factors(3, 3, name=name, warmup_steps=10) == pytest.approx([0.1, 0.2, 0.3])
+    assert factors(3, 3, name=name, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
+
+
+def test_set_reaches_every_group_of_both_optimizers():
+    rate, fused, dense = build(5, name=Schedule.linear)
+    rate.set(1)
+    assert fused.rates == pytest.approx([0.375, 0.75])
+    assert [group["lr"] for group in dense.param_groups] == pytest.approx([0.0075, 0.0075])
+
+
+def test_set_depends_on_the_step_alone():
+    rate, fused, dense = build(9, name=Schedule.cosine, warmup_steps=2)
+    uninterrupted = []
+    for step in range(9):
+        rate.set(step)
+        uninterrupted.append((list(fused.rates), [group["lr"] for group in dense.param_groups]))
+    for step in reversed(range(9)):
+        resumed, other_fused, other_dense = build(9, name=Schedule.cosine, warmup_steps=2)
+        for each, fused_part, dense_part in ((rate, fused, dense), (resumed, other_fused, other_dense)):
+            each.set(step)
+            assert (fused_part.rates, [group["lr"] for group in dense_part.param_groups]) == uninterrupted[step]
+
+
+ADAM = {"lr": 0.2, "eps": 1e-3, "beta1": 0.8, "beta2": 0.9}
+TABLE_OPTIMIZERS = {
+    TableOptimizer.rowwise_adagrad: (RowWiseAdagrad, {"lr": 0.2, "eps": 1e-3}),
+    TableOptimizer.adagrad: (table_optimizers.Adagrad, {"lr": 0.2, "eps": 1e-3}),
+    TableOptimizer.sgd: (table_optimizers.SGD, {"lr": 0.2}),
+    TableOptimizer.adam: (table_optimizers.Adam, ADAM),
+    TableOptimizer.partial_rowwise_adam: (table_optimizers.PartialRowWiseAdam, ADAM),
+    TableOptimizer.lamb: (table_optimizers.LAMB, ADAM),
+    TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ADAM),
+}
+
+
+def config_of(common: TableOptimizerConfig, **tables: TableOptimizerConfig | None) -> Config:
+    settings = {name: TableConfig(2, 4, optimizer=optimizer) for name, optimizer in tables.items()}
+    return Config(tables=settings, optimizer=OptimizerConfig(tables=common))
+
+
+@pytest.mark.parametrize("name", list(TableOptimizer))
+def test_table_optimizer_of_each_table(name):
+    settings = TableOptimizerConfig(name=name, learning_rate=0.2, eps=1e-3, beta1=0.8, beta2=0.9, weight_decay=0.5)
+    one, other = parameters(2)
+    config = config_of(settings, one=None, other=TableOptimizerConfig(TableOptimizer.sgd, 0.1))
+    attach_table_optimizers({"one": one, "other": other}, config)
+    # What torchrec reads when it shards the tables.
+    kind, expected = TABLE_OPTIMIZERS[name]
+    assert vars(one)["_optimizer_classes"] == [kind]
+    decay = {"weight_decay": 0.5}
+    if name is TableOptimizer.rowwise_adagrad:
+        decay["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+    assert vars(one)["_optimizer_kwargs"] == [expected | decay]
+    assert decay.keys() < inspect.signature(SplitTableBatchedEmbeddingBagsCodegen).parameters.keys()
+    assert vars(other)["_optimizer_classes"] == [table_optimizers.SGD]
+    assert vars(other)["_optimizer_kwargs"] == [{"lr": 0.1}]
+
+
+def test_state_in_fp16_reaches_fbgemm_grouped_with_its_like():
+    half = TableOptimizerConfig(TableOptimizer.partial_rowwise_adam, state_dtype=StateType.FP16)
+    tables = dict(zip("abc", parameters(3), strict=True))
+    config = config_of(half, a=None, b=None, c=TableOptimizerConfig(TableOptimizer.partial_rowwise_adam))
+    attach_table_optimizers(tables, config)
+    given = {name: vars(weight)["_optimizer_kwargs"][0] for name, weight in tables.items()}
+    assert given["a"]["optimizer_state_dtypes"]["momentum1"].as_dtype() is torch.float16
+    keys = [tuple(sorted(given[name].items())) for name in "abc"]  # as torchrec's group_tables makes them
+    assert len(set(keys)) == 2 and keys[0] == keys[1]
+
+
+def test_what_fbgemm_lacks_on_cpu_is_refused():
+    for name in TableOptimizer:
+        config = config_of(TableOptimizerConfig(), item=TableOptimizerConfig(name))
+        assert check_device(config, on_gpu=True) == []
+        if name in (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd):
+            assert check_device(config, on_gpu=False) == []
+            continue
+        with pytest.raises(UserError, match=rf"tables.item.optimizer.name.*{name.name}.*nearest is .*name="):
+            check_device(config, on_gpu=False)
+    with pytest.raises(UserError, match=r"'optimizer.tables.weight_decay'"):
+        check_device(config_of(TableOptimizerConfig(weight_decay=0.1), item=None), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (
+            "optimizer.tables={name: sgd, weight_decay: 0.1}",
+            "'optimizer.tables.weight_decay': .* of sgd leave it",
+        ),
+        (
+            "tables.user.optimizer={name: adagrad, weight_decay: 0.1}",
+            "'tables.user.optimizer.weight_decay': .* of adag",
+        ),
+        (
+            "tables.user={sharding_type: data_parallel, optimizer: {weight_decay: 0.1}}",
+            "'tables.user.optimizer.weight_decay': tables that every rank holds are trained without, found 0.1",
+        ),
+        ("optimizer.tables.name=lars_sgd", "'optimizer.tables.name' must be one of .*, found 'lars_sgd'"),
+    ],
+)
+def test_weight_decay_that_nothing_reads_and_what_cannot_be_built_are_refused(setting, said):
+    with pytest.raises(UserError, match=said):
+        load_config("configs/dlrm_sample.yaml", [setting])
+
+
+DENSE_OPTIMIZERS = {
+    DenseOptimizer.adam: torch.optim.Adam,
+    DenseOptimizer.adamw: torch.optim.AdamW,
+    DenseOptimizer.adagrad: torch.optim.Adagrad,
+    DenseOptimizer.sgd: torch.optim.SGD,
+    DenseOptimizer.adafactor: torch.optim.Adafactor,
+    DenseOptimizer.lamb: pytorch_optimizer.Lamb,
+}
+
+
+@pytest.mark.parametrize("name", list(DenseOptimizer))
+def test_dense_optimizer(name):
+    config = OptimizerConfig()
+    config.dense.name, config.dense.learning_rate, config.dense.weight_decay = name, 0.2, 0.125
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_dense_optimizer(model, config)
+    assert type(optimizer) is DENSE_OPTIMIZERS[name]
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.2, 0.125)
+    assert [id(each) for each in group["params"]] == [id(each) for each in model.parameters()]
+    if name is DenseOptimizer.sgd:
+        config.dense.momentum = 0.25
+        assert build_dense_optimizer(model, config).param_groups[0]["momentum"] == 0.25

@@ -1,0 +1,126 @@
+"""Ranks that fail, end or get stuck under torchrun: the others end too, the cause is named, a restart goes on."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment, fork_train, run_train
+
+CONFIG = str(ROOT / "configs" / "dlrm_sample.yaml")
+STUCK = ("run.stuck_after_s=4",)
+GONE_S = 30
+
+
+def run_faulty(
+    fault: str, rank: int, folder: Path, *arguments: str, nproc: int = 2, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run with a fault in step 7, in a folder that will hold runs/."""
+    (folder / "data").symlink_to(ROOT / "data")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    launcher += ["--max-restarts", str(restarts), "--nproc_per_node", str(nproc)]
+    command = [*launcher, str(ROOT / "tests" / "helpers" / "faulty.py"), fault, str(rank), "7", CONFIG, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=150)
+
+
+def root_cause(stderr: str) -> str:
+    """What torchrun's summary says under its last heading."""
+    return stderr.split("Root Cause (first observed failure):")[1]
+
+
+def processes_in(folder: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and os.readlink(entry / "cwd") == str(folder):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_rank_that_raises_is_the_root_cause(tmp_path: Path) -> None:
+    done = run_faulty("raise", 1, tmp_path)
+    assert done.returncode == 1
+    cause = root_cause(done.stderr)
+    assert "rank      : 1" in cause and "ValueError: the fault of the test" in cause
+    assert not processes_in(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("fault", ["raise", "kill"])
+def test_all_ranks_end_soon_after_one(fault: str, nproc: int, tmp_path: Path) -> None:
+    start = time.time()
+    done = run_faulty(fault, nproc - 1, tmp_path, nproc=nproc)
+    ended = time.time()
+    cause = root_cause(done.stderr)
+    assert f"rank      : {nproc - 1} " in cause
+    assert ("the fault of the test" if fault == "raise" else "SIGKILL") in cause
+    log = next(tmp_path.glob("runs/*/logs/rank_0.log"))
+    assert max(start, log.stat().st_mtime) > ended - GONE_S and not processes_in(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("sleep", r"rank 1 on \S+ is stuck in backward of step 7 .*'run.stuck_after_s' allows 4"),
+        ("load", r"rank 1 on \S+ is stuck in data loading of step \d"),
+        (
+            "stop",
+            r"rank 1 on \S+ is stuck: it has not answered .* rank 0 waits for it in the exchange of ids of step 8",
+        ),
+    ],
+)
+def test_a_stuck_rank_is_named(fault: str, said: str, tmp_path: Path) -> None:
+    done = run_faulty(fault, 1, tmp_path, *STUCK)
+    assert re.search(said, root_cause(done.stderr)), done.stderr[-3000:]
+    assert not processes_in(tmp_path)
+    if fault != "stop":
+        log = next(tmp_path.glob("runs/*/logs/rank_1.log")).read_text()
+        assert "most recent call first" in log and "faulty.py" in log
+
+
+@pytest.mark.slow
+def test_a_rank_stuck_with_the_lock_of_python_ends_too(tmp_path: Path) -> None:
+    done = run_faulty("hold", 1, tmp_path, *STUCK)
+    assert re.search(r"rank 1 on \S+ is stuck: it has not answered", done.stderr)
+    assert not processes_in(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "where"), [("kill", ()), ("raise", ("run.dir=runs/mine", "run.overwrite=true"))])
+def test_torchrun_goes_on_from_the_newest_checkpoint(fault: str, where: tuple[str, ...], tmp_path: Path) -> None:
+    every = ("train.checkpoint_every_steps=3", "train.epochs=2")
+    done = run_faulty(fault, 1, tmp_path, *every, *where, restarts=1)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert "resumed at step 6" in done.stdout
+    result = json.loads((run_dir / "result.json").read_text())
+    assert [epoch["seen"] for epoch in result["data"]["epochs"]] == [3000, 3000]
+    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+
+
+@pytest.mark.slow
+def test_a_restart_leaves_the_runs_of_others_alone(tmp_path: Path) -> None:
+    assert run_train(CONFIG, f"run.dir={tmp_path}/run", "train.max_steps=2").returncode == 0
+    done = run_faulty("kill", 1, tmp_path, f"run.dir={tmp_path}/run", restarts=1)
+    assert done.returncode == 1 and "holds an earlier run; add run.resume=true" in root_cause(done.stderr)
+
+
+def test_the_stop_file_saves_and_ends(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    arguments = (CONFIG, f"run.dir={tmp_path}/run", f"run.stop_file={tmp_path}/stop", "train.epochs=2")
+    done = fork_train(*arguments, nproc=2)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert done.returncode == 143 and result["status"] == "stopped" and 0 < result["steps"] < 24
+    (tmp_path / "stop").unlink()
+    assert fork_train(*arguments, "run.resume=true", nproc=2).returncode == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["status"] == "done" and result["rows_seen"] == 6000

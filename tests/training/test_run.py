@@ -1,0 +1,143 @@
+"""The run directory, its records and what a checkpoint brings back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from launch import ROOT, fork_train
+
+from recsys.checkpoint import Checkpoints, Marker, Tensors, TrainState, find_checkpoint, load_tensors
+from recsys.config import Config, Device, OptimizerConfig, load_config
+from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
+from recsys.data.inputs import open_inputs
+from recsys.data.order import Position
+from recsys.errors import UserError
+from recsys.models.blocks import checkpoint_mlps
+from recsys.runtime.logs import MetricsWriter, to_json
+from recsys.runtime.run_lock import RunLock
+from recsys.runtime.world import open_world
+from recsys.step.optim import build_dense_optimizer
+from recsys.training.build import build_model
+from recsys.training.evaluation import Evaluation, EvaluationStopped
+from recsys.training.run import _prepare_run_dir
+
+SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
+
+
+def prepare(config: Config) -> Path:
+    with RunLock() as lock:
+        return _prepare_run_dir(config, lock)
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+    (tmp_path / "logs").mkdir()
+    for option in ("run.overwrite=true", "run.resume=true", "run.overwrite=false"):
+        with pytest.raises(UserError, match="is not empty and holds no run"):
+            prepare(load_config(SAMPLE, [f"run.dir={tmp_path}", option]))
+    assert (tmp_path / "config.yaml").read_text() == "mine" and (tmp_path / "logs").exists()
+
+
+def test_an_earlier_run_is_kept_unless_told(tmp_path: Path) -> None:
+    run_dir = prepare(load_config(SAMPLE, [f"run.dir={tmp_path / 'run'}"]))
+    (run_dir / "checkpoints" / "step-000000001").mkdir()
+    with pytest.raises(UserError, match=r"holds an earlier run; add run\.resume=true"):
+        prepare(load_config(SAMPLE, [f"run.dir={run_dir}"]))
+    prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.resume=true"]))
+    assert (run_dir / "checkpoints" / "step-000000001").exists()
+    prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.overwrite=true"]))
+    assert not any((run_dir / "checkpoints").iterdir())
+    assert not load_config(run_dir / "config.yaml").run.overwrite
+
+
+def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(SAMPLE)
+    assert len({prepare(config) for _ in range(3)}) == 3
+
+
+def test_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 10}\n{"kind": "train", "step": 20}\n{"kind": "tr')
+    writer = MetricsWriter(path, 10)
+    writer.write("train", {"step": 20, "loss": float("nan")})
+    writer.close()
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [record["step"] for record in records] == [10, 20] and records[1]["loss"] is None
+    assert to_json({"a": [float("inf"), 1.5]}) == '{"a": [null, 1.5]}'
+
+
+@pytest.mark.parametrize("optimizer", list(DenseOptimizer))
+def test_the_dense_optimizer_goes_on_with_the_settings_of_the_config(optimizer: DenseOptimizer, tmp_path: Path) -> None:
+    """Three steps, saved, loaded into a new model under activation checkpointing, and three more."""
+
+    def build(weight_decay: float) -> Tensors:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        settings = DenseOptimizerConfig(name=optimizer, weight_decay=weight_decay, momentum=0.9)
+        return Tensors(dict, dict, model, build_dense_optimizer(model, OptimizerConfig(dense=settings)))
+
+    def train(tensors: Tensors) -> None:
+        for number in range(3):
+            tensors.dense(torch.ones(1, 3) * number).square().sum().backward()
+            tensors.dense_optimizer.step()
+            tensors.dense_optimizer.zero_grad()
+
+    old, new = build(0.5), build(0.5)
+    checkpoint_mlps(new.dense[1])
+    (tmp_path / "checkpoints").mkdir()
+    with open_world(Device.cpu) as world:
+        checkpoints = Checkpoints(tmp_path / "checkpoints", world, 2)
+        train(old)
+        checkpoints.save(old, TrainState(Position(), step=3))
+        found = checkpoints.newest_whole()
+        assert found is not None
+        load_tensors(*found, new, world)
+        other = build(0.25)
+        load_tensors(*found, other, world)
+    train(old)
+    train(new)
+    for mine, theirs in zip(old.dense.parameters(), new.dense.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert other.dense_optimizer.param_groups[0]["weight_decay"] == 0.25
+
+
+def test_a_warm_start_takes_the_best_checkpoint(tmp_path: Path) -> None:
+    for step, best in ((10, 10), (20, 20), (30, 20)):
+        folder = tmp_path / "checkpoints" / f"step-{step:09d}"
+        folder.mkdir(parents=True)
+        Marker(TrainState(Position(), step=step, best_step=best), {}, {}, "Adam", {}, {}, 1).write(folder)
+    (tmp_path / "checkpoints" / "step-000000040.tmp").mkdir()
+    assert find_checkpoint(tmp_path).name == "step-000000020"
+    assert find_checkpoint(tmp_path / "checkpoints" / "step-000000030").name == "step-000000030"
+
+
+def test_other_streams_on_resume_are_refused(tmp_path: Path) -> None:
+    arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.max_steps=3")
+    assert fork_train(*arguments).returncode == 0
+    done = fork_train(*arguments, "run.resume=true", "data.num_streams=6")
+    assert done.returncode == 1 and "'data.num_streams' is 6, and was 8" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_batches_of_another_size_on_resume(tmp_path: Path) -> None:
+    """They take as many rows of each stream, so that what is left of the epoch comes in other batches."""
+    arguments = (str(SAMPLE), f"run.dir={tmp_path}", "train.epochs=1")
+    assert fork_train(*arguments, "train.max_steps=3").returncode == 0
+    assert fork_train(*arguments, "run.resume=true", "train.global_batch_size=128", nproc=3).returncode == 0
+    epochs = json.loads((tmp_path / "result.json").read_text())["data"]["epochs"]
+    assert epochs == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}]
+
+
+def test_a_signal_ends_an_evaluation() -> None:
+    config = load_config(SAMPLE, ["train.eval_batch_size=64", "data.num_threads=0"])
+    answers = iter([False, False, True])
+    with open_world(Device.cpu) as world:
+        inputs = open_inputs(config, world)
+        evaluation = Evaluation(inputs)
+        model = build_model(inputs).model
+        with pytest.raises(EvaluationStopped):
+            evaluation.run(model, "valid", lambda: next(answers))
+        assert model.training
