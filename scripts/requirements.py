@@ -1,6 +1,7 @@
 """Print the pinned packages of the CPU or the CUDA set, one a line: python scripts/requirements.py cpu|cuda.
 
-pyproject.toml holds the CUDA set. The CPU set is the same with fbgemm-gpu-cpu in place of fbgemm-gpu.
+pyproject.toml holds both, as extras. The CPU set has fbgemm-gpu-cpu in place of fbgemm-gpu; torchrec is in both, and
+has to be installed without its dependencies in the CPU set.
 The first line, a comment, says for what the list was made; setup.sh keeps the whole text to see changes.
 """
 
@@ -17,11 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements(kind: str) -> list[str]:
+    """Return the pins of the CPU or the CUDA set, torchrec's among them, and of the tools that check the code."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    pins = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
-    if kind == "cpu":
-        pins = [pin.replace("fbgemm-gpu==", "fbgemm-gpu-cpu==") for pin in pins]
-    return pins
+    extras = project["optional-dependencies"]
+    torchrec = [pin for pin in extras["cuda"] if pin.startswith("torchrec==")]
+    pins = [*project["dependencies"], *extras["torch"], *extras[kind], *extras["dev"], *torchrec]
+    return [pin for pin in dict.fromkeys(pins) if pin != "recsys[torch]"]
 
 
 def main() -> None:

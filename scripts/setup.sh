@@ -7,13 +7,15 @@
 #
 # Does nothing when all is there and the pins are unchanged. Two at once are safe: the second waits.
 #
-# Without a GPU, PyPI's torch is still the CUDA build: it works, and is gigabytes. For the small CPU build:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu bash scripts/setup.sh
+# PyPI's torch is the CUDA build: without a GPU it works, and is gigabytes. So the CPU set takes torch from PyTorch's index
+# of CPU builds, or the mirror of it that TORCH_CPU_INDEX names, where that answers, and from pip's own places elsewhere.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv_python=.venv/bin/python
 stamp=.venv/recsys-set.txt # what was installed; its first line alone while the installation is not finished
+command=.venv/bin/recsys
+torch_cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 say() { echo "setup: $*"; }
 die() {
@@ -50,7 +52,7 @@ wanted() { "$1" scripts/requirements.py "$kind"; }
 first_line() { echo "${1%%$'\n'*}"; }
 
 up_to_date() {
-    [[ -f "$stamp" ]] && { [[ -z "${PYTHON:-}" ]] || usable "$PYTHON"; } &&
+    [[ -f "$stamp" && -x "$command" ]] && { [[ -z "${PYTHON:-}" ]] || usable "$PYTHON"; } &&
         [[ "$(wanted "${PYTHON:-$venv_python}" 2>/dev/null)" == "$(<"$stamp")" ]] &&
         "$venv_python" -m recsys.runtime.versions &>/dev/null
 }
@@ -68,6 +70,19 @@ make_venv() {
     "$python" -m venv --clear .venv
 }
 
+# The small CPU build, unless torch is there already; the rest of the CPU set finds it in place. The whole try takes 5 s.
+install_cpu_torch() {
+    "$venv_python" -m pip -q show torch &>/dev/null && return
+    if timeout 5 "$venv_python" -c 'import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=4)' \
+        "$torch_cpu_index/torch/" &>/dev/null; then
+        say "taking torch's CPU build from $torch_cpu_index"
+        "${pip[@]}" --extra-index-url "$torch_cpu_index" "$1" ||
+            say "that did not work, see pip's error above: taking torch from where pip takes the rest"
+    else
+        say "$torch_cpu_index does not answer: torch comes from where pip takes the rest, which on PyPI is the CUDA build"
+    fi
+}
+
 install() {
     local list pins
     list=$(wanted "$venv_python")
@@ -78,12 +93,15 @@ install() {
     local torchrec=() others=() pin
     for pin in "${pins[@]}"; do
         if [[ "$pin" == torchrec==* ]]; then torchrec+=("$pin"); else others+=("$pin"); fi
+        if [[ "$pin" == torch==* && "$kind" == cpu ]]; then install_cpu_torch "$pin"; fi
     done
     # torchrec's dependency fbgemm-gpu is fbgemm-gpu-cpu in the CPU set; the others are among the pins.
     "${pip[@]}" "${others[@]}" && "${pip[@]}" --no-deps "${torchrec[@]}" ||
         die "pip could not install the $kind set, see its error above: mend that and run this again."
-    # So that scripts/*.py find the package recsys.
+    # The package and its command are those of this folder, whatever is changed in it.
     pwd >"$("$venv_python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/recsys.pth"
+    printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m recsys "$@"\n' >"$command"
+    chmod +x "$command"
 }
 
 verify() {

@@ -26,6 +26,7 @@ ROOMS = (
     "training",
     "serving",
     "datasets",
+    "__main__",
 )
 PLACES = {room: place for place, room in enumerate(ROOMS)}
 

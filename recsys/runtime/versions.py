@@ -17,7 +17,7 @@ REPORTED = ("torch", "torchrec", *FBGEMM, "pyarrow", "omegaconf", "numpy")
 FIRST_MINOR, LAST_MINOR = 6, 9
 TORCH_MINOR_OFFSET = 5
 
-SETUP = "`bash scripts/setup.sh` installs a set that goes together"
+SETUP = "`bash scripts/setup.sh` installs a set that goes together (without a clone: the wheel's extra cpu or cuda)"
 
 
 def installed_versions() -> dict[str, str]:
@@ -65,7 +65,14 @@ def _check_installed(*names: str) -> None:
     if missing:
         shown = " and ".join("fbgemm-gpu (without a GPU fbgemm-gpu-cpu)" if n in FBGEMM else n for n in missing)
         verb = "is" if len(missing) == 1 else "are"
-        raise UserError(f"{shown} {verb} not installed for {sys.executable}; {SETUP}, in .venv/bin/python")
+        alone = "" if missing != ["torchrec"] else _torchrec_alone(_version("fbgemm-gpu-cpu"))
+        raise UserError(f"{shown} {verb} not installed for {sys.executable}; {SETUP}{alone}")
+
+
+def _torchrec_alone(fbgemm_cpu: str | None) -> str:
+    # It requires fbgemm-gpu, beside which fbgemm-gpu-cpu must not be; so the extra cpu has to leave it out.
+    minor = fbgemm_cpu and _minor(fbgemm_cpu, 1)
+    return f"; beside fbgemm-gpu-cpu take `pip install --no-deps 'torchrec==1.{minor}.*'`" if minor else ""
 
 
 def _check_minors(versions: dict[str, str], fbgemm: str) -> None:

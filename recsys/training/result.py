@@ -111,8 +111,10 @@ def _command() -> list[str]:
     own, words = sys.argv, list(sys.orig_argv)
     with suppress(psutil.Error, OSError):
         parent = psutil.Process(os.getppid()).cmdline()
-        if parent[-len(own) :] == own:
-            words = parent
+        # `torchrun -m recsys train …` becomes the path of recsys/__main__.py, then what follows.
+        for tail in (own, ["-m", "recsys", *own[1:]]):
+            if parent[-len(tail) :] == tail:
+                words = parent
     # A script such as torchrun is shown by the name that it was called by.
     if len(words) > 1 and words[1] == shutil.which(Path(words[1]).name):
         words = [Path(words[1]).name, *words[2:]]

@@ -70,7 +70,7 @@ def run(config: Config) -> int:
     """
     quiet_libraries()
     if config.debug and world_size_from_environment() > 1:
-        raise UserError("--debug runs one process; start it with `python train.py CONFIG --debug`")
+        raise UserError("--debug runs one process; start it without torchrun")
     timeout_s = max(DEFAULT_TIMEOUT_S, config.run.stuck_after_s + _WATCHDOG_LEAD_S)
     with open_world(config.run.device, config.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
         timeline = Timeline(world.device, limit_memory(config, world))

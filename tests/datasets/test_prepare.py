@@ -1,7 +1,6 @@
 """The converters: what they write is complete, deterministic and what data/README.md says."""
 
 import gzip
-import importlib.util
 import json
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from recsys.datasets import delimited, movielens, synthetic, writer
 from recsys.datasets.delimited import CsvOptions, convert_csv
+from recsys.datasets.prepare import prepare
 from recsys.datasets.synthetic import SyntheticOptions, write_synthetic
 from recsys.errors import UserError
 
@@ -27,11 +27,7 @@ def read(folder: Path) -> pa.Table:
 
 
 def cli(*arguments: object) -> int:
-    spec = importlib.util.spec_from_file_location("prepare_data", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main([str(argument) for argument in arguments])
+    return prepare([str(argument) for argument in arguments])
 
 
 # Writing

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launch import ROOT
 
+from recsys import errors
 from recsys.errors import UserError
 from recsys.runtime import versions
 from recsys.runtime.environment import prepare_environment
@@ -68,7 +69,8 @@ def test_accepts(pretend, installed):
 
 BAD = {
     "no torch": (without(CPU, "torch"), ["torch is not installed"]),
-    "no torchrec": (without(CPU, "torchrec"), ["torchrec is not installed"]),
+    "no torchrec": (without(CUDA, "torchrec"), ["torchrec is not installed"]),
+    "no torchrec, as the extra cpu": (without(CPU, "torchrec"), ["pip install --no-deps 'torchrec==1.8.*'"]),
     "no pyarrow, no omegaconf": (
         without(CPU, "pyarrow", "omegaconf"),
         ["pyarrow and omegaconf are not installed"],
@@ -161,10 +163,10 @@ def test_what_is_installed_here_goes_together():
     versions.check_versions()
 
 
-@pytest.mark.parametrize("module", ["versions", "errors"])
+@pytest.mark.parametrize("module", [versions, errors], ids=["versions", "errors"])
 def test_imports_only_the_standard_library(module):
     """The check runs before the packages that it is about are imported."""
-    tree = ast.parse(Path(versions.__file__).with_name(f"{module}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -23,6 +23,7 @@ HERE: Any = SimpleNamespace(world_size=2, local_world_size=2)
         (["bash"], "python -u train.py configs/dlrm_sample.yaml train.epochs=3"),
         (["/py", "/no/torchrun", "--nproc_per_node", "2", *OWN], "/py /no/torchrun --nproc_per_node 2"),
         (["/py", "-m", "torch.distributed.run", "-n", "a b", *OWN], "/py -m torch.distributed.run -n 'a b'"),
+        (["/py", "/no/torchrun", "-m", "recsys", *OWN[1:]], "/py /no/torchrun -m recsys"),
     ],
 )
 def test_the_command_that_goes_on(parent: list[str], shown: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,174 @@
+"""The command `recsys`, also `python -m recsys`: train, dry-run, evaluate, prepare, tables."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from recsys.errors import EchoError, UserError, end_run
+from recsys.runtime.environment import is_first_rank, prepare_environment
+from recsys.runtime.versions import check_versions, exit_unless_installed
+
+_COMMANDS = {
+    "train": "train a model from a YAML config",
+    "dry-run": "plan, and predict the memory of every rank, without GPUs and without training",
+    "evaluate": "evaluate the model of a finished run on other data",
+    "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
+    "tables": "export a table of a checkpoint as Parquet",
+}
+_HOW_TO_START = """\
+how to start it:
+  torchrun --standalone --nproc_per_node 8 train.py CONFIG
+                                    eight ranks: NCCL and GPUs where there are any, gloo and the CPU otherwise
+                                    (without a clone: torchrun --standalone --nproc_per_node 8 -m recsys train CONFIG)
+  python train.py CONFIG            one process (without a clone: recsys train CONFIG)
+  python train.py CONFIG --dry-run topology.world_size=64 topology.local_world_size=8 topology.device=cuda
+         topology.device_memory=80GiB topology.host_memory=1TiB
+                                    the plan and the memory on every rank, without GPUs and without training;
+                                    status 0 if it fits, 1 if not (the same: recsys dry-run CONFIG …)
+  python train.py RUN --evaluate data.test=/logs/2026-12-02/
+                                    metrics of a run's model on other data; no training, and the run stays as it is
+                                    (the same: recsys evaluate RUN …)
+  python train.py CONFIG --debug    one process, 200 steps on the first 20,000 rows, no loader threads,
+                                    nothing overlapped, autograd's anomaly checks on: works under pdb and debugpy
+
+key=value changes any key of the config, the value is YAML:
+  train.epochs=3 tables.item.embedding_dim=32 data.train=/logs/2026-11-*/ data.valid=null
+  run.dir=runs/mine                 where the run writes (default runs/NAME-TIME)
+  run.resume=true                   go on from the newest checkpoint in run.dir, if there is one
+  run.overwrite=true                replace an earlier run in run.dir
+  train.init_from=runs/yesterday    start from that run's weights and optimizers, on new files
+
+SIGTERM, SIGUSR2, Ctrl-C or the file run.stop_file: save a checkpoint and exit with status 143 (torchrun's own status is
+then 1, and it passes on SIGUSR2 only with --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2). Status 0: the
+job is done.
+torchrun --max-restarts N goes on from the newest checkpoint by itself after a rank has failed.
+All keys, with their meaning and default: recsys/config/schema.py. The data: data/README.md.
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises a mistake as the sentence that the process ends with."""
+
+    def error(self, message: str) -> NoReturn:
+        hint = "changes are written key=value, and " if "key=value" in self.format_usage() else ""
+        raise UserError(f"{message}; {hint}{self.prog} --help tells the rest")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit status, or end the process with a mistake of the user in one sentence."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _Parser("recsys", description="Distributed training of recommender models.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, about in _COMMANDS.items():
+        commands.add_parser(name, help=about, add_help=False)
+    with _mistakes_told():
+        command = parser.parse_args(words[:1]).command
+    if command == "prepare":
+        return prepare(words[1:])
+    return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
+
+
+def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
+    """Train, dry-run or evaluate; return the exit status, or end the process with a mistake of the user.
+
+    Args:
+        arguments: the words of the command line after `prog`.
+        prog: what the user has called, for messages.
+        command: what to do; train has the other two as options.
+    """
+    with _mistakes_told(debug="--debug" in arguments):
+        words = _parse(arguments, prog, command)
+        # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
+        prepare_environment()
+        check_versions()
+        from recsys.config import load_config
+
+        try:
+            if words.command == "evaluate":
+                from recsys.serving.evaluate import evaluate, find_run
+
+                run_to_evaluate = find_run(words.config, words.overrides)
+            else:
+                config = load_config(words.config, words.overrides, words.debug)
+        except UserError as error:
+            if is_first_rank():
+                raise
+            raise EchoError(*error.args) from error
+        if words.command == "evaluate":
+            return evaluate(*run_to_evaluate)
+        if words.command == "dry-run":
+            from recsys.memory.dry_run import dry_run
+
+            return dry_run(config)
+        from recsys.training.run import run
+
+        return run(config)
+
+
+def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
+    """Run one converter of `recsys.datasets.prepare`; return the exit status: 0, or 2 for a mistake of the user."""
+    exit_unless_installed("numpy", "pyarrow")
+    from recsys.datasets.prepare import prepare as run_converter
+
+    return run_converter(arguments, prog)
+
+
+def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
+    """Export a table of a checkpoint; return the exit status 0, or end the process with a mistake of the user."""
+    parser = _Parser(prog, description="Export tables of a checkpoint; train.init.from_parquet.TABLE=FILE reads them.")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    export = commands.add_parser("export", help="write one table: row (or raw id), vector, optimizer state")
+    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    export.add_argument("table", metavar="TABLE")
+    export.add_argument("out", metavar="OUT.parquet", type=Path)
+    with _mistakes_told():
+        words = parser.parse_args(arguments)
+        prepare_environment()
+        check_versions()
+        from recsys.checkpoint import export_table
+
+        num_rows = export_table(words.source, words.table, words.out)
+    print(f"{words.out}: {num_rows:,} rows of table {words.table}")
+    return 0
+
+
+def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namespace:
+    parser = _Parser(
+        prog,
+        description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.",
+        epilog=_HOW_TO_START,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if command == "evaluate":
+        parser.add_argument("config", metavar="RUN", help="run directory, or one of its checkpoints")
+    else:
+        parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    parser.set_defaults(command=command, debug=False)
+    if command == "train":
+        mode = parser.add_mutually_exclusive_group()
+        mode.add_argument("--debug", action="store_true", help="single-device debug mode")
+        for name, about in (("dry-run", _COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
+            mode.add_argument(f"--{name}", dest="command", action="store_const", const=name, help=about)
+    return parser.parse_intermixed_args(arguments)
+
+
+@contextmanager
+def _mistakes_told(debug: bool = False) -> Iterator[None]:
+    """End the process with what went wrong, in one sentence where it is the user's to mend.
+
+    With `debug`, an error of the program itself goes on to the debugger.
+    """
+    try:
+        yield
+    except Exception as error:
+        if debug and not isinstance(error, UserError):
+            raise
+        end_run(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""`recsys prepare`: the command line of the converters, of public data sets, synthetic logs and one's own files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from recsys.datasets import delimited, interactions, movielens, synthetic, writer
+from recsys.errors import UserError
+
+_ABOUT = "Write training data as Parquet: a public data set, synthetic logs, or your own delimited files."
+_EXAMPLES = """examples:
+  {prog} movielens-100k
+  {prog} synthetic --out data/synthetic --rows 10000000 --alpha 1.1 --unseen 0.05
+  {prog} synthetic --out data/criteo-like --shape criteo --items 1000000
+  {prog} csv logs/*.csv.gz --out data/clicks --split 0.9,0.1 --split-by time:ts
+  {prog} csv ratings.dat --out data/ratings --delimiter '\\t' \\
+      --columns user_id,item_id,rating,ts --types user_id=string --label 'rating>=4' \\
+      --split 0.8,0.1,0.1 --split-by user:user_id
+  {prog} retrieval logs/ --time ts --out data/clicks-retrieval
+
+data/README.md describes the columns that are written and the rules for your own files.
+"""
+_Options = TypeVar("_Options")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, without the whole usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
+    """Run one converter.
+
+    Args:
+        arguments: the words of the command line after `prog`.
+        prog: what the user has called, for messages.
+
+    Returns:
+        The exit status: 0, or 2 for a mistake of the user, which is told in one line.
+    """
+    parser = _Parser(
+        prog=prog,
+        description=_ABOUT,
+        epilog=_EXAMPLES.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_movielens, _add_synthetic, _add_csv, _add_retrieval):
+        add(commands)
+    args = parser.parse_args(arguments)
+    try:
+        written = args.run(args)
+        if not written:
+            print("already complete, nothing to do:")
+        print(writer.describe(args.out))
+    except (UserError, OSError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _options(kind: type[_Options], args: argparse.Namespace, **changed: Any) -> _Options:
+    """Return the dataclass whose fields have the names of the arguments."""
+    return kind(**({field.name: getattr(args, field.name) for field in fields(kind)} | changed))  # type: ignore[arg-type]
+
+
+def _add_movielens(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "movielens-100k",
+        help="MovieLens-100K out of the recbole wheel, which pip downloads",
+        description="MovieLens-100K in RecBole's splits: ctr/ (label: rating >= 4) and retrieval/.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("data/movielens-100k"), help="%(default)s")
+    parser.add_argument("--cache", type=Path, default=Path("data/.cache"), help="%(default)s")
+    parser.set_defaults(run=lambda args: movielens.prepare_movielens_100k(args.out, args.cache))
+
+
+def _add_synthetic(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "synthetic",
+        help="power-law ids and a planted teacher, so that the best possible AUC is known",
+        description="Logs drawn from a known model; teacher.json holds the AUC and log loss it reaches.",
+    )
+    default = synthetic.SyntheticOptions()
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--shape", choices=list(synthetic.SHAPES), default=default.shape, help="%(default)s")
+    for name, text in {
+        "rows": "training rows",
+        "valid-rows": "validation rows",
+        "test-rows": "test rows",
+        "users": "user ids alive on a day (user-item shape)",
+        "items": "item ids alive on a day; in the criteo shape the size of the largest field",
+        "alpha": "popularity of an id is rank ** -alpha",
+        "unseen": "share of the ids in valid and test that training never shows",
+        "drift": "share of the ids replaced by new ones every day",
+        "days": "days of training data; valid is the next day, test the one after",
+        "files": "files a split",
+        "row-group-rows": "rows a row group",
+        "seed": "the same seed gives the same rows",
+    }.items():
+        value = getattr(default, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (%(default)s)")
+    _add_overwrite(parser)
+    parser.set_defaults(
+        run=lambda args: synthetic.write_synthetic(args.out, _options(synthetic.SyntheticOptions, args), args.overwrite)
+    )
+
+
+def _add_csv(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "csv",
+        help="any delimited files, plain or compressed",
+        description="Delimited files, streamed into Parquet. Types are inferred from the first 4 MiB of the "
+        "first file where --types does not give them, and hold for all files. Empty fields are null.",
+    )
+    default = delimited.CsvOptions()
+    parser.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=".csv, .tsv, .csv.gz …")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--delimiter", type=_unescape, default=",", help="one character; '\\t' is a tab (,)")
+    parser.add_argument(
+        "--columns", type=_names, default=[], metavar="A,B,C", help="names, if the files have no header"
+    )
+    parser.add_argument(
+        "--types",
+        type=_pair,
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="NAME=TYPE",
+        help=f"TYPE: {', '.join(delimited.TYPES)}",
+    )
+    parser.add_argument(
+        "--list",
+        dest="lists",
+        type=_list_column,
+        action="append",
+        default=[],
+        metavar="NAME=SEP[:TYPE]",
+        help="split a column into a list, as in 'genres=|' or 'items= :int64' (string)",
+    )
+    _add_where(parser)
+    parser.add_argument("--label", metavar="COND", help="add an int8 column 'label', as in 'rating>=4'")
+    parser.add_argument(
+        "--split", type=_shares, default=(), metavar="SHARES", help="train,valid,test, as in 0.8,0.1,0.1"
+    )
+    parser.add_argument(
+        "--split-by",
+        default=default.split_by,
+        metavar="RULE",
+        help="random by row; time:COLUMN, later rows go to later splits; user:COLUMN, rows of one value stay "
+        "together (%(default)s)",
+    )
+    parser.add_argument("--null-values", type=_names, default=[], metavar="A,B", help="read as null too")
+    parser.add_argument("--row-group-rows", type=int, default=default.row_group_rows, help="(%(default)s)")
+    parser.add_argument("--rows-per-file", type=int, default=default.rows_per_file, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=default.seed, help="of the split (%(default)s)")
+    _add_overwrite(parser)
+    parser.set_defaults(run=_run_csv)
+
+
+def _run_csv(args: argparse.Namespace) -> bool:
+    options = _options(delimited.CsvOptions, args, types=dict(args.types), lists=dict(args.lists))
+    delimited.convert_csv(args.inputs, args.out, options, args.overwrite)
+    return True
+
+
+def _add_retrieval(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "retrieval",
+        help="a Parquet log of interactions, for two towers",
+        description="A log with a row for each interaction, as train/, valid/, test/ (a user's queries, with what is "
+        "to be found and what was seen) and items/.",
+    )
+    parser.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=".parquet files, or folders of them")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--user", default="user_id", metavar="COLUMN", help="(%(default)s)")
+    parser.add_argument("--item", default="item_id", metavar="COLUMN", help="(%(default)s)")
+    parser.add_argument("--time", metavar="COLUMN", help="without it, rows are taken to be in order")
+    parser.add_argument("--user-features", type=_names, default=[], metavar="A,B", help="columns of the log")
+    parser.add_argument("--item-features", type=_names, default=[], metavar="A,B", help="columns of the log")
+    _add_where(parser)
+    held_out = parser.add_mutually_exclusive_group()
+    held_out.add_argument(
+        "--hold-out",
+        choices=interactions.HOLD_OUT,
+        default=interactions.HOLD_OUT[0],
+        help="last: each user's last item is of test, the one before of valid; random: a tenth of each user's items "
+        "for each, as RecBole does (%(default)s)",
+    )
+    held_out.add_argument(
+        "--split-column",
+        metavar="COLUMN",
+        help="with train, valid or test in each row, or 0, 1 or 2, or whether it is of test",
+    )
+    for name in ("valid", "test"):
+        text = f"the log's rows of {name}, files or folders; INPUT is then all of train"
+        parser.add_argument(f"--{name}", type=Path, nargs="+", default=[], metavar="PATH", help=text)
+    _add_overwrite(parser)
+    parser.set_defaults(run=_run_retrieval)
+
+
+def _run_retrieval(args: argparse.Namespace) -> bool:
+    columns = interactions.Columns(args.user, args.item, args.time, args.user_features, args.item_features)
+    if (args.valid or args.test) and (args.split_column or args.hold_out != interactions.HOLD_OUT[0]):
+        raise UserError("--valid and --test are a split by themselves; leave out --split-column and --hold-out")
+    hold_out = interactions.HoldOut(args.hold_out, args.split_column, args.valid, args.test)
+    interactions.convert_log(args.inputs, args.out, columns, hold_out, args.where, args.overwrite)
+    return True
+
+
+def _add_where(parser: argparse.ArgumentParser) -> None:
+    text = "take only rows for which this is true, written as data.filter, as in \"rating >= 4 and country in ['de']\""
+    parser.add_argument("--where", metavar="FILTER", help=text)
+
+
+def _add_overwrite(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="replace what was written to --out before")
+
+
+def _unescape(text: str) -> str:
+    return "\t" if text in ("\\t", "tab") else text
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.rpartition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE")
+    return name, value
+
+
+def _list_column(text: str) -> tuple[str, tuple[str, str]]:
+    match = re.fullmatch(r"([^=]+)=(.+?)(?::([a-z]+[0-9]*))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SEPARATOR or NAME=SEPARATOR:TYPE")
+    return match[1], (_unescape(match[2]), match[3] or "string")
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers separated by commas") from None

@@ -1,0 +1,65 @@
+"""`recsys` and `python -m recsys`: what is a command, how mistakes are told, and what it imports."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+from recsys.__main__ import main
+
+SAMPLE = "configs/dlrm_sample.yaml"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 1, "required: COMMAND; recsys --help tells the rest"),
+        (["trian"], 1, "'trian' (choose from"),
+        (["train"], 1, "required: CONFIG"),
+        (["train", SAMPLE, "--epochs=3"], 1, "--epochs=3; changes are written key=value, and recsys train --help"),
+        (["dry-run", SAMPLE, "--debug"], 1, "unrecognized arguments: --debug"),
+        (["evaluate", "nowhere"], 1, "'nowhere' does not exist"),
+        (["prepare", "csv"], 2, "recsys prepare csv: the following arguments are required: INPUT, --out"),
+        (["tables", "export", "a"], 1, "required: TABLE, OUT.parquet; recsys tables export --help tells the rest"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_told_in_one_line(arguments: list[str], status: int, said: str) -> None:
+    done = run("-m", "recsys", *arguments)
+    assert done.returncode == status and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("script", ["train.py --help", "-m recsys --help", "-m recsys dry-run --help"])
+def test_help_takes_no_library(script: str) -> None:
+    done = run("-X", "importtime", *script.split())
+    assert done.returncode == 0 and "usage: " in done.stdout
+    assert not any(f"| {' ' * depth}{name}\n" in done.stderr for name in ("torch", "numpy") for depth in range(40))
+
+
+def test_a_dry_run(tmp_path: Path) -> None:
+    done = run("-m", "recsys", "dry-run", SAMPLE, f"run.dir={tmp_path}")
+    assert done.returncode == 0 and done.stdout.startswith("# Fits"), done.stdout + done.stderr
+    assert json.loads((tmp_path / "memory" / "dry_run.json").read_text())
+
+
+def test_prepare_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["--rows", "90", "--valid-rows", "30", "--test-rows", "30", "--users", "9", "--items", "9"]
+    assert main(["prepare", "synthetic", "--out", str(tmp_path / "data"), *rows]) == 0
+    assert "train" in capsys.readouterr().out and (tmp_path / "data" / "train").is_dir()
+
+
+@pytest.mark.slow
+def test_torchrun_takes_the_module_too(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "2"]
+    done = run(*launcher, "-m", "recsys", "train", SAMPLE, f"run.dir={tmp_path}/run", "train.max_steps=3")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 3
+    done = run("-m", "recsys", "evaluate", f"{tmp_path}/run")
+    assert done.returncode == 0 and '"auc"' in done.stdout.splitlines()[-1], done.stderr
