@@ -131,7 +131,7 @@ def load_tensors(
     if of_optimizer or taken:
         tensors.set_dense_optimizer(of_optimizer, taken)
     set_rank_rng(room, world)
-    tensors.set_statistics(room)
+    tensors.add_statistics(room)
     for name, reason in marker.approximate.items():
         if name in report.loaded:
             _log.warning("%s is approximate: %s", name, reason)

@@ -14,7 +14,7 @@ import torch
 
 from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.checkpoint.rng import rng_tensors, set_rng
-from recsys.ids import IdState, IdStatistics
+from recsys.ids import IdStatistics
 from recsys.runtime.world import World
 from recsys.tables.module_names import parameter_name
 from recsys.tables.spec import local_pieces
@@ -67,7 +67,7 @@ class Tensors:
         }
         own = {f"{RNG}{world.rank}/{name}": value for name, value in rng_tensors(world.device).items()}
         for name, statistics in self.statistics.items():
-            own[f"{IDS}{world.rank}/{name}"] = torch.from_numpy(statistics.state().pack().view(np.int64))
+            own[f"{IDS}{world.rank}/{name}"] = torch.from_numpy(statistics.state().view(np.int64))
         for name, value in own.items():
             found[name] = Pieces(tuple(value.shape), value.dtype, (Piece(value, (0,)),))
         return found, approximate
@@ -125,17 +125,11 @@ class Tensors:
             found |= {f"group{number}/{key}": group[key] for key in learned}
         return found
 
-    def set_statistics(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Let statistics of ids begin with those of some ranks, as tensors `ids/R/F`."""
-        for feature, statistics in self.statistics.items():
-            packed = [value for name, value in tensors.items() if name.startswith(IDS) and _feature(name) == feature]
-            if packed:
-                states = [IdState.unpack(value.numpy().view(np.uint64)) for value in packed]
-                statistics.earlier = IdStatistics.merged(states).state()
-
-
-def _feature(name: str) -> str:
-    return name.removeprefix(IDS).partition("/")[2]
+    def add_statistics(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Add to statistics of ids what some ranks had counted, as tensors `ids/R/F`."""
+        for name, value in tensors.items():
+            if name.startswith(IDS) and (feature := name.removeprefix(IDS).partition("/")[2]) in self.statistics:
+                self.statistics[feature].add_state(value.numpy().view(np.uint64))
 
 
 def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:

@@ -133,7 +133,7 @@ def convert_ids(
     """
     k = part.mapping.rows_per_id
     if part.statistics is not None:
-        part.statistics.add_rows(len(array))
+        part.statistics.add(rows=len(array))
     try:
         array = plain(array)
         weights = None if weights is None else plain(weights)
@@ -215,7 +215,7 @@ def _map(
     if part.null is NullPolicy.refuse:
         raise UserError(f"{nulls} nulls found where nulls: refuse allows none; use reserved or empty")
     if part.statistics is not None:
-        part.statistics.add_nulls(nulls)
+        part.statistics.add(nulls=nulls)
     present = valid(ids)
     mapped = allocate(((len(ids) - nulls) * k,), dtype)
     part.mapping.map(drop_nulls(ids), mapped, part.statistics)

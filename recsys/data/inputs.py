@@ -120,7 +120,10 @@ class Inputs:
         report = {}
         for name in self.statistics:
             mapping = self._mappings[self.config.features[name].table or ""]
-            report[name] = IdStatistics.merged([state[name] for state in states]).summary(mapping, num_rows)
+            total = IdStatistics()
+            for state in states:
+                total.add_state(state[name])
+            report[name] = total.summary(mapping, num_rows)
         return report
 
 

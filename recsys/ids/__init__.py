@@ -15,7 +15,7 @@ from recsys.ids.mappings import (
     VocabularyMapping,
     build_mapping,
 )
-from recsys.ids.statistics import IdState, IdStatistics, statistics_bytes
+from recsys.ids.statistics import IdStatistics, statistics_bytes
 from recsys.ids.vocabulary import (
     IdCounter,
     add_up,
@@ -26,30 +26,3 @@ from recsys.ids.vocabulary import (
     read_vocabulary,
     write_vocabulary,
 )
-
-__all__ = [
-    "NULL_ROW",
-    "HashMapping",
-    "IdCounter",
-    "IdMapping",
-    "IdState",
-    "IdStatistics",
-    "IdentityMapping",
-    "IndexMapping",
-    "QuotientRemainderMapping",
-    "VocabularyMapping",
-    "add_up",
-    "build_mapping",
-    "choose_vocabulary",
-    "hash_column",
-    "hash_integers",
-    "index_bytes",
-    "is_new",
-    "is_text",
-    "joined",
-    "most_frequent",
-    "read_keys",
-    "read_vocabulary",
-    "statistics_bytes",
-    "write_vocabulary",
-]

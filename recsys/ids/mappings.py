@@ -1,8 +1,6 @@
 """Raw ids to table rows, whole columns at a time."""
 
-from collections.abc import Callable
 from math import expm1, isqrt
-from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +14,7 @@ from recsys.ids.statistics import IdStatistics
 NULL_ROW = 0
 
 
-class IdMapping(Protocol):
+class IdMapping:
     """Maps a column of raw ids to rows of a table.
 
     Attributes:
@@ -24,8 +22,10 @@ class IdMapping(Protocol):
         num_rows: rows of the table; every row is less.
     """
 
-    rows_per_id: int
-    num_rows: int
+    rows_per_id = 1
+
+    def __init__(self, num_rows: int, seed: int = 0) -> None:
+        self.num_rows, self._seed = num_rows, seed
 
     def map(self, ids: pa.Array, out: np.ndarray, statistics: IdStatistics | None = None) -> None:
         """Write the rows of ids.
@@ -39,17 +39,50 @@ class IdMapping(Protocol):
         Raises:
             UserError, TypeError: ids that the mapping does not take.
         """
+        k, most = self.rows_per_id, self.num_rows - 1
+        if out.shape != (len(ids) * k,) or out.dtype not in (np.int32, np.int64) or most > np.iinfo(out.dtype).max:
+            raise ValueError(f"out is {out.dtype} {out.shape}; it must be {(len(ids) * k,)}, and hold rows to {most}")
+        keys = read_keys(ids)
+        self._check(keys, ids.type)
+        rows = out if keys.indices is None else np.empty(len(keys) * k, out.dtype)
+        for start, chunk in keys.hash_chunks(self._seed):
+            if statistics is not None:
+                statistics.add_hashes(chunk)
+            self._write(keys, start, chunk, rows[start * k : (start + chunk.shape[1]) * k])
+        if keys.indices is not None:
+            by_key, by_id = rows.reshape(-1, k), out.reshape(-1, k)
+            for start in range(0, len(keys.indices), CHUNK):  # of the indices NumPy makes an int64 copy
+                part = keys.indices[start : start + CHUNK]
+                np.take(by_key, part, axis=0, out=by_id[start : start + CHUNK], mode="clip")
+        if statistics is not None:
+            statistics.add(ids=len(ids), out_of_vocabulary=self._num_out_of_vocabulary(out))
 
-    def usage(self, hashes: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
         """Return which share of the rows some ids use, and which share of them has its rows in common with another.
 
         Args:
             hashes: as statistics got them, of different ids, uint64 [n].
-            weights: how many ids each stands for, float64 [n]; with all 1 the result is exact, else an expectation.
+            weight: how many ids each stands for; with 1 the result is exact, else an expectation.
         """
+        raise NotImplementedError
+
+    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
+        """Raise UserError for ids that the mapping does not take."""
+
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        """Write the rows of a chunk of keys, as `hash_chunks` yields it from `start` on, which may be overwritten."""
+        raise NotImplementedError
+
+    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
+        return 0
+
+    def _exact_usage(self, hashes: np.ndarray) -> tuple[float, float]:
+        rows = np.empty(len(hashes) * self.rows_per_id, np.int64)
+        self._write(IdKeys(hashes), 0, np.stack([hashes, hashes, hashes]), rows)
+        return len(np.unique(rows)) / (self.num_rows - 1), _shared(rows.reshape(-1, self.rows_per_id))
 
 
-class HashMapping:
+class HashMapping(IdMapping):
     """Any id to rows 1 … num_embeddings - 1 by `num_hashes` hashes; row 0 stays for null.
 
     With several hashes, the vector of an id is the sum of its rows, which two ids seldom have all in common (Svenstrup
@@ -57,46 +90,31 @@ class HashMapping:
     """
 
     def __init__(self, num_embeddings: int, seed: int, num_hashes: int = 1) -> None:
-        self.num_rows, self.rows_per_id = num_embeddings, num_hashes
-        self._num_buckets = num_embeddings - 1
-        self._seed = seed
+        super().__init__(num_embeddings, seed)
+        self.rows_per_id = num_hashes
 
-    def map(self, ids: pa.Array, out: np.ndarray, statistics: IdStatistics | None = None) -> None:
-        _check_out(self, ids, out)
-        _map_hashes(read_keys(ids), self._seed, self.rows_per_id, self._write, out, statistics)
-        if statistics is not None:
-            statistics.add_ids(len(ids))
-
-    def _write(self, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-        k = self.rows_per_id
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        k, num_buckets = self.rows_per_id, self.num_rows - 1
         # Further hashes are hashes of the first: a text is read but once.
         for j in range(k - 1, 0, -1):
             remix(chunk[0], j, chunk[2], chunk[1])
-            modulo(chunk[2], self._num_buckets, chunk[1])
+            modulo(chunk[2], num_buckets, chunk[1])
             _write_sum(chunk[2], 1, out[j::k])
-        modulo(chunk[0], self._num_buckets, chunk[1])
+        modulo(chunk[0], num_buckets, chunk[1])
         _write_sum(chunk[0], 1, out[::k])
 
-    def usage(self, hashes: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-        n, k, m = float(weights.sum()), self.rows_per_id, self._num_buckets
-        if _is_exact(weights):
-            rows = _rows_of_hashes(self._write, hashes, k)
-            return len(np.unique(rows)) / m, _shared(rows)
-        return _expected_used(n * k, m) / m, _expected_shared(n, m**k)
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        if weight == 1:
+            return self._exact_usage(hashes)
+        n, k, m = weight * len(hashes), self.rows_per_id, self.num_rows - 1
+        return _expected_share(n * k, m), _expected_share(n, m**k)
 
 
-class IdentityMapping:
+class IdentityMapping(IdMapping):
     """Integer id i to row i."""
 
-    rows_per_id = 1
-
-    def __init__(self, num_embeddings: int) -> None:
-        self.num_rows = num_embeddings
-
-    def map(self, ids: pa.Array, out: np.ndarray, statistics: IdStatistics | None = None) -> None:
-        _check_out(self, ids, out)
-        keys = read_keys(ids)
-        kind = ids.type.value_type if pa.types.is_dictionary(ids.type) else ids.type
+    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if len(keys.texts) or is_text(kind) or pa.types.is_temporal(kind):
             raise UserError(f"mapping: identity takes integers, found {kind}; use mapping: hash")
         rows = keys.numbers
@@ -106,84 +124,63 @@ class IdentityMapping:
                 f"id {outside[0]} is outside 0 … {self.num_rows - 1} (mapping: identity); "
                 f"raise num_embeddings, or use mapping: hash"
             )
-        if statistics is not None:
-            statistics.add_ids(len(ids))
-            for _, chunk in keys.hash_chunks(0):
-                statistics.add_hashes(chunk)
-        if keys.indices is None:
-            out[:] = rows
-        else:
-            _spread(rows.astype(out.dtype), keys.indices, out, 1)
 
-    def usage(self, hashes: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-        return float(weights.sum()) / self.num_rows, 0.0
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        out[:] = keys.numbers[start : start + len(out)]
+
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        return weight * len(hashes) / self.num_rows, 0.0
 
 
-class IndexMapping:
+class IndexMapping(IdMapping):
     """A raw id to its position in a list of distinct ids, -1 where it is not in it."""
-
-    rows_per_id = 1
 
     def __init__(self, ids: pa.Array) -> None:
         """Take the list, of numbers or texts; raises UserError for an id that is there twice."""
+        super().__init__(len(ids))
         self._index = IdIndex(ids, 0)
-        self.num_rows = len(ids)
 
-    def map(self, ids: pa.Array, out: np.ndarray, statistics: IdStatistics | None = None) -> None:
-        keys = read_keys(ids)
-        self._index.check(keys, ids.type)
+    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
+        self._index.check(keys, kind)
 
-        def write(start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-            np.subtract(self._index.find(keys, start, chunk), 1, out=out)
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        np.subtract(self._index.find(keys, start, chunk), 1, out=out)
 
-        _check_out(self, ids, out)
-        _map_hashes(keys, 0, 1, write, out, statistics)
-        if statistics is not None:
-            statistics.add_ids(len(ids), int(np.count_nonzero(out < 0)))
+    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
+        return int(np.count_nonzero(rows < 0))
 
-    def usage(self, hashes: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-        known = weights[_find_hashes(self._index, hashes) > 0].sum()
-        return float(known) / max(1, self.num_rows), 0.0
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        return weight * np.count_nonzero(_find_hashes(self._index, hashes)) / max(1, self.num_rows), 0.0
 
 
-class VocabularyMapping:
+class VocabularyMapping(IdMapping):
     """The i-th id of a vocabulary to row 1 + i, any other by hash to one of the `num_buckets` rows after these."""
 
-    rows_per_id = 1
-
     def __init__(self, vocabulary: pa.Array, num_buckets: int, seed: int) -> None:
+        super().__init__(1 + len(vocabulary) + num_buckets, seed)
         self._index = IdIndex(vocabulary, seed)
-        self._num_buckets, self._seed = num_buckets, seed
-        self.num_rows = 1 + len(vocabulary) + num_buckets
+        self._num_buckets, self._first_bucket = num_buckets, 1 + len(vocabulary)
 
-    def map(self, ids: pa.Array, out: np.ndarray, statistics: IdStatistics | None = None) -> None:
-        keys = read_keys(ids)
-        self._index.check(keys, ids.type)
+    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
+        self._index.check(keys, kind)
 
-        def write(start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-            out[:] = self._index.find(keys, start, chunk)
-            absent = (out == 0).nonzero()[0]
-            if len(absent):
-                out[absent] = (self._first_bucket + self._bucket(chunk[0].take(absent))).astype(out.dtype)  # else slow
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self._index.find(keys, start, chunk)
+        absent = (out == 0).nonzero()[0]
+        if len(absent):
+            out[absent] = (self._first_bucket + self._bucket(chunk[0].take(absent))).astype(out.dtype)  # else slow
 
-        _check_out(self, ids, out)
-        _map_hashes(keys, self._seed, 1, write, out, statistics)
-        if statistics is not None:
-            statistics.add_ids(len(ids), int(np.count_nonzero(out >= self._first_bucket)))
+    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
+        return int(np.count_nonzero(rows >= self._first_bucket))
 
-    def usage(self, hashes: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-        absent = _find_hashes(self._index, hashes) == 0
-        known, unknown = float(weights[~absent].sum()), float(weights[absent].sum())
-        if _is_exact(weights):
-            buckets = self._bucket(hashes[absent])[:, None]
-            used, shared = float(len(np.unique(buckets))), _shared(buckets)
-        else:
-            used, shared = _expected_used(unknown, self._num_buckets), _expected_shared(unknown, self._num_buckets)
-        return (known + used) / (self.num_rows - 1), unknown * shared / max(1.0, known + unknown)
-
-    @property
-    def _first_bucket(self) -> int:
-        return 1 + len(self._index)
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        absent = hashes[_find_hashes(self._index, hashes) == 0]
+        known, unknown = weight * (len(hashes) - len(absent)), weight * len(absent)
+        used = shared = _expected_share(unknown, self._num_buckets)
+        if weight == 1:
+            buckets = self._bucket(absent)[:, None]
+            used, shared = len(np.unique(buckets)) / self._num_buckets, _shared(buckets)
+        return (known + used * self._num_buckets) / (self.num_rows - 1), unknown * shared / max(1.0, known + unknown)
 
     def _bucket(self, hashes: np.ndarray) -> np.ndarray:
         buckets = hashes.copy()
@@ -191,7 +188,7 @@ class VocabularyMapping:
         return buckets.view(np.int64)
 
 
-class QuotientRemainderMapping:
+class QuotientRemainderMapping(IdMapping):
     """Any id, hashed to `num_ids` numbers, to two rows: one by quotient, one by remainder (Shi et al. 2020,
     arXiv:1909.02107).
 
@@ -202,18 +199,12 @@ class QuotientRemainderMapping:
     rows_per_id = 2
 
     def __init__(self, num_embeddings: int, num_ids: int, seed: int) -> None:
-        self.num_rows = num_embeddings
-        self._num_ids, self._seed = num_ids, seed
+        super().__init__(num_embeddings, seed)
+        self._num_ids = num_ids
         self._num_quotients = _num_quotients(num_embeddings - 1, num_ids)
         self._num_remainders = num_embeddings - 1 - self._num_quotients
 
-    def map(self, ids: pa.Array, out: np.ndarray, statistics: IdStatistics | None = None) -> None:
-        _check_out(self, ids, out)
-        _map_hashes(read_keys(ids), self._seed, 2, self._write, out, statistics)
-        if statistics is not None:
-            statistics.add_ids(len(ids))
-
-    def _write(self, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         number, quotient = chunk[0], chunk[1]
         modulo(number, self._num_ids, quotient)
         np.floor_divide(number, np.uint64(self._num_remainders), out=quotient)
@@ -222,13 +213,12 @@ class QuotientRemainderMapping:
         np.subtract(number, quotient, out=number)
         _write_sum(number, 1 + self._num_quotients, out[1::2])
 
-    def usage(self, hashes: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-        if _is_exact(weights):
-            rows = _rows_of_hashes(self._write, hashes, 2)
-            return len(np.unique(rows)) / (self.num_rows - 1), _shared(rows)
-        n = float(weights.sum())
-        used = _expected_used(n, self._num_quotients) + _expected_used(n, self._num_remainders)
-        return used / (self.num_rows - 1), _expected_shared(n, self._num_ids)
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        if weight == 1:
+            return self._exact_usage(hashes)
+        n, sizes = weight * len(hashes), (self._num_quotients, self._num_remainders)
+        used = sum(size * _expected_share(n, size) for size in sizes)
+        return used / (self.num_rows - 1), _expected_share(n, self._num_ids)
 
 
 def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None) -> IdMapping:
@@ -261,33 +251,6 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None) -> IdM
     return HashMapping(table.num_embeddings, table.hash_seed, table.num_hashes)
 
 
-Write = Callable[[int, np.ndarray, np.ndarray], None]
-
-
-def _map_hashes(
-    keys: IdKeys, seed: int, rows_per_id: int, write: Write, out: np.ndarray, statistics: IdStatistics | None
-) -> None:
-    """Let `write` turn chunks of hashes into rows, each key's once, and copy these to the ids that have the key.
-
-    Args:
-        write: gets the position of a chunk's first key, the chunk as `hash_chunks` yields it, and where the rows go.
-    """
-    rows = out if keys.indices is None else np.empty(len(keys) * rows_per_id, out.dtype)
-    for start, chunk in keys.hash_chunks(seed):
-        if statistics is not None:
-            statistics.add_hashes(chunk)
-        write(start, chunk, rows[start * rows_per_id : (start + chunk.shape[1]) * rows_per_id])
-    if keys.indices is not None:
-        _spread(rows, keys.indices, out, rows_per_id)
-
-
-def _spread(rows: np.ndarray, indices: np.ndarray, out: np.ndarray, rows_per_id: int) -> None:
-    by_key, by_id = rows.reshape(-1, rows_per_id), out.reshape(-1, rows_per_id)
-    for start in range(0, len(indices), CHUNK):  # of the indices NumPy makes an int64 copy
-        part = indices[start : start + CHUNK]
-        np.take(by_key, part, axis=0, out=by_id[start : start + CHUNK], mode="clip")
-
-
 def _write_sum(values: np.ndarray, addend: int, out: np.ndarray) -> None:
     """Write uint64 `values` + addend to int32 or int64 `out`, in the fewest passes over memory."""
     if out.dtype == np.int64:
@@ -295,12 +258,6 @@ def _write_sum(values: np.ndarray, addend: int, out: np.ndarray) -> None:
     else:
         np.copyto(out.view(np.uint32), values, casting="unsafe")
         np.add(out, np.int32(addend), out=out)
-
-
-def _check_out(mapping: IdMapping, ids: pa.Array, out: np.ndarray) -> None:
-    shape = (len(ids) * mapping.rows_per_id,)
-    if out.shape != shape or out.dtype not in (np.int32, np.int64) or mapping.num_rows - 1 > np.iinfo(out.dtype).max:
-        raise ValueError(f"out is {out.dtype} {out.shape}; it must be {shape}, and hold rows to {mapping.num_rows - 1}")
 
 
 def _num_quotients(num_rows: int, num_ids: int) -> int:
@@ -313,28 +270,13 @@ def _find_hashes(index: IdIndex, hashes: np.ndarray) -> np.ndarray:
     return index.find_hashes(hashes, np.empty_like(hashes), np.empty_like(hashes))
 
 
-def _rows_of_hashes(write: Write, hashes: np.ndarray, rows_per_id: int) -> np.ndarray:
-    chunk = np.stack([hashes, hashes, hashes])
-    rows = np.empty(len(hashes) * rows_per_id, np.int64)
-    write(0, chunk, rows)
-    return rows.reshape(-1, rows_per_id)
-
-
 def _shared(rows: np.ndarray) -> float:
     """Return the share of ids, rows int64 [ids, rows_per_id], whose rows are all another's too."""
     _, counts = np.unique(rows, axis=0, return_counts=True)
     return float(counts[counts > 1].sum()) / max(1, len(rows))
 
 
-def _is_exact(weights: np.ndarray) -> bool:
-    return bool((weights == 1).all())
-
-
-def _expected_used(num_ids: float, num_rows: float) -> float:
-    """Return how many of some rows are used by so many ids at random, in the mean."""
-    return -num_rows * expm1(-num_ids / num_rows)
-
-
-def _expected_shared(num_ids: float, num_rows: float) -> float:
-    """Return the probability that an id's row of so many is another id's too, with so many ids at random."""
+def _expected_share(num_ids: float, num_rows: float) -> float:
+    """Return which share of some rows so many ids at random use, in the mean, which is also which share of the ids has
+    a row in common with another."""
     return -expm1(-num_ids / num_rows)

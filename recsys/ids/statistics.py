@@ -7,8 +7,6 @@ doi:10.1145/1247480.1247504, whose (k - 1) / U_k this is, L being the k-th small
 """
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,124 +15,46 @@ if TYPE_CHECKING:
     from recsys.ids.mappings import IdMapping
 
 _RANGE = 2**64
-_LATE_SHARE = 64  # one of so many hash values is looked at later on: 0.6 ns an id, in place of 2 to 5
-_SIFTED_AT_ONCE = 16384  # since a call of NumPy takes as long as a thousand hashes
-_FIRST_PLACES = 1 << 10
+_FEWEST_PLACES = 1 << 10
+_COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
 
 
-@dataclass(frozen=True)
-class Sketch:
-    """All distinct hashes below a limit that some hashes had.
-
-    Attributes:
-        hashes: uint64 [n], ascending.
-        limit: 1 … 2**64; at 2**64 it holds all.
-    """
-
-    hashes: np.ndarray
-    limit: int = _RANGE
-
-    @property
-    def weight(self) -> float:
-        """How many distinct hashes each one in the sketch stands for."""
-        return _RANGE / self.limit
-
-    def below(self, limit: int) -> "Sketch":
-        """Return the sketch with a limit that is at most this one."""
-        if limit >= self.limit:
-            return self
-        return Sketch(self.hashes[: np.searchsorted(self.hashes, np.uint64(limit))], limit)
-
-    def joined(self, hashes: np.ndarray, size: int) -> "Sketch":
-        """Return the sketch with more hashes below its limit, uint64 in any order; lower it to keep at most `size`."""
-        merged = np.concatenate([self.hashes, hashes])
-        merged.sort()
-        first = np.ones(len(merged), bool)
-        np.not_equal(merged[1:], merged[:-1], out=first[1:])
-        joined = Sketch(merged[first], self.limit)
-        return joined if len(joined.hashes) <= size else joined.below(int(joined.hashes[size]))
-
-
-@dataclass(frozen=True)
-class IdState:
-    """What an `IdStatistics` has counted, to be sent to another process or kept, and merged there; up to 1 MiB."""
-
-    num_rows: int
-    num_ids: int
-    num_nulls: int
-    num_out_of_vocabulary: int
-    early: Sketch
-    late: Sketch | None
-    size: int
-
-    def pack(self) -> np.ndarray:
-        """Return it as numbers, uint64 [n]."""
-        sketches = [self.early] if self.late is None else [self.early, self.late]
-        counts = [self.num_rows, self.num_ids, self.num_nulls, self.num_out_of_vocabulary, self.size]
-        limits = [number for sketch in sketches for number in (sketch.limit - 1, len(sketch.hashes))]
-        return np.concatenate([np.array([*counts, len(sketches), *limits], np.uint64), *(s.hashes for s in sketches)])
-
-    @staticmethod
-    def unpack(numbers: np.ndarray) -> "IdState":
-        """Return what `pack` was given."""
-        num_rows, num_ids, num_nulls, unknown, size, num_sketches = numbers[:6].tolist()
-        limits, at, sketches = numbers[6 : 6 + 2 * num_sketches].tolist(), 6 + 2 * num_sketches, []
-        for limit, count in zip(limits[::2], limits[1::2], strict=True):
-            sketches.append(Sketch(numbers[at : at + count], limit + 1))
-            at += count
-        late = sketches[1] if num_sketches > 1 else None
-        return IdState(num_rows, num_ids, num_nulls, unknown, sketches[0], late, size)
-
-
-def statistics_bytes(num_distinct: float, size: int = 65536) -> int:
-    """Return about what an `IdStatistics` takes once it has seen so many distinct ids: places and two sketches."""
-    known = int(min(size, num_distinct))
-    return 8 * (_num_places(known) + 2 * known)
+def statistics_bytes(num_distinct: float, size: int = 16384) -> int:
+    """Return about what an `IdStatistics` takes once it has seen so many distinct ids."""
+    num_kept = int(min(size, num_distinct))
+    return 8 * (_num_places(num_kept) + 2 * num_kept)
 
 
 class IdStatistics:
-    """Counts of a feature's ids, and a sketch of the distinct ones; safe to update from several threads.
+    """Counts of a feature's ids, and a sample of the distinct ones; safe to update from several threads.
 
-    The first `exact_ids` ids are all looked at, and the distinct among them counted exactly, as long as these are at
-    most `size`. After that a 64th of all hash values is looked at, and ids seen then for the first time are counted by
-    those, 64-fold: without bias, and at little cost.
+    Args:
+        size: up to so many distinct ids, all are kept and their number is exact.
 
     Attributes:
-        num_rows: as told by `add_rows`.
+        num_rows: rows of data, however many ids they have.
         num_ids: ids mapped, without nulls.
-        num_nulls: as told by `add_nulls`.
+        num_nulls: nulls, which a mapping does not get to see.
         num_out_of_vocabulary: ids mapped that have no row of their own in a vocabulary.
-        earlier: what was counted before these, which `state` adds.
     """
 
-    def __init__(self, size: int = 65536, exact_ids: int = 1 << 22) -> None:
+    def __init__(self, size: int = 16384) -> None:
         self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
-        self.earlier: IdState | None = None
-        self._size, self._exact_ids = size, exact_ids
-        self._num_hashed = self._num_taken = 0
-        self._early = Sketch(np.zeros(0, np.uint64))
-        self._late: Sketch | None = None  # of the later hashes that are not in `_early`
-        self._limit: np.uint64 | None = None  # of `_late`
-        self._seen = _SeenHashes(_num_places(0))
-        self._unsifted = _Pending()  # below the limit, perhaps seen
-        self._new = _Pending()  # in `_seen`, not yet in a sketch; a few of them several times
+        self._size = size
+        self._limit = _RANGE
+        self._hashes = np.zeros(0, np.uint64)  # ascending, all below the limit
+        self._new: list[np.ndarray] = []  # not yet among `_hashes`; a few of them several times
+        self._num_new = 0
+        # Most of the hashes taken in, each in one of two places by its bits, so that an id that has been seen costs a
+        # look or two. What stands there is forgotten when another needs its second place.
+        self._seen = np.zeros(_FEWEST_PLACES, np.uint64)
         self._lock = threading.Lock()
 
-    def add_rows(self, count: int) -> None:
-        """Count rows of data, however many ids they have."""
+    def add(self, rows: int = 0, ids: int = 0, nulls: int = 0, out_of_vocabulary: int = 0) -> None:
+        """Count rows of data, ids whose hashes go to `add_hashes`, nulls, and ids that a vocabulary does not have."""
         with self._lock:
-            self.num_rows += count
-
-    def add_nulls(self, count: int) -> None:
-        """Count nulls, which a mapping does not get to see."""
-        with self._lock:
-            self.num_nulls += count
-
-    def add_ids(self, count: int, out_of_vocabulary: int = 0) -> None:
-        """Count mapped ids, whose hashes go to `add_hashes`."""
-        with self._lock:
-            self.num_ids += count
-            self.num_out_of_vocabulary += out_of_vocabulary
+            for name, count in zip(_COUNTS, (rows, ids, nulls, out_of_vocabulary), strict=True):
+                setattr(self, name, getattr(self, name) + count)
 
     def add_hashes(self, chunk: np.ndarray) -> None:
         """Take in hashes of ids, each distinct one at least once.
@@ -142,50 +62,34 @@ class IdStatistics:
         Args:
             chunk: uint64 [3, n]: the hashes, and two rows that are overwritten.
         """
-        limit = self._limit
-        if limit is None:
-            # Without the lock: `_seen` never holds a hash that has not been taken in.
-            found = self._seen.unseen(*chunk)
-        else:
-            below = np.less(chunk[0], limit, out=chunk[1].view(bool)[: chunk.shape[1]])
-            found = chunk[0].take(below.nonzero()[0])
-        with self._lock:
-            self._num_hashed += chunk.shape[1]
-            if limit is None:
-                self._take(found)
-            else:
-                self._unsifted.append(found)
-                if self._unsifted.count >= _SIFTED_AT_ONCE:
-                    self._sift()
-            if self._late is None and self._num_hashed >= self._exact_ids:
-                self._begin_late()
+        hashes, seen = chunk[0], self._seen
+        if self._limit < _RANGE:
+            hashes = hashes.take((hashes < np.uint64(self._limit)).nonzero()[0])
+        places, found = chunk[1:, : len(hashes)]
+        # Without the lock: no hash stands in `_seen` that has not been taken in.
+        np.bitwise_and(hashes, np.uint64(len(seen) - 1), out=places)
+        np.take(seen, places.view(np.int64), out=found, mode="clip")
+        unseen = hashes.take((found != hashes).nonzero()[0])
+        unseen = unseen[seen[_second_place(unseen, seen)] != unseen]
+        if len(unseen):
+            with self._lock:
+                self._take(np.unique(unseen))
 
-    def state(self) -> IdState:
-        """Return what has been counted so far."""
+    def state(self) -> np.ndarray:
+        """Return what has been counted, for `add_state`: uint64 [5 + distinct ids kept], up to 512 KiB."""
         with self._lock:
-            self._sift()
             self._merge()
-            counts = (self.num_rows, self.num_ids, self.num_nulls, self.num_out_of_vocabulary)
-            state = IdState(*counts, self._early, self._late, self._size)
-        return state if self.earlier is None else IdStatistics.merged([self.earlier, state]).state()
+            counts = [getattr(self, name) for name in _COUNTS]
+            return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), self._hashes])
 
-    @staticmethod
-    def merged(states: Sequence[IdState]) -> "IdStatistics":
-        """Return the statistics of all ids together that several have counted, by mappings with one and the same seed.
-
-        Each distinct id is counted once; the result is not meant to be added to.
-        """
-        total = IdStatistics(min(state.size for state in states))
-        total.num_rows = sum(state.num_rows for state in states)
-        total.num_ids = sum(state.num_ids for state in states)
-        total.num_nulls = sum(state.num_nulls for state in states)
-        total.num_out_of_vocabulary = sum(state.num_out_of_vocabulary for state in states)
-        total._early = _union([state.early for state in states], total._size)
-        lates = [state.late.below(total._early.limit) for state in states if state.late is not None]
-        if lates:
-            late = _union(lates, total._size)
-            total._late = Sketch(_without(late.hashes, total._early.hashes), late.limit)
-        return total
+    def add_state(self, state: np.ndarray) -> None:
+        """Add what another has counted, by mappings with one and the same seed; each distinct id counts once."""
+        *counts, last = state[: len(_COUNTS) + 1].tolist()
+        self.add(*counts)
+        with self._lock:
+            self._limit = min(self._limit, last + 1)
+            self._take(state[len(_COUNTS) + 1 :])
+            self._merge()
 
     def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
         """Describe the ids, and the rows that `mapping`, by which they were mapped, gives them.
@@ -200,134 +104,57 @@ class IdStatistics:
             distinct ids whose row, or rows, another one has too; out_of_vocabulary_share: of the ids (0 without one).
             The two rates are expectations where only a sample of the distinct ids is kept.
         """
-        state = self.state()
-        sketches = [state.early] if state.late is None else [state.early, state.late]
-        hashes = np.concatenate([sketch.hashes for sketch in sketches])
-        weights = np.concatenate([np.full(len(sketch.hashes), sketch.weight) for sketch in sketches])
-        occupancy, collision_rate = mapping.usage(hashes, weights)
-        share = 1.0 if num_rows is None else min(1.0, num_rows / max(1, state.num_rows))
+        with self._lock:
+            self._merge()
+        weight = _RANGE / self._limit
+        occupancy, collision_rate = mapping.usage(self._hashes, weight)
+        share = 1.0 if num_rows is None else min(1.0, num_rows / max(1, self.num_rows))
         return {
-            "ids": round(share * state.num_ids),
-            "nulls": round(share * state.num_nulls),
-            "distinct_ids": round(weights.sum()),
-            "exact": state.late is None and state.early.limit == _RANGE,
+            "ids": round(share * self.num_ids),
+            "nulls": round(share * self.num_nulls),
+            "distinct_ids": round(len(self._hashes) * weight),
+            "exact": self._limit == _RANGE,
             "rows": mapping.num_rows,
             "occupancy": occupancy,
             "collision_rate": collision_rate,
-            "out_of_vocabulary_share": state.num_out_of_vocabulary / max(1, state.num_ids),
+            "out_of_vocabulary_share": self.num_out_of_vocabulary / max(1, self.num_ids),
         }
 
     # The methods below are called with the lock held.
 
-    def _sift(self) -> None:
-        hashes = self._unsifted.flush()
-        self._take(self._seen.unseen(hashes, np.empty_like(hashes), np.empty_like(hashes)))
-
     def _take(self, hashes: np.ndarray) -> None:
-        if self._limit is not None:
-            hashes = hashes[hashes < self._limit]  # it may have fallen since they were found
-        hashes = np.unique(hashes)  # few ids are to take little
-        while self._seen.num_places < _num_places(min(self._size, self._num_taken + len(hashes))):
-            self._seen = self._seen.doubled()
-        self._num_taken += len(hashes)
-        self._seen.add(hashes)
         self._new.append(hashes)
-        if self._new.count >= self._size:
+        self._num_new += len(hashes)
+        if self._num_new >= self._size:
             self._merge()
+        needed = _num_places(min(self._size, len(self._hashes) + self._num_new))
+        if needed > len(self._seen):
+            before, self._seen = self._seen, np.zeros(needed, np.uint64)
+            self._remember(before[before != 0])
+        self._remember(hashes)
+
+    def _remember(self, hashes: np.ndarray) -> None:
+        first = (hashes & np.uint64(len(self._seen) - 1)).view(np.int64)
+        is_free = self._seen[first] == 0
+        self._seen[first[is_free]] = hashes[is_free]
+        self._seen[_second_place(hashes[~is_free], self._seen)] = hashes[~is_free]
 
     def _merge(self) -> None:
-        if not self._new.count:
-            return
-        new = self._new.flush()
-        if self._late is None:
-            self._early = self._early.joined(new, self._size)
-            if self._early.limit < _RANGE:
-                self._begin_late()
-        else:
-            self._late = self._late.joined(_without(new, self._early.hashes), self._size)
-            self._limit = np.uint64(self._late.limit)
-
-    def _begin_late(self) -> None:
-        self._merge()
-        if self._late is None:
-            limit = min(_RANGE // _LATE_SHARE, self._early.limit)
-            self._late = Sketch(np.zeros(0, np.uint64), limit)
-            self._limit = np.uint64(limit)
+        hashes = np.unique(np.concatenate([self._hashes, *self._new]))
+        self._new, self._num_new = [], 0
+        if self._limit < _RANGE:
+            hashes = hashes[: np.searchsorted(hashes, np.uint64(self._limit))]
+        while len(hashes) > self._size:
+            self._limit //= 2
+            hashes = hashes[: np.searchsorted(hashes, np.uint64(self._limit))]
+            self._seen = np.zeros_like(self._seen)  # what is above the limit is not looked for any more
+        self._hashes = hashes
+        self._remember(hashes)
 
 
 def _num_places(num_hashes: int) -> int:
-    return max(_FIRST_PLACES, 1 << (2 * num_hashes - 1).bit_length())
+    return max(_FEWEST_PLACES, 1 << (4 * num_hashes - 1).bit_length())
 
 
-def _union(sketches: Sequence[Sketch], size: int) -> Sketch:
-    limit = min(sketch.limit for sketch in sketches)
-    hashes = [sketch.below(limit).hashes for sketch in sketches]
-    return Sketch(np.zeros(0, np.uint64), limit).joined(np.concatenate(hashes), size)
-
-
-def _without(hashes: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the hashes that are not among `others`, which ascend."""
-    if not len(others):
-        return hashes
-    places = np.minimum(np.searchsorted(others, hashes), len(others) - 1)
-    return hashes[others[places] != hashes]
-
-
-class _Pending:
-    """Arrays of hashes to be worked on together."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._parts: list[np.ndarray] = []
-
-    def append(self, hashes: np.ndarray) -> None:
-        if len(hashes):
-            self.count += len(hashes)
-            self._parts.append(hashes)
-
-    def flush(self) -> np.ndarray:
-        parts, self._parts, self.count = self._parts, [], 0
-        return np.concatenate(parts) if parts else np.zeros(0, np.uint64)
-
-
-class _SeenHashes:
-    """Most of the hashes added: one has two places by its bits, and is forgotten when another takes its second."""
-
-    def __init__(self, num_places: int) -> None:
-        """Take a number of places, a power of two."""
-        self._mask = np.uint64(num_places - 1)
-        self._hashes = self._empty(np.arange(num_places, dtype=np.uint64))
-
-    @property
-    def num_places(self) -> int:
-        return len(self._hashes)
-
-    def doubled(self) -> "_SeenHashes":
-        """Return twice the places with the same hashes."""
-        doubled = _SeenHashes(2 * self.num_places)
-        doubled.add(self._hashes[self._hashes != self._empty(np.arange(self.num_places, dtype=np.uint64))])
-        return doubled
-
-    @staticmethod
-    def _empty(places: np.ndarray) -> np.ndarray:
-        # What stands in an empty place is a number whose own two places are others, so that it is never found.
-        other = places ^ np.uint64(1)
-        return other | other << np.uint64(32)
-
-    def unseen(self, hashes: np.ndarray, places: np.ndarray, found: np.ndarray) -> np.ndarray:
-        """Return the hashes that are not there; `places` and `found` are overwritten. All are uint64 [n]."""
-        np.bitwise_and(hashes, self._mask, out=places)
-        np.take(self._hashes, places.view(np.int64), out=found, mode="clip")
-        rest = hashes.take((found != hashes).nonzero()[0])
-        return rest[self._hashes[self._second(rest)] != rest] if len(rest) else rest
-
-    def add(self, hashes: np.ndarray) -> None:
-        """Remember hashes, uint64 [n]."""
-        first = hashes & self._mask
-        free = self._hashes[first] == self._empty(first)
-        self._hashes[first[free]] = hashes[free]
-        rest = hashes[~free]
-        self._hashes[self._second(rest)] = rest
-
-    def _second(self, hashes: np.ndarray) -> np.ndarray:
-        return hashes >> np.uint64(32) & self._mask
+def _second_place(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    return (hashes >> np.uint64(32) & np.uint64(len(seen) - 1)).view(np.int64)

@@ -57,11 +57,8 @@ class Counts:
     def __init__(self) -> None:
         self.mapped = self.nulls = self.rows = 0
 
-    def add_rows(self, count: int) -> None:
-        self.rows += count
-
-    def add_nulls(self, count: int) -> None:
-        self.nulls += count
+    def add(self, rows: int = 0, nulls: int = 0) -> None:
+        self.rows, self.nulls = self.rows + rows, self.nulls + nulls
 
 
 def part(mapping: Any = None, **settings: Any) -> IdColumn:
