@@ -36,10 +36,11 @@ DEBUG_OVERRIDES = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = False) -> Config:
-    """Read a YAML config, merge `key=value` overrides into it, and check it.
+    """Read a YAML config over its `base`, merge `key=value` overrides into it, and check it.
 
     Args:
-        path: YAML file.
+        path: YAML file. Its key `base` may name another, relative to itself, which holds what this one leaves out:
+            mappings are merged key by key, lists and values are replaced.
         overrides: `dotted.key=value` strings; the value is parsed as YAML and wins over the file.
         debug: put the settings of the debug mode between the file and the overrides.
 
@@ -47,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
         UserError: unreadable file, unknown key, wrong type, missing value, or parts that do not fit.
     """
     changes = [each for text in overrides for each in expand_override(text)]
-    read = [_read_yaml(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, changes)]
+    read = [*_read_with_bases(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, changes)]
     layers = [layer for each in read for layer in without_ranges(each)]
     name = _model_name(layers)
     model = MODELS.get(name)
@@ -91,6 +92,28 @@ def _with_references(now: Any, given: Any, resolved: Any) -> Any:
     if isinstance(given, list) and isinstance(now, list) and len(now) == len(given):
         return [_with_references(*values) for values in zip(now, given, resolved, strict=True)]
     return now
+
+
+def _read_with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
+    """Return what the chain of bases of a file holds, and then the file, which wins; `above` are the files over it."""
+    content = _read_yaml(path)
+    base = content.pop("base", None)
+    if base is None:
+        return [content]
+    if not isinstance(base, str):
+        raise UserError(f"config file '{path}': base must name one YAML file, found {_show(base)}")
+    above = (*above, path.resolve())
+    if (path.parent / base).resolve() in above:
+        raise UserError(
+            f"config file '{path}' has the base '{base}', which is based on it; a chain of bases has an end"
+        )
+    try:
+        layers = _read_with_bases(path.parent / base, above)
+    except UserError as error:
+        raise UserError(f"{error} (it is the base of '{path}')") from error
+    if _model_name([content]) not in ("", _model_name(layers)):  # another model has other keys
+        layers = [{key: value for key, value in layer.items() if key != "model"} for layer in layers]
+    return [*layers, content]
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
