@@ -32,7 +32,7 @@ from recsys.runtime.logs import quiet_libraries, start_logging  # noqa: E402
 from recsys.runtime.world import open_world  # noqa: E402
 from recsys.step.build import build_dense_half  # noqa: E402
 from recsys.tables.spec import fill_initial, init_range  # noqa: E402
-from recsys.training.build import Built, log_q  # noqa: E402
+from recsys.training.build import Built, log_shares  # noqa: E402
 from recsys.training.learning import learn_facts  # noqa: E402
 from recsys.training.trainer import Trainer  # noqa: E402
 
@@ -106,7 +106,7 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
         run_dir.mkdir(parents=True)
         start_logging(run_dir / "logs", world.rank)
         inputs = learn_facts(open_inputs(config, world), run_dir)
-        half = build_dense_half(inputs.config, partial(log_q, inputs))
+        half = build_dense_half(inputs.config, partial(log_shares, inputs))
         tables = PlainTables(inputs.config, pad)
         step = PlainStep(tables, half)
         optimizer = torch.optim.Adam(step.parameters(), config.optimizer.dense.learning_rate)

@@ -17,23 +17,21 @@ from recsys.config.choices import (
     ShardingChoice,
 )
 from recsys.config.load import config_text, load_config
+from recsys.config.model import ModelConfig, Needs
 from recsys.config.schema import (
     Config,
     DataConfig,
-    DLRMConfig,
     FeatureConfig,
     OptimizerConfig,
     PrecisionConfig,
     TableConfig,
     TableOptimizerConfig,
-    TwoTowerConfig,
 )
 
 __all__ = [
     "Autocast",
     "ComputeKernel",
     "Config",
-    "DLRMConfig",
     "DataConfig",
     "DataType",
     "Device",
@@ -41,6 +39,8 @@ __all__ = [
     "FeatureType",
     "IdMappingType",
     "Keep",
+    "ModelConfig",
+    "Needs",
     "NullPolicy",
     "OptimizerConfig",
     "Pooling",
@@ -49,7 +49,6 @@ __all__ = [
     "ShardingChoice",
     "TableConfig",
     "TableOptimizerConfig",
-    "TwoTowerConfig",
     "config_text",
     "load_config",
 ]

@@ -3,6 +3,7 @@
 from itertools import pairwise
 from math import isqrt
 
+from recsys.config.bounds import LARGE, check_bounds, check_number
 from recsys.config.choices import (
     COLUMN_SPLITS,
     REPLICATED,
@@ -18,15 +19,11 @@ from recsys.config.choices import (
     TableOptimizer,
 )
 from recsys.config.initial import check_init
-from recsys.config.model_checks import check_dlrm, check_two_tower, one_of
-from recsys.config.names import check_names
-from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig, TwoTowerConfig
+from recsys.config.names import check_names, one_of
+from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig
 from recsys.config.topology import check_memory, check_topology
 from recsys.errors import UserError, nearest
 
-RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
-_LARGE = 1e30  # still finite in FP32
-_MOST = 2**63 - 1  # of 64 bits
 _WIDEST_ROW = 2048  # of FBGEMM's kernels
 
 
@@ -37,12 +34,10 @@ def check_config(config: Config) -> None:
         UserError: names the key, what was found, what is allowed and what to do.
     """
     check_names(config)
+    check_bounds(config)
     _check_numbers(config)
     _check_features(config)
-    if isinstance(config.model, TwoTowerConfig):
-        check_two_tower(config, config.model)
-    else:
-        check_dlrm(config, config.model)
+    _check_model(config)
     _check_tables(config)
     _check_paths(config)
     _check_filter(config)
@@ -52,91 +47,23 @@ def check_config(config: Config) -> None:
     check_init(config.train.init, config.train.init_from, list(config.tables))
 
 
-def metric_names(config: Config) -> list[str]:
-    """Return the names of the metrics that an evaluation of this config's model gives."""
-    if isinstance(config.model, TwoTowerConfig):
-        return [f"{name}@{k}" for k in config.model.top_k for name in ("recall", "ndcg")]
-    return list(RANKING_METRICS)
-
-
 def _check_numbers(config: Config) -> None:
-    data, train, optimizer = config.data, config.train, config.optimizer
-    limits: dict[str, tuple[float | None, float, float]] = {
-        "data.num_streams": (data.num_streams, 1, 2**20),
-        "data.window_mib": (data.window_mib, 1, 2**20),
-        "data.num_threads": (data.num_threads, 0, 1024),
-        "data.prefetch_batches": (data.prefetch_batches, 0, 2**20),
-        "data.max_rows": (data.max_rows, 1, _MOST),
-        "data.retries": (data.retries, 0, 100),
-        "data.max_bad_files": (data.max_bad_files, 0, _MOST),
-        "data.max_bad_rows": (data.max_bad_rows, 0, _MOST),
-        "train.global_batch_size": (train.global_batch_size, 1, 2**31),
-        "train.micro_batch_size": (train.micro_batch_size, 1, _MOST),
-        "train.micro_batch_ids": (train.micro_batch_ids, 1, _MOST),
-        "train.eval_batch_size": (train.eval_batch_size, 1, 2**31),
-        "train.epochs": (train.epochs, 1, _MOST),
-        "train.max_steps": (train.max_steps, 1, _MOST),
-        "precision.loss_scale": (config.precision.loss_scale, 1, 2.0**24),
-        "precision.loss_scale_growth_steps": (config.precision.loss_scale_growth_steps, 1, _MOST),
-        "train.max_bad_steps": (train.max_bad_steps, 0, _MOST),
-        "train.eval_every_steps": (train.eval_every_steps, 1, _MOST),
-        "train.eval_every_epochs": (train.eval_every_epochs, 1, _MOST),
-        "train.log_every_steps": (train.log_every_steps, 1, _MOST),
-        "train.checkpoint_every_steps": (train.checkpoint_every_steps, 1, _MOST),
-        "train.keep_checkpoints": (train.keep_checkpoints, 1, _MOST),
-        "train.early_stop.patience": (train.early_stop.patience, 1, _MOST),
-        "run.num_threads": (config.run.num_threads, 1, 1024),
-        "run.profile_steps": (config.run.profile_steps, 0, 10_000),
-        "run.stuck_after_s": (config.run.stuck_after_s, 2, 1e8),  # three years
-        "optimizer.schedule.warmup_steps": (optimizer.schedule.warmup_steps, 0, _MOST),
-        "optimizer.schedule.final_factor": (optimizer.schedule.final_factor, 0, _LARGE),
-        "optimizer.dense.learning_rate": (optimizer.dense.learning_rate, 0, _LARGE),
-        "optimizer.dense.weight_decay": (optimizer.dense.weight_decay, 0, _LARGE),
-        "optimizer.dense.momentum": (optimizer.dense.momentum, 0, 1),
-        "optimizer.dense.clip_norm": (optimizer.dense.clip_norm, 1e-30, _LARGE),
-        "seed": (config.seed, 0, _MOST),
-    }
-    limits |= _optimizer_limits("optimizer.tables", optimizer.tables)
+    """Refuse numbers whose bounds depend on other keys."""
     for name, feature in config.features.items():
-        limits[f"features.{name}.max_length"] = (feature.max_length, 1, _MOST)
-        limits[f"features.{name}.fill"] = (feature.fill, -_LARGE, _LARGE)
-        for i, number in enumerate([*(feature.clip or []), *(feature.boundaries or [])]):
-            limits[f"features.{name}.{'clip' if feature.clip else 'boundaries'}[{i}]"] = (number, -_LARGE, _LARGE)
+        for key in ("clip", "boundaries"):
+            for i, number in enumerate(getattr(feature, key) or []):
+                check_number(f"features.{name}.{key}[{i}]", number, -LARGE, LARGE)
     for name, table in config.tables.items():
         fewest = {IdMappingType.identity: 1, IdMappingType.hash: 2}.get(table.mapping, 3)
-        limits[f"tables.{name}.num_embeddings"] = (table.num_embeddings, fewest, 2**40)
-        limits[f"tables.{name}.hash_seed"] = (table.hash_seed, 0, _MOST)
-        limits[f"tables.{name}.num_hashes"] = (table.num_hashes, 1, 16)
-        limits[f"tables.{name}.num_ids"] = (table.num_ids, 1, 2**62)
-        limits[f"tables.{name}.min_count"] = (table.min_count, 1, _MOST)
-        limits[f"tables.{name}.num_buckets"] = (table.num_buckets, 1, max(1, table.num_embeddings - 2))
-        limits[f"tables.{name}.init_range"] = (table.init_range, 0, 65504)  # the largest FP16
-        limits[f"tables.{name}.cache_load_factor"] = (table.cache_load_factor, 1e-6, 1)
-        if table.optimizer is not None:
-            limits |= _optimizer_limits(f"tables.{name}.optimizer", table.optimizer)
-    for key, (value, least, most) in limits.items():
-        if value is not None and not least <= value <= most:
-            bound = f"at least {least}" if value < least else f"at most {most}"
-            raise UserError(f"config key '{key}' must be {bound}, found {value}")
-    for key, size in (
-        ("train.global_batch_size", train.global_batch_size),
-        ("train.eval_batch_size", train.eval_batch_size),
-    ):
-        if size is not None and size < data.num_streams:
+        check_number(f"tables.{name}.num_embeddings", table.num_embeddings, fewest, 2**40)
+        check_number(f"tables.{name}.num_buckets", table.num_buckets, 1, max(1, table.num_embeddings - 2))
+    for key in ("global_batch_size", "eval_batch_size"):
+        size = getattr(config.train, key)
+        if size is not None and size < config.data.num_streams:
             raise UserError(
-                f"config key '{key}' must be at least data.num_streams={data.num_streams}, so that a step takes a row "
-                f"of each stream, found {size}"
+                f"config key 'train.{key}' must be at least data.num_streams={config.data.num_streams}, so that a step "
+                f"takes a row of each stream, found {size}"
             )
-
-
-def _optimizer_limits(key: str, optimizer: TableOptimizerConfig) -> dict[str, tuple[float | None, float, float]]:
-    return {
-        f"{key}.learning_rate": (optimizer.learning_rate, 0, _LARGE),
-        f"{key}.eps": (optimizer.eps, 1e-30, _LARGE),  # 0 / 0 is the step of a row without gradient
-        f"{key}.beta1": (optimizer.beta1, 0, 1),
-        f"{key}.beta2": (optimizer.beta2, 0, 1),
-        f"{key}.weight_decay": (optimizer.weight_decay, 0, _LARGE),
-    }
 
 
 def _check_features(config: Config) -> None:
@@ -191,6 +118,39 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
     bounds = feature.boundaries
     if bounds is not None and (not bounds or any(a >= b for a, b in pairwise(bounds))):
         raise UserError(f"config key '{key}.boundaries' must be ascending numbers, one at least, found {bounds}")
+
+
+def _check_model(config: Config) -> None:
+    """Refuse data that the model does not read, or lacks, and a section that the model itself refuses."""
+    model, needs = config.model, config.model.needs()
+    model.check(config)
+    if needs.item_id is None and config.data.items is not None:
+        raise UserError(f"config key 'data.items': model {model.name} ranks rows, and reads no item corpus; remove it")
+    if needs.labels and config.data.label_column is None:
+        raise UserError(f"config key 'data.label_column' is not set, and model {model.name} needs a column with 0 or 1")
+    if not needs.labels and config.data.label_column is not None:
+        raise UserError(
+            f"config key 'data.label_column': model {model.name} takes every row for a positive and reads no label; "
+            f"keep the positive rows in data.train, and set data.label_column=null"
+        )
+    if needs.item_id is not None:
+        _check_item_id(config, needs.item_id)
+
+
+def _check_item_id(config: Config, item_id: str) -> None:
+    feature = config.features[item_id]
+    if feature.type is not FeatureType.id:
+        raise UserError(f"config key 'model.item_id': feature '{item_id}' must be of type id")
+    table = config.tables[feature.table or ""]
+    if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
+        raise UserError(
+            f"config key 'model.item_id': table '{feature.table}' gives an id several rows, and items are told apart "
+            f"by one; use mapping: hash with num_hashes=1, vocabulary or identity"
+        )
+    if (config.data.valid or config.data.test) and not config.data.items:
+        raise UserError(
+            "config key 'data.items' is not set, and data.valid and data.test are evaluated over a file of all items"
+        )
 
 
 def _check_tables(config: Config) -> None:
@@ -264,13 +224,13 @@ def _check_unpooled(config: Config, name: str, table: TableConfig) -> None:
     if table.sharding_type not in UNPOOLED:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': feature '{unpooled[0]}' is looked up id by id, for "
-            f"model.attention, which goes with {', '.join(each.name for each in UNPOOLED)}, found "
+            f"the model, which goes with {', '.join(each.name for each in UNPOOLED)}, found "
             f"{table.sharding_type.name}"
         )
     if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
         raise UserError(
             f"config key 'tables.{name}.mapping' gives an id several rows, and feature '{unpooled[0]}' is looked up id "
-            f"by id, for model.attention; use mapping: hash with num_hashes=1, vocabulary or identity"
+            f"by id, for the model; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
 
 
@@ -344,7 +304,7 @@ def _check_training(config: Config) -> None:
     if config.run.resume and config.run.overwrite:
         raise UserError("run.resume=true and run.overwrite=true exclude each other; keep one of them")
     if metric is not None:
-        one_of("train.early_stop.metric", metric, metric_names(config), "metric")
+        one_of("train.early_stop.metric", metric, config.model.metric_names(config), "metric")
         if not config.data.valid:
             raise UserError("config key 'train.early_stop.metric' needs data.valid, which is not set")
         if train.eval_every_steps is None and train.eval_every_epochs is None:

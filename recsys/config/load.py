@@ -22,9 +22,10 @@ from omegaconf.errors import (
 )
 
 from recsys.config.checks import check_config
+from recsys.config.model import find_model
 from recsys.config.names import run_name_of
 from recsys.config.ranges import expand_override, without_ranges
-from recsys.config.schema import MODELS, Config
+from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
 # What --debug sets beneath the user's own `key=value`: one thread, no reading ahead, a slice of the data.
@@ -35,7 +36,9 @@ DEBUG_OVERRIDES = {
 }
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = False) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), debug: bool = False, trust_code: bool = True
+) -> Config:
     """Read a YAML config over its `base`, merge `key=value` overrides into it, and check it.
 
     Args:
@@ -43,6 +46,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
             mappings are merged key by key, lists and values are replaced.
         overrides: `dotted.key=value` strings; the value is parsed as YAML and wins over the file.
         debug: put the settings of the debug mode between the file and the overrides.
+        trust_code: a class that model.name gives by its dotted name may be imported.
 
     Raises:
         UserError: unreadable file, unknown key, wrong type, missing value, or parts that do not fit.
@@ -51,12 +55,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), debug: bool = F
     read = [*_read_with_bases(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, changes)]
     layers = [layer for each in read for layer in without_ranges(each)]
     name = _model_name(layers)
-    model = MODELS.get(name)
+    for layer in layers:
+        _check_keys({key: value for key, value in layer.items() if key != "model"}, "", Config, None)
+    model = find_model(name, trust_code).Config
     for layer in layers:
         _check_keys(layer, "", Config, model)
-    if model is None:
-        found = f"there is no model '{name}'{nearest(name, MODELS)}" if name else "not set, and needs a value"
-        raise UserError(f"config key 'model.name': {found} (known: {', '.join(MODELS)})")
     schema = OmegaConf.structured(Config())
     schema.model = OmegaConf.structured(model())
     try:
@@ -157,7 +160,8 @@ def _model_name(layers: Sequence[dict[str, Any]]) -> str:
 def _fields(kind: Any, model: type | None) -> dict[str, Any]:
     """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
     kind = _required(kind)
-    fields = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    fields = {field.name: hints[field.name] for field in (dataclasses.fields(kind) if hints else ())}
     fields.pop("given", None)
     return fields | {"model": model or dict} if kind is Config else fields
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from recsys.config.choices import FeatureType, IdMappingType
 from recsys.config.initial import InitConfig, Take
-from recsys.config.schema import Config, TwoTowerConfig
+from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
 # Keys that may be others where a checkpoint is loaded.
@@ -39,7 +39,6 @@ FREE = (
     # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest
     *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.storage_dir"),
     *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.vocabulary", "tables.*.min_count"),
-    *("model.dropout", "model.embedding_dropout", "model.top_k"),
 )
 # What a position in the data, and the best metric so far, stand for: nothing that another run takes.
 _OF_ONE_RUN = (
@@ -48,7 +47,7 @@ _OF_ONE_RUN = (
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.
-_SHAPES = ("tables.*.data_type", "tables.*.embedding_dim", "model.embedding_dim", "model.*_mlp", "model.output_dim")
+_SHAPES = ("tables.*.data_type", "tables.*.embedding_dim")
 _INPUTS = "inputs."
 _NOT_SET = "not set"
 
@@ -69,12 +68,9 @@ def meaning(config: Config) -> dict[str, Any]:
         feature["column"] = feature["column"] or name
     if isinstance(config.data.filter, dict):
         content["data"]["filter"] = config.data.filter.get("train")
-    if content["model"].get("embedding_dim", 0) is None:
-        content["model"]["embedding_dim"] = max(table.embedding_dim for table in config.tables.values())
-    for key in ("user_features", "item_features"):
-        content["model"].pop(key, None)
+    content["model"] = config.model.meaning(config)
     found = dict(_flat("", content))
-    is_free = _pattern(FREE)
+    is_free = _pattern([*FREE, *(f"model.{key}" for key in config.model.free)])
     return {key: value for key, value in found.items() if not is_free.match(key)} | {
         f"{_INPUTS}{layer}": names for layer, names in _inputs(config).items()
     }
@@ -165,7 +161,7 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
         if not any(size % config.data.num_streams for size in sizes):
             free.append("train.global_batch_size")
         return free
-    free += [*_OF_ONE_RUN, *_STOPPING, *_SHAPES]
+    free += [*_OF_ONE_RUN, *_STOPPING, *_SHAPES, *(f"model.{key}" for key in config.model.shapes)]
     # What is not taken need not agree.
     taken = both if init.tables is not Take.none else set()
     free += [f"tables.{name}.*" for name in config.tables if name not in taken]
@@ -173,9 +169,8 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
     for name, feature in config.features.items():
         if init.dense is Take.none if feature.type is FeatureType.float else feature.table not in taken:
             free.append(f"features.{name}.*")
-    attention = getattr(config.model, "attention", {})
-    free += [key for key in saved if key.startswith("model.attention.") and key.split(".")[2] not in attention]
-    free += [f"model.attention.{name}" for name in attention if f"model.attention.{name}" not in saved]
+    # An entry of a mapping in `model` that one side alone has is told by the tensors of its layer.
+    free += [key for key in meaning(config).keys() ^ saved.keys() if re.match(r"model\.\w+\.", key)]
     if init.dense is not Take.all:
         free += [f"{_INPUTS}*", "model.interaction"]
     if init.dense is Take.none:
@@ -191,13 +186,7 @@ def _inputs(config: Config) -> dict[str, list[str]]:
     """Return the features that a layer reads side by side, by its parameter."""
     ids = [name for name, feature in config.features.items() if feature.type is FeatureType.id]
     floats = [name for name, feature in config.features.items() if feature.type is FeatureType.float]
-    if isinstance(config.model, TwoTowerConfig):
-        towers = {"user": config.model.user_features, "item": config.model.item_features}
-        return {
-            f"{tower}.mlp.0.weight": [*(n for n in names if n in ids), *(n for n in names if n in floats)]
-            for tower, names in towers.items()
-        }
-    return {"bottom.0.weight": floats, "top.0.weight": ids}
+    return config.model.layer_inputs(ids, floats)
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,13 +1,13 @@
 """What tables, features and runs may be called: their names become names of files, of modules and of tensors."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from recsys.config.schema import Config
-from recsys.errors import UserError
+from recsys.errors import UserError, nearest
 
 _MOST_BYTES = 150  # a file system takes 255, and what is written aside has a longer name
 _NAME = re.compile(r"\w[\w-]*")
@@ -36,6 +36,15 @@ def check_names(config: Config) -> None:
     for key, text in _texts("", asdict(config)):
         if "\0" in text:
             raise UserError(f"config key '{key}' holds the character NUL, which no path and no name may; remove it")
+
+
+def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
+    """Raise a UserError unless `name`, given by config key `key`, is among `allowed`."""
+    allowed = list(allowed)
+    if name not in allowed:
+        raise UserError(
+            f"config key '{key}': there is no {what} '{name}'{nearest(name, allowed)} (known: {', '.join(allowed)})"
+        )
 
 
 def run_name_of(path: Path) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from recsys.config.bounds import LARGE, bounded
 from recsys.config.choices import (
     Autocast,
     ComputeKernel,
@@ -19,7 +20,6 @@ from recsys.config.choices import (
     FeatureType,
     FloatType,
     IdMappingType,
-    Interaction,
     Keep,
     NullPolicy,
     Pooling,
@@ -43,9 +43,11 @@ class RunConfig:
     stop_file: str | None = None  # when this file is there, save and end as for SIGTERM
     plan: str | None = None  # sharding plan of an earlier run, RUN/plan.json; default: the planner makes one
     device: Device = Device.auto
-    num_threads: int | None = None  # OpenMP threads of a rank; default: its share of the cores, less one of many
-    profile_steps: int = 0  # trace so many steps, from the 13th on, to RUN/profile/rank_K.json
-    stuck_after_s: float = 600  # in training, name a rank that makes no progress for so long, and end; not with --debug
+    # OpenMP threads of a rank; default: its share of the cores, less one of many.
+    num_threads: int | None = bounded(None, 1, 1024)
+    profile_steps: int = bounded(0, 0, 10_000)  # trace so many steps, from the 13th on, to RUN/profile/rank_K.json
+    # In training, name a rank that makes no progress for so long, and end; not with --debug.
+    stuck_after_s: float = bounded(600, 2, 1e8)
 
 
 @dataclass
@@ -61,21 +63,25 @@ class DataConfig:
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     shuffle: bool = True
-    num_streams: int = 8  # a step takes rows of each; no row is decoded twice if it is a multiple of the ranks
-    window_mib: int = 64  # rows of a stream shuffled together, in MiB as held in memory; two are held for each stream
+    # A step takes rows of each; no row is decoded twice if it is a multiple of the ranks.
+    num_streams: int = bounded(8, 1, 2**20)
+    # Rows of a stream shuffled together, in MiB as held in memory; two are held for each stream.
+    window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
-    num_threads: int = 2  # decoding threads of a rank; 0 reads in the training thread
+    num_threads: int = bounded(2, 0, 1024)  # decoding threads of a rank; 0 reads in the training thread
     # Put together ahead of training, by a thread; 0: in the training thread. Default: 4, but 0 where ranks of a CPU run
     # have no core to spare, and the two threads would only wait for each other.
-    prefetch_batches: int | None = None
-    max_rows: int | None = None  # use only the first rows of each dataset
+    prefetch_batches: int | None = bounded(None, 0, 2**20)
+    max_rows: int | None = bounded(None, 1)  # use only the first rows of each dataset
     filter: Any = (
         None  # rows of train, valid and test to use: "day >= '2026-11-01'"; or {train: …, items: …}, each its own
     )
     verify_checksums: bool = True  # of pages that have one, as our own writers' do
-    retries: int = 3  # of a read from a remote file system
-    max_bad_files: int = 0  # files whose footer cannot be read: leave out up to so many, in place of an error
-    max_bad_rows: int = 0  # rows of row groups that cannot be decoded: give up to so many weight 0, likewise
+    retries: int = bounded(3, 0, 100)  # of a read from a remote file system
+    # Files whose footer cannot be read: leave out up to so many, in place of an error.
+    max_bad_files: int = bounded(0, 0)
+    # Rows of row groups that cannot be decoded: give up to so many weight 0, likewise.
+    max_bad_rows: int = bounded(0, 0)
 
 
 @dataclass
@@ -85,12 +91,12 @@ class FeatureConfig:
     type: FeatureType = FeatureType.id
     column: str | None = None  # default: the feature's name
     table: str | None = None
-    max_length: int | None = None  # of a list
+    max_length: int | None = bounded(None, 1)  # of a list
     keep: Keep = Keep.last  # which end of a longer list
     weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
     boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
     nulls: NullPolicy = NullPolicy.reserved  # (`null` itself would be no name in YAML, but the null)
-    fill: float = 0.0  # value of a null float
+    fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
     clip: list[float | None] | None = (
         None  # float: least and greatest value, null: none. First clip, then log1p, then standardise
     )
@@ -108,11 +114,11 @@ class TableOptimizerConfig:
     """
 
     name: TableOptimizer = TableOptimizer.rowwise_adagrad
-    learning_rate: float = 0.05  # of sgd: grows with train.global_batch_size, see above
-    eps: float = 1e-8  # of all but sgd
-    beta1: float = 0.9  # of adam and lamb
-    beta2: float = 0.999
-    weight_decay: float = 0.0  # on GPUs, of all but sgd and adagrad; times the rate, as AdamW's
+    learning_rate: float = bounded(0.05, 0, LARGE)  # of sgd: grows with train.global_batch_size, see above
+    eps: float = bounded(1e-8, 1e-30, LARGE)  # of all but sgd; 0 / 0 would be the step of a row without gradient
+    beta1: float = bounded(0.9, 0, 1)  # of adam and lamb
+    beta2: float = bounded(0.999, 0, 1)
+    weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, of all but sgd and adagrad; times the rate, as AdamW's
     state_dtype: StateType = StateType.FP32  # FP16: of partial_rowwise_adam, its first moment
     allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
 
@@ -122,10 +128,11 @@ class DenseOptimizerConfig:
     """Optimizer of the dense part. Weight decay and clipping cover the dense part only; tables are never clipped."""
 
     name: DenseOptimizer = DenseOptimizer.adam
-    learning_rate: float = 1e-3
-    momentum: float = 0.0  # of sgd
-    weight_decay: float = 0.0
-    clip_norm: float | None = None  # most that the norm over all gradients of the dense part may be
+    learning_rate: float = bounded(1e-3, 0, LARGE)
+    momentum: float = bounded(0.0, 0, 1)  # of sgd
+    weight_decay: float = bounded(0.0, 0, LARGE)
+    # Most that the norm over all gradients of the dense part may be.
+    clip_norm: float | None = bounded(None, 1e-30, LARGE)
 
 
 @dataclass
@@ -137,16 +144,17 @@ class TableConfig:
     data_type: DataType = DataType.FP32
     pooling: Pooling = Pooling.sum
     mapping: IdMappingType = IdMappingType.hash
-    hash_seed: int = 0
-    num_hashes: int = 1  # hash: the vector of an id is the sum of so many rows, each by a hash of its own
-    num_ids: int | None = None  # quotient_remainder: how many ids are told apart
-    min_count: int = 1  # vocabulary: rarer ids have no row of their own
+    hash_seed: int = bounded(0, 0)
+    # Hash: the vector of an id is the sum of so many rows, each by a hash of its own.
+    num_hashes: int = bounded(1, 1, 16)
+    num_ids: int | None = bounded(None, 1, 2**62)  # quotient_remainder: how many ids are told apart
+    min_count: int = bounded(1, 1)  # vocabulary: rarer ids have no row of their own
     num_buckets: int = 1  # vocabulary: rows for the ids that have none of their own, by hash
     vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
-    init_range: float | None = None  # uniform in +-init_range; default 1/sqrt(num_embeddings)
+    init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     sharding_type: ShardingChoice = ShardingChoice.auto
     compute_kernel: ComputeKernel = ComputeKernel.fused
-    cache_load_factor: float = 0.2  # fused_uvm_caching: share of the rows that the cache holds
+    cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds
     storage_dir: str | None = None  # key_value: folder on a disk of each machine
     stochastic_rounding: bool = False  # FP16, on GPUs: what it draws depends on the plan
     optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
@@ -157,8 +165,8 @@ class ScheduleConfig:
     """One factor over the steps for both learning rates."""
 
     name: Schedule = Schedule.constant
-    warmup_steps: int = 0
-    final_factor: float = 0.0  # factor at the last step of linear and cosine
+    warmup_steps: int = bounded(0, 0)
+    final_factor: float = bounded(0.0, 0, LARGE)  # factor at the last step of linear and cosine
 
 
 @dataclass
@@ -177,8 +185,8 @@ class PrecisionConfig:
     autocast: Autocast = Autocast.none
     # fp16: the mean loss is multiplied by this for the backward pass of the dense part, and gradients are divided by
     # it before they reach any optimizer or table. Halved, and the step left out, where a gradient overflows, down to 1.
-    loss_scale: float = 4096.0
-    loss_scale_growth_steps: int | None = 2000  # doubled after so many steps without overflow; null: never
+    loss_scale: float = bounded(4096.0, 1, 2.0**24)
+    loss_scale_growth_steps: int | None = bounded(2000, 1)  # doubled after so many steps without overflow; null: never
     output_dtype: FloatType = FloatType.FP32  # vectors that tables give, and their gradients; CPUs have no BF16 there
     forward_wire: FloatType = FloatType.FP32  # of vectors sent between ranks; gloo sends FP16 for BF16
     backward_wire: FloatType = FloatType.FP32  # of their gradients
@@ -190,25 +198,28 @@ class EarlyStopConfig:
     """Stop when a metric of data.valid has not improved for `patience` evaluations; the best is tested."""
 
     metric: str | None = None  # auc, recall@20 …; null: train to the end
-    patience: int = 3
+    patience: int = bounded(3, 1)
 
 
 @dataclass
 class TrainConfig:
     """How long, how much at a time, and what happens on the way."""
 
-    global_batch_size: int = 1024  # rows that a step trains, over all ranks
-    micro_batch_size: int | None = None  # rows of a rank whose dense part is computed at a time; default: all
-    micro_batch_ids: int | None = None  # ids in the lists of these rows, at most: long lists make smaller micro-batches
-    eval_batch_size: int | None = None  # the same for evaluation; default: global_batch_size
-    epochs: int = 1
-    max_steps: int | None = None  # end earlier than the epochs do
-    max_bad_steps: int = 0  # steps whose loss or gradient is not finite: leave out up to so many, in place of an error
-    eval_every_steps: int | None = None  # default: at the end only
-    eval_every_epochs: int | None = None  # in place of steps: after the last row of every so many epochs
-    log_every_steps: int = 50
-    checkpoint_every_steps: int | None = None  # default: at the end only
-    keep_checkpoints: int = 2
+    global_batch_size: int = bounded(1024, 1, 2**31)  # rows that a step trains, over all ranks
+    # Rows of a rank whose dense part is computed at a time; default: all.
+    micro_batch_size: int | None = bounded(None, 1)
+    # Ids in the lists of these rows, at most: long lists make smaller micro-batches.
+    micro_batch_ids: int | None = bounded(None, 1)
+    eval_batch_size: int | None = bounded(None, 1, 2**31)  # the same for evaluation; default: global_batch_size
+    epochs: int = bounded(1, 1)
+    max_steps: int | None = bounded(None, 1)  # end earlier than the epochs do
+    # Steps whose loss or gradient is not finite: leave out up to so many, in place of an error.
+    max_bad_steps: int = bounded(0, 0)
+    eval_every_steps: int | None = bounded(None, 1)  # default: at the end only
+    eval_every_epochs: int | None = bounded(None, 1)  # in place of steps: after the last row of every so many epochs
+    log_every_steps: int = bounded(50, 1)
+    checkpoint_every_steps: int | None = bounded(None, 1)  # default: at the end only
+    keep_checkpoints: int = bounded(2, 1)
     async_checkpoints: bool = False  # write a copy in host memory while training goes on
     activation_checkpointing: bool = False  # compute the layers of an MLP again in the backward pass, not keep them
     compile: bool = False  # the dense part by torch.compile; on CPU it needs a C++ compiler
@@ -223,46 +234,8 @@ class TrainConfig:
 
 
 @dataclass
-class DLRMConfig:
-    """DLRM ranker (Naumov et al. 2019, arXiv:1906.00091) with binary cross-entropy, over all features."""
-
-    name: str = "dlrm"
-    embedding_dim: int | None = None  # width of all vectors; narrower tables are projected. Default: the widest
-    bottom_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is embedding_dim
-    top_mlp: list[int] = field(default_factory=lambda: [64])  # hidden widths; the last is 1
-    dropout: float = 0.0  # after each hidden layer
-    embedding_dropout: float = 0.0  # of elements of the pooled embeddings
-    interaction: Interaction = Interaction.dot
-    # List features whose ids are weighted by how they match another feature's vector, in place of being summed as one:
-    # {history: item_id}. Of tables split by rows, by columns or not at all.
-    attention: dict[str, str] = field(default_factory=dict)
-    attention_mlp: list[int] = field(default_factory=lambda: [32])  # hidden widths; the last is 1
-
-
-@dataclass
-class TwoTowerConfig:
-    """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996)."""
-
-    name: str = "two_tower"
-    user_features: list[str] = MISSING
-    item_features: list[str] = MISSING
-    item_id: str = MISSING  # the item feature that tells items apart
-    user_mlp: list[int] = field(default_factory=lambda: [64])  # widths of the hidden layers
-    item_mlp: list[int] = field(default_factory=lambda: [64])
-    output_dim: int = 32
-    dropout: float = 0.0
-    normalize: bool = True  # cosine instead of dot product
-    temperature: float = 0.1
-    logq_correction: bool = True  # subtract the log of an item's share of the training rows
-    top_k: list[int] = field(default_factory=lambda: [10, 20])  # recall@K and ndcg@K
-
-
-MODELS: dict[str, type] = {"dlrm": DLRMConfig, "two_tower": TwoTowerConfig}
-
-
-@dataclass
 class Config:
-    """The whole config. `model` is the dataclass that `model.name` selects."""
+    """The whole config. `model` is a ModelConfig: the `Config` of the class that `model.name` selects."""
 
     model: Any = MISSING
     features: dict[str, FeatureConfig] = MISSING
@@ -274,14 +247,14 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
-    seed: int = 1
+    seed: int = bounded(1, 0)
     debug: bool = False  # set by --debug
     # Not a key: all values as they were given, which may refer to others or to the environment, and as these were then.
     given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False, metadata={"omegaconf_ignore": True})
 
     def unpooled_features(self) -> list[str]:
         """Return the id features of which the model reads a vector for each id of a list, not one for the list."""
-        return list(getattr(self.model, "attention", ()))
+        return list(self.model.needs().sequences)
 
     def unpooled_tables(self) -> set[str]:
         """Return the tables of such features; torchrec gives a vector for each id of their other features too."""

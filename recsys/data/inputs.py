@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from recsys.config import Config, DLRMConfig, FeatureConfig, IdMappingType, NullPolicy, TwoTowerConfig
+from recsys.config import Config, FeatureConfig, IdMappingType, NullPolicy
 from recsys.config.features import float_features, id_features
 from recsys.data.collate import MicroBatches
 from recsys.data.convert import FloatColumn, IdColumn, Transform
@@ -207,7 +207,7 @@ def _check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             for role, schema in schemas.items():
                 if column in schema.names:
                     kind = schema.field(column).type
-                    if name == getattr(config.model, "item_id", None) and pa.types.is_nested(kind):
+                    if name == config.model.needs().item_id and pa.types.is_nested(kind):
                         raise UserError(
                             f"config key 'model.item_id': column '{column}' of data.{role} is {kind}, not one id a row"
                         )
@@ -255,20 +255,21 @@ def _check_weights(dataset: Dataset, column: str) -> None:
 
 def _role_features(config: Config, role: str) -> list[str]:
     """Return the features that a dataset of this role has columns for; the others stay empty in its batches."""
-    if isinstance(config.model, TwoTowerConfig):
-        if role == "items":
-            return list(config.model.item_features)
-        if role in ("valid", "test"):
-            return list(config.model.user_features)
+    needs = config.model.needs()
+    if needs.item_id is not None and role == "items":
+        return list(needs.item_features)
+    if needs.item_id is not None and role in ("valid", "test"):
+        return [name for name in config.features if name not in needs.item_features]
     return list(config.features)
 
 
 def _role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
     """Return name → (column, config key) of the lists of corpus positions that evaluation needs."""
-    if not isinstance(config.model, TwoTowerConfig):
+    item_id = config.model.needs().item_id
+    if item_id is None:
         return {}
     if role == "items":
-        return {"position": (column_of(config, config.model.item_id), f"features.{config.model.item_id}.column")}
+        return {"position": (column_of(config, item_id), f"features.{item_id}.column")}
     if role in ("valid", "test"):
         lists = {"targets": (config.data.targets_column, "data.targets_column")}
         if config.data.seen_column is not None:
@@ -278,7 +279,7 @@ def _role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
 
 
 def _has_label(config: Config, role: str) -> bool:
-    return role == "train" or isinstance(config.model, DLRMConfig)
+    return role == "train" or config.model.needs().labels
 
 
 def column_of(config: Config, feature: str) -> str:

@@ -179,7 +179,7 @@ def _ranking_bytes(inputs: Inputs) -> int:
     """Return what all items' vectors take, before and after they are summed over ranks, and scores of some users."""
     items = 0 if inputs.corpus is None else len(inputs.corpus)
     scores = items and items * rows_at_once(items, inputs.world.device.type)
-    return 2 * 4 * items * getattr(inputs.config.model, "output_dim", 0) + (4 + 1) * scores
+    return 2 * 4 * items * inputs.config.model.needs().vector_dim + (4 + 1) * scores
 
 
 def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> int:

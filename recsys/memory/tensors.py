@@ -25,7 +25,7 @@ def predict_dense(dense: Any, config: Config, world_size: int) -> Bytes:
 
     Of several ranks, what a step sums over them lies among the gradients.
     """
-    shapes = [p.shape for p in dense.task.model.parameters() if p.requires_grad]
+    shapes = [p.shape for p in dense.model.parameters() if p.requires_grad]
     size = 4 * sum(shape.numel() for shape in shapes)
     state = sum(_dense_state_elements(shape, config.optimizer.dense) for shape in shapes)
     sums = 4 * dense.sums.numel() if world_size > 1 else 0

@@ -19,7 +19,6 @@ from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_de
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.live import LivePeak, storage_bytes
 from recsys.memory.page import size as shown
-from recsys.models import forget_constants
 from recsys.runtime.machine import Topology
 from recsys.step.build import build_step
 from recsys.step.step import TrainStep
@@ -37,13 +36,13 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
     A process group of the number of ranks must be there, such as that of `rehearse_world`.
     """
     with _fake_tensors():
-        step = build_step(config, lambda: torch.zeros(1))
-        step.dense.task.rehearse(device)
+        step = _fake_step(config)
+        step.dense.model.rehearse(device)
         size = predict_dense(step.dense, config, dist.get_world_size())
         step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
         return DenseFacts(
             parameter_bytes=size["parameter_bytes"],
-            buffer_bytes=_buffer_bytes(config),
+            buffer_bytes=storage_bytes(step.dense.model.buffers()),
             gradient_bytes=size["gradient_bytes"],
             optimizer_bytes=size["optimizer_bytes"],
             rows=rows,
@@ -55,20 +54,15 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
 
 @contextmanager
 def _fake_tensors() -> Iterator[None]:
-    forget_constants()  # that a step has made: fake ones mix with real ones neither way
-    try:
-        # --debug looks for values that are not finite, and fake tensors have none.
-        with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
-            yield
-    finally:
-        forget_constants()
+    # --debug looks for values that are not finite, and fake tensors have none.
+    with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
+        yield
 
 
-def _buffer_bytes(config: Config) -> int:
-    item = getattr(config.model, "item_id", None)
-    if item is None or not config.model.logq_correction:
-        return 0
-    return 4 * config.tables[config.features[item].table or ""].num_embeddings  # the log of the items' shares
+def _fake_step(config: Config) -> TrainStep:
+    feature = config.model.needs().log_shares_of
+    rows = config.tables[config.features[feature].table or ""].num_embeddings if feature else 0
+    return build_step(config, lambda: torch.zeros(rows))
 
 
 def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int]:
@@ -78,9 +72,9 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
         by_ids = int(config.train.micro_batch_ids / max(1e-9, sum(data.mean_ids.values())))
         micro = max(1, min(micro, by_ids))
     step.train()
-    if not step.dense.task.loss_by_rows:
+    if not step.dense.model.loss_by_rows:
         micro = max(micro, -(-rows // _MOST_TRACED))  # what smaller ones take less is little
-    if not step.dense.task.loss_by_rows or rows <= (_TRACED_PIECES + 1) * micro:
+    if not step.dense.model.loss_by_rows or rows <= (_TRACED_PIECES + 1) * micro:
         return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
     traced = micro * _TRACED_PIECES
     width = 4 * sum(_dims(config).values())
@@ -98,7 +92,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     batch = _batch(config, data, rows, bounds)
     tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
-    outside = (*parameters, *inputs, batch.ids.offsets())
+    outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None))
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, by_id, batch)
@@ -111,11 +105,11 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:
     """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
     with _fake_tensors():
-        step = build_step(config, lambda: torch.zeros(1)).eval()
+        step = _fake_step(config).eval()
         batch = _batch(config, data, rows, (0, rows))
         pooled, by_id = _looked_up(config, data, rows)
         with torch.no_grad():
-            layers = analyse_layers(step.dense.task.model, lambda: step.dense(pooled, by_id, batch))
+            layers = analyse_layers(step.dense.model, lambda: step.dense(pooled, by_id, batch))
     return format_layers([*_table_layers(config, data, rows), *layers], rows)
 
 

@@ -1,7 +1,5 @@
-"""Models: the dense part over pooled embeddings, and the task that joins it to a loss."""
+"""Models, one a file: the dense part over looked-up vectors, with its config, its loss and its metrics."""
 
-from recsys.models.base import Task
-from recsys.models.dlrm import DLRM, RankingTask, forget_constants
-from recsys.models.two_tower import RetrievalTask, TwoTower
+from recsys.models.base import DenseInputs, Model, Vectors
 
-__all__ = ["DLRM", "RankingTask", "RetrievalTask", "Task", "TwoTower", "forget_constants"]
+__all__ = ["DenseInputs", "Model", "Vectors"]

@@ -1,31 +1,72 @@
-"""What a model and its loss look like to the training step."""
+"""What a model is to the training step: a dense part over looked-up vectors, its loss, its metrics."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from recsys.config.model import ModelConfig
 from recsys.data.batch import Batch
+from recsys.models.metrics import Evaluator, RankingEvaluator
 
 # By feature a vector for each row, [rows, embedding_dim], or for each id of each row's list.
 Vectors = dict[str, Any]
 
 
-class Task(nn.Module):
-    """A dense model and its loss.
+@dataclass(frozen=True)
+class DenseInputs:
+    """What the dense part is given.
 
     Attributes:
-        model: maps (vectors by feature: [rows, embedding_dim], or a JaggedTensor with a vector for each id; floats
-            [rows, float features]) to a tensor or tuple of tensors whose first dimension is rows.
+        dims: embedding_dim of the id features, in order. floats: names of the float features, in order.
+        log_shares: of the table rows of `Needs.log_shares_of`, [num_embeddings] float32, if the model wants them.
+    """
+
+    dims: dict[str, int]
+    floats: list[str]
+    log_shares: torch.Tensor | None = None
+
+
+class Model(nn.Module):
+    """The dense part of a model. A subclass is made as `Subclass(config.model, inputs)`, with a `DenseInputs`.
+
+    It must not keep state that training changes outside its parameters (no BatchNorm), and must not draw random numbers
+    but by `RowDropout`: rows are computed in micro-batches and on any number of ranks, and learn the same on all.
+
+    Attributes:
+        Config: the dataclass of its section of a config, derived from ModelConfig.
         loss_by_rows: the loss of a batch is the sum of the losses of its parts.
     """
 
-    model: nn.Module
-    loss_by_rows = True
+    Config: ClassVar[type[ModelConfig]]
+    loss_by_rows: ClassVar[bool] = True
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return a tensor or tuple of tensors whose first dimension is rows.
+
+        Args:
+            vectors: by feature [rows, embedding_dim]; for `Needs.sequences` a JaggedTensor, a vector for each id.
+            floats: [rows, float features].
+        """
+        raise NotImplementedError
 
     def loss(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-        """Return the sum over this rank's rows of weight times loss, a scalar; rows of weight 0 add nothing."""
-        raise NotImplementedError
+        """Return the sum over this rank's rows of weight times loss, a scalar; rows of weight 0 add nothing.
+
+        By default the binary cross-entropy of logits [rows].
+        """
+        assert isinstance(outputs, torch.Tensor)
+        return F.binary_cross_entropy_with_logits(outputs, batch.labels, batch.weights, reduction="sum")
+
+    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
+        """Return what collects outputs and gives metrics; by default those of a ranker's logits.
+
+        Args:
+            items: of a retrieval model, the vectors of all items, [items, vector_dim].
+        """
+        return RankingEvaluator()
 
     def rehearse(self, device: torch.device) -> None:
         """Compute from now on only what shows the peak of memory that a step has on `device`; for fake tensors."""

@@ -14,6 +14,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from recsys.runtime.counter_random import make_key, uniform
 from recsys.tables.module_names import parameter_name
 
+WIDEST = 2**24  # of a layer
+
 
 class RowDropout(nn.Module):
     """Dropout whose mask is a function of (seed, step, layer, row of the global batch, column).

@@ -118,8 +118,12 @@ class RetrievalEvaluator:
         sums = world.sum(self._sums)
         users = float(sums[-1])
         values = (sums[:-1] / users).tolist() if users else [float("nan")] * (len(sums) - 1)
-        names = [f"{name}@{k}" for k in self._top_k for name in ("recall", "ndcg")]
-        return {**dict(zip(names, values, strict=True)), "users": users}
+        return {**dict(zip(self.names(self._top_k), values, strict=True)), "users": users}
+
+    @staticmethod
+    def names(top_k: Sequence[int]) -> list[str]:
+        """Return the names of the metrics, in order."""
+        return [f"{name}@{k}" for k in top_k for name in ("recall", "ndcg")]
 
     def _hits(self, vectors: torch.Tensor, batch: Batch, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether each of the best items is a target, [rows, max K] bool, and the number of targets."""

@@ -1,20 +1,91 @@
 """Two-tower retrieval with in-batch sampled softmax."""
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from omegaconf import MISSING
 from torch import nn
 
-from recsys.config import TwoTowerConfig
+from recsys.config import Config
+from recsys.config.bounds import bounded
+from recsys.config.model import ModelConfig, Needs
+from recsys.config.names import one_of
 from recsys.data.batch import Batch
-from recsys.models.base import Task, Vectors
-from recsys.models.blocks import mlp
+from recsys.errors import UserError
+from recsys.models.base import DenseInputs, Model, Vectors
+from recsys.models.blocks import WIDEST, mlp
+from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
 # Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
 _SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 _MOST_PARTS = 128  # of a batch, however large
+
+
+@dataclass
+class TwoTowerConfig(ModelConfig):
+    """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996)."""
+
+    name: str = "two_tower"
+    user_features: list[str] = MISSING
+    item_features: list[str] = MISSING
+    item_id: str = MISSING  # the item feature that tells items apart
+    user_mlp: list[int] = bounded([64], 1, WIDEST)  # widths of the hidden layers
+    item_mlp: list[int] = bounded([64], 1, WIDEST)
+    output_dim: int = bounded(32, 1, WIDEST)
+    dropout: float = bounded(0.0, 0, below=1)
+    normalize: bool = True  # cosine instead of dot product
+    temperature: float = bounded(0.1, 1e-30, below=1e30)
+    logq_correction: bool = True  # subtract the log of an item's share of the training rows
+    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
+
+    free: ClassVar = ("dropout", "top_k", "user_features", "item_features")
+    shapes: ClassVar = ("user_mlp", "item_mlp", "output_dim")
+
+    def needs(self) -> Needs:
+        return Needs(
+            labels=False,
+            item_id=self.item_id,
+            item_features=tuple(self.item_features),
+            vector_dim=self.output_dim,
+            log_shares_of=self.item_id if self.logq_correction else None,
+        )
+
+    def metric_names(self, config: Config) -> list[str]:
+        return RetrievalEvaluator.names(self.top_k)
+
+    def layer_inputs(self, ids: Sequence[str], floats: Sequence[str]) -> dict[str, list[str]]:
+        return {
+            f"{tower}.mlp.0.weight": [*(n for n in names if n in ids), *(n for n in names if n in floats)]
+            for tower, names in (("user", self.user_features), ("item", self.item_features))
+        }
+
+    def check(self, config: Config) -> None:
+        for key in ("user_features", "item_features"):
+            names = getattr(self, key)
+            if not names:
+                raise UserError(f"config key 'model.{key}' is empty, and needs at least one feature")
+            for name in names:
+                one_of(f"model.{key}", name, config.features, "feature")
+                if names.count(name) > 1:
+                    raise UserError(f"config key 'model.{key}' names '{name}' twice; name each feature once")
+        one_of("model.item_id", self.item_id, self.item_features, "item feature")
+        both = set(self.user_features) & set(self.item_features)
+        if both:
+            raise UserError(
+                f"feature '{min(both)}' stands in model.user_features and model.item_features; keep one of them"
+            )
+        unused = set(config.features) - set(self.user_features) - set(self.item_features)
+        if unused:
+            raise UserError(
+                f"feature '{min(unused)}' is in neither model.user_features nor model.item_features; add it there, or "
+                f"remove features.{min(unused)}"
+            )
+        if not self.top_k:
+            raise UserError("config key 'model.top_k' is empty, and needs a number at least")
 
 
 class Tower(nn.Module):
@@ -34,66 +105,49 @@ class Tower(nn.Module):
         return F.normalize(vectors, dim=1) if self.normalize else vectors
 
 
-class TwoTower(nn.Module):
-    """User tower and item tower.
-
-    Args:
-        dims: embedding_dim of every id feature.
-        float_names: float features, in the order of a batch's columns.
-    """
-
-    def __init__(self, config: TwoTowerConfig, dims: dict[str, int], float_names: list[str]) -> None:
-        super().__init__()
-        self.user = self._tower(config, config.user_features, config.user_mlp, dims, float_names)
-        self.item = self._tower(config, config.item_features, config.item_mlp, dims, float_names)
-
-    @staticmethod
-    def _tower(
-        config: TwoTowerConfig, names: list[str], hidden: list[int], dims: dict[str, int], floats: list[str]
-    ) -> Tower:
-        ids = {name: dims[name] for name in names if name in dims}
-        return Tower(ids, [floats.index(name) for name in names if name in floats], hidden, config)
-
-    def forward(self, pooled: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return user vectors and item vectors, each [rows, output_dim]."""
-        return self.user(pooled, floats), self.item(pooled, floats)
-
-
-class RetrievalTask(Task):
-    """Softmax over the items of the global batch, whose rows all ranks see (Yi et al. 2019).
+class TwoTower(Model):
+    """User tower and item tower, trained by a softmax over the items of the global batch, whose rows all ranks see.
 
     Each row's own item is its positive and every other row's item a negative, except rows of weight 0 and rows with
     the same item (accidental hits). With logQ correction a score is lowered by the log of the item's share of
     the training rows, because popular items come up as negatives that much more often.
-
-    Args:
-        model: user and item vectors.
-        item_id: the id feature whose first table row tells items apart.
-        log_q: [num_embeddings of the item's table] float32, or None for no correction.
     """
 
-    log_q: torch.Tensor | None
+    Config = TwoTowerConfig
     loss_by_rows = False
+    log_shares: torch.Tensor | None
     _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
     _most_pieces: int | None = None
 
-    def __init__(self, model: nn.Module, item_id: str, temperature: float, log_q: torch.Tensor | None) -> None:
+    def __init__(self, config: TwoTowerConfig, inputs: DenseInputs) -> None:
         super().__init__()
-        self.model = model
-        self.item_id = item_id
-        self.temperature = temperature
-        self.register_buffer("log_q", log_q, persistent=False)
+        self.config = config
+        self.user = self._tower(config.user_features, config.user_mlp, inputs)
+        self.item = self._tower(config.item_features, config.item_mlp, inputs)
+        self.register_buffer("log_shares", inputs.log_shares, persistent=False)
+
+    def _tower(self, names: list[str], hidden: list[int], inputs: DenseInputs) -> Tower:
+        ids = {name: inputs.dims[name] for name in names if name in inputs.dims}
+        return Tower(ids, [inputs.floats.index(name) for name in names if name in inputs.floats], hidden, self.config)
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return user vectors and item vectors, each [rows, output_dim]."""
+        return self.user(vectors, floats), self.item(vectors, floats)
 
     def loss(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
         users, items = outputs
-        keys = _first_ids(batch, self.item_id)
+        keys = _first_ids(batch, self.config.item_id)
         everyones_items = _GatherRows.apply(items)
         others_keys = _gather(torch.where(batch.weights > 0, keys, -1))
         offsets = everyones_items.new_zeros(len(others_keys))
-        if self.log_q is not None:
-            offsets = -self.log_q[others_keys.clamp(min=0)]
-        columns = users / self.temperature, everyones_items, offsets, keys, others_keys, batch.weights
+        if self.log_shares is not None:
+            offsets = -self.log_shares[others_keys.clamp(min=0)]
+        columns = users / self.config.temperature, everyones_items, offsets, keys, others_keys, batch.weights
         return _SoftmaxLoss.apply(*columns, self._scores or _SCORES[users.device.type], self._most_pieces)
+
+    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
+        assert items is not None
+        return RetrievalEvaluator(items, self.config.top_k)
 
     def rehearse(self, device: torch.device) -> None:
         self._scores, self._most_pieces = _SCORES[device.type], 2

@@ -24,7 +24,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recsys.config import Autocast, PrecisionConfig
 from recsys.data.batch import Batch
-from recsys.models.base import Task, Vectors
+from recsys.models.base import Model, Vectors
 from recsys.models.blocks import set_dropout_keys
 from recsys.step.exchange import LastInBackward, Replica
 from recsys.step.lookup import Lookup, Part, UpdateGate
@@ -98,13 +98,13 @@ class Replicated(Protocol):
 
 
 class DenseHalf(nn.Module):
-    """Runs a task on detached embeddings, and hands the gradient on to the tables.
+    """Runs a model on detached embeddings, and hands the gradient on to the tables.
 
     Args:
-        task: the dense model and its loss.
+        model: the dense part, with its loss.
         seed: of the run, for dropout.
         clip_norm: most that the norm over all gradients of the dense part may be; None: any.
-        precision: types that the task's model computes in.
+        precision: types that the model computes in.
         averaged: features whose pooled embeddings, which are sums, are divided by the lengths of their lists.
         unpooled: features that the model reads a vector of for each id.
 
@@ -120,7 +120,7 @@ class DenseHalf(nn.Module):
 
     def __init__(
         self,
-        task: Task,
+        model: Model,
         seed: int,
         clip_norm: float | None,
         precision: PrecisionConfig,
@@ -128,7 +128,7 @@ class DenseHalf(nn.Module):
         unpooled: Sequence[str] = (),
     ) -> None:
         super().__init__()
-        self.task = task
+        self.model = model
         self.seed = seed
         self.clip_norm = clip_norm
         self.averaged, self.unpooled = averaged, unpooled
@@ -150,11 +150,12 @@ class DenseHalf(nn.Module):
     def replicate(self, device: torch.device) -> None:
         """Let gradients of the dense part be averaged over all ranks; every rank holds its weights."""
         replica = DistributedDataParallel(
-            Replica(self.task.model, self.sums),
+            Replica(self.model, self.sums),
             device_ids=[device.index] if device.type == "cuda" else None,
+            broadcast_buffers=False,  # training changes none
             gradient_as_bucket_view=True,
         )
-        object.__setattr__(self, "_replica", replica)  # not as a submodule, which `task` has already
+        object.__setattr__(self, "_replica", replica)  # not as a submodule, which `model` is already
 
     def forward(
         self, pooled: KeyedTensor | None, by_id: dict[str, JaggedTensor] | None, batch: Batch
@@ -176,7 +177,7 @@ class DenseHalf(nn.Module):
         """
         parts = list(lookup.parts(batch.micro_batches, batch.id_bounds))
         whole: tuple[torch.Tensor, list[torch.Tensor]] | None = None
-        if len(parts) > 1 and not self.task.loss_by_rows:
+        if len(parts) > 1 and not self.model.loss_by_rows:
             whole = self._loss_of_all(lookup, batch, parts)
         self._loss = batch.weights.new_zeros(()) if whole is None else whole[0]
         gradients: list[list[torch.Tensor | None]] = []
@@ -195,7 +196,7 @@ class DenseHalf(nn.Module):
                 outputs = self._part(lookup, part, leaves, rows)
                 self.enter_phase("backward")
                 if whole is None:
-                    loss = self.task.loss(outputs, rows)
+                    loss = self.model.loss(outputs, rows)
                     self._loss = self._loss + loss.detach()
                     torch.autograd.backward([loss * self._loss_factor(batch), *sums])
                 else:
@@ -243,7 +244,7 @@ class DenseHalf(nn.Module):
                 outputs = self._part(lookup, part, _sliced(lookup, part), batch.dense_rows(*part.rows))
                 pieces.append((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
         leaves = [torch.cat(each).requires_grad_() for each in zip(*pieces, strict=True)]
-        loss = self.task.loss(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
+        loss = self.model.loss(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
         gradients = torch.autograd.grad(loss * self._loss_factor(batch), leaves)
         return loss.detach(), list(gradients)
 
@@ -254,14 +255,14 @@ class DenseHalf(nn.Module):
         self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the outputs for the rows of a micro-batch."""
-        set_dropout_keys(self.task.model, self.seed, rows.position.num_rows, rows.first_row + part.rows[0])
+        set_dropout_keys(self.model, self.seed, rows.position.num_rows, rows.first_row + part.rows[0])
         return self._outputs(self._vectors(lookup, part, tensors), rows)
 
     def _vectors(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor]) -> Vectors:
         return lookup.vectors(part, tensors, self.averaged, self.unpooled)
 
     def _outputs(self, vectors: Vectors, batch: Batch) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        model = self.task.model if self._replica is None else self._replica
+        model: nn.Module = self.model if self._replica is None else self._replica
         if self._dtype is None:
             return model(vectors, batch.floats)
         with torch.autocast(batch.floats.device.type, self._dtype):
@@ -315,7 +316,7 @@ class DenseHalf(nn.Module):
 
     @cached_property
     def _dense_parameters(self) -> list[nn.Parameter]:
-        return list(self.task.model.parameters())  # looking for them takes a tenth of a millisecond
+        return list(self.model.parameters())  # looking for them takes a tenth of a millisecond
 
     def _dense_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._dense_parameters if p.grad is not None]

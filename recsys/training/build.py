@@ -56,16 +56,16 @@ class Built:
 
     @property
     def dense_model(self) -> torch.nn.Module:
-        return self.step.dense.task.model
+        return self.step.dense.model
 
 
 def build_model(inputs: Inputs) -> Built:
     """Build, plan, shard and initialise the model of the config; the same weights under every plan."""
     config, world = inputs.config, inputs.world
-    step = build_step(config, partial(log_q, inputs))
-    task = step.dense.task
+    step = build_step(config, partial(log_shares, inputs))
+    dense = step.dense.model
     if config.train.compile:
-        task.model.compile()
+        dense.compile()
     plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
 
@@ -75,11 +75,11 @@ def build_model(inputs: Inputs) -> Built:
     replicated = replicated_tables(model, config)
     if replicated.tables:
         step.dense.replicated = replicated
-    optimizer = build_dense_optimizer(task.model, config.optimizer)
+    optimizer = build_dense_optimizer(dense, config.optimizer)
     tensors = Tensors(
         tables=lambda: table_tensors(model),
         table_optimizer=lambda: table_optimizer_tensors(model, replicated),
-        dense=task.model,
+        dense=dense,
         dense_optimizer=optimizer,
         statistics=inputs.statistics,
     )
@@ -88,13 +88,16 @@ def build_model(inputs: Inputs) -> Built:
     return Built(model, pieces, optimizer, tensors, rates, iterations)
 
 
-def log_q(inputs: Inputs) -> torch.Tensor:
-    """Return the log of each item row's share of the training rows, [num_embeddings] float32; [1] where none train."""
+def log_shares(inputs: Inputs) -> torch.Tensor:
+    """Return the logs of the shares that the table rows of `Needs.log_shares_of` have of data.train.
+
+    They are [num_embeddings] float32, and [1] where these data are not read; every table row counts as once at least.
+    """
     config, world, train = inputs.config, inputs.world, inputs.datasets.get("train")
     if train is None:
         return torch.zeros(1)
     spec = inputs.spec("train")
-    part = next(part for part in spec.ids if part.name == config.model.item_id)
+    part = next(part for part in spec.ids if part.name == config.model.needs().log_shares_of)
     size = config.tables[config.features[part.name].table or ""].num_embeddings
     mine = world.agree(lambda: count_ids(train, part, size, world.rank, world.world_size))
     counts = world.sum(torch.from_numpy(mine)).numpy()

@@ -6,10 +6,9 @@ from contextlib import closing
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys.config import TwoTowerConfig
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
-from recsys.models.metrics import Evaluator, RankingEvaluator, RetrievalEvaluator
+from recsys.models.metrics import Evaluator
 from recsys.step.pipeline import build_pipeline
 from recsys.step.step import StepOutput
 
@@ -45,14 +44,13 @@ class Evaluation:
             model.train()
 
     def _evaluator(self, model: DistributedModelParallel) -> Evaluator:
-        if isinstance(self._config.model, TwoTowerConfig):
-            return RetrievalEvaluator(self._item_vectors(model), self._config.model.top_k)
-        return RankingEvaluator()
+        is_retrieval = self._config.model.needs().item_id is not None
+        return model.module.dense.model.evaluator(self._item_vectors(model) if is_retrieval else None)
 
     def _item_vectors(self, model: DistributedModelParallel) -> torch.Tensor:
-        """Return the vectors of the whole corpus, [items, output_dim], on every rank."""
+        """Return the vectors of the whole corpus, [items, vector_dim], on every rank."""
         assert self._inputs.corpus is not None
-        vectors = torch.zeros(len(self._inputs.corpus), self._config.model.output_dim)
+        vectors = torch.zeros(len(self._inputs.corpus), self._config.model.needs().vector_dim)
         for output in self._outputs(model, "items"):
             positions = output.batch.lists["position"]  # type: ignore[index]
             real = positions.lengths() > 0  # the fill of the last batch has none

@@ -16,7 +16,8 @@ import pytest
 import yaml
 from launch import ROOT
 
-from recsys.config import Config, DLRMConfig, TwoTowerConfig, config_text, load_config
+from recsys.config import Config, config_text, load_config
+from recsys.config.model import find_model
 from recsys.errors import UserError
 
 SAMPLE = str(ROOT / "data" / "sample" / "{}")
@@ -53,14 +54,14 @@ def keys(kind: Any, section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[
         section: what a config file has there.
     """
     for name, hint in typing.get_type_hints(kind).items():
-        if name == "given":  # no key
+        if name == "given" or typing.get_origin(hint) is typing.ClassVar:  # no key
             continue
         found = hint
         if isinstance(hint, types.UnionType):
             (found,) = (part for part in typing.get_args(hint) if part is not type(None))
         below = section.get(name) or {} if isinstance(section, dict) else {}
         if name == "model" and kind is Config:
-            found = DLRMConfig if below["name"] == "dlrm" else TwoTowerConfig
+            found = find_model(below["name"]).Config
         yield (*path, name), found
         if dataclasses.is_dataclass(found):
             yield from keys(found, below, (*path, name))

@@ -19,7 +19,7 @@ from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import as_json, format_dry_run, rehearse_run
 from recsys.memory.live import LivePeak, storage_bytes
 from recsys.memory.trace import rehearse
-from recsys.models import RetrievalTask
+from recsys.models.two_tower import TwoTower
 from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import rehearse_world
 from recsys.tables.bytes import cache_bytes, piece_bytes
@@ -215,7 +215,7 @@ def test_few_pieces_of_a_softmax_show_the_peak_of_all(monkeypatch: pytest.Monkey
                 100 << 20 if rows == 8192 else 0
             )  # it makes more scores at once
         with monkeypatch.context() as patch:
-            patch.setattr(RetrievalTask, "rehearse", lambda *_: None)
+            patch.setattr(TwoTower, "rehearse", lambda *_: None)
             calls = 0
             assert rehearse(config, data, rows, CPU).step_bytes == few.step_bytes
     assert traced[8192] == traced[512] < calls / 4
@@ -230,9 +230,10 @@ def test_few_pieces_of_a_softmax_show_the_peak_of_all(monkeypatch: pytest.Monkey
 def test_a_prediction_leaves_no_fake_tensors_behind() -> None:
     config = load_config("configs/dlrm_sample.yaml", ["topology.device=cpu"])
     rehearse_run(config)
-    from recsys.models import DLRM
+    from recsys.models import DenseInputs
+    from recsys.models.dlrm import DLRM
 
-    model = DLRM(config.model, {"a": 8, "b": 8}, 0)
+    model = DLRM(config.model, DenseInputs({"a": 8, "b": 8}, []))
     model({"a": torch.ones(2, 8), "b": torch.ones(2, 8)}, torch.empty(2, 0)).sum().backward()
 
 

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
-from recsys.models import RetrievalTask, two_tower
+from recsys.models import DenseInputs, two_tower
 from recsys.runtime.world import open_world
 
 NUM_USERS, NUM_ITEMS = 40, 60
@@ -117,8 +117,11 @@ def test_the_loss_by_hand(scores_at_once: int, monkeypatch: pytest.MonkeyPatch) 
         expected = expected - weights[i] * (scores[i] - total.log())
 
     with open_world():
-        task = RetrievalTask(torch.nn.Identity(), "item", 0.5, log_q)
-        loss = task.loss((users, items), batch)
+        config = two_tower.TwoTowerConfig(
+            user_features=["user"], item_features=["item"], item_id="item", temperature=0.5
+        )
+        model = two_tower.TwoTower(config, DenseInputs({"user": 4, "item": 4}, [], log_q))
+        loss = model.loss((users, items), batch)
         gradients = torch.autograd.grad(3 * loss, (users, items))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (users, items)))

@@ -14,20 +14,15 @@ from launch import fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.checkpoint import Marker
-from recsys.config import Device, DLRMConfig, PrecisionConfig, TwoTowerConfig
+from recsys.config import Device, PrecisionConfig
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
-from recsys.models import (
-    DLRM,
-    RankingTask,
-    RetrievalTask,
-    Task,
-    TwoTower,
-)
+from recsys.models import DenseInputs, Model
 from recsys.models.base import Vectors
 from recsys.models.blocks import checkpoint_mlps
-from recsys.models.dlrm import _PairwiseDots
+from recsys.models.dlrm import DLRM, DLRMConfig, _pairs, _PairwiseDots
+from recsys.models.two_tower import TwoTower, TwoTowerConfig
 from recsys.runtime.world import open_world
 from recsys.step.lookup import Lookup, Part
 from recsys.step.step import DenseHalf, LossScale
@@ -196,25 +191,25 @@ def test_four_micro_batches_keep_a_quarter(kind: str, checkpointing: bool) -> No
     rows, names = 4096, ["a", "b", "c", "d"]
     if kind == "dlrm":
         config = DLRMConfig(bottom_mlp=[64], top_mlp=[64, 32], dropout=0.1)
-        task: Task = RankingTask(DLRM(config, dict.fromkeys(names, 16), 2))
+        model: Model = DLRM(config, DenseInputs(dict.fromkeys(names, 16), ["x", "y"]))
     else:
         tower = TwoTowerConfig(user_features=["a", "b"], item_features=["c", "d"], item_id="c", user_mlp=[128, 64])
-        task = RetrievalTask(TwoTower(tower, dict.fromkeys(names, 16), []), "c", 0.1, None)
+        model = TwoTower(tower, DenseInputs(dict.fromkeys(names, 16), []))
         rows = 512  # the softmax, which is not split, takes rows * rows
     if checkpointing:
-        checkpoint_mlps(task.model)
+        checkpoint_mlps(model)
     peaks, gradients = [], []
     with open_world(Device.cpu, 1):
         for parts in (1, 4):
-            half = DenseHalf(task, 1, None, PrecisionConfig())
-            task.model.zero_grad()
+            half = DenseHalf(model, 1, None, PrecisionConfig())
+            model.zero_grad()
             pooled, batch = made_up(rows, names, tuple(range(0, rows + 1, rows // parts)))
-            live = LiveBytes(task.model.parameters())
+            live = LiveBytes(model.parameters())
             with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
                 half.forward(pooled, None, batch)
             assert live.now == 0
             peaks.append(live.peak)
-            gradients.append([parameter.grad.clone() for parameter in task.model.parameters()])
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         del half
     if kind == "dlrm":  # of two towers, the peak is that of the softmax
         assert peaks[1] <= 0.3 * peaks[0]
@@ -238,7 +233,8 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
 ) -> None:
     """FP16 may overflow behind the last weight, where neither the loss nor a gradient of the dense part shows it."""
     names, part_rows = ["a", "b", "c", "d"], 32
-    task = RankingTask(DLRM(DLRMConfig(bottom_mlp=[16], top_mlp=[8]), dict.fromkeys(names, 16), 2))
+    config = DLRMConfig(bottom_mlp=[16], top_mlp=[8])
+    model = DLRM(config, DenseInputs(dict.fromkeys(names, 16), ["x", "y"]))
     vectors_of = Lookup.vectors
 
     def vectors(self: Lookup, part: Part, tensors: list[torch.Tensor], *rest: Any) -> Vectors:
@@ -248,7 +244,7 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
 
     monkeypatch.setattr(Lookup, "vectors", vectors)
     with open_world(Device.cpu, 1):
-        half = DenseHalf(task, 1, None, PrecisionConfig())
+        half = DenseHalf(model, 1, None, PrecisionConfig())
         pooled, batch = made_up(4 * part_rows, names, tuple(range(0, 4 * part_rows + 1, part_rows)))
         tables, rows = torch.nn.Identity(), pooled.values().requires_grad_()
         half.gate.guard(tables)
@@ -268,7 +264,7 @@ def test_dots_of_pairs_and_their_gradient(num_vectors: int) -> None:
     vectors = torch.randn(3, num_vectors, 4, dtype=torch.double, requires_grad=True)
     rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
     expected = torch.bmm(vectors, vectors.transpose(1, 2))[:, rows, columns]
-    dots = _PairwiseDots.apply(vectors)
+    dots = _PairwiseDots.apply(vectors, *_pairs(vectors.shape[1], vectors.dtype, vectors.device))
     torch.testing.assert_close(dots, expected)
     gradient = torch.randn_like(dots)
     torch.testing.assert_close(

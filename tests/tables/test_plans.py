@@ -23,7 +23,8 @@ from recsys.config.choices import COLUMN_SPLITS, DenseOptimizer, TableOptimizer
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs, open_inputs
-from recsys.models import DLRM
+from recsys.models import DenseInputs
+from recsys.models.dlrm import DLRM
 from recsys.runtime.world import open_world
 from recsys.tables.spec import fill_initial, init_range
 
@@ -70,7 +71,7 @@ class Reference:
         self.config = config
         torch.manual_seed(config.seed)
         dims = {f: config.tables[config.features[f].table].embedding_dim for f in id_features(config)}
-        self.dense = DLRM(config.model, dims, len(float_features(config)))
+        self.dense = DLRM(config.model, DenseInputs(dims, float_features(config)))
         self.optimizer = torch.optim.Adam(self.dense.parameters(), config.optimizer.dense.learning_rate)
         self.tables, self.state = {}, {}
         for name, table in config.tables.items():

@@ -1,0 +1,117 @@
+"""The section `model` of a config: what every model's section has, what it says of the data, where its class is."""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from omegaconf import MISSING
+
+from recsys.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from recsys.config.schema import Config
+
+MODELS = {
+    "dlrm": "recsys.models.dlrm.DLRM",
+    "two_tower": "recsys.models.two_tower.TwoTower",
+}
+RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model reads of the data beside all features of a row.
+
+    Attributes:
+        labels: it is trained and evaluated on labels of rows.
+        sequences: id features that it reads a vector of for each id of a list, not one for the list.
+        item_id: of a retrieval model, the feature that tells the items of data.items apart.
+        item_features: of a retrieval model, what it reads of items; all other features are a user's.
+        vector_dim: of a retrieval model, the width of the vectors of users and items.
+        log_shares_of: id feature whose table rows' shares of data.train it wants the logarithms of.
+    """
+
+    labels: bool = True
+    sequences: tuple[str, ...] = ()
+    item_id: str | None = None
+    item_features: tuple[str, ...] = ()
+    vector_dim: int = 0
+    log_shares_of: str | None = None
+
+
+@dataclass
+class ModelConfig:
+    """Keys that every model has, and what its section says of it; a model's `Config` extends it.
+
+    Attributes:
+        free: names of keys that may be others where a checkpoint of the model is loaded.
+        shapes: names of keys that change the shape of a tensor, which is compared where tensors are loaded.
+    """
+
+    name: str = MISSING
+
+    free: ClassVar[tuple[str, ...]] = ()
+    shapes: ClassVar[tuple[str, ...]] = ()
+
+    def needs(self) -> Needs:
+        """Return what the model reads of the data."""
+        return Needs()
+
+    def check(self, config: "Config") -> None:
+        """Refuse a section that does not fit to features and tables; numbers are held against their bounds before.
+
+        Raises:
+            UserError: names the key, what was found and what is allowed.
+        """
+
+    def metric_names(self, config: "Config") -> list[str]:
+        """Return the names of the metrics that an evaluation gives."""
+        return list(RANKING_METRICS)
+
+    def layer_inputs(self, ids: Sequence[str], floats: Sequence[str]) -> dict[str, list[str]]:
+        """Return, by parameter, the features that a layer reads side by side; `ids` and `floats` are all there are."""
+        return {"model": [*ids, *floats]}
+
+    def meaning(self, config: "Config") -> dict[str, Any]:
+        """Return the keys with what they stand for, to be compared where a checkpoint is loaded."""
+        return asdict(self)
+
+
+def find_model(name: str, is_trusted: bool = True) -> Any:
+    """Return the class of a model: one of `MODELS`, or a user's own by its dotted name, which is imported.
+
+    Args:
+        is_trusted: the user has named the class, and not only a run directory.
+
+    Raises:
+        UserError: there is no such model, it cannot be imported, or it is none.
+    """
+    key = "config key 'model.name'"
+    if name not in MODELS and "." not in name:
+        problem = f"there is no model '{name}'{nearest(name, MODELS)}" if name else "not set, and needs a value"
+        raise UserError(f"{key}: {problem} (known: {', '.join(MODELS)}, or package.module.Class of your own)")
+    if name not in MODELS and not is_trusted:
+        raise UserError(
+            f"{key}: the run was trained with the class '{name}', whose code would be executed; add --trust-code if "
+            f"you trust it"
+        )
+    module_name, _, class_name = MODELS.get(name, name).rpartition(".")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # behind all else, so that nothing there hides a package
+    try:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{key}: the class '{name}' cannot be imported ({error}); its module has to be installed, or found from "
+            f"the current folder or PYTHONPATH"
+        ) from error
+    section = getattr(found, "Config", None)
+    if not (isinstance(found, type) and isinstance(section, type) and issubclass(section, ModelConfig)):
+        raise UserError(
+            f"{key}: '{name}' is no model: a class derived from recsys.models.Model, with `Config` derived from "
+            f"recsys.config.ModelConfig"
+        )
+    return found
