@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any
+from functools import reduce
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from recsys.errors import UserError
 
 KEY = "config key 'data.filter'"
 BY_DATASET = "a filter of one data set alone is written as data.filter={train: …}"
+
 _KERNELS: dict[str, Callable[..., Any]] = {
     "==": pc.equal,
     "!=": pc.not_equal,
@@ -21,11 +23,29 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "<=": pc.less_equal,
     ">": pc.greater,
     ">=": pc.greater_equal,
+    "and": pc.and_kleene,
+    "or": pc.or_kleene,
 }
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+# A test of a column's type, the types of literals that it is compared with, and what to write.
+_LITERALS: tuple[tuple[Callable[[pa.DataType], bool], tuple[type, ...], str], ...] = (
+    (pa.types.is_boolean, (bool, int), "write True or False"),
+    (pa.types.is_integer, (int,), "write an integer of that type, without quotes"),
+    (
+        lambda kind: pa.types.is_floating(kind) or pa.types.is_decimal(kind),
+        (int, float),
+        "write a number, without quotes",
+    ),
+    (pa.types.is_date, (str,), "write a date such as '2026-11-01'"),
+    (pa.types.is_timestamp, (str,), "write a time such as '2026-11-01' or '2026-11-01 12:30:00'"),
+    (pa.types.is_nested, (), "a list has only 'is None' and 'is not None'"),
+    (pa.types.is_null, (bool, int, float, str), "write 'is None'"),
+    (lambda kind: pa.types.is_string(kind) or pa.types.is_binary(kind), (str,), "write a value in quotes"),
+    (lambda kind: True, (), "write a value in quotes"),
+)
 
 
-@dataclass(frozen=True)
-class Bounds:
+class Bounds(NamedTuple):
     """What is known of a column in each of n row groups.
 
     Attributes:
@@ -39,8 +59,7 @@ class Bounds:
     values: np.ndarray
 
 
-@dataclass(frozen=True)
-class Outcomes:
+class Outcomes(NamedTuple):
     """What a condition may be for rows of each of n row groups: true, false, null; each bool [n].
 
     What is False there is excluded; what is True need not happen.
@@ -51,212 +70,154 @@ class Outcomes:
     null: np.ndarray
 
 
+class Column(str):
+    """The name of a column that another is compared with."""
+
+
+@dataclass(frozen=True)
 class Condition:
-    """A part of a filter. Columns are read from a table, or from {column: Bounds}; a column without is unknown."""
+    """A filter, or a part of one.
+
+    Attributes:
+        operator: `and`, `or` and `not` of `parts`; of a column, `is None`, `in` (value: literals), `is true`, or a
+            comparison with a literal or a `Column`. `bind` makes Arrow scalars of the literals.
+    """
+
+    operator: str
+    parts: tuple["Condition", ...] = ()
+    column: str = ""
+    value: Any = None
 
     def columns(self) -> set[str]:
         """Return the names of the columns."""
-        raise NotImplementedError
+        own = {name for name in (self.column, self.value if isinstance(self.value, Column) else "") if name}
+        return own.union(*(part.columns() for part in self.parts))
 
     def bind(self, schema: pa.Schema) -> "Condition":
         """Return the condition with literals of the columns' types. Raises UserError if they do not go together."""
-        raise NotImplementedError
+        if self.parts:
+            return replace(self, parts=tuple(part.bind(schema) for part in self.parts))
+        kind = schema.field(self.column).type
+        if isinstance(self.value, Column):
+            _check_pair(self.operator, self.column, kind, self.value, schema.field(self.value).type)
+        if self.operator == "is None" or isinstance(self.value, Column):
+            return self
+        if self.operator == "in":
+            return replace(self, value=tuple(_bound(self.column, kind, "==", literal)[1] for literal in self.value))
+        if self.operator != "is true":
+            operator, scalar = _bound(self.column, kind, self.operator, self.value)
+            return replace(self, operator=operator, value=scalar)
+        if not pa.types.is_boolean(kind):
+            raise UserError(
+                f"{KEY}: column '{self.column}' is {kind} and no condition by itself; compare it with a value"
+            )
+        return replace(self, operator="==", value=pa.scalar(True))
 
     def mask(self, table: pa.Table) -> pa.ChunkedArray:
         """Return the condition for each row, bool with nulls [rows]; columns may be dictionary-encoded."""
-        raise NotImplementedError
+        if self.operator == "not":
+            return pc.invert(self.parts[0].mask(table))
+        if self.parts:
+            return reduce(_KERNELS[self.operator], (part.mask(table) for part in self.parts))
+        column = table.column(self.column)
+        if self.operator == "is None":
+            return pc.is_null(column)
+        if not isinstance(self.value, Column):
+            return _of_values(column, self._test)
+        pair = [_of_values(each, lambda values: values) for each in (column, table.column(self.value))]
+        if pair[0].type != pair[1].type:  # numbers of two types; the kernel refuses large ones
+            pair = [each.cast(pa.float64(), safe=False) for each in pair]
+        return _KERNELS[self.operator](*pair)
+
+    def _test(self, values: pa.Array) -> pa.Array:
+        if self.operator != "in":
+            return _KERNELS[self.operator](values, self.value)
+        kinds = {scalar.type for scalar in self.value}
+        literals = pa.array([scalar.as_py() for scalar in self.value], kinds.pop() if len(kinds) == 1 else pa.int64())
+        # The kernel says false for null, and `not in` would take it.
+        return pc.if_else(pc.is_valid(values), pc.is_in(values, literals), pa.scalar(None, pa.bool_()))
 
     def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        """Return what the condition may be in each of `n` row groups."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Not(Condition):
-    """`not`, which leaves null as it is."""
-
-    part: Condition
-
-    def columns(self) -> set[str]:
-        return self.part.columns()
-
-    def bind(self, schema: pa.Schema) -> Condition:
-        return Not(self.part.bind(schema))
-
-    def mask(self, table: pa.Table) -> pa.ChunkedArray:
-        return pc.invert(self.part.mask(table))
-
-    def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        may = self.part.outcomes(bounds, n)
-        return Outcomes(may.false, may.true, may.null)
-
-
-@dataclass(frozen=True)
-class Both(Condition):
-    """`left and right` after Kleene. `left or right` is `not (not left and not right)`."""
-
-    left: Condition
-    right: Condition
-
-    def columns(self) -> set[str]:
-        return self.left.columns() | self.right.columns()
-
-    def bind(self, schema: pa.Schema) -> Condition:
-        return Both(self.left.bind(schema), self.right.bind(schema))
-
-    def mask(self, table: pa.Table) -> pa.ChunkedArray:
-        return pc.and_kleene(self.left.mask(table), self.right.mask(table))
-
-    def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        a, b = self.left.outcomes(bounds, n), self.right.outcomes(bounds, n)
-        null = (a.null & (b.true | b.null)) | (b.null & (a.true | a.null))
-        return Outcomes(a.true & b.true, a.false | b.false, null)
-
-
-@dataclass(frozen=True)
-class Compare(Condition):
-    """A column with a literal, which `bind` makes a scalar."""
-
-    column: str
-    operator: str
-    literal: Any
-
-    def columns(self) -> set[str]:
-        return {self.column}
-
-    def bind(self, schema: pa.Schema) -> Condition:
-        kind, operator, literal = schema.field(self.column).type, self.operator, self.literal
-        if pa.types.is_integer(kind) and isinstance(literal, float):
-            operator, literal = _whole(self.column, kind, operator, literal)
-        scalar = _scalar(self.column, kind, literal)
-        _check_kernel(
-            operator,
-            pa.array([], kind),
-            scalar,
-            f"column '{self.column}' is {kind}, and cannot be compared with a value",
-        )
-        return Compare(self.column, operator, scalar)
-
-    def mask(self, table: pa.Table) -> pa.ChunkedArray:
-        return _of_values(table.column(self.column), lambda values: _KERNELS[self.operator](values, self.literal))
-
-    def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        if self.column not in bounds:
-            return _unknown(n)
+        """Return what the condition may be in each of `n` row groups, of whose columns some bounds are known."""
+        parts = self.parts
+        if self.operator == "in":
+            parts = tuple(Condition("==", column=self.column, value=scalar) for scalar in self.value)
+        if parts:
+            true, false, null = (
+                np.stack(each) for each in zip(*(part.outcomes(bounds, n) for part in parts), strict=True)
+            )
+            if self.operator == "not":
+                return Outcomes(false[0], true[0], null[0])
+            if self.operator == "and":
+                return Outcomes(true.all(0), false.any(0), null.any(0) & (true | null).all(0))
+            return Outcomes(true.any(0), false.all(0), null.any(0) & (false | null).all(0))
+        if self.column not in bounds or isinstance(self.value, Column):
+            return Outcomes(*(np.ones(n, np.bool_) for _ in range(2)), np.full(n, self.operator != "is None"))
         known = bounds[self.column]
-        low = {operator: _may_be(operator, known.least, self.literal) for operator in _KERNELS}
-        high = {operator: _may_be(operator, known.most, self.literal) for operator in _KERNELS}
-        equal, unequal = low["<="] & high[">="], low["!="] | high["!="]
-        true, false = {
-            "==": (equal, unequal),
-            "!=": (unequal, equal),
-            "<": (low["<"], high[">="]),
-            "<=": (low["<="], high[">"]),
-            ">": (high[">"], low["<="]),
-            ">=": (high[">="], low["<"]),
-        }[self.operator]
+        if self.operator == "is None":
+            return Outcomes(known.nulls, known.values, np.zeros(n, np.bool_))
+        true, false = (_may_hold(each, known, self.value) for each in (self.operator, _OPPOSITE[self.operator]))
         if pa.types.is_floating(known.least.type):  # NaN, which bounds leave out, is unequal to all and has no order
             true, false = true | (self.operator == "!="), false | (self.operator != "!=")
         return Outcomes(true & known.values, false & known.values, known.nulls)
 
 
-@dataclass(frozen=True)
-class In(Condition):
-    """A column in a list of literals."""
-
-    column: str
-    literals: tuple[Any, ...]
-
-    def columns(self) -> set[str]:
-        return {self.column}
-
-    def bind(self, schema: pa.Schema) -> Condition:
-        bound = [Compare(self.column, "==", literal).bind(schema) for literal in self.literals]
-        return In(self.column, tuple(each.literal for each in bound if isinstance(each, Compare)))
-
-    def mask(self, table: pa.Table) -> pa.ChunkedArray:
-        wanted = pa.array([scalar.as_py() for scalar in self.literals], self.literals[0].type)
-        # The kernel says false for null, and `not in` would take it.
-        return _of_values(
-            table.column(self.column),
-            lambda values: pc.if_else(
-                pc.is_valid(values), pc.is_in(values, value_set=wanted), pa.scalar(None, pa.bool_())
-            ),
-        )
-
-    def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        each = [Compare(self.column, "==", literal).outcomes(bounds, n) for literal in self.literals]
-        true = np.logical_or.reduce([may.true for may in each])
-        return Outcomes(true, np.logical_and.reduce([may.false for may in each]), each[0].null)
+def _check_pair(operator: str, left: str, left_kind: pa.DataType, right: str, right_kind: pa.DataType) -> None:
+    are_numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (left_kind, right_kind))
+    try:
+        if left_kind != right_kind and not are_numbers:
+            raise pa.ArrowInvalid
+        _KERNELS[operator](pa.array([], left_kind), pa.array([], right_kind))
+    except pa.ArrowException as error:
+        raise UserError(
+            f"{KEY}: columns '{left}' ({left_kind}) and '{right}' ({right_kind}) cannot be compared with each other; "
+            f"compare columns of one type"
+        ) from error
 
 
-@dataclass(frozen=True)
-class IsNull(Condition):
-    """A column `is None`."""
-
-    column: str
-
-    def columns(self) -> set[str]:
-        return {self.column}
-
-    def bind(self, schema: pa.Schema) -> Condition:
-        return self
-
-    def mask(self, table: pa.Table) -> pa.ChunkedArray:
-        return pc.is_null(table.column(self.column))
-
-    def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        if self.column not in bounds:
-            return replace(_unknown(n), null=np.zeros(n, np.bool_))
-        known = bounds[self.column]
-        return Outcomes(known.nulls, known.values, np.zeros(n, np.bool_))
-
-
-@dataclass(frozen=True)
-class IsTrue(Condition):
-    """A bool column by itself."""
-
-    column: str
-
-    def columns(self) -> set[str]:
-        return {self.column}
-
-    def bind(self, schema: pa.Schema) -> Condition:
-        kind = schema.field(self.column).type
-        if not pa.types.is_boolean(kind):
+def _bound(column: str, kind: pa.DataType, operator: str, literal: Any) -> tuple[str, pa.Scalar]:
+    """Return a comparison with a literal as one with a scalar of the column's type."""
+    if pa.types.is_integer(kind) and isinstance(literal, float):  # Arrow refuses to compare large ids with it
+        if not math.isfinite(literal) or (operator in ("==", "!=") and not literal.is_integer()):
             raise UserError(
-                f"{KEY}: column '{self.column}' is {kind} and no condition by itself; compare it with a value"
+                f"{KEY}: column '{column}' is {kind}, and {literal} is no integer; compare it with an integer"
             )
-        return Compare(self.column, "==", True).bind(schema)
+        if not literal.is_integer():
+            operator = "<=" if operator in ("<", "<=") else ">="
+        literal = math.floor(literal) if operator in ("<", "<=") else math.ceil(literal)
+    types, advice = next((types, advice) for fits, types, advice in _LITERALS if fits(kind))
+    try:
+        if type(literal) not in types or (pa.types.is_boolean(kind) and literal not in (0, 1)):
+            raise TypeError(kind)
+        scalar = _scalar(kind, literal)
+        _KERNELS[operator](pa.array([], kind), scalar)
+        return operator, scalar
+    except (pa.ArrowException, OverflowError, TypeError) as error:
+        raise UserError(
+            f"{KEY}: column '{column}' is {kind}, and cannot be compared with {literal!r}; {advice}"
+        ) from error
 
 
-@dataclass(frozen=True)
-class CompareColumns(Condition):
-    """Two columns of a row with each other."""
+def _scalar(kind: pa.DataType, literal: Any) -> pa.Scalar:
+    if pa.types.is_null(kind) or pa.types.is_boolean(kind):
+        return pa.scalar(literal if pa.types.is_null(kind) else bool(literal))
+    if pa.types.is_decimal(kind):
+        return pa.scalar(Decimal(repr(literal)))
+    if pa.types.is_integer(kind) and kind.bit_width < 64 and not _fits(kind, literal):
+        return pa.scalar(literal, pa.int64())
+    if pa.types.is_timestamp(kind) and kind.tz is not None:
+        try:
+            return pa.scalar(literal).cast(kind)
+        except pa.ArrowInvalid:  # no zone is written: UTC
+            return pa.scalar(literal).cast(pa.timestamp(kind.unit)).cast(kind)
+    if pa.types.is_temporal(kind):
+        return pa.scalar(literal).cast(kind)
+    return pa.scalar(literal, kind)
 
-    left: str
-    operator: str
-    right: str
 
-    def columns(self) -> set[str]:
-        return {self.left, self.right}
-
-    def bind(self, schema: pa.Schema) -> Condition:
-        left, right = (schema.field(name).type for name in (self.left, self.right))
-        problem = f"columns '{self.left}' ({left}) and '{self.right}' ({right}) cannot be compared with each other"
-        if left != right and not (_is_number(left) and _is_number(right)):
-            raise UserError(f"{KEY}: {problem}; compare columns of one type")
-        _check_kernel(self.operator, pa.array([], left), pa.array([], right), problem)
-        return self
-
-    def mask(self, table: pa.Table) -> pa.ChunkedArray:
-        pair = [_of_values(table.column(name), lambda values: values) for name in (self.left, self.right)]
-        if pair[0].type != pair[1].type:  # numbers of two types; the kernel refuses large ones
-            pair = [column.cast(pa.float64(), safe=False) for column in pair]
-        return _KERNELS[self.operator](*pair)
-
-    def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        return _unknown(n)
+def _fits(kind: pa.DataType, literal: int) -> bool:
+    limits = np.iinfo(kind.to_pandas_dtype())
+    return limits.min <= literal <= limits.max
 
 
 def _of_values(column: pa.ChunkedArray, test: Callable[[pa.Array], pa.Array]) -> pa.ChunkedArray:
@@ -276,91 +237,10 @@ def _without_view(array: pa.Array) -> pa.Array:
     return array.cast(pa.binary()) if pa.types.is_binary_view(array.type) else array
 
 
-def _may_be(operator: str, ends: pa.Array, literal: pa.Scalar) -> np.ndarray:
-    return pc.fill_null(_KERNELS[operator](ends, literal), True).to_numpy(zero_copy_only=False)
-
-
-def _unknown(n: int) -> Outcomes:
-    return Outcomes(*(np.ones(n, np.bool_) for _ in range(3)))
-
-
-def _is_number(kind: pa.DataType) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
-
-
-def _check_kernel(operator: str, left: pa.Array, right: pa.Array | pa.Scalar, problem: str) -> None:
-    try:
-        _KERNELS[operator](left, right)
-    except pa.ArrowException as error:
-        raise UserError(f"{KEY}: {problem}; compare other columns") from error
-
-
-def _whole(column: str, kind: pa.DataType, operator: str, literal: float) -> tuple[str, int]:
-    """Return a comparison with an integer in place of one with a float: Arrow refuses to compare large ids with it."""
-    if not math.isfinite(literal) or (operator in ("==", "!=") and not literal.is_integer()):
-        raise UserError(f"{KEY}: column '{column}' is {kind}, and {literal} is no integer; compare it with an integer")
-    if literal.is_integer():
-        return operator, int(literal)
-    return ("<=", math.floor(literal)) if operator in ("<", "<=") else (">=", math.ceil(literal))
-
-
-def _scalar(column: str, kind: pa.DataType, literal: Any) -> pa.Scalar:
-    """Return a literal in a column's type; of a narrow integer column, an integer that it cannot hold as int64."""
-    try:
-        return _converted(kind, literal)
-    except (pa.ArrowException, OverflowError, TypeError) as error:
-        raise UserError(
-            f"{KEY}: column '{column}' is {kind}, and cannot be compared with {literal!r}; {_advice(kind)}"
-        ) from error
-
-
-def _converted(kind: pa.DataType, literal: Any) -> pa.Scalar:
-    given = type(literal)
-    if pa.types.is_null(kind):
-        return pa.scalar(literal)
-    if pa.types.is_boolean(kind) and (given is bool or literal in (0, 1)):
-        return pa.scalar(bool(literal))
-    if pa.types.is_integer(kind) and given is int:
-        try:
-            return pa.scalar(literal, kind)
-        except (pa.ArrowException, OverflowError):
-            if kind.bit_width == 64:
-                raise
-            return pa.scalar(literal, pa.int64())
-    if pa.types.is_floating(kind) and given in (int, float):
-        return pa.scalar(float(literal), kind)
-    if pa.types.is_decimal(kind) and given in (int, float):
-        return pa.scalar(Decimal(repr(literal)))
-    if pa.types.is_string(kind) and given is str:
-        return pa.scalar(literal, kind)
-    if pa.types.is_binary(kind) and given is str:
-        return pa.scalar(literal.encode(), kind)
-    if (pa.types.is_date(kind) or pa.types.is_timestamp(kind)) and given is str:
-        return _time(kind, literal)
-    raise TypeError(kind)
-
-
-def _time(kind: pa.DataType, literal: str) -> pa.Scalar:
-    text = pa.scalar(literal)
-    if not pa.types.is_timestamp(kind) or kind.tz is None:
-        return text.cast(kind)
-    try:
-        return text.cast(kind)
-    except pa.ArrowInvalid:  # no zone is written: UTC
-        return text.cast(pa.timestamp(kind.unit)).cast(kind)
-
-
-def _advice(kind: pa.DataType) -> str:
-    if pa.types.is_boolean(kind):
-        return "write True or False"
-    if pa.types.is_integer(kind):
-        return "write an integer of that type, without quotes"
-    if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        return "write a number, without quotes"
-    if pa.types.is_date(kind):
-        return "write a date such as '2026-11-01'"
-    if pa.types.is_timestamp(kind):
-        return "write a time such as '2026-11-01' or '2026-11-01 12:30:00'"
-    if pa.types.is_nested(kind):
-        return "a list has only 'is None' and 'is not None'"
-    return "write a value in quotes"
+def _may_hold(operator: str, known: Bounds, literal: pa.Scalar) -> np.ndarray:
+    """Return in which row groups some value may compare so."""
+    if operator == "==":
+        return _may_hold("<=", known, literal) & _may_hold(">=", known, literal)
+    least, most = (pc.fill_null(_KERNELS[operator](end, literal), True) for end in (known.least, known.most))
+    ends = {"<": least, "<=": least, ">": most, ">=": most, "!=": pc.or_(least, most)}
+    return ends[operator].to_numpy(zero_copy_only=False)

@@ -10,12 +10,12 @@ left out, as one for which it is false. So `x != 5` leaves out the nulls of x; a
 
 import ast
 import re
-from typing import Any
+from typing import Any, NoReturn
 
-from recsys.data.conditions import KEY, Both, Compare, CompareColumns, Condition, In, IsNull, IsTrue, Not
+from recsys.data.conditions import KEY, Column, Condition
 from recsys.errors import UserError
 
-_OPERATORS: dict[type[ast.cmpop], str] = {
+_COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==",
     ast.NotEq: "!=",
     ast.Lt: "<",
@@ -64,72 +64,61 @@ class _Parser:
 
     def condition(self, node: ast.expr) -> Condition:
         if isinstance(node, ast.BoolOp):
-            parts = [self.condition(value) for value in node.values]
-            return _joined(parts) if isinstance(node.op, ast.And) else Not(_joined([Not(part) for part in parts]))
+            name = "and" if isinstance(node.op, ast.And) else "or"
+            return Condition(name, tuple(self.condition(value) for value in node.values))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return Not(self.condition(node.operand))
+            return Condition("not", (self.condition(node.operand),))
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
-            return _joined([self._compare(*side) for side in zip(sides, node.ops, sides[1:], strict=False)])
-        name = self._column(node)
-        if name is None:
-            raise self._unknown(node)
-        return IsTrue(name)
+            return Condition("and", tuple(map(self._compare, sides, node.ops, sides[1:])))
+        return Condition("is true", column=self._column(node) or self._refuse(node))
 
     def _compare(self, left: ast.expr, kind: ast.cmpop, right: ast.expr) -> Condition:
         name, other = self._column(left), self._column(right)
         if isinstance(kind, ast.Is | ast.IsNot):
             if name is None or not isinstance(right, ast.Constant) or right.value is not None:
-                raise self._unknown(left, "'is' and 'is not' compare a column with None")
-            return IsNull(name) if isinstance(kind, ast.Is) else Not(IsNull(name))
-        if isinstance(kind, ast.In | ast.NotIn):
+                self._refuse(left, "'is' and 'is not' compare a column with None")
+            found = Condition("is None", column=name)
+        elif isinstance(kind, ast.In | ast.NotIn):
             if name is None or not isinstance(right, ast.List | ast.Tuple | ast.Set) or not right.elts:
-                raise self._unknown(left, "'in' compares a column with a list of values, such as ['a', 'b']")
-            among = In(name, tuple(self._literal(each) for each in right.elts))
-            return among if isinstance(kind, ast.In) else Not(among)
-        operator = _OPERATORS[type(kind)]
-        if name is not None and other is not None:
-            return CompareColumns(name, operator, other)
-        if name is not None:
-            return Compare(name, operator, self._literal(right))
-        if other is not None:
-            return Compare(other, _MIRRORED[operator], self._literal(left))
-        self._literal(left), self._literal(right)
-        raise self._unknown(left, f"it compares {ast.unparse(left)} with {ast.unparse(right)}, and no column")
+                self._refuse(left, "'in' compares a column with a list of values, such as ['a', 'b']")
+            found = Condition("in", column=name, value=tuple(map(self._literal, right.elts)))
+        elif name is not None:
+            value = self._literal(right) if other is None else Column(other)
+            return Condition(_COMPARISONS[type(kind)], column=name, value=value)
+        elif other is not None:
+            return Condition(_MIRRORED[_COMPARISONS[type(kind)]], column=other, value=self._literal(left))
+        else:
+            self._literal(left), self._literal(right)
+            self._refuse(left, f"it compares {ast.unparse(left)} with {ast.unparse(right)}, and no column")
+        return found if isinstance(kind, ast.Is | ast.In) else Condition("not", (found,))
 
     def _column(self, node: ast.expr) -> str | None:
         if isinstance(node, ast.Name):
             if node.id in _CONSTANTS:
-                raise self._unknown(node, f"write {_CONSTANTS[node.id]}, or col('{node.id}') for the column")
+                self._refuse(node, f"write {_CONSTANTS[node.id]}, or col('{node.id}') for the column")
             return node.id
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "col":
             if len(node.args) == 1 and isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
                 return node.args[0].value
-            raise self._unknown(node, "col takes one name in quotes")
+            self._refuse(node, "col takes one name in quotes")
         if isinstance(node, ast.Attribute):
-            raise self._unknown(node, f"a column with a dot in its name is col('{ast.unparse(node)}')")
+            self._refuse(node, f"a column with a dot in its name is col('{ast.unparse(node)}')")
         return None
 
     def _literal(self, node: ast.expr) -> Any:
-        signed = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd)
-        inner = node.operand if isinstance(node, ast.UnaryOp) and signed else node
-        value: Any = inner.value if isinstance(inner, ast.Constant) else ...
-        if type(value) not in ((int, float) if signed else (int, float, str, bool, type(None))):
-            raise self._unknown(node)
+        try:
+            value = ast.literal_eval(node)
+        except ValueError:
+            value = ...
         if value is None:
-            raise self._unknown(node, "None is compared with 'is None' or 'is not None'")
-        return -value if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else value
+            self._refuse(node, "None is compared with 'is None' or 'is not None'")
+        return value if type(value) in (int, float, str, bool) else self._refuse(node)
 
-    def _unknown(self, node: ast.expr, says: str = "") -> UserError:
+    def _refuse(self, node: ast.expr, says: str = "") -> NoReturn:
         known = "a filter is made of comparisons of columns with values, in, is None, and, or, not, and col('odd name')"
         says = says or f"'{ast.unparse(node)}' is not known; {_hint(self._text) or known}"
-        return UserError(f"{KEY}: '{self._text}' cannot be understood ({says})")
-
-
-def _joined(parts: list[Condition]) -> Condition:
-    # Halves, so that a long filter makes no deep tree.
-    half = len(parts) // 2
-    return parts[0] if len(parts) == 1 else Both(_joined(parts[:half]), _joined(parts[half:]))
+        raise UserError(f"{KEY}: '{self._text}' cannot be understood ({says})")
 
 
 def _hint(text: str) -> str:
