@@ -3,7 +3,7 @@
     git worktree add ../before COMMIT
     python benchmarks/same_numbers.py ../before
 
-Both trees run under this Python, one after the other. The data sets have to be in this tree (scripts/prepare_data.py).
+Both trees run under this Python, one after the other. The data sets have to be in this tree (recsys prepare).
 """
 
 import argparse

@@ -7,7 +7,7 @@ bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH"
 
 echo "quickstart: data"
-python scripts/prepare_data.py movielens-100k
+recsys prepare movielens-100k
 
 # Two processes, unless there is just one GPU: NCCL refuses two ranks on one device.
 ranks=2

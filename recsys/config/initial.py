@@ -33,7 +33,7 @@ class InitConfig:
     # Vocabulary tables: the ids that have a row keep it, and what new ones data.train shows min_count times get rows of
     # their own too, the most frequent first, up to num_embeddings in all. These rows begin anew.
     grow_vocabularies: bool = False
-    # By table: file with `vector` and `id` or `row`, as scripts/tables.py export writes; goes without init_from too.
+    # By table: file with `vector` and `id` or `row`, as `recsys tables export` writes; goes without init_from too.
     from_parquet: dict[str, str] = field(default_factory=dict)
 
 

@@ -336,7 +336,7 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
     if other.any():
         raise UserError(
             f"{_title(part)} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; write such a "
-            f"column, as scripts/prepare_data.py csv --label 'rating>=4' does"
+            f"column, as `python -m recsys prepare csv --label 'rating>=4'` does"
         )
 
 

@@ -284,7 +284,7 @@ def read_footers(
         advice = f"or leave such files out with data.max_bad_files={len(bad)}"
         raise BadDataError(
             f"config key '{parser.key}': '{first}' is not a readable Parquet file ({why}){others}; write it anew, "
-            f"convert delimited text with scripts/prepare_data.py csv, {advice}",
+            f"convert delimited text with `python -m recsys prepare csv`, {advice}",
             first,
         )
     for name, why in bad.items():

@@ -219,7 +219,7 @@ def _check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             raise UserError(
                 f"config key 'tables.{table}': its ids are {known[texts[0]]} in column {texts[0]} and "
                 f"{known[numbers[0]]} in column {numbers[0]}; write both with one type (a list: "
-                f"scripts/prepare_data.py csv --list 'NAME=SEPARATOR:int64')"
+                f"`python -m recsys prepare csv --list 'NAME=SEPARATOR:int64'`)"
             )
 
 

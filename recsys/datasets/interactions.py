@@ -133,7 +133,7 @@ def _read(inputs: Sequence[Path], names: list[str], where: str | None) -> pa.Tab
                     raise UserError(f"{file} has no column {missing[0]!r}, {others}")
                 table = opened.read(wanted)
         except (OSError, pa.ArrowInvalid) as error:
-            hint = "; prepare_data.py csv makes Parquet of delimited files"
+            hint = "; `python -m recsys prepare csv` makes Parquet of delimited files"
             raise UserError(f"{file} cannot be read as Parquet ({error}){hint}") from None
         tables.append((table if where is None else rows_where(table, where)).select(names))
     return _joined(tables)

@@ -259,7 +259,7 @@ PATHS = {
     "glob": ("data/sample/train/*.parq", ["no file matches 'data/sample/train/*.parq'"]),
     "empty folder": ("TMP/empty", ["has no *.parquet file; it is empty"]),
     "folder of text": ("TMP/text", ["has no *.parquet file; it holds a.csv"]),
-    "text": ("TMP/text/a.csv", ["a.csv' is not a readable Parquet file", "scripts/prepare_data.py csv"]),
+    "text": ("TMP/text/a.csv", ["a.csv' is not a readable Parquet file", "python -m recsys prepare csv"]),
     "cut short": ("TMP/short.parquet", ["short.parquet' is not a readable Parquet file"]),
     "damaged": ("TMP/damaged.parquet", ["row group 0 of", "cannot be read"]),
     "one file twice": ("[data/sample/train, data/sample/train/part-00000.parquet]", ["twice"]),

@@ -1,4 +1,4 @@
-"""What the README's table says of the CPU: what trains there, what is refused, and what is done instead."""
+"""What the table of docs/tables.md says of the CPU: what trains there, what is refused, and what is done instead."""
 
 import json
 from pathlib import Path
@@ -71,8 +71,8 @@ def test_another_kernel_is_said_once(tmp_path: Path) -> None:
 
 
 def test_the_table_names_every_choice() -> None:
-    page = (ROOT / "README.md").read_text()
-    table = page[page.index("### What trains where") : page.index("### Stop, go on")]
+    page = (ROOT / "docs" / "tables.md").read_text()
+    table = page[page.index("## What trains where") : page.index("Not with each other")]
     for kind in (ComputeKernel, DataType, DenseOptimizer, TableOptimizer):
         assert all(member.name in table for member in kind), kind
     assert len([choice for choice in ShardingChoice if choice is not ShardingChoice.auto]) == 7

@@ -1,0 +1,49 @@
+"""The pages for readers: links lead somewhere, files that they name are there, and the first config loads."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from launch import ROOT
+
+from recsys.config import load_config
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "data" / "README.md"])
+_PLACES = r"(?:recsys|docs|scripts|benchmarks|tests|configs|data)/[\w./-]*\w"
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        if path.startswith("https://"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    for name in re.findall(rf"`({_PLACES}\.(?:py|sh|yaml|json|md|svg|sbatch))`", page.read_text()):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert all(f"({page.relative_to(ROOT)})" in readme for page in PAGES if page != ROOT / "README.md")
+
+
+def test_the_first_config_of_the_readme_is_whole(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    text = readme[readme.index("       data:\n") : readme.index("3. See that")]
+    (tmp_path / "first.yaml").write_text(textwrap.dedent(text))
+    config = load_config(tmp_path / "first.yaml")
+    assert list(config.tables) == ["user", "item"]
