@@ -107,7 +107,7 @@ class Condition:
         if self.operator != "is true":
             operator, scalar = _bound(self.column, kind, self.operator, self.value)
             return replace(self, operator=operator, value=scalar)
-        if not pa.types.is_boolean(kind):
+        if not (pa.types.is_boolean(kind) or pa.types.is_null(kind)):
             raise UserError(
                 f"{KEY}: column '{self.column}' is {kind} and no condition by itself; compare it with a value"
             )
@@ -163,9 +163,9 @@ class Condition:
 
 
 def _check_pair(operator: str, left: str, left_kind: pa.DataType, right: str, right_kind: pa.DataType) -> None:
-    are_numbers = all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in (left_kind, right_kind))
+    kinds = [kind for kind in {left_kind, right_kind} if not pa.types.is_null(kind)]
     try:
-        if left_kind != right_kind and not are_numbers:
+        if len(kinds) == 2 and not all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in kinds):
             raise pa.ArrowInvalid
         _KERNELS[operator](pa.array([], left_kind), pa.array([], right_kind))
     except pa.ArrowException as error:

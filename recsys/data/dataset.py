@@ -7,7 +7,6 @@ from functools import cached_property
 import numpy as np
 import pyarrow as pa
 
-from recsys.data.footers import Layout
 from recsys.data.order import RowGroups
 from recsys.data.sources import Storage, partition_keys
 
@@ -34,7 +33,7 @@ class Dataset:
         filter: expression that rows must match, or None.
         bad_files: left out, since their footers could not be read.
         filter_schema: of the columns that the filter names.
-        storage: the file system. layouts: of the files.
+        storage: the file system. layouts: of the files, see `FooterParser.layouts`.
         file_layouts, file_sizes, file_digests: int64 [files], of each of `row_groups.paths` its number in `layouts`,
             its bytes, and `Footer.digest`.
         stored_rows: int64 [row groups], rows before the filter.
@@ -49,7 +48,7 @@ class Dataset:
     bad_files: tuple[str, ...]
     filter_schema: pa.Schema
     storage: Storage
-    layouts: tuple[Layout, ...]
+    layouts: tuple[pa.Schema, ...]
     file_layouts: np.ndarray
     file_sizes: np.ndarray
     file_digests: np.ndarray
@@ -85,4 +84,4 @@ class Dataset:
     def _of_paths(self) -> set[str]:
         """The columns that are read and that some file does not have itself."""
         wanted = {*self.columns, *self.filter_schema.names}
-        return {name for name in wanted for layout in self.layouts if name not in layout.schema.names}
+        return {name for name in wanted for layout in self.layouts if name not in layout.names}

@@ -1,5 +1,6 @@
 """Decoding of whole row groups: the columns asked for, in the dataset's types, of the rows that match the filter."""
 
+import json
 import os
 import threading
 from collections import OrderedDict
@@ -14,7 +15,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.dataset import Dataset
 from recsys.data.filters import parse_filter
-from recsys.data.footers import Layout, plain_type
+from recsys.data.footers import plain_type
 from recsys.data.sources import BadDataError, partition_keys, reason
 
 _KEPT_FOOTER_BYTES = 4 << 20  # as in the files; parsed they take ten times as much
@@ -136,18 +137,18 @@ class Decoder:
             self._plans[key] = self._plan_for(self._dataset.layouts[key[0]], is_filtered)
         return self._plans[key]
 
-    def _plan_for(self, layout: Layout, is_filtered: bool) -> _Plan:
+    def _plan_for(self, layout: pa.Schema, is_filtered: bool) -> _Plan:
         of_filter = self._dataset.filter_schema.names if is_filtered else []
         columns = list(dict.fromkeys([*self._columns, *of_filter]))
-        numbers = {name: i for i, name in enumerate(layout.schema.names)}
-        stored = [column for column in columns if column in numbers]
-        leaves = {column: layout.leaves[numbers[column]] for column in stored}
-        dictionaries = [
-            path for path in layout.dictionaries if any(path == c or path.startswith(f"{c}.") for c in stored)
-        ]
-        constant = [column for column in columns if column not in numbers]
-        single = {column: many[0] for column, many in leaves.items() if len(many) == 1}
-        return _Plan(stored, constant, dictionaries, single, is_filtered)
+        fields = [layout.field(column) for column in columns if column in layout.names]
+        leaves = {field.name: json.loads(field.metadata[b"leaves"]) for field in fields}
+        return _Plan(
+            stored=[field.name for field in fields],
+            constant=[column for column in columns if column not in layout.names],
+            dictionaries=[path.decode() for field in fields if (path := field.metadata.get(b"dictionary"))],
+            leaves={column: numbers[0] for column, numbers in leaves.items() if len(numbers) == 1},
+            is_filtered=is_filtered,
+        )
 
     def _planned(
         self, path: str, index: int, position: int, is_filtered: bool, read: Callable[[_Plan], pa.Table]

@@ -12,13 +12,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.data.dataset import Dataset
-from recsys.data.footers import FileKey, Footer, Layout
+from recsys.data.footers import FileKey, Footer
 from recsys.runtime.files import replacing
 
 logger = logging.getLogger("recsys")
 
-_VERSION = 2
-_LISTS = ("num_rows", "num_bytes", "matching")
+_VERSION = 3
+_FACTS = {
+    "layout": pa.int64(),
+    "digest": pa.int64(),
+    "num_rows": pa.list_(pa.int64()),
+    "num_bytes": pa.list_(pa.int64()),
+    "matching": pa.list_(pa.int64()),
+}
+_SCHEMA = pa.schema({"name": pa.string(), "size": pa.int64(), "time": pa.int64(), **_FACTS})
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Known:
     """What an earlier run found: footers of files that had this (name, size, time), and the types of the filter."""
 
     footers: Mapping[FileKey, Footer] = field(default_factory=dict)
-    layouts: Sequence[Layout] = ()
+    layouts: Sequence[pa.Schema] = ()
     filter_schema: pa.Schema | None = None
 
 
@@ -38,19 +45,14 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
     try:
         table = pq.read_table(path, page_checksum_verification=True)
         header = json.loads((table.schema.metadata or {})[b"footers"])
-        if header["made_for"] != _made_for(columns, text):
+        if header["made_for"] != [_VERSION, list(columns), text]:
             return Known()
-        layouts = [
-            Layout(_decoded(schema), tuple(map(tuple, leaves)), tuple(dictionaries))
-            for schema, leaves, dictionaries in header["layouts"]
-        ]
-        names, sizes, times, numbers, digests, *lists = (column.to_pylist() for column in table.columns)
-        keys = zip(names, sizes, times, strict=True)
-        footers = {
-            key: Footer(number, num_rows, num_bytes, digest, matching=matching)
-            for key, number, digest, num_rows, num_bytes, matching in zip(keys, numbers, digests, *lists, strict=True)
-            if 0 <= number < len(layouts) and (matching is not None or text is None)
-        }
+        layouts = list(map(_decoded, header["layouts"]))
+        footers = {}
+        for row in table.to_pylist():
+            key = (row.pop("name"), row.pop("size"), row.pop("time"))
+            if 0 <= row["layout"] < len(layouts) and (row["matching"] is not None or text is None):
+                footers[key] = Footer(**row)
         return Known(footers, layouts, _decoded(header["filter_schema"]))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         if not isinstance(error, FileNotFoundError):
@@ -62,30 +64,24 @@ def kept_schema(path: Path) -> pa.Schema:
     """Return the columns of the files whose footers `save_footers` wrote; none if there is no such file."""
     try:
         header = json.loads((pq.read_schema(path).metadata or {})[b"footers"])
-        return pa.unify_schemas([_decoded(each[0]) for each in header["layouts"]], promote_options="permissive")
+        layouts = [_decoded(each).remove_metadata() for each in header["layouts"]]
+        return pa.unify_schemas(layouts, promote_options="permissive")
     except (pa.ArrowException, OSError, ValueError, KeyError):
         return pa.schema([])
 
 
 def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Known) -> None:
     """Write footers for `load_footers`; the file appears whole or not at all, and a full disk ends no run."""
-    layouts = [(_encoded(each.schema), each.leaves, each.dictionaries) for each in found.layouts]
     header = {
-        "made_for": _made_for(columns, text),
-        "layouts": layouts,
+        "made_for": [_VERSION, list(columns), text],
+        "layouts": list(map(_encoded, found.layouts)),
         "filter_schema": _encoded(found.filter_schema or pa.schema([])),
     }
-    footers = found.footers.values()
-    names, sizes, times = ([key[i] for key in found.footers] for i in range(3))
-    data = {
-        "name": pa.array(names, pa.string()),
-        "size": pa.array(sizes, pa.int64()),
-        "time": pa.array(times, pa.int64()),
-        "layout": pa.array([footer.layout for footer in footers], pa.int64()),
-        "digest": pa.array([footer.digest for footer in footers], pa.int64()),
-        **{name: pa.array([getattr(footer, name) for footer in footers], pa.list_(pa.int64())) for name in _LISTS},
-    }
-    table = pa.table(data).replace_schema_metadata({"footers": json.dumps(header)})
+    rows = [
+        {"name": name, "size": size, "time": time, **{each: getattr(footer, each) for each in _FACTS}}
+        for (name, size, time), footer in found.footers.items()
+    ]
+    table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({"footers": json.dumps(header)}))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as aside:
@@ -122,10 +118,6 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
     found += [f"'{name}' was rewritten" for name, old, new in both if new[0] == old[0] and new[1] != old[1]]
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return f" ({'; '.join(found[:3])}{more})" if found else ""
-
-
-def _made_for(columns: Sequence[str], text: str | None) -> list[object]:
-    return [_VERSION, list(columns), text]
 
 
 def _encoded(schema: pa.Schema) -> str:

@@ -1,20 +1,21 @@
 """Footers of Parquet files: what they say of the columns wanted, read once each and quickly."""
 
+import json
 import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import add
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
-from pyarrow._parquet import ParquetReader
 
 from recsys.data.conditions import BY_DATASET, KEY
 from recsys.data.sources import BadDataError, Files, Storage, partition_keys, reason
@@ -30,21 +31,6 @@ _REMOTE_TAIL_BYTES = 64 << 10
 _THREADS = 2  # more of them fight over the interpreter
 _WAITING_THREADS = 32  # where most of the time is spent waiting for a server or disk
 _SLOW_SECONDS = 0.5e-3  # a local read that takes longer waits
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the columns wanted lie in a file; most files of a dataset share one.
-
-    Attributes:
-        schema: the columns that the file has, with plain types (see `plain_type`).
-        leaves: of each column, the numbers of its Parquet columns.
-        dictionaries: paths of Parquet columns to read as dictionaries.
-    """
-
-    schema: pa.Schema
-    leaves: tuple[tuple[int, ...], ...]
-    dictionaries: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -69,6 +55,27 @@ class Footer:
     matching: list[int] | None = None
 
 
+@dataclass(frozen=True)
+class _Schema:
+    """The columns wanted in one Parquet schema.
+
+    Attributes:
+        start: the bytes from the start of a footer to the end of the schema.
+        layout: number in `FooterParser.layouts`.
+        names: of all columns. missing: names of those wanted that are not there. flat: one with a value a row, if any.
+        elements: paths of the Parquet columns in nested columns that windows hold.
+        ordered: (name, path, type) of the columns whose statistics are wanted.
+    """
+
+    start: bytes
+    layout: int
+    names: list[str]
+    missing: list[str]
+    flat: str | None
+    elements: list[list[str]]
+    ordered: list[tuple[str, list[str], pa.DataType]]
+
+
 class FooterParser:
     """Takes what is wanted from footers, in threads.
 
@@ -79,15 +86,20 @@ class FooterParser:
         key: config key that names the files.
         columns: column that is needed → config key that asks for it. filtered: the same of the filter's columns.
         layouts: those that an earlier run found.
+
+    Attributes:
+        layouts: schemas of the columns wanted that files have, with plain types (see `plain_type`). The metadata of a
+            field tell the numbers of its Parquet columns (`leaves`), and the path of the one that holds strings
+            (`dictionary`), which is read as a dictionary.
     """
 
     def __init__(
-        self, key: str, columns: Mapping[str, str], filtered: Mapping[str, str], layouts: Sequence[Layout] = ()
+        self, key: str, columns: Mapping[str, str], filtered: Mapping[str, str], layouts: Sequence[pa.Schema] = ()
     ) -> None:
         self.key, self.layouts = key, list(layouts)
         self.wanted = {**filtered, **columns}
         self._columns, self._filtered = columns, filtered
-        self._seen: list[_Seen] = []
+        self._schemas: list[_Schema] = []
         self._lock = threading.Lock()
 
     def parse(self, name: str, tail: bytes) -> Footer:
@@ -100,116 +112,81 @@ class FooterParser:
         length = 8 + int.from_bytes(tail[-8:-4], "little")
         content = tail[-length:-8]  # a FileMetaData of Parquet
         digest = xxhash.xxh3_64_digest(tail[-max(length, _TAIL_BYTES) :])
-        seen, num_rows = self._rows_of_seen(content) or self._rows_of_any(name, content)
-        columns, count = seen.columns, len(num_rows)
-        if columns.missing:
-            self._check_missing(name, columns)
-        numbers = [rows * columns.per_row for rows in num_rows]
-        for path in columns.elements:
+        schema, num_rows = self._rows_of_known(content) or self._rows_of_any(name, content)
+        self._check_missing(name, schema)
+        count = len(num_rows)
+        numbers = [rows * len(self._columns) for rows in num_rows]  # partition keys, and lengths of lists, are such too
+        for path in schema.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
-        found = {column: statistics(content, path, count, kind) for column, path, kind in columns.ordered}
-        return Footer(
-            seen.layout, num_rows, [4 * each for each in numbers], int.from_bytes(digest, "little", signed=True), found
-        )
+        found = {column: statistics(content, path, count, kind) for column, path, kind in schema.ordered}
+        sizes = [4 * each for each in numbers]
+        return Footer(schema.layout, num_rows, sizes, int.from_bytes(digest, "little", signed=True), found)
 
-    def _rows_of_seen(self, content: bytes) -> "tuple[_Seen, list[int]] | None":
+    def _rows_of_known(self, content: bytes) -> tuple[_Schema, list[int]] | None:
         """Return the rows of each row group, if the schema has been seen and has a column that tells them."""
-        for seen in reversed(self._seen):
-            if seen.columns.flat is not None and content.startswith(seen.start):
-                try:
-                    total, count = num_row_groups(content, len(seen.start))
-                    num_rows = num_values(content, [seen.columns.flat], count)
-                except OSError:  # damaged, or the column is encrypted
-                    return None
-                return (seen, num_rows) if sum(num_rows) == total else None
-        return None
+        schema = next((each for each in reversed(self._schemas) if content.startswith(each.start)), None)
+        if schema is None or schema.flat is None:
+            return None
+        try:
+            total, count = num_row_groups(content, len(schema.start))
+            num_rows = num_values(content, [schema.flat], count)
+        except OSError:  # damaged, or the column is encrypted
+            return None
+        return (schema, num_rows) if sum(num_rows) == total else None
 
-    def _rows_of_any(self, name: str, content: bytes) -> "tuple[_Seen, list[int]]":
+    def _rows_of_any(self, name: str, content: bytes) -> tuple[_Schema, list[int]]:
         metadata = _parsed(content)
         num_rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
             raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
         start = content[: schema_end(content)]
         with self._lock:
-            for seen in reversed(self._seen):
-                if seen.start == start:
-                    return seen, num_rows
-            layout, columns = self._convert(name, metadata.schema)
-            if layout not in self.layouts:
-                self.layouts.append(layout)
-            seen = _Seen(start, self.layouts.index(layout), columns)
-            self._seen.append(seen)
-            return seen, num_rows
+            schema = next((each for each in self._schemas if each.start == start), None)
+            if schema is None:
+                schema = self._convert(name, start, metadata.schema)
+                self._schemas.append(schema)
+            return schema, num_rows
 
-    def _convert(self, name: str, schema: pq.ParquetSchema) -> tuple[Layout, "_Columns"]:
+    def _convert(self, name: str, start: bytes, schema: pq.ParquetSchema) -> _Schema:
         arrow = schema.to_arrow_schema()
-        found: dict[str, tuple[pa.DataType, tuple[int, ...]]] = {}
-        end = 0
-        for column in arrow:
-            start, end = end, end + _num_leaves(column.type)
-            if column.name in found and column.name in self.wanted:
-                count = arrow.names.count(column.name)
+        ends = np.cumsum([_num_leaves(column.type) for column in arrow])
+        fields, paths = [], {}
+        for column in self.wanted:
+            if (count := arrow.names.count(column)) > 1:
                 raise UserError(
-                    f"{self.wanted[column.name]}: file '{name}' has {count} columns '{column.name}', and may have one"
+                    f"{self.wanted[column]}: file '{name}' has {count} columns '{column}', and may have one"
                 )
-            found[column.name] = (plain_type(column.type), tuple(range(start, end)))
-        wanted = {column: found[column] for column in self.wanted if column in found}
-        paths = {column: [_path(schema.column(leaf).path, column) for leaf in wanted[column][1]] for column in wanted}
-        kinds = {column: kind for column, (kind, _) in wanted.items()}
-        layout = Layout(
-            pa.schema(list(kinds.items())),
-            tuple(leaves for _, leaves in wanted.values()),
-            tuple(schema.column(leaves[0]).path for kind, leaves in wanted.values() if _holds_strings(kind)),
+            if count:
+                place = arrow.get_field_index(column)
+                leaves = range(ends[place - 1] if place else 0, ends[place])
+                paths[column] = [schema.column(leaf).path for leaf in leaves]
+                fields.append(_field(column, plain_type(arrow.field(place).type), leaves, paths[column]))
+        layout = pa.schema(fields)
+        equals = (i for i, each in enumerate(self.layouts) if layout.equals(each, check_metadata=True))
+        number = next(equals, len(self.layouts))
+        if number == len(self.layouts):
+            self.layouts.append(layout)
+        nested = {field.name for field in fields if pa.types.is_nested(field.type)}
+        return _Schema(
+            start,
+            number,
+            arrow.names,
+            [column for column in self.wanted if column not in paths],
+            next((column.name for column in arrow if not pa.types.is_nested(column.type)), None),
+            [_names(path, column) for column in self._columns if column in nested for path in paths[column]],
+            [(name, [name], layout.field(name).type) for name in self._filtered if name in paths.keys() - nested],
         )
-        nested = [column for column in self._columns if column in kinds and pa.types.is_nested(kinds[column])]
-        elements = [path for column in nested for path in paths[column]]
-        ordered = [
-            (column, paths[column][0], kinds[column])
-            for column in self._filtered
-            if column in kinds and not pa.types.is_nested(kinds[column])
-        ]
-        missing = tuple(column for column in self.wanted if column not in found)
-        flat = next((column.name for column in arrow if not pa.types.is_nested(column.type)), None)
-        return layout, _Columns(arrow.names, missing, flat, elements, len(self._columns), ordered)
 
-    def _check_missing(self, name: str, columns: "_Columns") -> None:
-        keys = partition_keys(name)
-        for column in columns.missing:
+    def _check_missing(self, name: str, schema: _Schema) -> None:
+        keys = partition_keys(name) if schema.missing else {}
+        for column in schema.missing:
             if column not in keys:
-                have = list(dict.fromkeys([*columns.names, *keys]))
+                have = list(dict.fromkeys([*schema.names, *keys]))
                 advice = f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
                 raise UserError(
                     f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
                     f"(it has: {_listed(have)}){advice}"
                 )
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """The columns wanted in one Parquet schema.
-
-    Attributes:
-        names: of all columns. missing: names of those wanted that are not there. flat: one with a value a row, if any.
-        elements: paths of the Parquet columns in nested columns that windows hold.
-        per_row: how many numbers windows hold for each row: values, of partition keys too, and lengths of lists.
-        ordered: (name, path, type) of the columns whose statistics are wanted.
-    """
-
-    names: list[str]
-    missing: tuple[str, ...]
-    flat: str | None
-    elements: list[list[str]]
-    per_row: int
-    ordered: list[tuple[str, list[str], pa.DataType]]
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """A schema: the bytes from the start of a footer to its end, the number of its layout, and its columns."""
-
-    start: bytes
-    layout: int
-    columns: _Columns
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -239,15 +216,15 @@ def _num_leaves(kind: pa.DataType) -> int:
     return sum(_num_leaves(kind.field(i).type) for i in range(kind.num_fields))
 
 
-def _holds_strings(kind: pa.DataType) -> bool:
+def _field(column: str, kind: pa.DataType, leaves: range, paths: list[str]) -> pa.Field:
     values = kind.value_type if pa.types.is_list(kind) else kind
-    return pa.types.is_string(values) or pa.types.is_binary(values)
+    strings = {"dictionary": paths[0]} if pa.types.is_string(values) or pa.types.is_binary(values) else {}
+    return pa.field(column, kind, metadata={"leaves": json.dumps(list(leaves)), **strings})
 
 
-def _path(dotted: str, column: str) -> list[str]:
+def _names(path: str, column: str) -> list[str]:
     # The column's name may hold a dot itself; those of its parts are the writer's.
-    rest = dotted.removeprefix(column).removeprefix(".")
-    return [column, *rest.split(".")] if rest else [column]
+    return [column, *path.removeprefix(f"{column}.").split(".")]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -314,14 +291,11 @@ def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterato
 
     threads = _WAITING_THREADS if files.storage.root or _is_slow(files, numbers[:: len(numbers) // 8 + 1]) else _THREADS
     step = max(1, min(64, len(numbers) // (4 * threads)))
-    left = deque(numbers[i : i + step] for i in range(0, len(numbers), step))
-    running: deque[tuple[list[int], Future[list[Footer | Exception]]]] = deque()
+    chunks = [numbers[i : i + step] for i in range(0, len(numbers), step)]
     with ThreadPoolExecutor(threads, "footers") as pool:
-        while left or running:
-            while left and len(running) < 2 * threads:
-                running.append((left[0], pool.submit(lambda some: [read(i) for i in some], left.popleft())))
-            some, future = running.popleft()
-            yield from zip(some, future.result(), strict=True)
+        yield from zip(
+            numbers, chain.from_iterable(pool.map(lambda some: [read(i) for i in some], chunks)), strict=True
+        )
 
 
 def _is_slow(files: Files, numbers: list[int]) -> bool:
@@ -353,17 +327,10 @@ def read_footer(storage: Storage, name: str, size: int) -> bytes:
 
 def _parsed(content: bytes) -> pq.FileMetaData:
     """Return what Arrow makes of a footer. Use only the schema and numbers of rows: see `recsys.data.thrift`."""
-    # As pq.ParquetFile does, without its table of column paths.
-    reader = ParquetReader()
-    reader.open(pa.BufferReader(_without_arrow_schema(content) + len(content).to_bytes(4, "little") + b"PAR1"))
-    return reader.metadata
-
-
-def _without_arrow_schema(content: bytes) -> bytes:
     # What the schema that Arrow adds to Parquet's tells beyond it is how values are held (see `plain_type`), and
     # decoding it takes as long as half of the rest. So its key is renamed: a string of 12 bytes, followed by a string.
-    place = content.rfind(b"\x18\x0cARROW:schema\x18")
-    return content if place < 0 else content[: place + 2] + b"arrow" + content[place + 7 :]
+    content = content.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18")
+    return pq.read_metadata(pa.BufferReader(content + len(content).to_bytes(4, "little") + b"PAR1"))
 
 
 def _tail(size: int, read: Callable[[int, int], bytes], at_once: int) -> bytes:

@@ -177,20 +177,6 @@ class EpochOrder:
                 yield groups.segment(i, start, stop), int(groups.num_bytes[i]) * (stop - start) // rows
 
 
-def limit_rows(row_groups: RowGroups, max_rows: int | None) -> RowGroups:
-    """Return the leading row groups up to `max_rows` rows, the last one cut short."""
-    if max_rows is None or row_groups.total_rows <= max_rows:
-        return row_groups
-    ends = np.cumsum(row_groups.num_rows)
-    count = int(np.searchsorted(ends, max_rows)) + 1
-    num_rows = row_groups.num_rows[:count].copy()
-    num_bytes = row_groups.num_bytes[:count].copy()
-    num_rows[-1] -= ends[count - 1] - max_rows
-    num_bytes[-1] = num_bytes[-1] * num_rows[-1] // row_groups.num_rows[count - 1]
-    file = row_groups.file[:count]
-    return RowGroups(row_groups.paths[: file[-1] + 1], file, row_groups.index[:count], num_rows, num_bytes)
-
-
 def slice_bounds(global_batch_size: int, num_streams: int) -> tuple[int, ...]:
     """Return the slots at which the streams' slices of a step begin, and their end; lengths differ by one at most."""
     return tuple(global_batch_size * v // num_streams for v in range(num_streams + 1))

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +15,10 @@ from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import Decoder
 from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import Known, load_footers, save_footers
-from recsys.data.footers import Footer, FooterParser, Layout, file_keys, read_footers
-from recsys.data.order import RowGroups, Segment, limit_rows
+from recsys.data.footers import Footer, FooterParser, file_keys, read_footers
+from recsys.data.order import RowGroups, Segment
 from recsys.data.selection import Counter, certain_rows, count_in_threads, count_rows, prune_by_path
-from recsys.data.sources import BadDataError, Files, find_files, partition_keys, partition_type
+from recsys.data.sources import BadDataError, Files, find_files
 from recsys.errors import UserError
 
 __all__ = ["BadDataError", "Dataset", "ReadOptions", "SegmentReader", "open_dataset", "read_column", "read_head"]
@@ -61,180 +61,125 @@ def open_dataset(
     condition = None if filter is None else parse_filter(filter)
     files = find_files(key, paths, options.retries)
     known = Known() if cache is None else load_footers(cache, list(columns), filter)
-    found = _read(key, files, columns, condition, options, known)
-    if condition is not None and known.footers and known.filter_schema != found.filter_schema:
+    dataset, files_left, footers = _read(key, files, columns, filter, condition, options, known)
+    if condition is not None and known.footers and known.filter_schema != dataset.filter_schema:
         # What was counted may have been counted with literals of other types.
         known = Known()
-        found = _read(key, files, columns, condition, options, known)
+        dataset, files_left, footers = _read(key, files, columns, filter, condition, options, known)
     shown = paths if isinstance(paths, str) else ", ".join(paths)
-    if not any(sum(footer.num_rows) for footer in found.footers):
+    matching = dataset.stored_rows
+    if not matching.any():
         some = f" that can match '{filter}' (data.filter) by their path" if condition else ""
         advice = f"; {BY_DATASET}" if condition else ""
         raise UserError(f"config key '{key}': the Parquet files of '{shown}'{some} hold no rows{advice}")
-    dataset = _dataset(key, found, columns, filter, options)
-    matching = dataset.row_groups.num_rows
     if condition is not None:
-        matching = _match(condition, found, dataset, count)
-    if cache is not None:
-        _save(cache, found, matching, list(columns), filter)
+        matching = _matching(condition, dataset, files_left, footers, count)
+        by_file = np.split(matching, np.cumsum([len(footer.num_rows) for footer in footers])[:-1])
+        footers = [replace(each, matching=rows.tolist()) for each, rows in zip(footers, by_file, strict=True)]
+    found = dict(zip(file_keys(files_left), footers, strict=True))
+    if cache is not None and found != known.footers:
+        save_footers(cache, list(columns), filter, Known(found, dataset.layouts, dataset.filter_schema))
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
-    return _with_rows(dataset, matching, max_rows)
+    if max_rows is not None:
+        matching = np.clip(max_rows - (np.cumsum(matching) - matching), 0, matching)
+    return _narrowed(dataset, matching)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """Footers of the files that are left, with the types of all columns."""
-
-    files: Files
-    footers: list[Footer]
-    layouts: tuple[Layout, ...]
-    bad: tuple[str, ...]
-    types: dict[str, pa.DataType]
-    filter_schema: pa.Schema
-    known: Known
+def _matching(
+    condition: Condition, dataset: Dataset, files: Files, footers: Sequence[Footer], count: Counter
+) -> np.ndarray:
+    """Return how many rows of each row group match, int64, counting where the footers do not tell."""
+    schema = dataset.filter_schema
+    matching = certain_rows(condition.bind(schema), schema, files, footers, dataset.layouts)
+    is_open = matching < 0
+    if is_open.any():
+        matching[is_open] = count_rows(_narrowed(dataset, np.where(is_open, dataset.stored_rows, 0)), count)
+    return matching
 
 
 def _read(
     key: str,
     files: Files,
     columns: Mapping[str, str],
+    filter: str | None,
     condition: Condition | None,
     options: ReadOptions,
     known: Known,
-) -> _Found:
+) -> tuple[Dataset, Files, list[Footer]]:
+    """Return a dataset of all rows that are stored, with the files that are left and their footers."""
     of_filter = dict.fromkeys(sorted(condition.columns()), f"{KEY} (for {key})") if condition else {}
     parser = FooterParser(key, columns, of_filter, known.layouts)
-    footers_known = dict(known.footers)
-    left = files
+    left, footers_known = files, known.footers
     if condition is not None:
         left, footers_known = prune_by_path(files, condition, parser, footers_known)
     read, bad = read_footers(left, parser, options.max_bad_files, footers_known)
     left = left.select(np.array([footer is not None for footer in read], np.bool_))
     footers = [footer for footer in read if footer is not None]
-    types = _types(key, files, left, footers, parser)
-    filter_schema = pa.schema([(column, types[column]) for column in of_filter if column in types])
-    return _Found(left, footers, tuple(parser.layouts), tuple(bad), types, filter_schema, known)
+    types = _types(files, left, footers, parser)
+    counts = [len(footer.num_rows) for footer in footers]
+    groups = RowGroups(
+        left.names,
+        np.repeat(np.arange(len(footers), dtype=np.int32), counts),
+        np.array([i for count in counts for i in range(count)], np.int32),
+        np.array([rows for footer in footers for rows in footer.num_rows], np.int64),
+        np.array([size for footer in footers for size in footer.num_bytes], np.int64),
+    )
+    dataset = Dataset(
+        key=key,
+        row_groups=groups,
+        schema=pa.schema([(column, types[column]) for column in columns if footers]),
+        columns=tuple(columns),
+        filter=filter,
+        options=options,
+        bad_files=tuple(bad),
+        filter_schema=pa.schema([(column, types[column]) for column in of_filter if column in types]),
+        storage=files.storage,
+        layouts=tuple(parser.layouts),
+        file_layouts=np.array([footer.layout for footer in footers], np.int64),
+        file_sizes=left.sizes,
+        file_digests=np.array([footer.digest for footer in footers], np.int64),
+        stored_rows=groups.num_rows,
+    )
+    return dataset, left, footers
 
 
-def _types(
-    key: str, files: Files, left: Files, footers: Sequence[Footer], parser: FooterParser
-) -> dict[str, pa.DataType]:
+def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterParser) -> dict[str, pa.DataType]:
     """Return types of the columns wanted that hold those of every file, and of the partition keys in all paths."""
     first: dict[int, str] = {}
     for name, footer in zip(left.names, footers, strict=True):
         first.setdefault(footer.layout, name)
     types: dict[str, pa.DataType] = {}
     for number, name in first.items():
-        schema = parser.layouts[number].schema
+        layout = parser.layouts[number]
         for column in parser.wanted:
-            if column in schema.names:
-                kind = schema.field(column).type
-            else:
-                keys = map(partition_keys, files.names)
-                kind = partition_type(each[column] for each in keys if column in each)
-            types[column] = _unified(key, column, name, kind, types.get(column, kind))
+            kind = layout.field(column).type if column in layout.names else files.partition_type(column)
+            before = types.setdefault(column, kind)
+            pair = [pa.schema([(column, each)]) for each in (before, kind)]
+            try:
+                types[column] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
+            except pa.ArrowException as error:
+                raise UserError(
+                    f"config key '{parser.key}': column '{column}' is {kind} in '{name}', but {before} in the files "
+                    f"before it; write it with one type"
+                ) from error
     return types
 
 
-def _unified(key: str, column: str, path: str, kind: pa.DataType, before: pa.DataType) -> pa.DataType:
-    if kind == before:
-        return kind
-    pair = [pa.schema([(column, each)]) for each in (before, kind)]
-    try:
-        return pa.unify_schemas(pair, promote_options="permissive").field(0).type
-    except pa.ArrowException as error:
-        raise UserError(
-            f"config key '{key}': column '{column}' is {kind} in '{path}', but {before} in the files before it; write "
-            f"it with one type"
-        ) from error
-
-
-def _dataset(key: str, found: _Found, columns: Mapping[str, str], filter: str | None, options: ReadOptions) -> Dataset:
-    """Return all row groups, with the rows that are stored."""
-    footers = found.footers
-    counts = [len(footer.num_rows) for footer in footers]
-    groups = RowGroups(
-        found.files.names,
-        np.repeat(np.arange(len(footers), dtype=np.int32), counts),
-        np.array([i for count in counts for i in range(count)], np.int32),
-        np.array([rows for footer in footers for rows in footer.num_rows], np.int64),
-        np.array([size for footer in footers for size in footer.num_bytes], np.int64),
-    )
-    return Dataset(
-        key=key,
-        row_groups=groups,
-        schema=pa.schema([(column, found.types[column]) for column in columns]),
-        columns=tuple(columns),
-        filter=filter,
-        options=options,
-        bad_files=found.bad,
-        filter_schema=found.filter_schema,
-        storage=found.files.storage,
-        layouts=found.layouts,
-        file_layouts=np.array([footer.layout for footer in footers], np.int64),
-        file_sizes=found.files.sizes,
-        file_digests=np.array([footer.digest for footer in footers], np.int64),
-        stored_rows=groups.num_rows,
-    )
-
-
-def _match(condition: Condition, found: _Found, dataset: Dataset, count: Counter) -> np.ndarray:
-    schema = found.filter_schema
-    matching = certain_rows(condition.bind(schema), schema, found.files, found.footers, found.layouts)
-    open_questions = np.flatnonzero(matching < 0)
-    if len(open_questions):
-        matching[open_questions] = count_rows(_chosen(dataset, open_questions), count)
-    return matching
-
-
-def _chosen(dataset: Dataset, chosen: np.ndarray) -> Dataset:
-    """Return a dataset of some row groups, whose numbers ascend, and of the files that hold them."""
-    groups = dataset.row_groups
+def _narrowed(dataset: Dataset, num_rows: np.ndarray) -> Dataset:
+    """Return a dataset of so many rows of each row group, and of the row groups and files that have any."""
+    groups, chosen = dataset.row_groups, np.flatnonzero(num_rows)
     used, file = np.unique(groups.file[chosen], return_inverse=True)
+    num_bytes = groups.num_bytes * num_rows // np.maximum(groups.num_rows, 1)
     paths = tuple(groups.paths[i] for i in used.tolist())
     return replace(
         dataset,
-        row_groups=RowGroups(
-            paths,
-            file.astype(np.int32),
-            groups.index[chosen],
-            groups.num_rows[chosen],
-            groups.num_bytes[chosen],
-        ),
+        row_groups=RowGroups(paths, file.astype(np.int32), groups.index[chosen], num_rows[chosen], num_bytes[chosen]),
         file_layouts=dataset.file_layouts[used],
         file_sizes=dataset.file_sizes[used],
         file_digests=dataset.file_digests[used],
         stored_rows=dataset.stored_rows[chosen],
     )
-
-
-def _with_rows(dataset: Dataset, matching: np.ndarray, max_rows: int | None) -> Dataset:
-    groups = dataset.row_groups
-    num_bytes = groups.num_bytes * matching // np.maximum(groups.num_rows, 1)
-    matched = replace(dataset, row_groups=replace(groups, num_rows=matching, num_bytes=num_bytes))
-    kept = _chosen(matched, np.flatnonzero(matching))
-    limited = limit_rows(kept.row_groups, max_rows)
-    files = len(limited.paths)
-    return replace(
-        kept,
-        row_groups=limited,
-        file_layouts=kept.file_layouts[:files],
-        file_sizes=kept.file_sizes[:files],
-        file_digests=kept.file_digests[:files],
-        stored_rows=kept.stored_rows[: len(limited)],
-    )
-
-
-def _save(cache: Path, found: _Found, matching: np.ndarray, columns: list[str], filter: str | None) -> None:
-    ends = np.cumsum([len(footer.num_rows) for footer in found.footers]).tolist()
-    by_file = [part.tolist() for part in np.split(matching, ends[:-1])]
-    footers = {
-        key: footer if filter is None else replace(footer, matching=counts)
-        for key, footer, counts in zip(file_keys(found.files), found.footers, by_file, strict=True)
-    }
-    if footers != found.known.footers:
-        save_footers(cache, columns, filter, Known(footers, found.layouts, found.filter_schema))
 
 
 class SegmentReader:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pyarrow as pa
 from recsys.data.conditions import Bounds, Condition
 from recsys.data.dataset import Dataset
 from recsys.data.decode import Decoder
-from recsys.data.footers import FileKey, Footer, FooterParser, Layout, file_keys, read_footer
-from recsys.data.sources import Files, partition_keys, partition_type
+from recsys.data.footers import FileKey, Footer, FooterParser, file_keys, read_footer
+from recsys.data.sources import Files, partition_keys
+from recsys.data.thrift import Statistics
 
 logger = logging.getLogger("recsys")
 
@@ -56,48 +58,43 @@ def prune_by_path(
     Returns:
         The other files, and the footers known by now.
     """
-    keys = [partition_keys(name) for name in files.names]
-    footers = dict(known)
-    candidates = condition.columns() & set().union(*keys)
+    footers, first = dict(known), file_keys(files)[0]
+    candidates = condition.columns() & set().union(*map(partition_keys, files.names))
     if not candidates:
         return files, footers
-    first = file_keys(files)[0]
     try:
         if first not in footers:
             content = read_footer(files.storage, files.names[0], int(files.sizes[0]))
             footers[first] = parser.parse(files.names[0], content)
     except (pa.ArrowException, OSError, UnicodeDecodeError):  # told by whoever reads all of them
         return files, footers
-    candidates -= set(parser.layouts[footers[first].layout].schema.names)
-    types = {column: partition_type(each[column] for each in keys if column in each) for column in candidates}
-    schema = pa.schema([(column, types.get(column, pa.null())) for column in sorted(condition.columns())])
-    bounds = {
-        column: _bounds(
-            [_of_path(each, column) for each in keys], np.ones(len(keys), np.int64), schema.field(column).type
-        )
-        for column in candidates
-    }
-    may_match = condition.bind(schema).outcomes(bounds, len(keys)).true
-    return files.select(may_match), footers
+    candidates -= set(parser.layouts[footers[first].layout].names)
+    schema = pa.schema(
+        [(name, files.partition_type(name) if name in candidates else pa.null()) for name in condition.columns()]
+    )
+    # A file counts as one row, of whose columns only the keys are known.
+    each = Footer(0, [1], [0], 0)
+    rows = certain_rows(condition.bind(schema), schema, files, [each] * len(files.names), [pa.schema([])])
+    return files.select(rows != 0), footers
 
 
 def certain_rows(
-    condition: Condition, schema: pa.Schema, files: Files, footers: Sequence[Footer], layouts: Sequence[Layout]
+    condition: Condition, schema: pa.Schema, files: Files, footers: Sequence[Footer], layouts: Sequence[pa.Schema]
 ) -> np.ndarray:
     """Return the number of rows that match in each row group, int64, -1 where they have to be counted."""
     rows = np.array([count for footer in footers for count in footer.num_rows], np.int64)
     bounds = {}
     for field in schema:
-        found = [
-            _of_footer(footer, layouts[footer.layout], name, field)
+        known = [
+            _statistics(footer, layouts[footer.layout], name, field)
             for footer, name in zip(footers, files.names, strict=True)
         ]
-        bounds[field.name] = _bounds([each for some in found for each in some], rows, field.type)
+        bounds[field.name] = _bounds(list(chain.from_iterable(known)), rows, field.type)
     may = condition.outcomes(bounds, len(rows))
     matching = np.where(may.true, np.where(may.false | may.null, -1, rows), 0)
     counted = [footer.matching or [-1] * len(footer.num_rows) for footer in footers]
-    known = np.array([count for some in counted for count in some], np.int64)
-    return np.where(known >= 0, known, matching)
+    before = np.array(list(chain.from_iterable(counted)), np.int64)
+    return np.where(before >= 0, before, matching)
 
 
 def count_rows(dataset: Dataset, count: Counter) -> np.ndarray:
@@ -109,32 +106,26 @@ def count_rows(dataset: Dataset, count: Counter) -> np.ndarray:
     return counts
 
 
-def _of_path(keys: Mapping[str, str | None], column: str) -> tuple[Any, Any, int | None]:
-    if column not in keys:
-        return None, None, None
-    return keys[column], keys[column], int(keys[column] is None)
-
-
-def _of_footer(footer: Footer, layout: Layout, name: str, field: pa.Field) -> list[tuple[Any, Any, int | None]]:
+def _statistics(footer: Footer, layout: pa.Schema, name: str, field: pa.Field) -> list[Statistics]:
     """Return least, most and number of nulls in each row group, times in units of the field's type."""
-    if field.name not in layout.schema.names:
-        value = partition_keys(name)[field.name]
+    if field.name not in layout.names and field.name in (keys := partition_keys(name)):
+        value = keys[field.name]
         return [(value, value, rows if value is None else 0) for rows in footer.num_rows]
-    found = footer.statistics.get(field.name, [(None, None, None)] * len(footer.num_rows))
-    kind = layout.schema.field(field.name).type
+    read = footer.statistics.get(field.name, [(None, None, None)] * len(footer.num_rows))
+    kind = layout.field(field.name).type if field.name in layout.names else field.type
     if pa.types.is_timestamp(kind) and kind != field.type:
         factor = _NANOSECONDS[kind.unit] // _NANOSECONDS[field.type.unit]
-        return [(low and low * factor, high and high * factor, nulls) for low, high, nulls in found]
-    return found
+        return [(low and low * factor, high and high * factor, nulls) for low, high, nulls in read]
+    return read
 
 
-def _bounds(found: Sequence[tuple[Any, Any, int | None]], rows: np.ndarray, kind: pa.DataType) -> Bounds:
-    nulls = np.array([-1 if count is None else count for _, _, count in found], np.int64)
-    ends = [_array([each[i] for each in found], kind) for i in (0, 1)]
-    return Bounds(ends[0], ends[1], nulls != 0, nulls < rows)
+def _bounds(read: Sequence[Statistics], rows: np.ndarray, kind: pa.DataType) -> Bounds:
+    least, most, counts = zip(*read, strict=True) if read else ((), (), ())
+    nulls = np.array([-1 if count is None else count for count in counts], np.int64)
+    return Bounds(_array(least, kind), _array(most, kind), nulls != 0, nulls < rows)
 
 
-def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     try:
         if pa.types.is_integer(kind) and any(isinstance(value, str) for value in values):  # of paths
             values = [None if value is None else int(value) for value in values]

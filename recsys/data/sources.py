@@ -130,6 +130,10 @@ class Files:
         names = tuple(self.names[i] for i in numbers.tolist())
         return Files(self.storage, names, self.sizes[numbers], self.times[numbers])
 
+    def partition_type(self, column: str) -> pa.DataType:
+        """Return the type of a column whose values are in the paths."""
+        return partition_type(keys[column] for keys in map(partition_keys, self.names) if column in keys)
+
 
 @dataclass(frozen=True)
 class _Found:

@@ -1,19 +1,19 @@
 """What a Parquet footer says of single columns, taken from its bytes.
 
-pyarrow has this too (`FileMetaData.row_group(i).column(j)`), but nothing there takes an exception of C++: if the footer
-is damaged, or the column encrypted, the process ends at once, without a word about which file it was. So only the
-schema is left to Arrow, once for all files that have it, and the rest is read here.
+pyarrow has this too (`FileMetaData.row_group(i).column(j)`, and `pyarrow.dataset` by filters), but nothing there takes
+an exception of C++: if the footer is damaged, or the column encrypted, the process ends at once, without a word about
+which file it was. So only the schema is left to Arrow, once for all files that have it, and the rest is read here.
 
 The encoding is Thrift's compact protocol (thrift/doc/specs/thrift-compact-protocol.md), the structures are those of
 parquet.thrift in https://github.com/apache/parquet-format.
 """
 
-import math
-import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 Statistics = tuple[Any, Any, int | None]  # least, most, number of nulls; each None where unknown
@@ -32,10 +32,8 @@ def schema_end(footer: bytes) -> int:
     Raises:
         OSError: the footer is damaged.
     """
-    try:
-        return _fields(footer, 0, 0, _SCHEMA)[1]
-    except (IndexError, ValueError, RecursionError) as error:
-        raise OSError("the footer's schema is damaged") from error
+    with _damaged("the footer's schema is damaged"):
+        return read_fields(footer, 0, 0, _SCHEMA)[1]
 
 
 def num_row_groups(footer: bytes, at: int) -> tuple[int, int]:
@@ -47,14 +45,11 @@ def num_row_groups(footer: bytes, at: int) -> tuple[int, int]:
     Raises:
         OSError: the footer is damaged.
     """
-    try:
-        fields, at = _fields(footer, at, _SCHEMA, _NUM_ROWS)
+    with _damaged("the footer does not say how many rows there are"):
+        fields, at = read_fields(footer, at, _SCHEMA, _NUM_ROWS)
         if footer[at] != 1 << 4 | _LIST:  # the next field
             raise ValueError("no row groups")
-        count = footer[at + 1] >> 4
-        return fields[_NUM_ROWS], _unsigned(footer, at + 2)[0] if count == 15 else count
-    except (IndexError, ValueError, KeyError, RecursionError) as error:
-        raise OSError("the footer does not say how many rows there are") from error
+        return fields[_NUM_ROWS], _list_header(footer, at + 1)[0]
 
 
 def num_values(footer: bytes, path: Sequence[str], num_row_groups: int) -> list[int]:
@@ -66,10 +61,10 @@ def num_values(footer: bytes, path: Sequence[str], num_row_groups: int) -> list[
     Raises:
         OSError: the footer does not say it once for each row group.
     """
-    found = [_count(fields, _NUM_VALUES) for fields in _column(footer, path, num_row_groups, _NUM_VALUES)]
-    if None in found:
+    counts = [_count(fields, _NUM_VALUES) for fields in _column(footer, path, num_row_groups, _NUM_VALUES)]
+    if None in counts:
         raise OSError(f"the footer does not say how many values column '{'.'.join(path)}' has")
-    return [count or 0 for count in found]
+    return [count or 0 for count in counts]
 
 
 def statistics(footer: bytes, path: Sequence[str], num_row_groups: int, kind: pa.DataType) -> list[Statistics]:
@@ -81,103 +76,56 @@ def statistics(footer: bytes, path: Sequence[str], num_row_groups: int, kind: pa
     Args:
         kind: Arrow type of the column in this file. Other arguments and errors: as for `num_values`.
     """
-    found = []
-    for fields in _column(footer, path, num_row_groups, _STATISTICS):
-        known = fields.get(_STATISTICS)
-        known = known if isinstance(known, dict) else {}
-        least, most = (_value(known.get(end), kind) for end in (_LEAST, _MOST))
-        found.append((least, most, _count(known, _NULL_COUNT)))
-    return found
+    columns = [fields.get(_STATISTICS) for fields in _column(footer, path, num_row_groups, _STATISTICS)]
+    read = [fields if isinstance(fields, dict) else {} for fields in columns]
+    return [(_value(f.get(_LEAST), kind), _value(f.get(_MOST), kind), _count(f, _NULL_COUNT)) for f in read]
 
 
-def _count(fields: dict[int, Any], number: int) -> int | None:
-    count = fields.get(number)
-    return count if isinstance(count, int) and 0 <= count < 1 << 62 else None
-
-
-def _column(footer: bytes, path: Sequence[str], num_row_groups: int, last: int) -> list[dict[int, Any]]:
-    """Return the fields of a column's ColumnMetaData after its path, up to `last`, in each row group."""
-    wanted, found = _path_field(tuple(path)), []
-    place = footer.find(wanted)
-    try:
-        while place >= 0:
-            fields, end = _fields(footer, place + len(wanted), _PATH, last)
-            found.append(fields)
-            place = footer.find(wanted, end)
-    except (IndexError, ValueError, RecursionError):
-        found.clear()
-    if len(found) != num_row_groups:
-        raise OSError(f"the footer does not describe column '{'.'.join(path)}' once in each row group")
-    return found
-
-
-@lru_cache(maxsize=4096)
-def _path_field(path: tuple[str, ...]) -> bytes:
-    """Return a column's path as it stands in a footer: a list of strings, the third field after the second.
-
-    Nothing else in a footer looks so.
-    """
-    names = [name.encode() for name in path]
-    size = bytes([len(names) << 4 | _BINARY]) if len(names) < 15 else bytes([0xF0 | _BINARY]) + _varint(len(names))
-    return bytes([1 << 4 | _LIST]) + size + b"".join(_varint(len(name)) + name for name in names)
-
-
-def _fields(data: bytes, at: int, number: int, last: int) -> tuple[dict[int, Any], int]:
+def read_fields(data: bytes, at: int, number: int = 0, last: int = 1 << 16) -> tuple[dict[int, Any], int]:
     """Return fields of a structure up to field `last`, by number, and the place after them.
-
-    Integers, strings and structures only; other fields are skipped.
 
     Args:
         at: place of the first field. number: of the field before it.
+
+    Raises:
+        IndexError, ValueError, RecursionError: the structure is damaged.
     """
-    found: dict[int, Any] = {}
-    while number < last:
-        header = data[at]
+    fields: dict[int, Any] = {}
+    while number < last and (header := data[at]):  # 0 ends the structure
         at += 1
-        if header == 0:  # the end of the structure
-            break
-        kind = header & 15
         if header >> 4:
             number += header >> 4
         else:
-            number, at = _integer(data, at)
-        if kind in (_I16, _I32, _I64):
-            found[number], at = _integer(data, at)
-        elif kind == _BINARY:
-            length, at = _unsigned(data, at)
-            found[number] = data[at : at + length]
-            at += length
-        elif kind == _STRUCT:
-            found[number], at = _fields(data, at, 0, 1 << 16)
-        else:
-            at = _skip(data, at, kind)
-    return found, at
+            number, at = _read(data, at, _I16)
+        fields[number], at = _read(data, at, header & 15)
+    return fields, at + (number < last)
 
 
-def _skip(data: bytes, at: int, kind: int) -> int:
+def _read(data: bytes, at: int, kind: int) -> tuple[Any, int]:
+    if kind in (_I16, _I32, _I64):
+        value, at = _unsigned(data, at)
+        return (value >> 1) ^ -(value & 1), at
+    if kind == _BINARY:
+        length, at = _unsigned(data, at)
+        return data[at : at + length], at + length
+    if kind == _STRUCT:
+        return read_fields(data, at)
     if kind in (_TRUE, _FALSE):  # the value is in the header
-        return at
+        return kind == _TRUE, at
     if kind in (_BYTE, _DOUBLE):
-        return at + (1 if kind == _BYTE else 8)
+        return None, at + (1 if kind == _BYTE else 8)
     if kind not in (_LIST, _SET):
         raise ValueError(f"type {kind}")
-    header, at = data[at], at + 1
-    length, element = header >> 4, header & 15
-    if length == 15:
-        length, at = _unsigned(data, at)
+    element, (length, at) = data[at] & 15, _list_header(data, at)
     if length > len(data):
         raise ValueError(f"list of {length}")
     for _ in range(length):
-        if element in (_I16, _I32, _I64):
-            _, at = _unsigned(data, at)
-        elif element == _BINARY:
-            size, at = _unsigned(data, at)
-            at += size
-        elif element == _STRUCT:
-            _, at = _fields(data, at, 0, 1 << 16)
-        else:  # a bool in a list takes a byte
-            at = at + 1 if element in (_TRUE, _FALSE) else _skip(data, at, element)
-    return at
+        _, at = _read(data, at, _BYTE if element in (_TRUE, _FALSE) else element)
+    return None, at
+
+
+def _list_header(data: bytes, at: int) -> tuple[int, int]:
+    return _unsigned(data, at + 1) if data[at] >> 4 == 15 else (data[at] >> 4, at + 1)
 
 
 def _unsigned(data: bytes, at: int) -> tuple[int, int]:
@@ -191,38 +139,70 @@ def _unsigned(data: bytes, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def _integer(data: bytes, at: int) -> tuple[int, int]:
-    value, at = _unsigned(data, at)
-    return (value >> 1) ^ -(value & 1), at
+@contextmanager
+def _damaged(message: str) -> Iterator[None]:
+    try:
+        yield
+    except (IndexError, ValueError, KeyError, RecursionError) as error:
+        raise OSError(message) from error
+
+
+def _count(fields: dict[int, Any], number: int) -> int | None:
+    count = fields.get(number)
+    return count if isinstance(count, int) and 0 <= count < 1 << 62 else None
+
+
+def _column(footer: bytes, path: Sequence[str], num_row_groups: int, last: int) -> list[dict[int, Any]]:
+    """Return the fields of a column's ColumnMetaData after its path, up to `last`, in each row group."""
+    wanted, columns = _path_field(tuple(path)), []
+    place = footer.find(wanted)
+    with _damaged(message := f"the footer does not describe column '{'.'.join(path)}' once in each row group"):
+        while place >= 0:
+            fields, end = read_fields(footer, place + len(wanted), _PATH, last)
+            columns.append(fields)
+            place = footer.find(wanted, end)
+    if len(columns) != num_row_groups:
+        raise OSError(message)
+    return columns
+
+
+@lru_cache(maxsize=4096)
+def _path_field(path: tuple[str, ...]) -> bytes:
+    """Return a column's path as it stands in a footer: a list of strings, the third field after the second.
+
+    Nothing else in a footer looks so.
+    """
+    names = [name.encode() for name in path]
+    size = bytes([len(names) << 4 | _BINARY]) if len(names) < 15 else bytes([0xF0 | _BINARY]) + _varint(len(names))
+    return bytes([1 << 4 | _LIST]) + size + b"".join(_varint(len(name)) + name for name in names)
 
 
 def _varint(value: int) -> bytes:
-    head = b""
-    while value > 127:
-        head += bytes([value & 127 | 128])
-        value >>= 7
-    return head + bytes([value])
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _varint(value >> 7)
 
 
 def _value(data: Any, kind: pa.DataType) -> Any:
     """Return a value of the statistics, in Parquet's plain encoding, or None if it is no use."""
-    if not isinstance(data, bytes):
-        return None
+    if not isinstance(data, bytes) or pa.types.is_binary(kind):
+        return data if isinstance(data, bytes) else None
     if pa.types.is_string(kind):
         try:
             return data.decode()
         except UnicodeDecodeError:  # cut within a character
             return None
-    if pa.types.is_binary(kind):
-        return data
-    if pa.types.is_boolean(kind) and len(data) == 1:
-        return data != b"\0"
-    if pa.types.is_integer(kind) and len(data) == (8 if kind.bit_width == 64 else 4):
-        return int.from_bytes(data, "little", signed=pa.types.is_signed_integer(kind))
-    if (pa.types.is_date32(kind) and len(data) == 4) or (pa.types.is_timestamp(kind) and len(data) == 8):
-        return int.from_bytes(data, "little", signed=True)
+    dtype = _plain_encoding(kind)
+    if dtype is None or len(data) != dtype.itemsize:
+        return None
+    value = np.frombuffer(data, dtype)[0].item()
+    return None if value != value else value
+
+
+@lru_cache(maxsize=64)
+def _plain_encoding(kind: pa.DataType) -> np.dtype | None:
+    if pa.types.is_integer(kind):
+        return np.dtype(f"<{'i' if pa.types.is_signed_integer(kind) else 'u'}{8 if kind.bit_width == 64 else 4}")
+    if pa.types.is_date32(kind) or pa.types.is_timestamp(kind):
+        return np.dtype(f"<i{kind.bit_width // 8}")
     if pa.types.is_float32(kind) or pa.types.is_float64(kind):
-        width = kind.bit_width // 8
-        value = struct.unpack("<f" if width == 4 else "<d", data)[0] if len(data) == width else math.nan
-        return None if math.isnan(value) else value
-    return None
+        return np.dtype(f"<f{kind.bit_width // 8}")
+    return np.dtype(bool) if pa.types.is_boolean(kind) else None

@@ -23,7 +23,7 @@ from recsys.data.parquet import (
     read_column,
     read_head,
 )
-from recsys.data.thrift import _fields
+from recsys.data.thrift import read_fields
 from recsys.datasets.writer import write_parquet
 from recsys.errors import UserError
 
@@ -224,7 +224,7 @@ def pages(content: bytes, metadata: pq.FileMetaData) -> Iterator[tuple[int, str,
             start = chunk.dictionary_page_offset or chunk.data_page_offset
             stop = start + chunk.total_compressed_size
             while start < stop:
-                header, body = _fields(content, start, 0, 1 << 16)
+                header, body = read_fields(content, start)
                 assert 4 in header  # the checksum
                 yield group, metadata.schema.column(number).path.split(".")[0], start, body, body + header[3]
                 start = body + header[3]

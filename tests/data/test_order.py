@@ -11,7 +11,6 @@ from recsys.data.order import (
     Position,
     RowGroups,
     Window,
-    limit_rows,
     shares,
     slice_bounds,
     stream_bounds,
@@ -172,18 +171,8 @@ def test_order_is_that_of_earlier_versions():
     assert hashlib.sha256(content.encode()).hexdigest()[:16] == "c2c6e241e3e76a59"
 
 
-@pytest.mark.parametrize("max_rows", [1, 4, 5, 6, 13, 14, 100, None])
-def test_limit_rows_keeps_the_first_rows(max_rows):
-    groups = row_groups([[5, 8], [1]], bytes_per_row=10)
-    kept = limit_rows(groups, max_rows)
-    everything = all_rows(replace(epoch_order([]), row_groups=groups))
-    assert all_rows(replace(epoch_order([]), row_groups=kept)) == everything[:max_rows]
-    assert (kept.num_bytes == 10 * kept.num_rows).all()
-    assert (kept.num_rows > 0).all()
-
-
 def test_limited_row_groups_are_trained_from_their_beginning():
-    order = replace(epoch_order([], num_streams=3), row_groups=limit_rows(row_groups([[100], [100]]), 130))
+    order = replace(epoch_order([], num_streams=3), row_groups=row_groups([[100], [30]]))
     expected = [(f"/logs/part-{f}.parquet", 0, i) for f, rows in ((0, 100), (1, 30)) for i in range(rows)]
     assert sorted(row for each in streams(order) for row in each) == expected
 
