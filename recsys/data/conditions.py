@@ -143,16 +143,16 @@ class Condition:
         if self.operator == "in":
             parts = tuple(Condition("==", column=self.column, value=scalar) for scalar in self.value)
         if parts:
-            true, false, null = (
-                np.stack(each) for each in zip(*(part.outcomes(bounds, n) for part in parts), strict=True)
-            )
+            outcomes = [part.outcomes(bounds, n) for part in parts]
+            true, false, null = map(np.stack, zip(*outcomes, strict=True))
             if self.operator == "not":
                 return Outcomes(false[0], true[0], null[0])
             if self.operator == "and":
-                return Outcomes(true.all(0), false.any(0), null.any(0) & (true | null).all(0))
-            return Outcomes(true.any(0), false.all(0), null.any(0) & (false | null).all(0))
+                return Outcomes(np.all(true, 0), np.any(false, 0), np.any(null, 0) & np.all(true | null, 0))
+            return Outcomes(np.any(true, 0), np.all(false, 0), np.any(null, 0) & np.all(false | null, 0))
         if self.column not in bounds or isinstance(self.value, Column):
-            return Outcomes(*(np.ones(n, np.bool_) for _ in range(2)), np.full(n, self.operator != "is None"))
+            anything = np.ones(n, np.bool_)
+            return Outcomes(anything, anything, anything if self.operator != "is None" else ~anything)
         known = bounds[self.column]
         if self.operator == "is None":
             return Outcomes(known.nulls, known.values, np.zeros(n, np.bool_))

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -23,18 +23,19 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What to check of a column.
+class _Group:
+    """A row group as its footer described it.
 
     Attributes:
-        in_dictionary: whether its values, or those of its lists, are entries of a dictionary.
-        is_list: whether it is a plain list.
-        leaf: number of the Parquet column that says how many values it has, or None.
+        num_rows: that match the filter; stored_rows: all. layout: number of the file's layout. file_size: in bytes.
     """
 
-    in_dictionary: bool
-    is_list: bool
-    leaf: int | None
+    path: str
+    index: int
+    num_rows: int
+    stored_rows: int
+    layout: int
+    file_size: int
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,12 @@ class _Plan:
         stored: columns to read from the file. constant: columns whose value is in the path.
         dictionaries: Parquet columns to read as dictionaries.
         leaves: of each stored column that is flat or a plain list, its one Parquet column.
-        is_filtered: whether rows are to be left out, so that the columns include those of the filter.
-        kinds: what to check of the columns of a table, by its schema.
     """
 
     stored: list[str]
     constant: list[str]
     dictionaries: list[str]
     leaves: dict[str, int]
-    is_filtered: bool
-    kinds: dict[pa.Schema, list[_Kind]] = field(default_factory=dict)
 
 
 class Decoder:
@@ -72,14 +69,13 @@ class Decoder:
         self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
         self._types = {each.name: each.type for each in (*dataset.filter_schema, *dataset.schema)}
         self._plans: dict[tuple[int, bool], _Plan] = {}
-        self._casts: dict[pa.Schema, list[tuple[int, pa.DataType]]] = {}
         self._footers: OrderedDict[tuple[str, int, int], pq.FileMetaData] = OrderedDict()
         self._footer_bytes = 0
         self._lock = threading.Lock()
 
     def num_rows(self, path: str, index: int) -> int:
         """Return how many rows of a row group match the filter, as counted before."""
-        return int(self._dataset.row_groups.num_rows[self._position(path, index)])
+        return self._group(path, index).num_rows
 
     def table(self, path: str, index: int) -> pa.Table:
         """Return the columns of a row group, of the rows that match the filter.
@@ -87,17 +83,16 @@ class Decoder:
         Raises:
             BadDataError: names the file, row group and column that cannot be read, or the file that has changed.
         """
-        position = self._position(path, index)
-        matching = int(self._dataset.row_groups.num_rows[position])
-        is_filtered = self._condition is not None and matching < self._dataset.stored_rows[position]
-        table = self._matching(self._read(path, index, position, is_filtered), is_filtered)
-        if table.num_rows < matching:
-            raise _changed(path, index, f"{table.num_rows} rows match the filter, and {matching} did")
+        group = self._group(path, index)
+        is_filtered = self._condition is not None and group.num_rows < group.stored_rows
+        table = self._matching(self._read(group, is_filtered), is_filtered)
+        if table.num_rows < group.num_rows:
+            raise _changed(group, f"{table.num_rows} rows match the filter, and {group.num_rows} did")
         return table
 
     def count(self, path: str, index: int) -> int:
         """Return how many rows of a row group match the filter. Raises BadDataError as `table`."""
-        table = self._read(path, index, self._position(path, index), is_filtered=True)
+        table = self._read(self._group(path, index), is_filtered=True)
         return 0 if self._condition is None else pc.sum(self._condition.mask(table)).as_py() or 0
 
     def head(self, path: str, index: int, num_rows: int) -> pa.Table:
@@ -106,55 +101,50 @@ class Decoder:
         Raises:
             BadDataError: as `table`.
         """
-        position, is_filtered = self._position(path, index), self._condition is not None
+        group, is_filtered = self._group(path, index), self._condition is not None
 
         def read(plan: _Plan) -> pa.Table:
             pieces: list[pa.Table] = []
-            with self._open(path, index, position, plan) as file:
+            with self._open(group, plan) as file:
                 batches = file.iter_batches(num_rows, row_groups=[index], columns=plan.stored, use_threads=False)
-                while sum(piece.num_rows for piece in pieces) < num_rows and (batch := next(batches, None)) is not None:
+                while sum(map(len, pieces)) < num_rows and (batch := next(batches, None)) is not None:
                     table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
-                    pieces.append(self._matching(self._completed(table, path, index, plan, len(batch)), is_filtered))
+                    pieces.append(self._matching(self._completed(table, group, plan, len(batch)), is_filtered))
             return pa.concat_tables(pieces, promote_options="permissive").slice(0, num_rows)
 
-        if not self._plan(position, is_filtered).stored:
+        if not self._plan(group, is_filtered).stored:
             return self.table(path, index).slice(0, num_rows)
-        return self._planned(path, index, position, is_filtered, read)
+        return self._planned(group, is_filtered, read)
 
     def _matching(self, table: pa.Table, is_filtered: bool) -> pa.Table:
         chosen = table.select(self._columns)
         return chosen.filter(self._condition.mask(table)) if is_filtered and self._condition is not None else chosen
 
-    def _position(self, path: str, index: int) -> int:
-        return int(np.searchsorted(self._keys, _keys(self._file_of[path], index)))
+    def _group(self, path: str, index: int) -> _Group:
+        file, dataset = self._file_of[path], self._dataset
+        i = int(np.searchsorted(self._keys, _keys(file, index)))
+        counts = int(dataset.row_groups.num_rows[i]), int(dataset.stored_rows[i])
+        return _Group(path, index, *counts, int(dataset.file_layouts[file]), int(dataset.file_sizes[file]))
 
-    def _layout(self, position: int) -> int:
-        return int(self._dataset.file_layouts[self._dataset.row_groups.file[position]])
-
-    def _plan(self, position: int, is_filtered: bool) -> _Plan:
-        key = (self._layout(position), is_filtered)
+    def _plan(self, group: _Group, is_filtered: bool) -> _Plan:
+        key = (group.layout, is_filtered)
         if key not in self._plans:
-            self._plans[key] = self._plan_for(self._dataset.layouts[key[0]], is_filtered)
+            layout = self._dataset.layouts[group.layout]
+            of_filter = self._dataset.filter_schema.names if is_filtered else []
+            columns = list(dict.fromkeys([*self._columns, *of_filter]))
+            fields = [layout.field(column) for column in columns if column in layout.names]
+            leaves = {field.name: json.loads(field.metadata[b"leaves"]) for field in fields}
+            self._plans[key] = _Plan(
+                stored=[field.name for field in fields],
+                constant=[column for column in columns if column not in layout.names],
+                dictionaries=[path.decode() for field in fields if (path := field.metadata.get(b"dictionary"))],
+                leaves={column: numbers[0] for column, numbers in leaves.items() if len(numbers) == 1},
+            )
         return self._plans[key]
 
-    def _plan_for(self, layout: pa.Schema, is_filtered: bool) -> _Plan:
-        of_filter = self._dataset.filter_schema.names if is_filtered else []
-        columns = list(dict.fromkeys([*self._columns, *of_filter]))
-        fields = [layout.field(column) for column in columns if column in layout.names]
-        leaves = {field.name: json.loads(field.metadata[b"leaves"]) for field in fields}
-        return _Plan(
-            stored=[field.name for field in fields],
-            constant=[column for column in columns if column not in layout.names],
-            dictionaries=[path.decode() for field in fields if (path := field.metadata.get(b"dictionary"))],
-            leaves={column: numbers[0] for column, numbers in leaves.items() if len(numbers) == 1},
-            is_filtered=is_filtered,
-        )
-
-    def _planned(
-        self, path: str, index: int, position: int, is_filtered: bool, read: Callable[[_Plan], pa.Table]
-    ) -> pa.Table:
+    def _planned(self, group: _Group, is_filtered: bool, read: Callable[[_Plan], pa.Table]) -> pa.Table:
         """Return what `read` returns, remote with retries. Raises BadDataError for what it cannot read."""
-        plan, retrying = self._plan(position, is_filtered), self._dataset.storage.retrying
+        plan, retrying = self._plan(group, is_filtered), self._dataset.storage.retrying
         try:
             try:
                 return retrying(lambda: read(plan))
@@ -164,42 +154,39 @@ class Decoder:
             # Arrow cannot read strings as dictionaries from some encodings, such as DELTA_BYTE_ARRAY.
             plain = replace(plan, dictionaries=[])
             table = retrying(lambda: read(plain))
-            self._plans[(self._layout(position), is_filtered)] = plain
+            self._plans[(group.layout, is_filtered)] = plain
             return table
         except MemoryError:  # Arrow's is one of its exceptions, and no fault of the file
             raise
         except _UNREADABLE as error:
-            raise self._blame(path, index, position, plan, error) from error
+            raise self._blame(group, plan, error) from error
 
-    def _read(self, path: str, index: int, position: int, is_filtered: bool) -> pa.Table:
-        plan, rows = self._plan(position, is_filtered), int(self._dataset.stored_rows[position])
-        if not plan.stored:
-            return self._completed(pa.table({}), path, index, plan, rows)
-        table = self._planned(
-            path, index, position, is_filtered, lambda plan: self._stored(path, index, position, plan, plan.stored)
-        )
-        return self._completed(table, path, index, plan, rows)
+    def _read(self, group: _Group, is_filtered: bool) -> pa.Table:
+        plan, table = self._plan(group, is_filtered), pa.table({})
+        if plan.stored:
+            table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, plan.stored))
+        return self._completed(table, group, plan, group.stored_rows)
 
-    def _stored(self, path: str, index: int, position: int, plan: _Plan, columns: list[str]) -> pa.Table:
-        with self._open(path, index, position, plan) as file:
-            table = file.read_row_group(index, columns=columns, use_threads=False)
+    def _stored(self, group: _Group, plan: _Plan, columns: list[str]) -> pa.Table:
+        with self._open(group, plan) as file:
+            table = file.read_row_group(group.index, columns=columns, use_threads=False)
             metadata = file.metadata
         if table.column_names != columns:  # in the file's order, and with a column 'a.b' beside 'a'
             absent = [column for column in columns if column not in table.column_names]
             if absent:
-                raise _changed(path, index, f"it has no column '{absent[0]}' any more")
+                raise _changed(group, f"it has no column '{absent[0]}' any more")
             table = table.select(columns)
-        self._check(table, metadata, index, plan)
+        self._check(table, metadata, group.index, plan)
         return table.replace_schema_metadata()
 
     @contextmanager
-    def _open(self, path: str, index: int, position: int, plan: _Plan) -> Iterator[pq.ParquetFile]:
-        storage, number = self._dataset.storage, self._dataset.row_groups.file[position]
-        with storage.open(path) as source:
-            size, expected = source.size(), int(self._dataset.file_sizes[number])
-            if size != expected >= 0:
-                raise _changed(path, index, f"it has {size:,} bytes, and had {expected:,}")
-            key = (path, size, 0 if storage.root else os.stat(path).st_mtime_ns)
+    def _open(self, group: _Group, plan: _Plan) -> Iterator[pq.ParquetFile]:
+        storage = self._dataset.storage
+        with storage.open(group.path) as source:
+            size = source.size()
+            if size != group.file_size >= 0:
+                raise _changed(group, f"it has {size:,} bytes, and had {group.file_size:,}")
+            key = (group.path, size, 0 if storage.root else os.stat(group.path).st_mtime_ns)
             known = self._footers.get(key)
             try:
                 file = pq.ParquetFile(
@@ -210,14 +197,12 @@ class Decoder:
                     page_checksum_verification=self._dataset.options.verify_checksums,
                 )
             except KeyError as error:  # of read_dictionary
-                raise _changed(path, index, "its columns are others") from error
+                raise _changed(group, "its columns are others") from error
             if known is None:
                 self._keep(key, file.metadata)
-            rows = file.metadata.row_group(index).num_rows if index < file.metadata.num_row_groups else 0
-            if rows != self._dataset.stored_rows[position]:
-                raise _changed(
-                    path, index, f"it has {rows:,} rows there, and had {self._dataset.stored_rows[position]:,}"
-                )
+            rows = file.metadata.row_group(group.index).num_rows if group.index < file.metadata.num_row_groups else 0
+            if rows != group.stored_rows:
+                raise _changed(group, f"it has {rows:,} rows there, and had {group.stored_rows:,}")
             yield file
 
     def _keep(self, key: tuple[str, int, int], footer: pq.FileMetaData) -> None:
@@ -235,86 +220,66 @@ class Decoder:
         Raises:
             OSError: they differ.
         """
-        group, schema = metadata.row_group(index), metadata.schema
-        for i, kind in enumerate(self._kinds_of(table.schema, plan)):
-            column = table.column(i)
+        group, schema, verify = metadata.row_group(index), metadata.schema, self._dataset.options.verify_checksums
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            is_list, leaf = _is_plain_list(column.type), plan.leaves.get(name)
             if len(column) != group.num_rows:
                 raise OSError(f"it holds {len(column)} rows, and the footer says {group.num_rows}")
-            if kind.in_dictionary and not all(map(_is_in_dictionary, column.chunks)):
+            if pa.types.is_dictionary(column.type.value_type if is_list else column.type) and not all(
+                map(_is_in_dictionary, column.chunks)
+            ):
                 raise OSError("it refers to entries that its dictionary does not have")
-            if kind.leaf is None:
+            if leaf is None or not verify or (not is_list and pa.types.is_nested(column.type)):
                 continue
-            chunk = group.column(kind.leaf)
-            if kind.is_list:
-                if (found := sum(map(_num_values, column.chunks))) != chunk.num_values:
-                    raise OSError(f"it holds {found} values, and the footer says {chunk.num_values}")
+            chunk = group.column(leaf)
+            if is_list:
+                if (count := sum(map(_num_values, column.chunks))) != chunk.num_values:
+                    raise OSError(f"it holds {count} values, and the footer says {chunk.num_values}")
                 continue
-            if chunk.physical_type != schema.column(kind.leaf).physical_type:  # see recsys.data.thrift
+            if chunk.physical_type != schema.column(leaf).physical_type:  # see recsys.data.thrift
                 raise OSError(f"it is stored as {chunk.physical_type}, which its schema does not say")
             known = chunk.statistics
             if known is not None and known.has_null_count and known.null_count != column.null_count:
                 raise OSError(f"it holds {column.null_count} nulls, and the footer says {known.null_count}")
 
-    def _kinds_of(self, schema: pa.Schema, plan: _Plan) -> "list[_Kind]":
-        """Return what to check of each column of a table of this schema."""
-        if schema not in plan.kinds:
-            kinds = []
-            for each in schema:
-                is_list = _is_plain_list(each.type)
-                comparable = self._dataset.options.verify_checksums and (is_list or not pa.types.is_nested(each.type))
-                values = each.type.value_type if is_list else each.type
-                leaf = plan.leaves.get(each.name) if comparable else None
-                kinds.append(_Kind(pa.types.is_dictionary(values), is_list, leaf))
-            plan.kinds[schema] = kinds
-        return plan.kinds[schema]
-
-    def _blame(self, path: str, index: int, position: int, plan: _Plan, error: Exception) -> BadDataError:
+    def _blame(self, group: _Group, plan: _Plan, error: Exception) -> BadDataError:
         """Return the error of a row group that cannot be read, with the column's name if it is one column's fault."""
         if isinstance(error, FileNotFoundError):
-            return _changed(path, index, "it does not exist any more")
-        advice = "write the file anew, or copy it again"
+            return _changed(group, "it does not exist any more")
+        what, why = f"row group {group.index} of '{group.path}'", error
         try:
-            with self._open(path, index, position, plan):
+            with self._open(group, plan):
                 pass
+            for column in plan.stored:
+                try:
+                    self._stored(group, plan, [column])
+                except _UNREADABLE as wrong:
+                    what, why = f"column '{column}' of {what}", wrong
+                    break
         except _UNREADABLE as wrong:
-            return BadDataError(f"'{path}' cannot be read ({reason(wrong)}); {advice}", path, index)
-        for column in plan.stored:
-            try:
-                self._stored(path, index, position, plan, [column])
-            except _UNREADABLE as wrong:
-                return BadDataError(
-                    f"column '{column}' of row group {index} of '{path}' cannot be read ({reason(wrong)}); {advice}",
-                    path,
-                    index,
-                )
-        return BadDataError(f"row group {index} of '{path}' cannot be read ({reason(error)}); {advice}", path, index)
+            what, why = f"'{group.path}'", wrong
+        message = f"{what} cannot be read ({reason(why)}); write the file anew, or copy it again"
+        return BadDataError(message, group.path, group.index)
 
-    def _completed(self, table: pa.Table, path: str, index: int, plan: _Plan, num_rows: int) -> pa.Table:
+    def _completed(self, table: pa.Table, group: _Group, plan: _Plan, num_rows: int) -> pa.Table:
         """Cast columns to the types of the dataset, and add those whose value is in the path."""
-        schema = table.schema
-        if schema not in self._casts:
-            self._casts[schema] = [
-                (i, self._types[each.name])
-                for i, each in enumerate(schema)
-                if plain_type(each.type) != self._types[each.name]
-            ]
-        for i, kind in self._casts[schema]:
-            column, name = table.column(i), schema.names[i]
+        for i, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
+            kind = self._types[name]
+            if plain_type(column.type) == kind:
+                continue
             try:
-                cast = column.cast(kind, safe=not pa.types.is_floating(kind))
+                table = table.set_column(i, name, column.cast(kind, safe=not pa.types.is_floating(kind)))
             except pa.ArrowException as error:
                 raise BadDataError(
-                    f"column '{name}' of row group {index} of '{path}' is {column.type} and holds values that are none "
-                    f"of {kind}, the type in other files; write it with one type",
-                    path,
-                    index,
+                    f"column '{name}' of row group {group.index} of '{group.path}' is {column.type} and holds values "
+                    f"that are none of {kind}, the type in other files; write it with one type",
+                    group.path,
+                    group.index,
                 ) from error
-            table = table.set_column(i, name, cast)
-        if plan.constant:
-            keys = partition_keys(path)
-            for name in plan.constant:
-                column = _constant(keys[name], self._types[name], num_rows)
-                table = table.append_column(name, column) if table.num_columns else pa.table({name: column})
+        keys = partition_keys(group.path) if plan.constant else {}
+        for name in plan.constant:
+            column = _constant(keys[name], self._types[name], num_rows)
+            table = table.append_column(name, column) if table.num_columns else pa.table({name: column})
         return table
 
 
@@ -323,12 +288,12 @@ def _keys(file: np.ndarray | int, index: np.ndarray | int) -> np.ndarray:
     return (np.asarray(file, np.int64) << 32) | np.asarray(index, np.int64)
 
 
-def _changed(path: str, index: int, how: str) -> BadDataError:
+def _changed(group: _Group, how: str) -> BadDataError:
     return BadDataError(
-        f"row group {index} of '{path}' is not what it was when the run began ({how}); start the run again, and write "
-        f"new data under new names",
-        path,
-        index,
+        f"row group {group.index} of '{group.path}' is not what it was when the run began ({how}); start the run "
+        f"again, and write new data under new names",
+        group.path,
+        group.index,
     )
 
 

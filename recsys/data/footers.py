@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import chain
 from operator import add
 
@@ -189,6 +190,7 @@ class FooterParser:
                 )
 
 
+@lru_cache(maxsize=1024)
 def plain_type(kind: pa.DataType) -> pa.DataType:
     """Return a type without what only says how its values are held.
 
