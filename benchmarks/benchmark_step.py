@@ -94,7 +94,7 @@ class Ours:
                     sparse_features=KeyedJaggedTensor(
                         batch.ids.keys(), batch.ids.values().long(), lengths=batch.ids.lengths().clone()
                     ),
-                    labels=batch.labels.clone(),
+                    labels=batch.labels[:, 0].clone(),
                 )
                 for batch in islice(batches, BATCHES_IN_MEMORY)
             ]

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from launcher import launch_command
+
+from recsys.config import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ("dlrm_sample", "dlrm_movielens", "two_tower_movielens")
@@ -51,7 +52,7 @@ def _numbers(tree: Path, config: str, nproc: int, steps: int, overrides: list[st
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         options = [f"run.dir={run_dir}", "train.log_every_steps=1", *_data(config), *overrides]
-        command = [*launch_command(nproc), "train.py", str(ROOT / "configs" / f"{config}.yaml"), *options]
+        command = [*launch_command(nproc), "train.py", str(tree / "configs" / f"{config}.yaml"), *options]
         subprocess.run(command, cwd=tree, check=True, capture_output=True, text=True)
         lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
         result = json.loads((run_dir / "result.json").read_text())
@@ -63,10 +64,9 @@ def _numbers(tree: Path, config: str, nproc: int, steps: int, overrides: list[st
 
 def _data(config: str) -> list[str]:
     """Return overrides that name the data of this tree, wherever train.py runs."""
-    import yaml
-
-    data: dict[str, Any] = yaml.safe_load((ROOT / "configs" / f"{config}.yaml").read_text())["data"]
-    return [f"data.{role}={ROOT / data[role]}" for role in ("train", "valid", "test", "items") if data.get(role)]
+    data = load_config(ROOT / "configs" / f"{config}.yaml").data
+    paths = {role: getattr(data, role) for role in ("train", "valid", "test", "items")}
+    return [f"data.{role}={ROOT / path}" for role, path in paths.items() if path]
 
 
 def _difference(before: float | None, after: float) -> float:

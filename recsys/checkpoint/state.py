@@ -37,7 +37,8 @@ class TrainState:
             in the batches.
         fingerprints: of the files of data.train, and of those that early stopping compares by.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
-        window_loss, window_losses: sum and number of the losses since the last line of metrics.jsonl.
+        window_loss, window_losses: sum and number of the losses since the last line of metrics.jsonl; window_tasks: the
+            same by task, where there are several.
         metrics: of the last evaluation of each dataset.
     """
 
@@ -55,6 +56,7 @@ class TrainState:
     bad_evaluations: int = 0
     window_loss: float = 0.0
     window_losses: int = 0
+    window_tasks: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
 

@@ -126,12 +126,23 @@ def _check_model(config: Config) -> None:
     model.check(config)
     if needs.item_id is None and config.data.items is not None:
         raise UserError(f"config key 'data.items': model {model.name} ranks rows, and reads no item corpus; remove it")
-    if needs.labels and config.data.label_column is None:
-        raise UserError(f"config key 'data.label_column' is not set, and model {model.name} needs a column with 0 or 1")
-    if not needs.labels and config.data.label_column is not None:
+    if config.data.labels and config.data.label_column is not None:
+        raise UserError("config keys 'data.labels' and 'data.label_column' exclude each other; keep data.labels")
+    if needs.labels and not config.labels():
         raise UserError(
-            f"config key 'data.label_column': model {model.name} takes every row for a positive and reads no label; "
-            f"keep the positive rows in data.train, and set data.label_column=null"
+            f"config key 'data.label_column' is not set, and model {model.name} needs a column with 0 or 1 "
+            f"(or data.labels, for several)"
+        )
+    for name, label in config.data.labels.items():
+        if label.column is not None and label.expression is not None:
+            raise UserError(f"config key 'data.labels.{name}' has a column and an expression; keep one of them")
+    if needs.labels and not any(label.weight for label in config.labels().values()):
+        raise UserError("config key 'data.labels': every weight is 0, so that nothing is learned; set one above 0")
+    if not needs.labels and config.labels():
+        key = "labels" if config.data.labels else "label_column"
+        raise UserError(
+            f"config key 'data.{key}': model {model.name} takes every row for a positive and reads no label; "
+            f"keep the positive rows in data.train, and drop data.{key}"
         )
     if needs.item_id is not None:
         _check_item_id(config, needs.item_id)

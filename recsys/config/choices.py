@@ -65,6 +65,23 @@ class ComputeKernel(Enum):
     key_value = "key_value"
 
 
+class LabelLoss(Enum):
+    """Loss of a label.
+
+    `binary`: the cross-entropy of the model's logit and a label of 0 or 1. `squared`: the squared error of its output.
+    """
+
+    binary = "binary"
+    squared = "squared"
+
+
+class LabelNulls(Enum):
+    """What a null label is: an error (`refuse`), or `unknown`, so that the row does not count for this label."""
+
+    refuse = "refuse"
+    unknown = "unknown"
+
+
 class FloatType(Enum):
     """Type of numbers that are computed or sent, not kept."""
 

@@ -53,7 +53,7 @@ def load_config(
     """
     changes = [each for text in overrides for each in expand_override(text)]
     read = [*_read_with_bases(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, changes)]
-    layers = [layer for each in read for layer in without_ranges(each)]
+    layers = [_with_label_sections(layer) for each in read for layer in without_ranges(each)]
     name = _model_name(layers)
     for layer in layers:
         _check_keys({key: value for key, value in layer.items() if key != "model"}, "", Config, None)
@@ -75,6 +75,18 @@ def load_config(
         config.run.name = run_name_of(Path(path))
     check_config(config)
     return config
+
+
+def _with_label_sections(layer: dict[str, Any]) -> dict[str, Any]:
+    """Return a layer whose labels that are given by their column or expression alone are sections."""
+    labels = layer["data"].get("labels") if isinstance(layer.get("data"), dict) else None
+    if not isinstance(labels, dict):
+        return layer
+    sections = {
+        name: {"column" if re.fullmatch(r"[\w-]+", given) else "expression": given} if isinstance(given, str) else given
+        for name, given in labels.items()
+    }
+    return {**layer, "data": {**layer["data"], "labels": sections}}
 
 
 def config_text(config: Config) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from omegaconf import MISSING
 
+from recsys.config.choices import LabelLoss
 from recsys.errors import UserError, nearest
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ MODELS = {
     "dlrm": "recsys.models.dlrm.DLRM",
     "two_tower": "recsys.models.two_tower.TwoTower",
 }
-RANKING_METRICS = ("auc", "log_loss", "normalized_entropy")
+LABEL_METRICS = {
+    LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"),
+    LabelLoss.squared: ("rmse", "mae"),
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,12 @@ class ModelConfig:
 
     def metric_names(self, config: "Config") -> list[str]:
         """Return the names of the metrics that an evaluation gives."""
-        return list(RANKING_METRICS)
+        labels = config.labels()
+        return [
+            f"{name}.{metric}" if len(labels) > 1 else metric
+            for name, label in labels.items()
+            for metric in LABEL_METRICS[label.loss]
+        ]
 
     def layer_inputs(self, ids: Sequence[str], floats: Sequence[str]) -> dict[str, list[str]]:
         """Return, by parameter, the features that a layer reads side by side; `ids` and `floats` are all there are."""

@@ -20,8 +20,13 @@ def check_names(config: Config) -> None:
     Raises:
         UserError: names the key, and what is allowed.
     """
-    for section in ("features", "tables"):
-        for name in getattr(config, section):
+    sections: dict[str, Iterable[str]] = {
+        "features": config.features,
+        "tables": config.tables,
+        "data.labels": config.data.labels,
+    }
+    for section, names in sections.items():
+        for name in names:
             if not _fits(_NAME, name):
                 raise UserError(
                     f"config key '{section}': {_shown(name)} is no name for one of them; use letters, digits, '_' and "

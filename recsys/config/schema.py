@@ -21,6 +21,8 @@ from recsys.config.choices import (
     FloatType,
     IdMappingType,
     Keep,
+    LabelLoss,
+    LabelNulls,
     NullPolicy,
     Pooling,
     Schedule,
@@ -51,6 +53,17 @@ class RunConfig:
 
 
 @dataclass
+class LabelConfig:
+    """Something to learn of each row. The loss of a label is its mean over the rows that have it, by their weights."""
+
+    column: str | None = None  # default: the label's name
+    expression: str | None = None  # in place of a column: a condition as in data.filter, "event == 'purchase'"
+    loss: LabelLoss = LabelLoss.binary
+    weight: float = bounded(1.0, 0, LARGE)  # of this label's loss among those of all labels
+    nulls: LabelNulls = LabelNulls.refuse
+
+
+@dataclass
 class DataConfig:
     """Parquet files and how they are read. A path is a directory, a glob, a file, or a list of these."""
 
@@ -58,7 +71,10 @@ class DataConfig:
     valid: Any = None  # evaluated every train.eval_every_steps, or eval_every_epochs, and at the end
     test: Any = None  # evaluated once, at the end
     items: Any = None  # retrieval: every item once
-    label_column: str | None = None
+    label_column: str | None = None  # of 0 and 1, where there is one label; short for labels={label: {column: …}}
+    # What is learned, by name; the model gives an output for each. `click: clicked` is short for {column: clicked}, and
+    # `buy: "event == 'purchase'"` for {expression: …}: a text that is more than one word.
+    labels: dict[str, LabelConfig] = field(default_factory=dict)
     weight_column: str | None = None
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
@@ -251,6 +267,11 @@ class Config:
     debug: bool = False  # set by --debug
     # Not a key: all values as they were given, which may refer to others or to the environment, and as these were then.
     given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False, metadata={"omegaconf_ignore": True})
+
+    def labels(self) -> dict[str, LabelConfig]:
+        """Return the labels by name, in the order of a batch's columns."""
+        column = self.data.label_column
+        return self.data.labels or ({} if column is None else {"label": LabelConfig(column)})
 
     def unpooled_features(self) -> list[str]:
         """Return the id features of which the model reads a vector for each id of a list, not one for the list."""

@@ -22,7 +22,8 @@ class Batch(Pipelineable):
             int64 (half the bytes to page-lock, copy and exchange), lengths int32, and weights float32 if any feature is
             weighted.
         floats: [rows, float features] float32.
-        labels, weights: [rows] float32.
+        labels: [rows, labels] float32. weights: [rows] float32.
+        known_labels: [rows, labels] float32, 1 where a label is known and 0 where it was null; None: all are known.
         lists: retrieval's `targets` and `seen` as positions in the item corpus (-1: not in it), or None.
         num_rows: rows of the data in this batch, without the fill and the bad ones.
         num_bad_rows: rows that could not be read; they have become fill.
@@ -45,6 +46,11 @@ class Batch(Pipelineable):
     fence: Fence
     id_bounds: tuple[tuple[int, ...], ...] = ()
     first_row: int = 0
+    known_labels: torch.Tensor | None = None
+
+    def label_weights(self, label: int) -> torch.Tensor:
+        """Return what each row counts for a label, by its number: [rows] float32."""
+        return self.weights if self.known_labels is None else self.weights * self.known_labels[:, label]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         copy = replace(
@@ -53,6 +59,7 @@ class Batch(Pipelineable):
             floats=self.floats.to(device, non_blocking=non_blocking),
             labels=self.labels.to(device, non_blocking=non_blocking),
             weights=self.weights.to(device, non_blocking=non_blocking),
+            known_labels=None if self.known_labels is None else self.known_labels.to(device, non_blocking=non_blocking),
             lists=None if self.lists is None else self.lists.to(device, non_blocking=non_blocking),
         )
         if device.type == "cuda" and self.floats.device.type == "cpu":
@@ -62,7 +69,8 @@ class Batch(Pipelineable):
     def dense_rows(self, start: int, stop: int) -> "Batch":
         """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
         floats, labels, weights = (t[start:stop] for t in (self.floats, self.labels, self.weights))
-        return replace(self, floats=floats, labels=labels, weights=weights)
+        known = None if self.known_labels is None else self.known_labels[start:stop]
+        return replace(self, floats=floats, labels=labels, weights=weights, known_labels=known)
 
     def save(self, path: Path) -> None:
         """Write the tensors to a file that `torch.load` reads, to be looked at; folders are made."""
@@ -70,14 +78,16 @@ class Batch(Pipelineable):
         jagged = {}
         for name, each in self.ids.to(torch.device("cpu")).to_dict().items():
             jagged[name] = {"values": each.values(), "lengths": each.lengths(), "weights": each.weights_or_none()}
-        dense = {name: getattr(self, name).cpu() for name in ("floats", "labels", "weights")}
+        tensors = {name: getattr(self, name) for name in ("floats", "labels", "weights", "known_labels")}
+        dense = {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
         content = io.BytesIO()  # torch.save does not say what is wrong with a file
         torch.save({"ids": jagged, **dense}, content)
         replace_file(path, content.getvalue())
 
     def record_stream(self, stream: torch.Stream) -> None:
         self.ids.record_stream(stream)
-        for tensor in (self.floats, self.labels, self.weights):
-            tensor.record_stream(stream)
+        for tensor in (self.floats, self.labels, self.weights, self.known_labels):
+            if tensor is not None:
+                tensor.record_stream(stream)
         if self.lists is not None:
             self.lists.record_stream(stream)

@@ -75,28 +75,29 @@ def collate(
     lists = None
     if spec.lists:
         lists = _Jagged([part.name for part in spec.lists], [p.columns.lists for p in pieces], rows, spec.dtype, False)
-    num_floats = len(spec.floats)
-    num_bytes = padded(4 * num_rows * num_floats) + 2 * padded(4 * num_rows)
+    widths = [len(spec.floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
+    num_bytes = sum(padded(4 * num_rows * width) for width in widths)
     block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
-    floats = block.array((num_rows, num_floats), np.float32)
-    labels, weights = (block.array((num_rows,), np.float32) for _ in range(2))
+    numbers = [block.array((num_rows, width), np.float32) for width in widths]
     if rows.num_filled < num_rows:
-        for array in (floats, labels, weights):
+        for array in numbers:
             array[:] = 0
     if pieces:
         # Joined first, which takes far fewer calls; each holds the lock of Python, which training waits for.
         joined = np.concatenate([p.columns.floats[:, p.start : p.stop] for p in pieces], axis=1)
-        floats[rows.places] = joined[:-2].T
-        labels[rows.places], weights[rows.places] = joined[-2:]
+        for array, columns in zip(numbers, np.split(joined, np.cumsum(widths)[:-1]), strict=True):
+            array[rows.places] = columns.T
+    floats, labels, *known, weights = map(torch.from_numpy, numbers)
     num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
     keyed = ids.build(block)
     lengths = keyed.lengths().numpy().reshape(len(spec.ids), num_rows)
     bounds = micro_batches.bounds(lengths)
     return Batch(
         ids=keyed,
-        floats=torch.from_numpy(floats),
-        labels=torch.from_numpy(labels),
-        weights=torch.from_numpy(weights),
+        floats=floats,
+        labels=labels,
+        weights=weights[:, 0],
+        known_labels=known[0] if known else None,
         lists=lists.build(block) if lists else None,
         num_rows=rows.num_filled - num_bad,
         num_bad_rows=num_bad,

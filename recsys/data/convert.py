@@ -24,6 +24,7 @@ from recsys.data.arrow import (
     to_numbers,
     valid,
 )
+from recsys.data.conditions import Condition
 from recsys.errors import UserError
 from recsys.ids import NULL_ROW, IdMapping, IdStatistics
 
@@ -82,6 +83,8 @@ class FloatColumn:
         column: name in the data; None: always `fill`.
         fill: raw value of a null, which is transformed like any other; None refuses nulls.
         binary: takes 0 and 1 only.
+        condition: in place of a column, which is then None: 1 where it is true, null where it is null.
+        may_be_unknown: of a label, a null is no error; batches say which labels are known.
         finite: refuses NaN and infinity, also as the result of the transform.
         transform: of the raw values.
     """
@@ -92,6 +95,14 @@ class FloatColumn:
     binary: bool = False
     finite: bool = True
     transform: Transform | None = None
+    may_be_unknown: bool = False
+    condition: Condition | None = None
+
+    def columns(self) -> set[str]:
+        """Return the columns to read."""
+        if self.condition is not None:
+            return self.condition.columns()
+        return set() if self.column is None else {self.column}
 
 
 @dataclass(frozen=True)

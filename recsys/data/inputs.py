@@ -1,15 +1,20 @@
 """From a config to datasets, what is known of them, and loaders."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
 
 from recsys.config import Config, FeatureConfig, IdMappingType, NullPolicy
+from recsys.config.choices import LabelLoss, LabelNulls
 from recsys.config.features import float_features, id_features
 from recsys.data.collate import MicroBatches
+from recsys.data.conditions import KEY as FILTER_KEY
+from recsys.data.conditions import Condition
 from recsys.data.convert import FloatColumn, IdColumn, Transform
 from recsys.data.facts import Facts, FloatFacts
+from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
@@ -90,12 +95,13 @@ class Inputs:
         for name, (column, _) in _role_lists(config, role).items():
             assert self._positions is not None
             lists.append(IdColumn(name, column, self._positions))
-        label = weight = None
+        labels, weight, weight_column = [], None, config.data.weight_column
         if _has_label(config, role):
-            columns = config.data.label_column, config.data.weight_column
-            label = FloatColumn("data.label_column", columns[0], None, True, finite) if columns[0] else None
-            weight = FloatColumn("data.weight_column", columns[1], None, False, finite) if columns[1] else None
-        return BatchSpec(ids, floats, label, weight, lists)
+            schema = self.datasets[role].schema if role in self.datasets else None
+            labels = [_label_column(config, name, finite, schema) for name in config.labels()]
+            if weight_column is not None:
+                weight = FloatColumn("data.weight_column", weight_column, None, False, finite)
+        return BatchSpec(ids, floats, labels, weight, lists)
 
     def _id_column(self, name: str, role: str, is_present: bool) -> IdColumn:
         feature = self.config.features[name]
@@ -293,10 +299,12 @@ def _needed_columns(config: Config, role: str) -> dict[str, str]:
             needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"
     needed |= {column: f"config key '{key}'" for column, key in _role_lists(config, role).values()}
     if _has_label(config, role):
-        for key in ("label_column", "weight_column"):
-            column = getattr(config.data, key)
-            if column is not None:
-                needed[column] = f"config key 'data.{key}'"
+        for name, label in config.labels().items():
+            condition = _condition(config, name)
+            columns = [label.column or name] if condition is None else sorted(condition.columns())
+            needed |= dict.fromkeys(columns, f"config key '{_label_key(config, name)}'")
+        if config.data.weight_column is not None:
+            needed[config.data.weight_column] = "config key 'data.weight_column'"
     return needed
 
 
@@ -320,6 +328,38 @@ def float_column(
     elif feature.nulls is NullPolicy.mean:
         fill = known.raw_mean
     return FloatColumn(name, column, fill, finite=finite, transform=transform)
+
+
+def _label_key(config: Config, name: str) -> str:
+    return f"data.labels.{name}" if config.data.labels else "data.label_column"
+
+
+def _condition(config: Config, label: str) -> Condition | None:
+    """Return what a label's expression says, if it has one."""
+    text = config.labels()[label].expression
+    with _of_label(config, label):
+        return None if text is None else parse_filter(text)
+
+
+@contextmanager
+def _of_label(config: Config, label: str) -> Iterator[None]:
+    """Let errors of conditions name the label in place of a filter."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace(FILTER_KEY, f"config key '{_label_key(config, label)}'")) from error
+
+
+def _label_column(config: Config, name: str, finite: bool, schema: pa.Schema | None) -> FloatColumn:
+    label, condition = config.labels()[name], _condition(config, name)
+    if condition is not None and schema is not None:
+        with _of_label(config, name):
+            condition = condition.bind(schema)
+    unknown, binary = label.nulls is LabelNulls.unknown, label.loss is LabelLoss.binary
+    column = None if condition else label.column or name
+    fill = 0.0 if unknown else None
+    key = _label_key(config, name)
+    return FloatColumn(key, column, fill, binary, finite, may_be_unknown=unknown, condition=condition)
 
 
 def read_corpus(config: Config, items: Dataset) -> pa.Array:

@@ -25,24 +25,34 @@ _JOINED_ROWS = 1 << 14  # fewer are converted together with those of other segme
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a batch is made of. Label and weight are None where the data have none (0 and 1 are used)."""
+    """What a batch is made of. The weight of rows is 1 where the data have none; labels that the data lack are 0."""
 
     ids: Sequence[IdColumn]
     floats: Sequence[FloatColumn]
-    label: FloatColumn | None = None
+    labels: Sequence[FloatColumn] = ()
     weight: FloatColumn | None = None
     lists: Sequence[IdColumn] = ()
 
     def columns(self) -> list[str]:
         """Return the names of the columns to read, each once."""
-        ends = [part for part in (self.label, self.weight) if part]
-        parts: list[IdColumn | FloatColumn] = [*self.ids, *self.floats, *self.lists, *ends]
-        weights = [part.weights for part in self.ids]
-        return list(dict.fromkeys(name for name in (*(part.column for part in parts), *weights) if name is not None))
+        weight = [self.weight] if self.weight else []
+        numbers = [name for part in (*self.floats, *self.labels, *weight) for name in sorted(part.columns())]
+        ids = [name for part in (*self.ids, *self.lists) for name in (part.column, part.weights)]
+        return list(dict.fromkeys(name for name in (*ids, *numbers) if name is not None))
 
     def uncounted(self) -> "BatchSpec":
         """Return the same without statistics of ids."""
         return replace(self, ids=[replace(part, statistics=None) for part in self.ids])
+
+    @cached_property
+    def has_unknown_labels(self) -> bool:
+        """Whether a label may be null, so that batches say for each label which rows have it."""
+        return any(part.may_be_unknown for part in self.labels)
+
+    @cached_property
+    def numbers(self) -> int:
+        """How many rows of numbers windows have: floats, labels, whether each label is known, the weight."""
+        return len(self.floats) + (1 + self.has_unknown_labels) * len(self.labels) + 1
 
     @cached_property
     def weighted(self) -> bool:
@@ -73,7 +83,8 @@ class Columns:
     Attributes:
         scalars: [features with one id a row, rows] int32 or int64, features in the order of the spec.
         ids, lists: for each feature its place in `scalars`, or its lists.
-        floats: [float features + 2, rows] float32, the last two are label and weight.
+        floats: [`BatchSpec.numbers`, rows] float32: float features, labels, 1 for each label that is known and 0 for
+            others (where some may not be), the weight.
         bad: bool [rows], rows that could not be read, or None if all could.
     """
 
@@ -143,7 +154,7 @@ class _Conversion:
         self._pieces: list[list[Ids]] = [[] for _ in self._parts]
         self._places: dict[int, int] | None = None  # of parts that may have one id a row, in `_scalars`
         self._scalars = np.empty((0, self._rows), self._dtype)
-        self._floats = self._array((len(spec.floats) + 2, self._rows), np.float32)
+        self._floats = self._array((spec.numbers, self._rows), np.float32)
         self._bad: list[slice] = []
         self._pending: list[tuple[Segment, pa.Table]] = []
         self._done = 0
@@ -183,10 +194,15 @@ class _Conversion:
         for i, part in enumerate(self._parts):
             out = self._scalars[places[i], rows] if i in places else None
             self._pieces[i].append(self._convert_ids(part, table, out))
-        for i, floats in enumerate((*self._spec.floats, self._spec.label, self._spec.weight)):
-            absent = float(i > len(self._spec.floats))  # the weight is 1
-            _fill_floats(floats, table, self._floats[i, rows], absent)
+        numbers, labels = [*self._spec.floats, *self._spec.labels], self._spec.labels
+        for i, number in enumerate(numbers):
+            _fill_floats(number, table, self._floats[i, rows])
+        if self._spec.has_unknown_labels:
+            for i, label in enumerate(labels, len(numbers)):
+                self._floats[i, rows] = _is_known(label, table)
+        self._floats[-1, rows] = 1
         if self._spec.weight is not None:
+            _fill_floats(self._spec.weight, table, self._floats[-1, rows])
             _check_weights(self._floats[-1, rows], self._spec.weight)
 
     def columns(self) -> Columns:
@@ -262,11 +278,20 @@ def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
     return not pa.types.is_nested(kind) or pa.types.is_dictionary(kind)
 
 
-def _fill_floats(part: FloatColumn | None, table: pa.Table, out: np.ndarray, absent: float) -> None:
-    if part is None or part.column is None:
-        out[:] = absent if part is None else part.fill or 0.0
+def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> None:
+    if not part.columns():
+        out[:] = part.fill or 0.0
     else:
-        convert_floats(_array(table, part.column), part, out)
+        convert_floats(_numbers(part, table), part, out)
+
+
+def _numbers(part: FloatColumn, table: pa.Table) -> pa.Array:
+    return part.condition.mask(table).combine_chunks() if part.condition else _array(table, part.column or "")
+
+
+def _is_known(part: FloatColumn, table: pa.Table) -> np.ndarray | bool:
+    """Return which rows of a label are not null, a bool for each or for all."""
+    return not part.columns() or _numbers(part, table).is_valid().to_numpy(zero_copy_only=False)
 
 
 def _permute_lists(

@@ -1,15 +1,16 @@
 """What a model is to the training step: a dense part over looked-up vectors, its loss, its metrics."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from recsys.config.model import ModelConfig
+from recsys.config import LabelConfig, ModelConfig
+from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
-from recsys.models.metrics import Evaluator, RankingEvaluator
+from recsys.models.metrics import Evaluator, LabelEvaluator
 
 # By feature a vector for each row, [rows, embedding_dim], or for each id of each row's list.
 Vectors = dict[str, Any]
@@ -21,12 +22,25 @@ class DenseInputs:
 
     Attributes:
         dims: embedding_dim of the id features, in order. floats: names of the float features, in order.
+        labels: what is learned of rows, in the order of a batch's columns.
         log_shares: of the table rows of `Needs.log_shares_of`, [num_embeddings] float32, if the model wants them.
     """
 
     dims: dict[str, int]
     floats: list[str]
+    labels: dict[str, LabelConfig] = field(default_factory=dict)
     log_shares: torch.Tensor | None = None
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
+
+
+def _squared_error(values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (weights * (values - labels).square()).sum()
+
+
+_SUMS = {LabelLoss.binary: _cross_entropy, LabelLoss.squared: _squared_error}
 
 
 class Model(nn.Module):
@@ -43,6 +57,10 @@ class Model(nn.Module):
     Config: ClassVar[type[ModelConfig]]
     loss_by_rows: ClassVar[bool] = True
 
+    def __init__(self, inputs: DenseInputs) -> None:
+        super().__init__()
+        self.labels = inputs.labels
+
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return a tensor or tuple of tensors whose first dimension is rows.
 
@@ -52,21 +70,26 @@ class Model(nn.Module):
         """
         raise NotImplementedError
 
-    def loss(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-        """Return the sum over this rank's rows of weight times loss, a scalar; rows of weight 0 add nothing.
+    def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
+        """Return by task the sum over this rank's rows of weight times loss, scalars; rows of weight 0 add nothing.
 
-        By default the binary cross-entropy of logits [rows].
+        By default a task is a label, with the loss that the config gives it, and outputs are [rows] for one label, or
+        [rows, labels].
         """
         assert isinstance(outputs, torch.Tensor)
-        return F.binary_cross_entropy_with_logits(outputs, batch.labels, batch.weights, reduction="sum")
+        columns = outputs.view(len(outputs), len(self.labels)).unbind(1)
+        return {
+            name: _SUMS[label.loss](column, batch.labels[:, i], batch.label_weights(i))
+            for i, ((name, label), column) in enumerate(zip(self.labels.items(), columns, strict=True))
+        }
 
     def evaluator(self, items: torch.Tensor | None) -> Evaluator:
-        """Return what collects outputs and gives metrics; by default those of a ranker's logits.
+        """Return what collects outputs and gives metrics; by default those of the labels.
 
         Args:
             items: of a retrieval model, the vectors of all items, [items, vector_dim].
         """
-        return RankingEvaluator()
+        return LabelEvaluator(self.labels)
 
     def rehearse(self, device: torch.device) -> None:
         """Compute from now on only what shows the peak of memory that a step has on `device`; for fake tensors."""

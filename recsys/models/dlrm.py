@@ -159,7 +159,7 @@ class DLRM(Model):
     Config = DLRMConfig
 
     def __init__(self, config: DLRMConfig, inputs: DenseInputs) -> None:
-        super().__init__()
+        super().__init__(inputs)
         dims, num_floats = inputs.dims, len(inputs.floats)
         self.features = features = list(dims)
         dim = config.embedding_dim or max(dims.values())
@@ -178,10 +178,10 @@ class DLRM(Model):
         num_kept = num_vectors if self.keep_vectors else int(num_floats > 0)
         # Made once for each type that vectors come in, which autocast may change.
         self._pairs: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, 1, config.dropout)
+        self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, max(1, len(inputs.labels)), config.dropout)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
-        """Return logits [rows]."""
+        """Return logits, [rows] for one label, or [rows, labels]."""
         vectors = vectors | {
             name: self.attention[module_name(name)](vectors[query], vectors[name])
             for name, query in self.queries.items()

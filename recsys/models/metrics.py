@@ -1,11 +1,13 @@
 """Metrics over all ranks, exact to the value of a single process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from recsys.config import LabelConfig
+from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.runtime.world import World
 
@@ -30,7 +32,7 @@ class Evaluator(Protocol):
 
 def is_higher_better(metric: str) -> bool:
     """Tell which way a metric improves."""
-    return metric not in ("log_loss", "normalized_entropy")
+    return metric.rpartition(".")[2] not in ("log_loss", "normalized_entropy", "rmse", "mae")
 
 
 def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
@@ -67,26 +69,49 @@ def normalized_entropy(labels: np.ndarray, logits: np.ndarray, weights: np.ndarr
     return log_loss(labels, logits, weights) / float(entropy)
 
 
-class RankingEvaluator:
-    """AUC, log loss and normalized entropy of logits."""
+def root_mean_squared_error(labels: np.ndarray, values: np.ndarray, weights: np.ndarray) -> float:
+    """Return the root of the weighted mean of squared errors."""
+    return float(np.sqrt(np.average((values - labels) ** 2, weights=weights))) if weights.sum() else float("nan")
 
-    def __init__(self) -> None:
-        self._rows: list[np.ndarray] = []
+
+def mean_absolute_error(labels: np.ndarray, values: np.ndarray, weights: np.ndarray) -> float:
+    """Return the weighted mean of absolute errors."""
+    return float(np.average(np.abs(values - labels), weights=weights)) if weights.sum() else float("nan")
+
+
+_METRICS: dict[LabelLoss, dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]]] = {
+    LabelLoss.binary: {"auc": auc, "log_loss": log_loss, "normalized_entropy": normalized_entropy},
+    LabelLoss.squared: {"rmse": root_mean_squared_error, "mae": mean_absolute_error},
+}
+
+
+class LabelEvaluator:
+    """The metrics of each label: of a binary one AUC, log loss and normalized entropy, of a number RMSE and MAE.
+
+    Their names begin with that of the label where there are several: `click.auc`. Rows whose label is not known do not
+    count for it.
+    """
+
+    def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
+        self._labels = labels
+        self._rows: list[list[np.ndarray]] = [[] for _ in labels]
 
     def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
         assert isinstance(outputs, torch.Tensor)
-        rows = torch.stack([batch.labels, outputs.float(), batch.weights]).cpu().numpy()
-        self._rows.append(rows[:, rows[2] > 0])
+        columns = outputs.float().view(len(outputs), len(self._labels)).unbind(1)
+        for i, (column, rows) in enumerate(zip(columns, self._rows, strict=True)):
+            values = torch.stack([batch.labels[:, i], column, batch.label_weights(i)]).cpu().numpy()
+            rows.append(values[:, values[2] > 0])
 
     def compute(self, world: World) -> dict[str, float]:
-        mine = np.concatenate([np.zeros((3, 0), np.float32), *self._rows], axis=1)
-        labels, logits, weights = np.concatenate(world.gather(mine), axis=1).astype(np.float64)
-        return {
-            "auc": auc(labels, logits, weights),
-            "log_loss": log_loss(labels, logits, weights),
-            "normalized_entropy": normalized_entropy(labels, logits, weights),
-            "rows": float(len(labels)),
-        }
+        metrics: dict[str, float] = {}
+        for (name, label), rows in zip(self._labels.items(), self._rows, strict=True):
+            mine = np.concatenate([np.zeros((3, 0), np.float32), *rows], axis=1)
+            values = np.concatenate(world.gather(mine), axis=1).astype(np.float64)
+            prefix = f"{name}." if len(self._labels) > 1 else ""
+            metrics |= {f"{prefix}{key}": metric(*values) for key, metric in _METRICS[label.loss].items()}
+            metrics[f"{prefix}rows"] = float(values.shape[1])
+        return metrics
 
 
 class RetrievalEvaluator:

@@ -120,7 +120,7 @@ class TwoTower(Model):
     _most_pieces: int | None = None
 
     def __init__(self, config: TwoTowerConfig, inputs: DenseInputs) -> None:
-        super().__init__()
+        super().__init__(inputs)
         self.config = config
         self.user = self._tower(config.user_features, config.user_mlp, inputs)
         self.item = self._tower(config.item_features, config.item_mlp, inputs)
@@ -134,7 +134,7 @@ class TwoTower(Model):
         """Return user vectors and item vectors, each [rows, output_dim]."""
         return self.user(vectors, floats), self.item(vectors, floats)
 
-    def loss(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
+    def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
         users, items = outputs
         keys = _first_ids(batch, self.config.item_id)
         everyones_items = _GatherRows.apply(items)
@@ -143,7 +143,8 @@ class TwoTower(Model):
         if self.log_shares is not None:
             offsets = -self.log_shares[others_keys.clamp(min=0)]
         columns = users / self.config.temperature, everyones_items, offsets, keys, others_keys, batch.weights
-        return _SoftmaxLoss.apply(*columns, self._scores or _SCORES[users.device.type], self._most_pieces)
+        loss = _SoftmaxLoss.apply(*columns, self._scores or _SCORES[users.device.type], self._most_pieces)
+        return {"softmax": loss}
 
     def evaluator(self, items: torch.Tensor | None) -> Evaluator:
         assert items is not None

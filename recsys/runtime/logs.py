@@ -142,19 +142,28 @@ class Progress:
     """Speed, share of time spent waiting for data, and time left, since the last line and overall.
 
     Args:
-        loss, losses: as `window` was where the run goes on.
+        loss, losses, tasks: as `window` was where the run goes on.
     """
 
-    def __init__(self, num_steps: int, first_step: int, loss: float = 0.0, losses: int = 0) -> None:
+    def __init__(
+        self,
+        num_steps: int,
+        first_step: int,
+        loss: float = 0.0,
+        losses: int = 0,
+        tasks: dict[str, list[float]] | None = None,
+    ) -> None:
         self._num_steps = num_steps
         self._step = self._first_step = first_step
         self._rows = self.total_rows = 0
-        self._loss, self._losses = loss, losses
+        self._loss, self._losses, self._tasks = loss, losses, dict(tasks or {})
         self._wait = self.total_wait = 0.0
         self._start = self._mark = time.monotonic()
         self._paused = 0.0
 
-    def step(self, rows: int, loss: float | None, wait_seconds: float) -> None:
+    def step(
+        self, rows: int, loss: float | None, wait_seconds: float, task_losses: dict[str, float] | None = None
+    ) -> None:
         """Count one step of `rows` rows over all ranks; a step that was skipped has no loss."""
         self._step += 1
         self._rows += rows
@@ -162,13 +171,16 @@ class Progress:
         if loss is not None:
             self._loss += loss
             self._losses += 1
+            for name, value in (task_losses or {}).items():
+                total, count = self._tasks.get(name, (0.0, 0))
+                self._tasks[name] = [total + value, count + 1]
         self._wait += wait_seconds
         self.total_wait += wait_seconds
 
     @property
-    def window(self) -> tuple[float, int]:
-        """Sum and number of the losses since the last line."""
-        return self._loss, self._losses
+    def window(self) -> tuple[float, int, dict[str, list[float]]]:
+        """Sum and number of the losses since the last line, and the same by task."""
+        return self._loss, self._losses, self._tasks
 
     def pause(self, seconds: float) -> None:
         """Leave out time spent on evaluation or a checkpoint."""
@@ -184,29 +196,33 @@ class Progress:
         now = time.monotonic()
         elapsed = max(now - self._mark, 1e-9)
         speed = self.seconds() / max(1, self._step - self._first_step)
-        values = {
+        values: dict[str, Any] = {
             "step": self._step,
             "loss": self._loss / self._losses if self._losses else math.nan,
             "samples_per_s": self._rows / elapsed,
             "wait_share": min(1.0, self._wait / elapsed),
             "seconds_left": speed * (self._num_steps - self._step),
         }
-        self._rows, self._losses, self._loss, self._wait, self._mark = 0, 0, 0.0, 0.0, now
+        if self._tasks:
+            values["losses"] = {name: total / count for name, (total, count) in self._tasks.items()}
+        self._rows, self._losses, self._loss, self._wait, self._mark, self._tasks = 0, 0, 0.0, 0.0, now, {}
         return values
 
     def show(self, values: dict[str, Any]) -> str:
         """Return the line for people."""
         left = int(values["seconds_left"])
         clock = f"{left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
+        tasks = "".join(f"{name} {loss:.4f}  " for name, loss in values.get("losses", {}).items())
         return (
-            f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {values['loss']:.4f}  "
+            f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {values['loss']:.4f}  {tasks}"
             f"{values['samples_per_s']:,.0f} samples/s  waiting for data {values['wait_share']:.0%}  left {clock}"
         )
 
 
 def show_metrics(metrics: dict[str, float]) -> str:
     """Return the metrics of an evaluation for people."""
-    return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name not in ("rows", "users"))
+    shown = {name: value for name, value in metrics.items() if name.rpartition(".")[2] not in ("rows", "users")}
+    return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
 
 
 def git_commit() -> str | None:

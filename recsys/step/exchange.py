@@ -1,16 +1,68 @@
-"""How a few numbers of a step are summed over the ranks together with the gradients of the dense part."""
+"""What ranks exchange in a step, and in which order.
 
-from collections.abc import Callable
+lookup             ids to the ranks that hold the rows, vectors back       while the step before is computed
+factors of tasks   one sum for each task's weights                         only with several tasks
+dense part         forward and backward, micro-batch by micro-batch        nothing is exchanged
+gradients          of the dense part, in buckets, as they become ready     with the last micro-batch
+  └ totals         ride in the last bucket: see `Totals`, `LastInBackward`
+gradients          by looked-up vectors, to the ranks that hold the rows   while the last bucket is under way
+totals are read: is the step finite everywhere? Then, and on all ranks alike:
+updates            of the dense part, of replicated tables, of tables      nothing is exchanged but for the second
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from recsys.data.batch import Batch
 from recsys.models.base import Vectors
+
+_DIGIT = 1 << 12  # a number of rows travels in two digits, since FP32 counts to 2^24
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What a step sums over all ranks, in FP32.
+
+    Attributes:
+        loss, weight: sums over rows. num_bad, num_stops: ranks that are not finite, and that ask to stop.
+        num_rows, num_bad_rows: of the global batch, as in `Batch`.
+        task_losses: where there are several tasks, their shares of the loss.
+    """
+
+    SIZE = 8  # beside the tasks
+
+    loss: float
+    weight: float
+    num_bad: float
+    num_stops: float
+    num_rows: int
+    num_bad_rows: int
+    task_losses: tuple[float, ...]
+
+    @staticmethod
+    def pack(
+        loss: torch.Tensor, batch: Batch, is_finite: torch.Tensor, stops: bool, task_losses: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what this rank adds, [SIZE + tasks]."""
+        counts = [float(stops), *divmod(batch.num_rows, _DIGIT), *divmod(batch.num_bad_rows, _DIGIT)]
+        sums = torch.stack([loss, batch.weights.sum(), (~is_finite).float()])
+        return torch.cat([sums, sums.new_tensor(counts), task_losses])
+
+    @staticmethod
+    def unpack(sums: Sequence[float]) -> "Totals":
+        """Return the totals of the sums over all ranks of what `pack` gave."""
+        loss, weight, num_bad, num_stops, *digits = sums[: Totals.SIZE]
+        high, low, bad_high, bad_low = map(round, digits)
+        rows = high * _DIGIT + low, bad_high * _DIGIT + bad_low
+        return Totals(loss, weight, num_bad, num_stops, *rows, tuple(sums[Totals.SIZE :]))
 
 
 class Replica(nn.Module):
-    """What DistributedDataParallel takes for the model, so that the gradient of `sums` goes with the others."""
+    """The model with one more parameter, `sums`, whose gradient DistributedDataParallel exchanges with the others."""
 
     def __init__(self, model: nn.Module, sums: nn.Parameter) -> None:
         super().__init__()
@@ -22,7 +74,7 @@ class Replica(nn.Module):
 
 
 class LastInBackward(torch.autograd.Function):
-    """0, whose gradient by `parameter` is what a call gives, when all that is computed after this has its gradients.
+    """A zero whose backward runs last and calls `gradient`; starts the exchange when all other gradients are ready.
 
     Autograd goes backward in the order of the forward pass, as far as dependencies leave it a choice.
     """

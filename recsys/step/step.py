@@ -9,7 +9,6 @@ and the tables are updated. So nothing reaches a table before every rank has see
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -23,71 +22,17 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Autocast, PrecisionConfig
+from recsys.config.choices import LabelNulls
 from recsys.data.batch import Batch
 from recsys.models.base import Model, Vectors
 from recsys.models.blocks import set_dropout_keys
-from recsys.step.exchange import LastInBackward, Replica
-from recsys.step.lookup import Lookup, Part, UpdateGate
+from recsys.step.exchange import LastInBackward, Replica, Totals
+from recsys.step.gate import UpdateGate
+from recsys.step.lookup import Lookup, Part
+from recsys.step.loss_scale import LossScale
+from recsys.step.output import StepOutput
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
-_GREATEST_SCALE = 2.0**24
-# Over ranks: loss, weights, ranks that are not finite, that ask to stop, rows and bad rows in two digits each.
-_NUM_SUMS = 8
-_DIGIT = 1 << 12  # FP32 counts to 2^24
-
-
-@dataclass
-class StepOutput:
-    """What a step leaves: `outputs` of the model for the rank's rows, and in training the sums over all ranks.
-
-    Attributes:
-        loss: mean over the global batch, weighted; stop: some rank asked to stop.
-        num_rows, num_bad_rows: of the global batch, as in `Batch`.
-        skipped: on some rank the loss or a gradient is not finite, and no rank has changed a table or a weight.
-        overflowed: it was skipped because the gradient, though not the loss, is too large for FP16; the loss scale has
-            been halved.
-        finite_here: it is not this rank's rows that are to blame.
-    """
-
-    batch: Batch
-    outputs: torch.Tensor | tuple[torch.Tensor, ...]
-    loss: float = 0.0
-    stop: bool = False
-    num_rows: int = 0
-    num_bad_rows: int = 0
-    skipped: bool = False
-    overflowed: bool = False
-    finite_here: bool = True
-
-
-@dataclass
-class LossScale:
-    """Keeps the small gradients of FP16 from becoming 0 (Micikevicius et al. 2018, arXiv:1710.03740).
-
-    Tables never see it: gradients are divided by it where they leave the dense part.
-
-    Attributes:
-        value: what the mean loss is multiplied by.
-        growth_steps: steps without overflow after which it is doubled; None: never.
-        good_steps: since it was changed.
-    """
-
-    value: float = 1.0
-    growth_steps: int | None = None
-    good_steps: int = 0
-
-    def overflow(self) -> bool:
-        """Take note of a gradient that is not finite; return whether a smaller scale may mend that."""
-        if self.value <= 1:
-            return False
-        self.value, self.good_steps = max(1.0, self.value / 2), 0
-        return True
-
-    def good(self) -> None:
-        """Take note of a step that is finite."""
-        self.good_steps += 1
-        if self.growth_steps is not None and self.good_steps >= self.growth_steps:
-            self.value, self.good_steps = min(self.value * 2, _GREATEST_SCALE), 0
 
 
 class Replicated(Protocol):
@@ -142,9 +87,17 @@ class DenseHalf(nn.Module):
         self._dtype = _DTYPES.get(precision.autocast)
         self._lookup: Lookup | None = None
         self._gradients: list[torch.Tensor | None] = []
-        self.sums = nn.Parameter(torch.zeros(_NUM_SUMS))
+        self._tasks = {name: label.weight for name, label in model.labels.items()}
+        self._is_plain = len(self._tasks) < 2 and not any(
+            label.nulls is LabelNulls.unknown or label.weight != 1 for label in model.labels.values()
+        )
+        # What a task's sum of losses is multiplied by, so that over the sum of weights it is the task's mean times its
+        # weight: [tasks], of the step that is under way. Not there for one task on all rows, where it is 1.
+        self._factors: torch.Tensor | None = None
+        self.sums = nn.Parameter(torch.zeros(Totals.SIZE + (0 if self._is_plain else len(self._tasks))))
         self._replica: DistributedDataParallel | None = None  # with several ranks
         self._loss = self._finite = torch.zeros(())  # of this rank, of the step that is under way
+        self._task_losses = torch.zeros(0)  # likewise, [tasks], where there are several
         self._output: StepOutput | None = None
 
     def replicate(self, device: torch.device) -> None:
@@ -167,6 +120,8 @@ class DenseHalf(nn.Module):
             return batch.weights.new_zeros(()), StepOutput(batch, outputs)
         self._lookup = lookup
         self._output = StepOutput(batch, ())
+        self._factors = None if self._is_plain else self._task_factors(batch)
+        self._task_losses = batch.weights.new_zeros(0 if self._is_plain else len(self._tasks))
         return self._forward_backward(lookup, batch), self._output
 
     def _forward_backward(self, lookup: Lookup, batch: Batch) -> torch.Tensor:
@@ -196,7 +151,7 @@ class DenseHalf(nn.Module):
                 outputs = self._part(lookup, part, leaves, rows)
                 self.enter_phase("backward")
                 if whole is None:
-                    loss = self.model.loss(outputs, rows)
+                    loss = self._loss_of(outputs, rows)
                     self._loss = self._loss + loss.detach()
                     torch.autograd.backward([loss * self._loss_factor(batch), *sums])
                 else:
@@ -228,13 +183,30 @@ class DenseHalf(nn.Module):
         for leaf in leaves:
             leaf.grad = None
         own = [gradient for gradient in self._gradients if gradient is not None]
-        sums = torch.stack([self._loss, batch.weights.sum()])
-        self._finite = torch.isfinite(sums).all() & _all_finite(own)
-        counts = [float(self.stop_requested), *divmod(batch.num_rows, _DIGIT), *divmod(batch.num_bad_rows, _DIGIT)]
+        self._finite = torch.isfinite(torch.stack([self._loss, batch.weights.sum()])).all() & _all_finite(own)
         if self.loss_scale.value != 1:
             torch._foreach_div_(own, self.loss_scale.value)  # a wire of FP16 takes no more than 65,504
         Variable._execution_engine.queue_callback(partial(lookup.backward, self._gradients))
-        return torch.cat([sums, (~self._finite).float()[None], sums.new_tensor(counts)])
+        return Totals.pack(self._loss, batch, self._finite, self.stop_requested, self._task_losses)
+
+    def _loss_of(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], rows: Batch) -> torch.Tensor:
+        """Return the sum over rows and tasks of what is to be made small."""
+        losses = list(self.model.losses(outputs, rows).values())
+        if self._factors is None:
+            (loss,) = losses
+            return loss
+        stacked = torch.stack(losses) * self._factors
+        self._task_losses = self._task_losses + stacked.detach()
+        return stacked.sum()
+
+    @torch.no_grad()
+    def _task_factors(self, batch: Batch) -> torch.Tensor:
+        """Return `_factors` of a step; collective, before the loss, since each task has a denominator of its own."""
+        own = [batch.weights.sum(), *(batch.label_weights(i).sum() for i in range(len(self._tasks)))]
+        sums = torch.stack(own)
+        dist.all_reduce(sums)
+        weights = sums.new_tensor(list(self._tasks.values()))
+        return torch.where(sums[1:] > 0, weights * sums[0] / sums[1:], 0.0)
 
     def _loss_of_all(self, lookup: Lookup, batch: Batch, parts: list[Part]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return the loss of the whole batch, and its gradients by the model's outputs."""
@@ -244,7 +216,7 @@ class DenseHalf(nn.Module):
                 outputs = self._part(lookup, part, _sliced(lookup, part), batch.dense_rows(*part.rows))
                 pieces.append((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
         leaves = [torch.cat(each).requires_grad_() for each in zip(*pieces, strict=True)]
-        loss = self.model.loss(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
+        loss = self._loss_of(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
         gradients = torch.autograd.grad(loss * self._loss_factor(batch), leaves)
         return loss.detach(), list(gradients)
 
@@ -288,13 +260,10 @@ class DenseHalf(nn.Module):
         lookup, gradients, num_local = self._lookup, self._gradients, len(self._output.batch.weights)
         self.enter_phase("backward")
         loss_scale = self.loss_scale.value
-        loss, weight, num_bad, num_stops, *digits, dense_bad = self._agree()
-        self._output.loss = loss / weight if weight else 0.0
-        self._output.stop = num_stops > 0
-        high, low, bad_high, bad_low = map(round, digits)
-        self._output.num_rows, self._output.num_bad_rows = high * _DIGIT + low, bad_high * _DIGIT + bad_low
+        totals, dense_bad = self._agree()
+        self._output.take(totals, self._tasks)
         self._lookup, self._gradients = None, []
-        if num_bad or dense_bad:
+        if totals.num_bad or dense_bad:
             self.gate.close()
             self._output.skipped, self._output.finite_here = True, bool(self._finite)
             self._output.overflowed = math.isfinite(self._output.loss) and self.loss_scale.overflow()
@@ -302,7 +271,7 @@ class DenseHalf(nn.Module):
         self.loss_scale.good()
         # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
         # the weights of the global batch, which is often 1 for each of its rows.
-        scale = dist.get_world_size() * num_local / weight if weight else 0.0
+        scale = dist.get_world_size() * num_local / totals.weight if totals.weight else 0.0
         if scale != loss_scale:
             torch._foreach_mul_(self._dense_gradients(), scale / loss_scale)
         if self.clip_norm is not None:
@@ -321,13 +290,14 @@ class DenseHalf(nn.Module):
     def _dense_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._dense_parameters if p.grad is not None]
 
-    def _agree(self) -> list[float]:
-        """Return the sums over all ranks of what `_start_exchanges` gave, and whether the dense part is not finite."""
+    def _agree(self) -> tuple[Totals, bool]:
+        """Return the sums over all ranks, and whether a gradient of the dense part is not finite."""
         assert self.sums.grad is not None
         sums = self.sums.grad * dist.get_world_size()  # DistributedDataParallel gives means
         # Gradients of the dense part are those of all ranks, on each of them. One tensor, for one copy from the GPU:
         dense_bad = ~_all_finite(self._dense_gradients())
-        return torch.cat([sums, dense_bad.float()[None]]).tolist()
+        *numbers, is_bad = torch.cat([sums, dense_bad.float()[None]]).tolist()
+        return Totals.unpack(numbers), bool(is_bad)
 
 
 class TrainStep(nn.Module):
@@ -363,7 +333,7 @@ def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def ignore_phase(phase: str, step: int | None = None) -> None:
-    """Stand in for one who wants to know."""
+    """No-op phase callback."""
 
 
 def _sliced(lookup: Lookup, part: Part) -> list[torch.Tensor]:

@@ -9,8 +9,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
 from recsys.models.metrics import Evaluator
+from recsys.step.output import StepOutput
 from recsys.step.pipeline import build_pipeline
-from recsys.step.step import StepOutput
 
 
 class EvaluationStopped(Exception):

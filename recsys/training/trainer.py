@@ -29,8 +29,9 @@ from recsys.runtime.machine import topology_of
 from recsys.runtime.profiling import traced_steps
 from recsys.runtime.signals import StopRequests
 from recsys.step.optim import LearningRate
+from recsys.step.output import StepOutput
 from recsys.step.pipeline import build_pipeline
-from recsys.step.step import StepOutput, ignore_phase
+from recsys.step.step import ignore_phase
 from recsys.training.build import Built
 from recsys.training.evaluation import Evaluation, EvaluationStopped
 from recsys.training.learning import facts_entries
@@ -125,7 +126,9 @@ class Trainer:
         ]
         self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
         self.growth = Growth(world.device, topology_of(config, world), self._num_steps)
-        self._progress = Progress(self._num_steps, self._state.step, self._state.window_loss, self._state.window_losses)
+        state = self._state
+        window = state.window_loss, state.window_losses, state.window_tasks
+        self._progress = Progress(self._num_steps, state.step, *window)
 
     def fit(self) -> FitResult:
         """Train, evaluate, save; return how it went.
@@ -239,7 +242,7 @@ class Trainer:
         state.step += 1
         self._timeline.step = state.step
         self._timeline.check()
-        self._progress.step(output.num_rows, None if output.skipped else output.loss, waited)
+        self._progress.step(output.num_rows, None if output.skipped else output.loss, waited, output.losses)
         self._check_bad_rows(counts[1])
         scale = self._built.step.dense.loss_scale
         state.loss_scale, state.loss_scale_good_steps = scale.value, scale.good_steps
@@ -347,7 +350,8 @@ class Trainer:
     def _save(self) -> None:
         start = time.monotonic()
         self._enter_phase("saving the checkpoint", self._state.step)
-        self._state.window_loss, self._state.window_losses = self._progress.window
+        state = self._state
+        state.window_loss, state.window_losses, state.window_tasks = self._progress.window
         with self._timeline.phase("save"):
             self._checkpoints.save(self._built.tensors, self._state)
         self._saved_at = self._state.step

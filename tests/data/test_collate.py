@@ -56,8 +56,20 @@ def test_feature_without_a_column_is_always_empty():
 def label_and_weight(**columns: Any) -> tuple[list[float], list[float]]:
     parts = {name: FloatColumn(name, name, None) for name in columns}
     table = pa.table({"rows": [0, 0, 0], **columns})
-    converted = convert_table(table, BatchSpec([], [], parts.get("label"), parts.get("weight")))
+    labels = [parts.get("label", FloatColumn("label", None))]
+    converted = convert_table(table, BatchSpec([], [], labels, parts.get("weight")))
     return converted.floats[-2].tolist(), converted.floats[-1].tolist()
+
+
+def test_a_label_that_may_be_null_says_where_it_is_known():
+    spec = BatchSpec([], [], [FloatColumn("a", "a", may_be_unknown=True), FloatColumn("b", "b", None)])
+    converted = convert_table(pa.table({"a": [1, None, 0], "b": [0.5, 2.0, 3.0]}), spec)
+    assert converted.floats.tolist() == [[1, 0, 0], [0.5, 2, 3], [1, 0, 1], [1, 1, 1], [1, 1, 1]]
+    pool = BlockPool()
+    batch = collate_into([Piece(converted, 0, 3, 0)], 4, spec, Position(), pool, MicroBatches())
+    assert batch.labels.tolist() == [[1, 0.5], [0, 2], [0, 3], [0, 0]]
+    assert batch.known_labels.tolist() == [[1, 1], [0, 1], [1, 1], [0, 0]] and batch.weights.tolist() == [1, 1, 1, 0]
+    assert batch.dense_rows(1, 3).label_weights(0).tolist() == [0, 1]
 
 
 def test_labels_and_weights():
@@ -84,7 +96,7 @@ WINDOW_SPEC = BatchSpec(
         IdColumn("twice", "user", HashMapping(50, 0, num_hashes=2)),
     ],
     floats=[FloatColumn("price", "price")],
-    label=FloatColumn("label", "label"),
+    labels=[FloatColumn("label", "label")],
 )
 
 
@@ -203,7 +215,7 @@ SPEC = BatchSpec(
         IdColumn("none", None, IDENTITY),
     ],
     floats=[FloatColumn("price", "price"), FloatColumn("seven", None, 7.0)],
-    label=FloatColumn("label", "label"),
+    labels=[FloatColumn("label", "label")],
     weight=FloatColumn("weight", "weight"),
     lists=[IdColumn("targets", "targets", IndexMapping(pa.array([8, 9])))],
 )
@@ -301,7 +313,7 @@ def test_spec_names_each_column_once():
     spec = BatchSpec(
         ids=[IdColumn("a", "x", IDENTITY), IdColumn("b", "x", IDENTITY), IdColumn("c", None, IDENTITY)],
         floats=[FloatColumn("d", "y"), FloatColumn("e", None)],
-        label=FloatColumn("label", "l"),
+        labels=[FloatColumn("label", "l")],
         weight=FloatColumn("weight", "y"),
         lists=[IdColumn("t", "z", IDENTITY)],
     )
@@ -334,4 +346,4 @@ def test_a_batch_says_how_it_may_be_split():
     assert batch.micro_batches == (0, 3, 5, 7, 10)
     part = batch.dense_rows(3, 5)
     assert part.floats.tolist() == batch.floats[3:5].tolist()
-    assert part.labels.tolist() == [1, 0] and part.weights.tolist() == [4, 5]
+    assert part.labels.tolist() == [[1], [0]] and part.weights.tolist() == [4, 5]

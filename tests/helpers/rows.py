@@ -20,7 +20,7 @@ IDENTITY = IdentityMapping(1 << 20)
 SPEC = BatchSpec(
     ids=[IdColumn("row", "row", IDENTITY), IdColumn("history", "history", IDENTITY)],
     floats=[FloatColumn("half", "half")],
-    label=FloatColumn("label", "label", None),
+    labels=[FloatColumn("label", "label", None)],
 )
 OPTIONS = LoaderOptions(
     seed=1, shuffle=True, num_streams=8, window_bytes=400, num_threads=0, prefetch_batches=2, pin_device=None

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.config import Device
+from recsys.config import Device, LabelConfig
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
 from recsys.models import metrics
 from recsys.models.metrics import (
-    RankingEvaluator,
+    LabelEvaluator,
     RetrievalEvaluator,
     auc,
     is_higher_better,
@@ -29,6 +29,7 @@ from recsys.runtime.world import open_world
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 Lists = list[list[int]]
+LABELS = {"label": LabelConfig()}
 
 
 @dataclass
@@ -72,7 +73,7 @@ def batch_of(labels: Any, weights: Any, lists: dict[str, Lists] | None = None) -
     return Batch(
         ids=keyed({"id": [[] for _ in weights]}),
         floats=torch.zeros(len(weights), 0),
-        labels=torch.tensor(np.asarray(labels), dtype=torch.float32),
+        labels=torch.tensor(np.asarray(labels), dtype=torch.float32)[:, None],
         weights=torch.tensor(np.asarray(weights), dtype=torch.float32),
         lists=None if lists is None else keyed(lists),
         num_rows=len(weights),
@@ -168,8 +169,8 @@ def test_nothing_to_measure_is_nan():
     assert math.isnan(normalized_entropy(np.zeros(2), np.zeros(2), np.ones(2)))
 
 
-def ranking_evaluators(num_ranks: int, rows: tuple[np.ndarray, ...], batches: int = 3) -> list[RankingEvaluator]:
-    evaluators = [RankingEvaluator() for _ in range(num_ranks)]
+def ranking_evaluators(num_ranks: int, rows: tuple[np.ndarray, ...], batches: int = 3) -> list[LabelEvaluator]:
+    evaluators = [LabelEvaluator(LABELS) for _ in range(num_ranks)]
     for i, part in enumerate(np.array_split(np.arange(len(rows[0])), num_ranks * batches)):
         labels, logits, weights = (each[part] for each in rows)
         evaluators[i % num_ranks].update(torch.tensor(logits, dtype=torch.float32), batch_of(labels, weights))
@@ -191,15 +192,15 @@ def test_ranking_over_ranks_and_batches(num_ranks):
 
 
 def test_ranking_fill_does_not_count():
-    evaluator = RankingEvaluator()
+    evaluator = LabelEvaluator(LABELS)
     evaluator.update(torch.tensor([2.0, -1.0, float("nan")]), batch_of([1, 0, 0], [1, 1, 0]))
-    found = over_ranks([evaluator, RankingEvaluator()])
+    found = over_ranks([evaluator, LabelEvaluator(LABELS)])
     assert (found["auc"], found["rows"]) == (1, 2)
     assert math.isfinite(found["log_loss"])
 
 
 def test_ranking_of_low_precision_outputs():
-    evaluator = RankingEvaluator()
+    evaluator = LabelEvaluator(LABELS)
     evaluator.update(torch.tensor([2.0, -1.0], dtype=torch.bfloat16), batch_of([1, 0], [1, 1]))
     assert over_ranks([evaluator])["auc"] == 1
 

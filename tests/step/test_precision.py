@@ -14,7 +14,7 @@ from launch import fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.checkpoint import Marker
-from recsys.config import Device, PrecisionConfig
+from recsys.config import Device, LabelConfig, PrecisionConfig
 from recsys.data.batch import Batch
 from recsys.data.buffers import Fence
 from recsys.data.order import Position
@@ -25,7 +25,8 @@ from recsys.models.dlrm import DLRM, DLRMConfig, _pairs, _PairwiseDots
 from recsys.models.two_tower import TwoTower, TwoTowerConfig
 from recsys.runtime.world import open_world
 from recsys.step.lookup import Lookup, Part
-from recsys.step.step import DenseHalf, LossScale
+from recsys.step.loss_scale import LossScale
+from recsys.step.step import DenseHalf
 
 CONFIG = "configs/dlrm_sample.yaml"
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("adagrad", "sgd", "adamw", "adafactor", "lamb")]
@@ -191,7 +192,7 @@ def test_four_micro_batches_keep_a_quarter(kind: str, checkpointing: bool) -> No
     rows, names = 4096, ["a", "b", "c", "d"]
     if kind == "dlrm":
         config = DLRMConfig(bottom_mlp=[64], top_mlp=[64, 32], dropout=0.1)
-        model: Model = DLRM(config, DenseInputs(dict.fromkeys(names, 16), ["x", "y"]))
+        model: Model = DLRM(config, DenseInputs(dict.fromkeys(names, 16), ["x", "y"], {"label": LabelConfig()}))
     else:
         tower = TwoTowerConfig(user_features=["a", "b"], item_features=["c", "d"], item_id="c", user_mlp=[128, 64])
         model = TwoTower(tower, DenseInputs(dict.fromkeys(names, 16), []))
@@ -221,7 +222,7 @@ def made_up(rows: int, names: list[str], bounds: tuple[int, ...]) -> tuple[Keyed
     torch.manual_seed(1)
     ids = KeyedJaggedTensor(names, torch.randint(100, (4 * rows,)), lengths=torch.ones(4 * rows, dtype=torch.int32))
     batch = Batch(
-        ids, torch.randn(rows, 2), torch.randint(2, (rows,)).float(), torch.ones(rows), None, rows, 0, bounds,
+        ids, torch.randn(rows, 2), torch.randint(2, (rows, 1)).float(), torch.ones(rows), None, rows, 0, bounds,
         Position(), Fence(),
     )  # fmt: skip
     return KeyedTensor(names, [16] * 4, torch.randn(rows, 64)), batch
@@ -234,7 +235,7 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
     """FP16 may overflow behind the last weight, where neither the loss nor a gradient of the dense part shows it."""
     names, part_rows = ["a", "b", "c", "d"], 32
     config = DLRMConfig(bottom_mlp=[16], top_mlp=[8])
-    model = DLRM(config, DenseInputs(dict.fromkeys(names, 16), ["x", "y"]))
+    model = DLRM(config, DenseInputs(dict.fromkeys(names, 16), ["x", "y"], {"label": LabelConfig()}))
     vectors_of = Lookup.vectors
 
     def vectors(self: Lookup, part: Part, tensors: list[torch.Tensor], *rest: Any) -> Vectors:

@@ -71,7 +71,7 @@ class Reference:
         self.config = config
         torch.manual_seed(config.seed)
         dims = {f: config.tables[config.features[f].table].embedding_dim for f in id_features(config)}
-        self.dense = DLRM(config.model, DenseInputs(dims, float_features(config)))
+        self.dense = DLRM(config.model, DenseInputs(dims, float_features(config), config.labels()))
         self.optimizer = torch.optim.Adam(self.dense.parameters(), config.optimizer.dense.learning_rate)
         self.tables, self.state = {}, {}
         for name, table in config.tables.items():
@@ -97,7 +97,7 @@ class Reference:
                 per_sample_weights=jagged.weights_or_none(),
             )
         logits = self.dense(pooled, batch.floats)
-        total = F.binary_cross_entropy_with_logits(logits, batch.labels, batch.weights, reduction="sum")
+        total = F.binary_cross_entropy_with_logits(logits, batch.labels[:, 0], batch.weights, reduction="sum")
         loss = total / batch.weights.sum()
         self.optimizer.zero_grad()
         loss.backward()
