@@ -1,4 +1,4 @@
-"""Errors that end a run, and how they are told: one sentence, an exit status, the cause for the launcher."""
+"""Errors that end a run: one sentence, an exit status, and the cause for the launcher."""
 
 import contextlib
 import difflib
@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 class EchoError(UserError):
-    """A mistake that another rank has found as well, and tells."""
+    """A mistake that another rank has found too, and reports."""
 
 
 class NoPlanError(UserError):
@@ -65,7 +65,7 @@ class StuckError(Exception):
 
 
 def disk_problem(error: Exception) -> Exception:
-    """Return an error of files, such as a full disk, as a sentence for the user, and any other as it is."""
+    """Return an error of files, such as a full disk, as a UserError, and any other as it is."""
     if not isinstance(error, OSError) or error.errno not in _FULL | _GONE | _DENIED:
         return error
     what = f"'{error.filename}'" if error.filename else "a file of the run"
@@ -77,7 +77,7 @@ def disk_problem(error: Exception) -> Exception:
 
 
 def why(error: OSError) -> str:
-    """Return what the system says of an error, in one line."""
+    """Return the system's text of an error, in one line."""
     return os.strerror(error.errno) if error.errno else " ".join(str(error).split())[:200]
 
 
@@ -87,7 +87,7 @@ def _plain(text: str) -> str:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error, or one that it was raised for, says that memory has run out, in any library's words."""
+    """Return whether an error, or one that caused it, means that memory has run out, in any library's words."""
     if error is None:
         return False
     told = not isinstance(error, UserError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
@@ -102,7 +102,7 @@ def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
 
 
 def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
-    """Leave `message` where torchrun looks for the error of this rank, so that its summary shows it.
+    """Write `message` to the file of torchrun for this rank's error, so that its summary shows it.
 
     The file's name is given by torchrun in TORCHELASTIC_ERROR_FILE; without torchrun nothing is written. The
     format is that of torch.distributed.elastic.multiprocessing.errors.
@@ -129,7 +129,7 @@ def _wait_for_torchrun() -> None:
 
 
 def end_run(error: Exception) -> NoReturn:
-    """Tell why the run failed, on standard error and to the launcher, and end this process with status 1.
+    """Print why the run failed, tell the launcher, and end this process with status 1.
 
     A mistake of the user, a stuck rank, or the end of another one, is one sentence; anything else comes with its
     traceback. A mistake that another rank tells is told here only if torchrun does not end this one soon after.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written with a checksum and synced, read with nothing executed."""
+"""Checkpoint files: written with a checksum and synced, read with nothing executed."""
 
 import contextlib
 import enum
@@ -36,7 +36,7 @@ _METADATA_CLASSES = {
 
 
 class HashedFile:
-    """A file open for writing that knows its size and checksum; no position but the end is ever written."""
+    """A file for appending that knows its size and checksum."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -60,11 +60,11 @@ class HashedFile:
         return self.num_bytes
 
     def flush(self) -> None:
-        """Hand what is buffered to the system."""
+        """Flush what is buffered to the system."""
         self._file.flush()
 
     def close(self) -> None:
-        """Close it once its content is on disk; a second time does nothing, since DCP closes what it did not open."""
+        """Close the file once its content is on disk; a second call, as DCP makes, does nothing."""
         if self._file.closed:
             return
         with self._file:
@@ -72,7 +72,7 @@ class HashedFile:
             os.fsync(self._file.fileno())
 
     def discard(self) -> None:
-        """Close it after an error, and raise the one that came of writing: torch.save hides it behind another."""
+        """Close the file after an error, and raise the first error of writing: torch.save hides it behind another."""
         with contextlib.suppress(OSError):
             self._file.close()
         if self._error is not None:
@@ -85,7 +85,7 @@ class HashedFile:
 
 
 class HashingFileSystem(FileSystem):
-    """Lets DCP write files with a checksum, on disk when they are closed.
+    """DCP's file system, with files that have a checksum and are on disk when they are closed.
 
     DCP's own `sync_files` syncs before Python's buffer is flushed.
 
@@ -98,6 +98,7 @@ class HashingFileSystem(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Generator[io.IOBase, None, None]:
+        """Yield a file to read from, or a `HashedFile`."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -112,12 +113,13 @@ class HashingFileSystem(FileSystem):
         self.written[Path(path).name] = file.entry
 
     def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        """Rename a file, and its checksum with it."""
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's writer over a `HashingFileSystem`.
+    """DCP's writer of files over a `HashingFileSystem`.
 
     Attributes:
         written: (size, checksum) of the files that this rank has written, by name.
@@ -133,7 +135,7 @@ class HashingWriter(FileSystemWriter):
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader, with a `.metadata` that may name nothing but what describes tensors.
+    """DCP's reader, whose `.metadata` may hold descriptions of tensors and nothing else.
 
     Args:
         files: names of the checkpoint's files; others are not opened.
@@ -211,7 +213,7 @@ def entry_of(path: Path) -> tuple[int, str]:
 
 
 def file_problem(path: Path, num_bytes: int, checksum: str) -> str | None:
-    """Return in which way a file differs from what was written, or None."""
+    """Return how a file differs from what was written, or None."""
     try:
         found = path.stat().st_size
         if found != num_bytes:

@@ -1,4 +1,4 @@
-"""Loading: what of a checkpoint goes where, and what is said about it."""
+"""Loading checkpoints: which tensor goes where, and what is reported of it."""
 
 import json
 import re
@@ -46,7 +46,7 @@ class _Form:
 
 @dataclass
 class Loaded:
-    """What became of every tensor, by name, each with a remark.
+    """Report of a load: what became of every tensor, by name, with a remark.
 
     Attributes:
         loaded: taken from the checkpoint.
@@ -65,7 +65,7 @@ class Loaded:
     rows: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON."""
+        """Write the report as JSON."""
         replace_file(path, json.dumps(vars(self), indent=1) + "\n")
 
     def lines(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Single tables as Parquet: out of a checkpoint, without a process group, and into a run that begins.
+"""Tables as Parquet: exported from a checkpoint without a process group, imported into a run that begins.
 
 Columns: `row` int64; of a vocabulary table also `id`, null for the rows that no id has of its own, and `bucket`, the
 number of the row among those that the other ids share; `vector`, embedding_dim floats; then the optimizer's state, a
@@ -35,7 +35,7 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def export_table(source: Path, table: str, out: Path) -> int:
-    """Write a table of a checkpoint, a chunk of rows at a time; return the number of its rows.
+    """Write a table of a checkpoint as Parquet, a chunk of rows at a time; return the number of its rows.
 
     Args:
         source: a run directory, whose best or newest checkpoint is taken, or a checkpoint.
@@ -112,7 +112,7 @@ def _to_arrow(tensor: torch.Tensor) -> pa.Array:
 
 
 class TableRows:
-    """Finds the rows of a table that a file's rows are for.
+    """Finds the table rows of a Parquet file's rows, by raw id or by number.
 
     Args:
         vocabulary: of a vocabulary table.
@@ -124,7 +124,7 @@ class TableRows:
         self._mapping = build_mapping(table, vocabulary)
 
     def find(self, batch: pa.RecordBatch) -> np.ndarray:
-        """Return the row of the table for each row of the batch, int64, or -1 for those that it has no place for.
+        """Return the table row of each row of a record batch, int64, or -1 where the table has none.
 
         By `id` where there is such a column, with the row of null and the shared rows by `bucket`; else by `row`.
         Vectors of ids that a vocabulary has no row for are left out, since others share theirs.
@@ -148,7 +148,7 @@ class TableRows:
 
 
 def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows, targets: dict[str, Pieces]) -> int:
-    """Set rows of a table, and of its optimizer's state, that a Parquet file has vectors for.
+    """Set rows of a table, and of its optimizer's state, from a Parquet file of vectors.
 
     Args:
         table: its name.

@@ -1,4 +1,4 @@
-"""Tensors in pieces, as ranks hold them, and the planners by which DCP writes and reads them in chunks of rows."""
+"""Tensors as ranks hold them, in pieces, and DCP planners that write and read them in chunks of rows."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pieces:
-    """One tensor of a checkpoint, as far as this rank holds it.
+    """One tensor of a checkpoint: the pieces that this rank holds.
 
     Attributes:
         size: of the whole tensor.
@@ -55,7 +55,7 @@ class Pieces:
 
     @classmethod
     def of(cls, value: Any) -> "Pieces":
-        """Take a ShardedTensor, or a tensor that every rank holds; nothing is copied."""
+        """Wrap a ShardedTensor, or a tensor that every rank holds; nothing is copied."""
         pieces = tuple(Piece(tensor.detach(), offsets) for tensor, offsets in local_pieces(value))
         if isinstance(value, ShardedTensor):
             metadata = value.metadata()
@@ -64,7 +64,7 @@ class Pieces:
 
     @property
     def num_bytes(self) -> int:
-        """What this rank holds of it."""
+        """Bytes that this rank holds of the tensor."""
         return sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
 
     def copy(self) -> "Pieces":
@@ -135,7 +135,7 @@ def _write_item(index: MetadataIndex, pieces: Pieces, chunk: Piece) -> WriteItem
 
 
 class PiecesLoadPlanner(DefaultLoadPlanner):
-    """Reads into a state dict of `Pieces`, whatever chunks they were written in, and nothing that is not a tensor."""
+    """Reads tensors into a state dict of `Pieces`, whatever chunks they were written in, and nothing else."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

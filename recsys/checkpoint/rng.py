@@ -1,4 +1,4 @@
-"""The states of this process's random number generators as tensors, so that a checkpoint holds them as such.
+"""States of the random number generators as tensors.
 
 What trains draws from counters (`runtime.counter_random`); the generators are kept for whatever else draws. Of NumPy's
 and Python's, the second number of a pair from the normal distribution is not kept.
@@ -29,7 +29,7 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng(tensors: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Set the generators to what `rng_tensors` returned."""
+    """Restore the generators from what `rng_tensors` returned."""
     torch.set_rng_state(tensors["torch"])
     *words, position = tensors["numpy"].tolist()
     np.random.set_state(("MT19937", np.array(words, np.uint32), position, 0, 0.0))

@@ -1,4 +1,4 @@
-"""Saving: written aside, completed by a marker, renamed; in the background if asked for."""
+"""Saving checkpoints: written aside, completed by a marker, renamed; in the background if asked for."""
 
 import contextlib
 import dataclasses
@@ -84,7 +84,7 @@ class Checkpoints:
             self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, tensors: Tensors, state: TrainState) -> None:
-        """Write a checkpoint of step `state.step`, or begin to; a crash at any point leaves the earlier ones whole.
+        """Write a checkpoint of step `state.step`, or begin to; a crash at any point leaves the earlier ones valid.
 
         Raises:
             UserError: on every rank, it does not fit on the disk or cannot be written, or an earlier one in the
@@ -132,11 +132,11 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether the save in the background has failed, as far as this rank knows; `wait` raises why."""
+        """Whether the save in the background has failed, as far as this rank knows; `wait` raises the error."""
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
     def newest_whole(self) -> tuple[Path, Marker] | None:
-        """Return the newest checkpoint that is whole, and its marker; None if there is no checkpoint; collective.
+        """Return the newest valid checkpoint and its marker, or None; collective.
 
         Newer ones that are damaged are named in the log and renamed, so that their steps can be saved anew.
 
@@ -164,7 +164,7 @@ class Checkpoints:
         return None
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies."""
+        """Return the folder of the checkpoint of a step."""
         return self.folder / name_of(step)
 
     def _set_aside_after(self, path: Path) -> None:
@@ -279,7 +279,7 @@ def _cannot_write(final: Path, reason: str) -> str:
 
 
 def causes(error: CheckpointException) -> str:
-    """Return what DCP's error says of its ranks, in one line."""
+    """Return the errors of ranks in an error of DCP, in one line."""
     texts = {" ".join(str(failure[0]).split())[:200] for failure in error.failures.values()}
     return "; ".join(sorted(texts))
 

@@ -1,4 +1,4 @@
-"""What a run starts from: a checkpoint of its own, to go on from, or one of another run, to take the weights of."""
+"""Where a run starts: its own checkpoint, to go on from, or another run's, to take weights of."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ FACTS = "vocabulary"  # folder of a run directory
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that is whole.
+    """A valid checkpoint that a run starts from.
 
     Attributes:
         init: how the config may differ from that which it was trained with; None: the run goes on.
@@ -28,17 +28,17 @@ class Source:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is of the same run."""
+        """Whether the checkpoint is of the same run."""
         return self.init is None
 
     @property
     def grows(self) -> bool:
-        """Whether vocabularies may have more ids than its own."""
+        """Whether vocabularies may have more ids than the checkpoint's."""
         return self.init is not None and self.init.grow_vocabularies
 
 
 def find_source(config: Config, run_dir: Path, world: World) -> Source | None:
-    """Return what the run starts from, None where it begins anew; collective.
+    """Return the checkpoint that the run starts from, or None; collective.
 
     Raises:
         UserError: a checkpoint that is not whole, or none where one is asked for.
@@ -52,12 +52,12 @@ def find_source(config: Config, run_dir: Path, world: World) -> Source | None:
 
 
 def facts_of(checkpoint: Path) -> Path:
-    """Return the folder in which the run of a checkpoint keeps what it has learned of its data."""
+    """Return the folder of the facts (vocabularies, figures) of a checkpoint's run."""
     return checkpoint.parent.parent / FACTS
 
 
 def check_facts(checkpoint: Path, marker: Marker, names: list[str]) -> None:
-    """Refuse vocabularies and figures that are not those that a checkpoint was trained with.
+    """Refuse vocabularies and figures other than those that a checkpoint was trained with.
 
     Args:
         names: of files in `facts_of` that are to be read.

@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its tensors: where training stands, and which files it consists of."""
+"""Training state and file list of a checkpoint: all that it says beside its tensors."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ _REFUSED = ".refused"
 
 @dataclass
 class TrainState:
-    """Where training stands, beside the tensors.
+    """Progress of training: position in the data, counts, early stopping.
 
     Attributes:
         position: in the data, after `step` steps trained.
@@ -62,7 +62,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Marker:
-    """The file that completes a checkpoint: written last, and replaced as a whole.
+    """The file that completes a checkpoint: written last, and replaced in one step.
 
     Attributes:
         files: (bytes, checksum) of every other file by name.
@@ -85,7 +85,7 @@ class Marker:
     facts: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the file, to disk, in place of an earlier one."""
+        """Write the marker, synced, in place of an earlier one."""
         content = {"format": FORMAT, **dataclasses.asdict(self)}
         # The checksum first, on a line of its own, then what it is of.
         text = json.dumps(content, indent=1)
@@ -93,7 +93,7 @@ class Marker:
 
     @classmethod
     def read(cls, folder: Path) -> "Marker":
-        """Read the file.
+        """Read and check the marker.
 
         Raises:
             UserError: it is missing or damaged, or the checkpoint is of another format.
@@ -138,7 +138,7 @@ def _check_types(*parts: Any) -> None:
 
 
 class OtherFormatError(UserError):
-    """A checkpoint that another version of this code has written."""
+    """A checkpoint of another format."""
 
 
 def _other_format(folder: Path, found: int) -> str:
@@ -153,7 +153,7 @@ def _checksum(text: str) -> str:
 
 
 def check_whole(folder: Path, world: World) -> Marker:
-    """Compare every file of a checkpoint with its checksum, each rank its share, and return the marker; collective.
+    """Verify the checksum of every file of a checkpoint, each rank its share; return the marker; collective.
 
     Raises:
         UserError: on every rank, the checkpoint is not what was written.
@@ -168,27 +168,27 @@ def check_whole(folder: Path, world: World) -> Marker:
 
 
 def name_of(step: int) -> str:
-    """Return the name of the folder of a step's checkpoint."""
+    """Return the folder name of a step's checkpoint."""
     return f"step-{step:09d}"
 
 
 def aside_of(folder: Path) -> Path:
-    """Return where a checkpoint is written before it has its name, or lies while it is removed."""
+    """Return the temporary folder of a checkpoint while it is written or removed."""
     return folder.with_name(folder.name + _ASIDE)
 
 
 def refused_of(folder: Path) -> Path:
-    """Return where a checkpoint is put that is not whole."""
+    """Return the folder that an invalid checkpoint is renamed to."""
     return folder.with_name(folder.name + _REFUSED)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return what lies in a folder under the name of a checkpoint, whole or not, oldest first."""
+    """Return all checkpoint folders, valid or not, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
 
 
 def find_checkpoint(path: str | Path, key: str = "config key 'train.init_from'") -> Path:
-    """Return the checkpoint that a path names: itself, or of a run directory the best, else the newest.
+    """Return the checkpoint of a path: itself, or of a run directory the best, else the newest.
 
     Args:
         key: what names the path, for messages.

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint in their canonical form, which no number of ranks and no sharding plan changes.
+"""Checkpoint tensors in canonical form, the same for any number of ranks and any sharding plan.
 
 `tables/T` is [num_embeddings, embedding_dim] and `table_optimizer/T/S` the same, or [num_embeddings] of a row-wise
 optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, `rng/R/G` by rank, and
@@ -32,7 +32,7 @@ _SCALARS = (int, float, str, type(None))
 
 @dataclass
 class Tensors:
-    """What a checkpoint holds: functions for the tables, because torchrec makes its state dicts anew each time.
+    """Tensors of a checkpoint, read from and restored into a model, its tables and optimizers.
 
     Attributes:
         tables: weights by table; table_optimizer: state by `TABLE/STATE`; ShardedTensors, or tensors that every rank
@@ -73,7 +73,7 @@ class Tensors:
         return found, approximate
 
     def scalars(self) -> dict[str, Any]:
-        """Return what the optimizer of the dense part keeps that is no tensor, by name."""
+        """Return the state of the dense optimizer that is no tensor, by name."""
         return {name: value for name, value in self._optimizer_state().items() if isinstance(value, _SCALARS)}
 
     def to_load(self) -> dict[str, Pieces]:
@@ -92,7 +92,7 @@ class Tensors:
         return {names[parameter]: parameter for group in groups for parameter in group["params"]}
 
     def set_dense_optimizer(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
-        """Set the state of the optimizer of the dense part.
+        """Restore the state of the dense optimizer.
 
         Its settings (weight decay …) stay those of this run's config; parameters without state begin anew.
 
@@ -133,7 +133,7 @@ class Tensors:
 
 
 def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:
-    """Set this rank's generators from the tensors `rng/R/G` of its own, if there are any."""
+    """Restore this rank's generators from the tensors `rng/R/G`, if there are any."""
     prefix = f"{RNG}{world.rank}/"
     mine = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     if mine:

@@ -1,4 +1,4 @@
-"""What a device has no kernel for: refused where something else would be learned, otherwise said."""
+"""Settings that a device has no kernel for: refused where something else would be learned, otherwise replaced."""
 
 from recsys.config.choices import ComputeKernel, DataType, FloatType, TableOptimizer
 from recsys.config.schema import Config, TableOptimizerConfig
@@ -14,7 +14,7 @@ _NEAREST_ON_CPU = {
 
 
 def check_device(config: Config, on_gpu: bool) -> list[str]:
-    """Return a sentence for each setting that the device has no kernel for, and what is done in its place.
+    """Return a sentence for each setting that the device has no kernel for, saying what replaces it.
 
     Raises:
         UserError: what would be done in its place would learn something else.

@@ -1,4 +1,4 @@
-"""Names of a config's features by what they are, in the order of batches."""
+"""Feature names of a config by type, in the order of batches."""
 
 from recsys.config.choices import FeatureType, Pooling
 from recsys.config.schema import Config

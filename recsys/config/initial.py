@@ -1,4 +1,4 @@
-"""What a run that starts from another one's weights may find otherwise than in its own config."""
+"""Section `train.init`: how a run may differ from the one whose weights it starts from."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from recsys.errors import UserError, nearest
 
 
 class Take(Enum):
-    """What is taken of a kind of tensors.
+    """Which tensors of a kind are loaded.
 
     `all`: every one, and both sides must have the same. `matching`: those that both sides have alike; what is here
     alone begins anew, what is there alone is left. `none`: all begin anew.
@@ -38,7 +38,7 @@ class InitConfig:
 
 
 def check_init(init: InitConfig, init_from: str | None, tables: Iterable[str]) -> None:
-    """Refuse settings of a start from another run where there is no such start, and files of unknown tables."""
+    """Refuse settings of a start from another run where there is none, and files of unknown tables."""
     for name in init.from_parquet:
         if name not in tables:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What gives the rows and numbers of a checkpoint their meaning: settings that must be the same where it is loaded.
+"""Meaning of a checkpoint's rows and numbers: the settings that must be the same where it is loaded.
 
 Every key of a config counts unless it is listed here as free, so that a key that is added later is compared too.
 """
@@ -53,7 +53,7 @@ _NOT_SET = "not set"
 
 
 def meaning(config: Config) -> dict[str, Any]:
-    """Return the settings that count by their full keys, with defaults filled in, as JSON holds them.
+    """Return these settings by full key, with defaults filled in, as JSON holds them.
 
     `inputs.PARAMETER` are the features that a layer of the dense part reads, in order.
     """
@@ -77,7 +77,7 @@ def meaning(config: Config) -> dict[str, Any]:
 
 
 def changed_inputs(saved: dict[str, Any], config: Config) -> set[str]:
-    """Return the parameters of the dense part that read other features than those of a checkpoint, or in other order.
+    """Return the dense parameters that read other features than in a checkpoint, or in another order.
 
     Args:
         saved: the `meaning` of the config that wrote it.
@@ -86,13 +86,13 @@ def changed_inputs(saved: dict[str, Any], config: Config) -> set[str]:
 
 
 def changed_optimizers(saved: dict[str, Any], config: Config) -> set[str]:
-    """Return the tables whose optimizer is another than in the config, given its `meaning`, that wrote a checkpoint."""
+    """Return the tables whose optimizer differs from that in a checkpoint's `meaning`."""
     names = {table: config.table_optimizer(table).name.name for table in config.tables}
     return {table for table, name in names.items() if saved.get(f"tables.{table}.optimizer.name", name) != name}
 
 
 def refuse_differences(config: Config, saved: dict[str, Any], path: object, init: InitConfig | None) -> None:
-    """Refuse a config in which rows and numbers of a checkpoint stand for something else.
+    """Raise a UserError if rows or numbers of a checkpoint mean something else in this config.
 
     Args:
         saved: the `meaning` of the config that wrote it. path: names it in messages.

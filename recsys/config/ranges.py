@@ -1,4 +1,4 @@
-"""Names of alike features and tables: `C{1..26}` stands for C1 to C26, before anything is checked or merged.
+"""Ranges in names: `C{1..26}` stands for C1 to C26, expanded before anything is checked or merged.
 
 Ranges need no look at the data, so that a config says what it trains wherever it is read; a saved one has every name.
 """
@@ -14,7 +14,7 @@ _MOST_NAMES = 10_000
 
 
 def without_ranges(layer: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a config's layer as layers without ranges, of which later ones win.
+    """Return a config layer as layers without ranges; later ones win.
 
     Names with a range in `features` and `tables` become their names, in their place; a range in what such a name holds
     takes the same place as the name, so that `C{1..3}: {table: T{1..3}}` gives C2 the table T2. Names that are written
@@ -44,7 +44,7 @@ def without_ranges(layer: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def expand_override(text: str) -> list[str]:
-    """Return what a `key=value` stands for whose key has a range (which bash expands too, outside quotes)."""
+    """Return the overrides that a `key=value` with a range in its key stands for."""
     return _names(text, text) if _has_range(text.partition("=")[0]) else [text]
 
 

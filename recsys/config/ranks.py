@@ -1,4 +1,4 @@
-"""What a config means for a number of ranks."""
+"""Checks of a config against the number of ranks."""
 
 import math
 
@@ -7,7 +7,7 @@ from recsys.errors import UserError
 
 
 def check_ranks(config: Config, world_size: int) -> None:
-    """Refuse steps that have no row for some of the ranks.
+    """Refuse a global batch with fewer rows than ranks.
 
     Raises:
         UserError: a batch has fewer rows than there are ranks.
@@ -22,7 +22,7 @@ def check_ranks(config: Config, world_size: int) -> None:
 
 
 def repeated_decoding(config: Config, world_size: int) -> str | None:
-    """Return a sentence if several ranks decode one stream of data.train, each keeping its rows of it; else None."""
+    """Return a sentence if several ranks decode the same stream of data.train; else None."""
     streams = config.data.num_streams
     if streams % world_size == 0:
         return None

@@ -1,4 +1,4 @@
-"""The sections `topology` and `memory` of a config: machines, and sizes of memory as people write them."""
+"""Sections `topology` and `memory` of a config, and sizes of memory as people write them."""
 
 import math
 import re
@@ -18,7 +18,7 @@ _UNITS = {  # in lower case
 
 @dataclass
 class TopologyConfig:
-    """The machines that a dry run is for, and the memory that a plan may use: 80GiB, 1.5TiB, 500GB or bytes."""
+    """Machines of a dry run, and the memory that a plan may use: 80GiB, 1.5TiB, 500GB or bytes."""
 
     world_size: int | None = None  # of a dry run: how many ranks; default: 1
     local_world_size: int | None = None  # of a dry run: how many of them on one machine; default: all
@@ -31,7 +31,7 @@ class TopologyConfig:
 
 @dataclass
 class MemoryConfig:
-    """How much a rank may take, and what to do where it would be more."""
+    """Memory budget of a rank, and what to do when a run needs more."""
 
     budget: Any = None  # of each rank: of its GPU, or on CPU of its process; 8GiB or bytes. Default: what there is
     fit: bool = False  # change settings so that the run fits into 95 % of that, the cheapest first, and say which
@@ -40,7 +40,7 @@ class MemoryConfig:
 
 
 def num_bytes(key: str, value: Any) -> int:
-    """Return a size such as `80GiB`, `1.5 TB` or a number of bytes as bytes.
+    """Return the bytes of a size such as `80GiB`, `1.5 TB` or a number.
 
     Args:
         key: the config key that it was given by.
@@ -60,13 +60,13 @@ def num_bytes(key: str, value: Any) -> int:
 
 
 def check_memory(memory: MemoryConfig) -> None:
-    """Raise a UserError where the budget is no size."""
+    """Raise a UserError if the budget is no size."""
     if memory.budget is not None:
         num_bytes("memory.budget", memory.budget)
 
 
 def check_topology(topology: TopologyConfig) -> None:
-    """Refuse machines that cannot be.
+    """Raise a UserError for machines that cannot be.
 
     Raises:
         UserError: names the key, what was found and what is allowed.

@@ -1,4 +1,4 @@
-"""Memory that grows over the steps of a run: how fast, what kind of it, and when it would be more than there is."""
+"""Memory growth over the steps of a run: how fast, of what kind, and when memory would run out."""
 
 import time
 from typing import Any
@@ -21,7 +21,7 @@ _PROCESS, _GPU, _OTHER = "process", "GPU", "Python's objects and all else"
 
 
 class Growth:
-    """Samples, over the steps, of what this process and its GPU take by kind; their number is bounded.
+    """Samples of this process's and its GPU's memory by kind over the steps, bounded in number.
 
     Args:
         num_steps: the last step of the run.
@@ -40,7 +40,7 @@ class Growth:
         self._warning: str | None = None
 
     def sample(self, step: int, loader_bytes: dict[str, int]) -> str | None:
-        """Look at memory after a step; return a warning, once, if it would run out before the last step.
+        """Sample memory after a step; return a warning, once, if it would run out before the last step.
 
         Args:
             loader_bytes: of the loader's blocks, by kind.
@@ -98,7 +98,7 @@ class Growth:
         return None
 
     def report(self) -> dict[str, Any] | None:
-        """Return what rank_K.json says of growth; None where there were too few steps to tell."""
+        """Return the entry of rank_K.json on growth; None after too few steps."""
         slopes, (steps, _) = self._slopes(), self._recent()
         if not slopes:
             return None
@@ -111,7 +111,7 @@ class Growth:
 
 
 def describe_growth(by_kind: dict[str, int], total: str = _PROCESS) -> str:
-    """Return in words what a process, or its GPU, grows by.
+    """Return in words by which kinds memory grows.
 
     Args:
         by_kind: bytes in 1,000 steps.

@@ -1,4 +1,4 @@
-"""How memory is written on pages for people: sizes, and tables with one column for ranks that are alike."""
+"""Parts of memory pages in Markdown: sizes, and tables whose columns are ranks that are alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def row(*cells: str) -> str:
 
 
 def size(num_bytes: int | None) -> str:
-    """Return bytes with three digits in the unit that suits, a dash for what is not known."""
+    """Return bytes with three digits in the unit that suits; a dash for None."""
     if not num_bytes:
         return "–" if num_bytes is None else "0"
     power = min(len(_UNITS) - 1, (abs(num_bytes).bit_length() - 1) // 10)
@@ -27,12 +27,12 @@ def size(num_bytes: int | None) -> str:
 
 
 def when(peak: Mapping[str, Any]) -> str:
-    """Return phase and step of a peak."""
+    """Return phase and step of a peak, for people."""
     return f"step {peak['step']}" if peak["phase"] == "step" else f"{peak['phase']} at step {peak['step']}"
 
 
 def listed(numbers: Iterable[int], noun: str = "rank") -> str:
-    """Return `rank 0`, or `ranks 0-3, 5`."""
+    """Return ranks as `rank 0` or `ranks 0-3, 5`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and runs[-1][-1] == number - 1:
@@ -44,14 +44,14 @@ def listed(numbers: Iterable[int], noun: str = "rank") -> str:
 
 
 def kind_rows(ranks: Sequence[Mapping[str, int]]) -> dict[str, list[Cell]]:
-    """Return rows for `rank_table` of the bytes by kind that each rank takes, the largest kind first."""
+    """Return rows for `rank_table`: bytes of each rank by kind, the largest kind first."""
     most = {kind: max(rank.get(kind, 0) for rank in ranks) for rank in ranks for kind in rank}
     kinds = sorted(filter(most.__getitem__, most), key=most.__getitem__, reverse=True)
     return {kind.replace("_", " "): [(rank.get(kind, 0),) for rank in ranks] for kind in kinds}
 
 
 def rank_table(corner: str, rows: Mapping[str, Sequence[Cell]], apart: float) -> list[str]:
-    """Return a Markdown table with a column for each rank, or for all ranks that nearly agree: that of the fullest.
+    """Return a Markdown table with a column for each rank; ranks that nearly agree share that of the fullest.
 
     Args:
         rows: by label, a cell for each rank.
@@ -80,7 +80,7 @@ def rank_table(corner: str, rows: Mapping[str, Sequence[Cell]], apart: float) ->
 
 
 def describe_plan(pieces: Iterable[Shard]) -> list[str]:
-    """Return a line a table: its sharding type, and the rows and columns of the pieces that ranks hold."""
+    """Return a line for each table: its sharding type, and the rows and columns on each rank."""
     tables: dict[str, dict[int, list[str]]] = {}
     for piece in pieces:
         ranks = tables.setdefault(f"{piece.table} {piece.sharding_type} ({piece.compute_kernel})", {})

@@ -1,4 +1,4 @@
-"""The reports of a run's memory: rank_K.json of every rank, report.md and report.html over all of them.
+"""Memory reports of a run: rank_K.json of every rank, report.md and report.html over all of them.
 
 docs/memory.md tells the meaning of each field.
 """
@@ -31,7 +31,7 @@ _COMMUNICATION = ("collective_ids", "lookup_ids", "looked_up", "looked_up_gradie
 def table_entries(
     config: Config, pieces: Iterable[Shard], rank: int, predicted: dict[str, Bytes], measured: dict[str, Bytes]
 ) -> list[dict[str, Any]]:
-    """Return an entry for each table with a piece on `rank`."""
+    """Return the report's entry of each table with a shard on `rank`."""
     entries = []
     own = [piece for piece in pieces if piece.rank == rank]
     for name in dict.fromkeys(piece.table for piece in own):
@@ -61,7 +61,7 @@ def rank_report(
     device: torch.device,
     timeline: Timeline,
 ) -> dict[str, Any]:
-    """Return what rank_K.json holds.
+    """Return the content of rank_K.json.
 
     Args:
         identity: of run and rank. tables: as `table_entries` gives. dense: "predicted" and "measured" bytes by kind.
@@ -157,13 +157,13 @@ def _lines(tables: list[dict[str, Any]], dense: dict[str, Bytes]) -> list[dict[s
 
 
 def write_rank(folder: Path, report: dict[str, Any]) -> None:
-    """Write rank_K.json in one piece."""
+    """Write rank_K.json."""
     folder.mkdir(exist_ok=True)
     replace_file(folder / f"rank_{report['identity']['rank']}.json", json.dumps(report, indent=1) + "\n")
 
 
 def write_pages(folder: Path, layers: str) -> None:
-    """Write report.md and report.html over the ranks whose reports are in the folder.
+    """Write report.md and report.html from the rank_K.json files of a folder.
 
     Args:
         layers: the layers' table as Markdown.
@@ -175,7 +175,7 @@ def write_pages(folder: Path, layers: str) -> None:
 
 
 def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:
-    """Return the page for people over the reports of all ranks, as Markdown."""
+    """Return report.md from the reports of all ranks."""
     identity = reports[0]["identity"]
     lines = [f"# Memory of {identity['name']}, {identity['status']} at step {identity['step']}", ""]
     lines += [f"- {sentence}" for sentence in _summary(reports)]

@@ -1,4 +1,4 @@
-"""report.html: bars by kind and the process's memory over time, drawn as SVG; one file without anything outside it."""
+"""report.html: bars by kind and memory over time, drawn as SVG in one self-contained file."""
 
 from collections.abc import Iterable
 from html import escape
@@ -22,7 +22,7 @@ _WIDTH, _BAR, _HEIGHT, _LEFT = 900, 18, 160, 90
 
 
 def html_page(reports: list[dict[str, Any]]) -> str:
-    """Return the page over the reports of all ranks."""
+    """Return report.html from the reports of all ranks."""
     identity = reports[0]["identity"]
     title = f"Memory of {escape(str(identity['name']))}, {escape(identity['status'])} at step {identity['step']}"
     parts = [f"<h1>{title}</h1>", "<h2>Predicted at the peak, by kind</h2>", _bars(reports)]

@@ -1,1 +1,1 @@
-"""THE PROCESS AMONG OTHERS: rank and device, collectives, files, logs, signals, versions; no model and no data."""
+"""The process among others: rank and device, collectives, files, logs, signals, versions; no model and no data."""

@@ -1,4 +1,4 @@
-"""What the environment says of this process, and what allocators are told."""
+"""Environment variables of this process, and settings of its memory allocators."""
 
 import ctypes
 import logging
@@ -15,7 +15,7 @@ def is_first_rank() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set up the allocators and the log; call it before libraries are imported. A value of the user's own stays."""
+    """Set up allocators and the log, before libraries are imported; a value that the user has set stays."""
     # Arrow gives memory back to the system 10 ms after its last use, in the middle of decoding the next row group. On
     # virtual machines, where getting it again is expensive, that costs a quarter of the time. So many milliseconds,
     # which are enough; with a minute, what threads leave behind piles up to some 50 MB more:

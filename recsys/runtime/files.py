@@ -1,4 +1,4 @@
-"""Files in place of others: written aside, brought to disk, renamed; an error names the file."""
+"""Atomic file replacement: written aside, synced, renamed; errors name the file."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write what then takes the place of a file; a crash or an error leaves the one or the other.
+    """Yield a path to write to, and rename it to `path` at the end; a crash or an error leaves the file as it was.
 
     Raises:
         OSError: it cannot be written; its `filename` is set.
@@ -28,13 +28,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Put a file in place of another, as `replacing` does."""
+    """Replace the content of a file in one step, as `replacing` does."""
     with replacing(path) as aside:
         aside.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy the files of a folder, which need not be there, into another."""
+    """Copy the files of a folder, if it exists, into another."""
     target.mkdir(exist_ok=True)
     for path in source.glob("*"):
         replace_file(target / path.name, path.read_bytes())
@@ -42,7 +42,7 @@ def copy_files(source: Path, target: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Let an OSError inside tell of a file, as those of writing to an open one do not."""
+    """Set the file name of an OSError raised inside; those of open files have none."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def unused_folder(path: Path) -> Path:
-    """Make a folder and return it, with a number behind its name where that is taken.
+    """Make a folder, with a number behind its name where that is taken, and return it.
 
     Raises:
         OSError: it cannot be made.
@@ -65,7 +65,7 @@ def unused_folder(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to disk."""
+    """Flush a file, or the names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

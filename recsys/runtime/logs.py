@@ -1,4 +1,4 @@
-"""What a run tells: log files, a line for people, JSON lines for machines."""
+"""Logging: log files by rank, progress lines for people, JSON lines for machines."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ logger = logging.getLogger("recsys")
 
 
 def start_logging(folder: Path, rank: int) -> Path:
-    """Send the log of this rank to `folder`/rank_K.log, which is returned, and rank 0's to standard output too."""
+    """Log this rank to `folder`/rank_K.log, whose path is returned, and rank 0 to standard output too."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank_{rank}.log"
     handlers: list[logging.Handler] = [_LogFile(path)]
@@ -70,7 +70,7 @@ class _LogFile(_Losing, logging.FileHandler):
 
 
 def quiet_libraries() -> None:
-    """Keep the notices that torch and torchrec give at import, none of them about the user's run, off the screen."""
+    """Silence the notices that torch and torchrec give at import."""
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
     logging.getLogger().addFilter(_is_grave)
     for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
@@ -83,7 +83,7 @@ def _is_grave(record: logging.LogRecord) -> bool:
 
 
 def to_json(values: Any, indent: int | None = None) -> str:
-    """Return JSON, with null for numbers that it does not know (NaN and infinity)."""
+    """Return JSON, with null for NaN and infinity."""
     return json.dumps(_finite(values), indent=indent, allow_nan=False)
 
 
@@ -96,7 +96,7 @@ def _finite(values: Any) -> Any:
 
 
 class MetricsWriter:
-    """Appends one JSON object a line to metrics.jsonl; does nothing on ranks that have no path.
+    """Appends one JSON object a line to metrics.jsonl; without a path it does nothing.
 
     Args:
         step: where the run goes on; lines of later steps, from before a crash, are dropped.
@@ -121,6 +121,7 @@ class MetricsWriter:
                     line = line[self._file.write(line) :]
 
     def close(self) -> None:
+        """Close the file."""
         if self._file:
             self._file.close()
 
@@ -139,7 +140,7 @@ def _drop_later(path: Path, step: int) -> None:
 
 
 class Progress:
-    """Speed, share of time spent waiting for data, and time left, since the last line and overall.
+    """Training speed, loss, share of time spent waiting for data, and time left.
 
     Args:
         loss, losses, tasks: as `window` was where the run goes on.
@@ -183,7 +184,7 @@ class Progress:
         return self._loss, self._losses, self._tasks
 
     def pause(self, seconds: float) -> None:
-        """Leave out time spent on evaluation or a checkpoint."""
+        """Leave time spent on evaluation or a checkpoint out of the speed."""
         self._mark += seconds
         self._paused += seconds
 

@@ -1,4 +1,4 @@
-"""The machines that a plan is for: how many ranks, what they compute on, and the memory that there is."""
+"""Topology: the machines of a plan, with their ranks, devices and memory."""
 
 import resource
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ UNLIMITED = 1 << 60  # bytes: what cgroup v1 says is more than this where there 
 
 @dataclass(frozen=True)
 class Topology:
-    """Equal machines with equal ranks.
+    """Machines of equal size with equally many ranks.
 
     Attributes:
         world_size: ranks; local_world_size: of them on one machine.
@@ -41,14 +41,17 @@ class Topology:
 
     @property
     def num_machines(self) -> int:
+        """Machines that the ranks run on."""
         return self.world_size // self.local_world_size
 
     @property
     def on_gpu(self) -> bool:
+        """Whether ranks compute on GPUs."""
         return self.device.type == "cuda"
 
     @property
     def host_known(self) -> bool:
+        """Whether the memory of a machine is known."""
         return self.host_bytes < UNLIMITED
 
     @property
@@ -58,7 +61,7 @@ class Topology:
 
 
 def topology_of(config: Config, world: World | None = None) -> Topology:
-    """Return the machines of a run, or without a `world` those that the config's `topology` tells of.
+    """Return the machines of a run, or without a `world` those of the config's section `topology`.
 
     What this machine has of host memory tells nothing of others: it counts only where `topology` describes none. Where
     memory.budget is less than the memory there is, it stands for that.
@@ -123,7 +126,7 @@ def _host_bytes(config: Config, here: bool) -> tuple[int, str]:
 
 
 def cgroup_limit() -> int | None:
-    """Return the least memory limit, in bytes, of the cgroups that this process is in; None: there is no limit."""
+    """Return the lowest memory limit, in bytes, of the cgroups of this process; None: no limit."""
     limits = []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

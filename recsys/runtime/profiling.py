@@ -1,4 +1,4 @@
-"""A trace of some steps, for chrome://tracing or Perfetto."""
+"""Profiler traces of some training steps, for chrome://tracing or Perfetto."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ _WARM_UP_STEPS = 2  # of the profiler itself
 
 @contextmanager
 def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Yield what is to be called after every step; steps 13 … 12 + `num_steps` are traced, with the memory they take.
+    """Trace steps 13 … 12 + `num_steps`; yield a function to be called after every step.
 
     The lookups and updates of tables are marked `## tables: …`; allocations within are those of tables.
 

@@ -1,4 +1,4 @@
-"""Keeps a run directory to one run: a file there that says whose it is, and whose time says that the run is alive.
+"""The lock of a run directory: one run at a time, and a stale lock is taken over.
 
 The lock of a run that has ended without releasing it is taken over: on the same machine the kernel tells at once, since
 the file is locked by `flock` too; from another machine the file's time has to stand still for a while; and runs that
@@ -30,7 +30,7 @@ _STALE_S = 120.0  # NFS may show times of other machines a minute late
 
 
 class RunLock:
-    """The lock of one process; until `take`, and on ranks that do not take one, it does nothing."""
+    """Lock of a run directory, kept alive by a thread; before `take`, and on ranks that take none, it does nothing."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -55,7 +55,7 @@ class RunLock:
         os.close(self._descriptor)
 
     def take(self, folder: Path, earlier: str | None = None) -> None:
-        """Take the lock of a run directory and keep it alive, by a thread.
+        """Lock a run directory, and keep the lock alive.
 
         Args:
             earlier: the `id` of the lock of an earlier start of this run, which has ended.
@@ -84,11 +84,11 @@ class RunLock:
 
     @property
     def id(self) -> str:
-        """What tells this lock from all others; empty until it is taken."""
+        """Identity of this lock among all others; empty before `take`."""
         return _parsed(self._content).get("id", "")
 
     def check(self, now: bool = False) -> None:
-        """Refuse to go on where the run directory is this run's no longer; without `now`, as of some seconds ago.
+        """Raise if the run directory is this run's no longer; without `now`, as of some seconds ago.
 
         Raises:
             UserError: it has been removed, or taken over by another run.

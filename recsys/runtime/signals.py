@@ -1,4 +1,4 @@
-"""Requests to end a run after its step: signals, and a file."""
+"""Stop requests: signals and a file that end a run after its current step."""
 
 import signal
 import time
@@ -14,13 +14,13 @@ _POLL_SECONDS = 1.0
 
 
 class Stoppable(Protocol):
-    """What takes the request to all ranks."""
+    """An object with a stop flag."""
 
     stop_requested: bool
 
 
 class StopRequests:
-    """Sets `stop_requested` of an object, and nothing else, so that ranks can agree on the step to end at.
+    """Sets the stop flag of an object on a signal or a file; ranks then agree on their last step.
 
     Args:
         target: whose flag is set.
@@ -33,7 +33,7 @@ class StopRequests:
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Take SIGTERM, SIGINT and SIGUSR2 for requests; a second SIGINT interrupts at once."""
+        """Treat SIGTERM, SIGINT and SIGUSR2 as requests; a second SIGINT interrupts at once."""
         before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
         try:
             yield
@@ -42,7 +42,7 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def requested(self) -> bool:
-        """Return whether this rank has been asked to end, having looked for the file, at most once a second."""
+        """Return whether this rank has been asked to stop; looks for the file once a second at most."""
         if self._file is not None and not self._target.stop_requested and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _POLL_SECONDS
             if self._file.exists():
@@ -51,7 +51,7 @@ class StopRequests:
         return self._target.stop_requested
 
     def request(self) -> None:
-        """Ask for the end."""
+        """Request the stop."""
         self._target.stop_requested = True
 
     def _handle(self, number: int, frame: Any) -> None:

@@ -1,4 +1,4 @@
-"""Do the installed packages go together? Asked before the heavy imports, which crash if they do not."""
+"""Version checks of the installed packages, before the heavy imports, which crash if they do not go together."""
 
 import os
 import platform
@@ -21,7 +21,7 @@ SETUP = "`bash scripts/setup.sh` installs a set that goes together (without a cl
 
 
 def installed_versions() -> dict[str, str]:
-    """Python's version and those of the packages that decide what a run does, for reports."""
+    """Return the versions of Python and of the packages that decide what a run does, for reports."""
     versions = {"python": platform.python_version()}
     for name in REPORTED:
         if version := _version(name):
@@ -30,7 +30,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str | int]:
-    """What was measured on, for reports: the processor's kind, its cores and the system; of a GPU, the run tells."""
+    """Return processor, cores and system, for reports."""
     kind = platform.machine()
     with suppress(OSError):
         models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
@@ -39,7 +39,7 @@ def machine() -> dict[str, str | int]:
 
 
 def check_versions() -> None:
-    """Raise a UserError that says which packages are missing or do not go together, and what to install."""
+    """Raise a UserError if packages are missing or do not go together; it says what to install."""
     versions = installed_versions()
     fbgemm = [name for name in FBGEMM if name in versions]
     _check_installed("torch", "torchrec", "pyarrow", "omegaconf", *(fbgemm or FBGEMM[:1]))
@@ -53,7 +53,7 @@ def check_versions() -> None:
 
 
 def exit_unless_installed(*names: str) -> None:
-    """End a script with a sentence, before it imports packages that are missing."""
+    """End a script with a sentence if packages are missing, before it imports them."""
     try:
         _check_installed(*names)
     except UserError as error:
@@ -127,6 +127,7 @@ def _join(parts: list[str]) -> str:
 
 
 def main() -> None:
+    """Print the installed versions, or end with what is wrong with them."""
     try:
         check_versions()
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Names the rank that is stuck, and in what, and ends the run in place of waiting for ever.
+"""Watchdog: names the rank that is stuck, and ends the run in place of waiting for ever.
 
 Every rank tells the others about once a second, through the store, what it is doing. It looks at what they tell only
 when it makes no progress itself. Ranks wait for each other in collectives, so all of them look stuck when one is; the
@@ -27,7 +27,7 @@ _LAST_RESORT_S = 20.0  # for an orderly end, before the process ends without one
 
 @dataclass
 class Beat:
-    """What a rank tells: where it is, for how many seconds, and how many collectives it has begun.
+    """Heartbeat of a rank: its place in the code, for how many seconds, and how many collectives it has begun.
 
     `number` grows with each beat. A rank that is not watched has no `age_s`.
     """
@@ -41,7 +41,7 @@ class Beat:
 
 
 class Watchdog:
-    """Watches the main thread of this rank, between the first `enter` and `rest`, and the other ranks.
+    """Watches this rank's main thread, between the first `enter` and `rest`, and the other ranks.
 
     Args:
         stuck_after_s: seconds without progress after which a rank is stuck; None: never.
@@ -85,12 +85,12 @@ class Watchdog:
             self._stacks.close()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note progress: the main thread now does `phase`, of step `step` or of the one given last."""
+        """Record progress: the main thread now does `phase`, of step `step` or of the last one given."""
         self._step = self._step if step is None else step
         self._phase, self._mark, self._watched = phase, time.monotonic(), True
 
     def rest(self) -> None:
-        """Watch this rank no longer, until the next `enter`."""
+        """Stop watching this rank until the next `enter`."""
         self._watched = False
 
     def _watch(self) -> None:

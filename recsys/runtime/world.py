@@ -1,4 +1,4 @@
-"""Rank, device, collectives, and an orderly end. The only module that reads rank variables."""
+"""World: rank, device and collectives of this process; the only module that reads rank variables."""
 
 import contextlib
 import gc
@@ -39,7 +39,7 @@ _LOST_PEER_SIGNS = (
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """This process among the others of a run.
 
     Attributes:
         rank, world_size: of all processes; local_world_size: how many of them are on this machine.
@@ -117,7 +117,7 @@ class World:
         return sum(group._get_sequence_number_for_group() for group in groups.values())  # type: ignore[attr-defined]
 
     def explain(self, error: Exception) -> Exception:
-        """Tell the other ranks of this rank's error; of one that follows from another's, return one that quotes that.
+        """Publish this rank's error; of one that follows from another rank's, return an error that quotes that.
 
         torchrun's summary shows only the ranks of its own machine, and there the cause may be missing.
         """
@@ -147,7 +147,7 @@ class World:
 
 
 def announce(store: dist.Store, rank: int, error: Exception) -> int:
-    """Tell all ranks of the error that ends this one, unless another rank was first; they find it at FAILURE_KEY.
+    """Publish the error that ends this rank under FAILURE_KEY, unless another rank was first.
 
     Returns:
         The rank that was first with this error.
@@ -199,7 +199,7 @@ def launch_identity() -> dict[str, Any]:
 def open_world(
     device: Device = Device.auto, num_threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[World]:
-    """Join the process group that the launcher describes, or make one of a single process; leave it in order.
+    """Join the process group that the launcher describes, or make one of a single process; leave it at the end.
 
     What holds tensors or collectives (model, pipeline, optimizers) must be released inside the block: gloo and
     NCCL threads that outlive the interpreter's objects abort the process after its last line.
@@ -240,7 +240,7 @@ def open_world(
 
 @contextlib.contextmanager
 def rehearse_world(world_size: int, local_world_size: int, device: torch.device) -> Iterator[World]:
-    """Stand in for rank 0 of any number of ranks, in this process alone: collectives do nothing.
+    """Fake rank 0 of any number of ranks in this process: collectives do nothing.
 
     For tensors without memory and for what only rank 0 does. A process group that is open already is left as it is,
     and must have as many ranks.
@@ -266,7 +266,7 @@ def num_cores() -> int:
 
 
 def batches_ahead(wanted: int | None, device: torch.device, local_world_size: int) -> int:
-    """Return how many batches a rank's thread puts together ahead of training: what is wanted, or the default.
+    """Return how many batches a thread collates ahead of training: `wanted`, or the default.
 
     Where a CPU run has no core to spare, what such a thread does takes as much from training, and twice that in waiting
     for the lock of Python: two gloo ranks on two cores trained a tenth faster without it.
@@ -353,7 +353,7 @@ def _agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: tim
 
 
 def as_lost_peer(error: Exception) -> LostPeerError | None:
-    """Return the error that says so when `error` is a collective broken by the end of another rank, else None."""
+    """Return a LostPeerError for the error of a broken collective; None for any other error."""
     text = str(error)
     if isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS):
         # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.

@@ -1,1 +1,1 @@
-"""AFTER TRAINING: what is done with a finished run."""
+"""After training: what is done with a finished run."""

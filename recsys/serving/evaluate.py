@@ -1,4 +1,4 @@
-"""`--evaluate`: the metrics of a run's model on other data, without training and without a change to the run."""
+"""Evaluation of a finished run on other data, without a change to the run."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ _CHANGEABLE = ("data.", "run.", "train.eval_batch_size", "model.top_k")
 
 
 def find_run(run: str, overrides: Sequence[str]) -> tuple[Config, Path, list[str]]:
-    """Return what `evaluate` takes: the run's config with some changes, its checkpoint, and the datasets to evaluate.
+    """Return the run's config with some changes, its checkpoint, and the datasets to evaluate.
 
     These are data.valid and data.test, or those of them that the overrides name.
 

@@ -1,1 +1,1 @@
-"""THE SHARDED HALF: tables for torchrec, their bytes, the sharding plan, sharded and replicated tables."""
+"""The sharded half: tables for torchrec, their bytes, the sharding plan, sharded and replicated tables."""

@@ -1,4 +1,4 @@
-"""What a piece of a table takes of memory, kind by kind, as FBGEMM lays it out."""
+"""Bytes of table shards by kind, as FBGEMM lays them out."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ _STATE = {
 
 @dataclass(frozen=True)
 class TableBytes:
-    """Bytes by kind, in device memory, host memory and on disk. On CPU the device's memory is the host's.
+    """Bytes of tables in device memory, host memory and on disk, by kind; on CPU the device is the host.
 
     Attributes:
         cache: rows of tables in host memory or on disk that the device holds; metadata: what keeps track of them.
@@ -53,23 +53,27 @@ class TableBytes:
 
     @property
     def weight(self) -> int:
+        """Bytes of weights, wherever they are."""
         return self.device_weight + self.host_weight + self.disk_weight
 
     @property
     def optimizer(self) -> int:
+        """Bytes of optimizer state, wherever it is."""
         return self.device_optimizer + self.host_optimizer
 
     @property
     def device(self) -> int:
+        """Bytes in device memory."""
         return self.device_weight + self.device_optimizer + self.device_cache + self.device_metadata
 
     @property
     def host(self) -> int:
+        """Bytes in host memory."""
         return self.host_weight + self.host_optimizer
 
 
 def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str) -> TableBytes:
-    """Return what `rows` × `columns` of a table take, without the cache of `fused_uvm_caching`.
+    """Return the bytes of `rows` × `columns` of a table, without the cache of `fused_uvm_caching`.
 
     Args:
         kernel: name of the compute kernel, as in a plan.
@@ -105,7 +109,7 @@ def _lookup_groups(config: Config, pieces: Iterable[Shard]) -> list[list[Shard]]
 
 
 def cache_bytes(config: Config, pieces: Iterable[Shard]) -> TableBytes:
-    """Return what the caches of a rank's pieces take: one for each group, each slot as wide as its widest table."""
+    """Return the bytes of a rank's caches: one for each group of tables, each slot as wide as the widest of them."""
     cached = (ComputeKernel.fused_uvm_caching.value, ComputeKernel.key_value.value)
     groups = ([p for p in group if p.compute_kernel in cached] for group in _lookup_groups(config, pieces))
     return sum((_cache_of(config, group) for group in groups if group), TableBytes())
@@ -124,7 +128,7 @@ def _cache_of(config: Config, pieces: list[Shard]) -> TableBytes:
 
 
 def rank_tables(config: Config, pieces: Iterable[Shard], rank: int) -> dict[str, TableBytes]:
-    """Return the bytes of each table with a piece on `rank`, without caches, which tables share."""
+    """Return the bytes of each table with a shard on `rank`, without caches, which tables share."""
     found: dict[str, TableBytes] = {}
     for piece in pieces:
         if piece.rank == rank:

@@ -1,4 +1,4 @@
-"""torchrec's planner, with the bytes that tables really take, and a search that ends soon for hundreds of tables."""
+"""Sharding plans by torchrec's planner, with exact bytes and a search bounded for hundreds of tables."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -48,7 +48,7 @@ _ENOUGH = 1 << 60  # bytes, where a plan is made to see how much it takes
 def make_plan(
     step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool = True
 ) -> ShardingPlan:
-    """Return a plan for the tables of `step`: the fastest that torchrec's estimates know among those that fit.
+    """Return the fastest plan, by torchrec's estimates, that fits into memory.
 
     The same tables, config and topology give the same plan.
 
@@ -167,7 +167,7 @@ class _Storage(ShardEstimator):
 
 
 def table_constraints(config: Config, table: str, topology: Topology) -> ParameterConstraints:
-    """Return what the config asks of a table, in torchrec's terms."""
+    """Return a table's constraints for torchrec's planner."""
     choice = config.tables[table].sharding_type
     types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, topology.world_size)
     num_features = sum(feature.table == table for feature in config.features.values())

@@ -1,4 +1,4 @@
-"""Tables that every rank holds whole, trained by the same rules as FBGEMM trains sharded ones."""
+"""Replicated tables: every rank holds them whole, and trains them by FBGEMM's rules."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 @dataclass
 class ReplicatedTable:
-    """One table.
+    """One replicated table with the state of its optimizer.
 
     Attributes:
         weights: [num_embeddings, embedding_dim] FP32 or FP16, the lookup's own memory.
@@ -39,7 +39,7 @@ class ReplicatedTable:
             self.state[_STATE] = torch.zeros(shapes[self.optimizer.name], device=self.weights.device)
 
     def set_learning_rate(self, rate: float) -> None:
-        """Let the next updates have this rate."""
+        """Set the learning rate of the next updates."""
         self.learning_rate = rate
 
 

@@ -1,4 +1,4 @@
-"""The sharding plan, and the model wrapped to run on it."""
+"""Sharding: plans from files, and the model wrapped to run on a plan."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +47,7 @@ class TableSharder(EmbeddingBagCollectionSharder):
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Return all sharding types, by their names in plans."""
         return [choice.value for choice in ShardingChoice if choice is not ShardingChoice.auto]
 
 
@@ -60,7 +61,7 @@ def _sharders(config: Config) -> list[Any]:
 
 
 def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: bool = True) -> ShardingPlan:
-    """Return the plan that `run.plan` names, else the one that `make_plan` finds for the tables of `step`.
+    """Return the plan of the file `run.plan`, or else one that `make_plan` makes for the tables of `step`.
 
     Raises:
         UserError: when the tables fit under no plan that the config allows, or the plan in the file is
@@ -72,7 +73,7 @@ def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: b
 
 
 def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
-    """Write a plan as JSON: the number of ranks, and every piece of every table."""
+    """Write a plan as JSON: the number of ranks, and every shard of every table."""
     content = {"world_size": world_size, "shards": [asdict(piece) for piece in pieces]}
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
@@ -179,7 +180,7 @@ def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology)
 
 
 def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:
-    """Yield every piece of every table of a plan; a replicated table is a piece on each rank."""
+    """Yield every shard of every table of a plan; a replicated table has one on each rank."""
     found = {config_name(name): sharding for module in plan.plan.values() for name, sharding in module.items()}
     for table, settings in config.tables.items():
         sharding = found[table]
@@ -231,7 +232,7 @@ def table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def table_tensors(model: DistributedModelParallel) -> dict[str, Any]:
-    """Return the weights of the tables by name, as ShardedTensors, or tensors where every rank holds all of a table."""
+    """Return the weights of the tables by name: a ShardedTensor, or a tensor of a replicated table."""
     return {_table_of(key): value for key, value in model.state_dict().items() if _is_table(key)}
 
 
@@ -269,7 +270,7 @@ def replicated_tables(model: DistributedModelParallel, config: Config) -> Replic
 def learning_rate_setters(
     model: DistributedModelParallel, replicated: ReplicatedTables
 ) -> list[tuple[str, Callable[[float], None]]]:
-    """Return what sets the learning rate of each table on this rank, after the table's name."""
+    """Return setters of the learning rate of the tables on this rank, each with a table's name."""
     setters: list[tuple[str, Callable[[float], None]]] = [
         (table.name, table.set_learning_rate) for table in replicated.tables
     ]
@@ -279,7 +280,7 @@ def learning_rate_setters(
 
 
 def iteration_setters(model: DistributedModelParallel, config: Config) -> list[Callable[[int], None]]:
-    """Return what sets the number of updates done, for each kernel on this rank whose optimizer corrects by it.
+    """Return setters of the update count, for each kernel on this rank whose optimizer corrects by it.
 
     FBGEMM counts its own forward passes, and takes those of evaluations and of steps that were left out for updates.
     """

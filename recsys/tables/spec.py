@@ -1,4 +1,4 @@
-"""Table configs to torchrec's, and initial weights that depend on (seed, table, row, column) alone."""
+"""Tables in torchrec's terms, and initial weights that depend on (seed, table, row, column) alone."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ _CHUNK_ELEMENTS = 1 << 16  # small, since glibc keeps what temporaries of megaby
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's piece of a table: rows `offset[0]` … and columns `offset[1]` …, `size` (rows, columns)."""
+    """Part of a table on one rank: rows `offset[0]` … and columns `offset[1]` …, `size` (rows, columns)."""
 
     table: str
     rank: int
@@ -35,7 +35,7 @@ class Shard:
 
 
 def local_pieces(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
-    """Yield the pieces on this rank, each with its offsets, of a ShardedTensor or of a tensor that all ranks hold."""
+    """Yield the local tensors of a ShardedTensor, or a tensor that all ranks hold, each with its offsets."""
     if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
         yield value, (0,) * value.dim()
     else:

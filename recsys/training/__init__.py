@@ -1,1 +1,1 @@
-"""A RUN: from its config to its result, with training loop, evaluation and resume."""
+"""A run from its config to its result, with training loop, evaluation and resume."""

@@ -1,4 +1,4 @@
-"""From a config and its datasets to the sharded model with its optimizers."""
+"""Building the sharded model with its optimizers from a config and its datasets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from recsys.tables.spec import (
 
 @dataclass
 class Built:
-    """The sharded model and what trains it.
+    """A sharded model with its optimizers.
 
     Attributes:
         pieces: every piece of every table, on any rank.
@@ -52,10 +52,12 @@ class Built:
 
     @property
     def step(self) -> Any:
+        """The unsharded training step inside `model`."""
         return self.model.module
 
     @property
     def dense_model(self) -> torch.nn.Module:
+        """The dense part of the model."""
         return self.step.dense.model
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of the model on a dataset, through the same sharded tables."""
+"""Evaluation of a model on datasets, through the same sharded tables."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing

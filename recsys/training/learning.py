@@ -1,4 +1,4 @@
-"""What a run has to know of its training data before a model is built, learned from them or from where it starts."""
+"""Facts of the training data that a model needs before it is built: learned, or taken from where it starts."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,7 +23,7 @@ _log = getLogger("recsys")
 
 
 def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> Inputs:
-    """Return the inputs with their facts, and a config whose vocabulary tables have the rows that these need.
+    """Return the inputs with their facts, and with a config whose vocabulary tables have as many rows as they need.
 
     Args:
         run_dir: where the facts are kept, for when the run goes on.

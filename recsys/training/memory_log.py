@@ -1,4 +1,4 @@
-"""Joins a run's prediction to what it took, and writes both when the run ends, however it ends."""
+"""Memory reports of a run in progress: prediction and measurement, written at its end, however it ends."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from recsys.training.trainer import Trainer
 
 
 class MemoryLog:
-    """The memory reports of a run in progress; made on every rank, before the first step.
+    """Writer of a run's memory reports; made on every rank before the first step.
 
     Args:
         folder: RUN/memory; reports of an earlier start of the run are removed.
@@ -47,7 +47,7 @@ class MemoryLog:
         return prediction, layer_page(config, prediction.data, prediction.dense.rows)
 
     def write(self, status: str) -> dict[str, Any]:
-        """Write this rank's report, which is returned, and on rank 0 the pages over all ranks; collective."""
+        """Write and return this rank's report, and on rank 0 the pages over all ranks; collective."""
         world, report = self._inputs.world, self._report(status)
         world.agree(lambda: write_rank(self._folder, report))
         self._timeline.close()
@@ -55,7 +55,7 @@ class MemoryLog:
         return report
 
     def write_alone(self, status: str, extra: dict[str, Any]) -> None:
-        """Write this rank's report and the pages over those that there are, after a failure that others may share.
+        """Write this rank's report and the pages over those there are, after a failure that others may share.
 
         Args:
             extra: further parts of the report.

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: result.json, and the lines that close its log."""
+"""The end of a run: result.json, and the lines that close its log."""
 
 import os
 import shlex
@@ -23,7 +23,7 @@ _PLACE_KEYS = ("run.dir=", "run.resume=", "run.overwrite=")
 
 
 def run_result(inputs: Inputs, fitted: FitResult, reports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return what result.json holds.
+    """Return the content of result.json.
 
     Args:
         reports: of memory, of every rank.
@@ -75,7 +75,7 @@ def _data_report(inputs: Inputs, fitted: FitResult) -> dict[str, Any]:
 
 
 def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir: Path, go_on: str) -> list[str]:
-    """Return the last lines of the log: metrics by dataset, the peak of memory, where all of it is, how to go on.
+    """Return the last lines of the log: metrics, the peak of memory, where results are, how to go on.
 
     Args:
         reports: of memory, of every rank. go_on: for a run that was stopped.

@@ -1,4 +1,4 @@
-"""Where training starts: at the beginning, at a checkpoint of the same run, or with another run's weights."""
+"""The start of training: from the beginning, a checkpoint of the same run, or another run's weights."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from recsys.training.build import Built
 
 
 class Starting:
-    """Brings a built model to its start.
+    """Loads what a built model starts from.
 
     Args:
         source: what it starts from, if anything.
@@ -31,7 +31,7 @@ class Starting:
         self._datasets, self._built, self._source, self._run_dir = inputs.datasets, built, source, run_dir
 
     def state(self) -> TrainState:
-        """Load what there is to load, and return where training stands; collective.
+        """Load weights, optimizers and position; return the training state; collective.
 
         Raises:
             UserError: the source is of other data or tables.

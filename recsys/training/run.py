@@ -1,4 +1,4 @@
-"""One run from its config to its result: the run directory, training, the reports."""
+"""A run from its config to its result: the run directory, training, the reports."""
 
 import shutil
 import time

@@ -1,4 +1,4 @@
-"""The training loop: steps, evaluation, checkpoints, an orderly stop."""
+"""The training loop: steps, evaluations, checkpoints, an orderly stop."""
 
 import math
 import time
@@ -39,7 +39,7 @@ from recsys.training.resume import Starting
 
 
 class TimedIterator(Iterator[Batch]):
-    """Passes batches on and adds up the time that the training thread waited for them."""
+    """Iterator of batches that adds up the time the training thread waits for them."""
 
     def __init__(self, batches: Iterator[Batch], enter_phase: Callable[..., None] = ignore_phase) -> None:
         self._batches, self._enter_phase = batches, enter_phase
@@ -57,7 +57,7 @@ class TimedIterator(Iterator[Batch]):
 
 @dataclass
 class FitResult:
-    """How the training went.
+    """Result of training: metrics, state and speed.
 
     Attributes:
         metrics: of the last evaluation of each dataset; stopped: a signal ended it early.
@@ -131,7 +131,7 @@ class Trainer:
         self._progress = Progress(self._num_steps, state.step, *window)
 
     def fit(self) -> FitResult:
-        """Train, evaluate, save; return how it went.
+        """Train, evaluate and save; return the result.
 
         Raises:
             UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
