@@ -16,7 +16,7 @@ from recsys.errors import UserError
 KEY = "config key 'data.filter'"
 BY_DATASET = "a filter of one data set alone is written as data.filter={train: …}"
 
-_KERNELS: dict[str, Callable[..., Any]] = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "==": pc.equal,
     "!=": pc.not_equal,
     "<": pc.less,
@@ -118,7 +118,7 @@ class Condition:
         if self.operator == "not":
             return pc.invert(self.parts[0].mask(table))
         if self.parts:
-            return reduce(_KERNELS[self.operator], (part.mask(table) for part in self.parts))
+            return reduce(KERNELS[self.operator], (part.mask(table) for part in self.parts))
         column = table.column(self.column)
         if self.operator == "is None":
             return pc.is_null(column)
@@ -127,11 +127,11 @@ class Condition:
         pair = [_of_values(each, lambda values: values) for each in (column, table.column(self.value))]
         if pair[0].type != pair[1].type:  # numbers of two types; the kernel refuses large ones
             pair = [each.cast(pa.float64(), safe=False) for each in pair]
-        return _KERNELS[self.operator](*pair)
+        return KERNELS[self.operator](*pair)
 
     def _test(self, values: pa.Array) -> pa.Array:
         if self.operator != "in":
-            return _KERNELS[self.operator](values, self.value)
+            return KERNELS[self.operator](values, self.value)
         kinds = {scalar.type for scalar in self.value}
         literals = pa.array([scalar.as_py() for scalar in self.value], kinds.pop() if len(kinds) == 1 else pa.int64())
         # The kernel says false for null, and `not in` would take it.
@@ -167,7 +167,7 @@ def _check_pair(operator: str, left: str, left_kind: pa.DataType, right: str, ri
     try:
         if len(kinds) == 2 and not all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in kinds):
             raise pa.ArrowInvalid
-        _KERNELS[operator](pa.array([], left_kind), pa.array([], right_kind))
+        KERNELS[operator](pa.array([], left_kind), pa.array([], right_kind))
     except pa.ArrowException as error:
         raise UserError(
             f"{KEY}: columns '{left}' ({left_kind}) and '{right}' ({right_kind}) cannot be compared with each other; "
@@ -190,7 +190,7 @@ def _bound(column: str, kind: pa.DataType, operator: str, literal: Any) -> tuple
         if type(literal) not in types or (pa.types.is_boolean(kind) and literal not in (0, 1)):
             raise TypeError(kind)
         scalar = _scalar(kind, literal)
-        _KERNELS[operator](pa.array([], kind), scalar)
+        KERNELS[operator](pa.array([], kind), scalar)
         return operator, scalar
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise UserError(
@@ -241,6 +241,6 @@ def _may_hold(operator: str, known: Bounds, literal: pa.Scalar) -> np.ndarray:
     """Return in which row groups some value may compare so."""
     if operator == "==":
         return _may_hold("<=", known, literal) & _may_hold(">=", known, literal)
-    least, most = (pc.fill_null(_KERNELS[operator](end, literal), True) for end in (known.least, known.most))
+    least, most = (pc.fill_null(KERNELS[operator](end, literal), True) for end in (known.least, known.most))
     ends = {"<": least, "<=": least, ">": most, ">=": most, "!=": pc.or_(least, most)}
     return ends[operator].to_numpy(zero_copy_only=False)

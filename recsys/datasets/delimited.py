@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +13,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.datasets.writer import ROW_GROUP_ROWS, SPLITS, PartWriter, check_column, hash_uniform, replacing, rows_where
+from recsys.data.conditions import KERNELS
+from recsys.datasets.writer import (
+    ROW_GROUP_ROWS,
+    SPLITS,
+    PartWriter,
+    check_column,
+    hash_uniform,
+    part_paths,
+    replacing,
+    rows_where,
+)
 from recsys.errors import UserError
 from recsys.ids import hash_column
 
@@ -28,14 +38,6 @@ TYPES = {
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
-COMPARE = {
-    ">=": pc.greater_equal,
-    "<=": pc.less_equal,
-    "==": pc.equal,
-    "!=": pc.not_equal,
-    ">": pc.greater,
-    "<": pc.less,
-}
 
 
 @dataclass
@@ -85,7 +87,7 @@ def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -
     writers: dict[str, PartWriter] = {}
     with ExitStack() as stack:
         for name in cut.names:
-            writer = PartWriter(folder / name, reader.schema, options.row_group_rows, options.rows_per_file)
+            writer = PartWriter(part_paths(folder / name), reader.schema, options.row_group_rows, options.rows_per_file)
             writers[name] = stack.enter_context(writer)
         first_row = 0
         for batch in reader.batches():
@@ -161,14 +163,14 @@ class _Reader:
         if set(reader.schema.names) != set(self.names):
             found, wanted = ", ".join(reader.schema.names), ", ".join(self.names)
             raise UserError(f"{path} has columns {found}, but {self.inputs[0]} has {wanted}")
-        with reader, self._told(path):
+        with reader, _told(path):
             for batch in reader:
                 rows = batch if self.options.where is None else rows_where(batch, self.options.where)
                 yield rows.select(names)
 
     def _open(self, path: Path) -> pa.csv.CSVStreamingReader:
         options = self.options
-        with self._told(path):
+        with _told(path):
             return pa.csv.open_csv(
                 path,
                 # Without threads Arrow can name the row of a bad value.
@@ -180,9 +182,6 @@ class _Reader:
                     strings_can_be_null=True,
                 ),
             )
-
-    def _told(self, path: Path) -> _Told:
-        return _Told(path, self.options)
 
     def _convert(self, batch: pa.RecordBatch, path: Path) -> pa.RecordBatch:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -196,20 +195,15 @@ class _Reader:
         return pa.RecordBatch.from_pydict(columns)
 
 
-class _Told:
-    """Turns Arrow's complaints inside the block into a UserError that names the file and a remedy."""
-
-    def __init__(self, path: Path, options: CsvOptions):
-        self.path, self.options = path, options
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (pa.ArrowInvalid, OSError)):
-            message = " ".join(str(error).split())
-            hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
-            raise UserError(f"{self.path}: {message}{hint}") from None
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Turn Arrow's complaints inside the block into a UserError that names the file and a remedy."""
+    try:
+        yield
+    except (pa.ArrowInvalid, OSError) as error:
+        message = " ".join(str(error).split())
+        hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
+        raise UserError(f"{path}: {message}{hint}") from None
 
 
 def split_list(column: pa.Array, separator: str, kind: pa.DataType) -> pa.ListArray:
@@ -233,7 +227,7 @@ class _Label:
         if not match:
             raise UserError(f"--label {condition!r} is not COLUMN OPERATOR VALUE, as in rating>=4")
         self.column, operator, self.value = match.groups()
-        self.compare = COMPARE[operator]
+        self.compare = KERNELS[operator]
         check_column(self.column, names)
         if LABEL in names:
             raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +23,28 @@ from recsys.data.conditions import KEY
 from recsys.data.filters import parse_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import hash_integers
+from recsys.runtime.files import replacing as replacing_file
 
 MARKER = "prepared.json"
 ROW_GROUP_ROWS = 65536
 SPLITS = ("train", "valid", "test")
 
 
-class ParquetSink:
-    """One Parquet file under construction: zstd, page checksums, row groups of equal size.
+class PartWriter:
+    """Rows into Parquet files, ``rows_per_file`` in each: zstd, page checksums, row groups of equal size.
 
-    The file appears under its name only when it is whole: it is written beside it under a hidden
-    temporary name, which is removed if the ``with`` block ends by an exception.
+    Row groups never cross files, so the last one of a file may be short. Used as a context manager; whoever gives the
+    paths drops the files if the block ends by an exception.
     """
 
-    def __init__(self, path: Path, schema: pa.Schema, row_group_rows: int = ROW_GROUP_ROWS):
-        if row_group_rows < 1:
-            raise UserError(f"row group rows must be at least 1, got {row_group_rows}")
-        self.path, self.schema, self.row_group_rows = path, schema, row_group_rows
+    def __init__(self, paths: Iterable[Path], schema: pa.Schema, row_group_rows: int, rows_per_file: int = sys.maxsize):
+        self.schema, self.row_group_rows, self.rows_per_file = schema, row_group_rows, rows_per_file
         self.num_rows = 0
+        self._paths = iter(paths)
         self._pending: list[pa.Table] = []
         self._pending_rows = 0
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = pq.ParquetWriter(self._temporary, schema, compression="zstd", write_page_checksum=True)
+        self._file: pq.ParquetWriter | None = None
+        self._room = 0  # for rows in the file
 
     def write(self, rows: pa.Table | pa.RecordBatch) -> None:
         """Append rows of ``schema``; whole row groups go to disk, the rest waits in memory."""
@@ -51,114 +52,66 @@ class ParquetSink:
         self._pending.append(table)
         self._pending_rows += table.num_rows
         self.num_rows += table.num_rows
-        if self._pending_rows >= self.row_group_rows:
-            self._flush(self._pending_rows // self.row_group_rows * self.row_group_rows)
+        while self._pending_rows >= min(self.row_group_rows, self._room or self.rows_per_file):
+            self._flush()
 
-    def _flush(self, count: int) -> None:
+    def _flush(self) -> None:
+        """Write a row group."""
+        if self._file is None:
+            path = next(self._paths)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = pq.ParquetWriter(path, self.schema, compression="zstd", write_page_checksum=True)
+            self._room = self.rows_per_file
         table = pa.concat_tables(self._pending)
-        self._writer.write_table(table.slice(0, count), self.row_group_rows)
-        self._pending = [table.slice(count)]
-        self._pending_rows -= count
-
-    def close(self) -> None:
-        """Write what is pending and give the file its name."""
-        if self._pending_rows:
-            self._flush(self._pending_rows)
-        self._writer.close()
-        os.replace(self._temporary, self.path)
-
-    def abandon(self) -> None:
-        """Drop the file."""
-        self._writer.close()
-        self._temporary.unlink(missing_ok=True)
-
-    def __enter__(self) -> ParquetSink:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abandon()
-
-
-class PartWriter:
-    """Rows into ``folder/part-00000.parquet``, ``part-00001.parquet`` …, ``rows_per_file`` in each.
-
-    Row groups never cross files, so the last one of a file may be short. Used as a context manager.
-    """
-
-    def __init__(self, folder: Path, schema: pa.Schema, row_group_rows: int, rows_per_file: int):
-        self.folder, self.schema = folder, schema
-        self.row_group_rows, self.rows_per_file = row_group_rows, rows_per_file
-        self.num_rows = 0
-        self._num_files = 0
-        self._file: ParquetSink | None = None
-
-    def write(self, rows: pa.Table | pa.RecordBatch) -> None:
-        """Append rows of ``schema``, starting new files as they fill."""
-        start = 0
-        while start < rows.num_rows:
-            if self._file is None:
-                path = self.folder / f"part-{self._num_files:05d}.parquet"
-                self._file = ParquetSink(path, self.schema, self.row_group_rows)
-                self._num_files += 1
-            piece = rows.slice(start, self.rows_per_file - self._file.num_rows)
-            self._file.write(piece)
-            start += piece.num_rows
-            if self._file.num_rows == self.rows_per_file:
-                self._file.close()
-                self._file = None
-        self.num_rows += rows.num_rows
-
-    def close(self) -> None:
-        """Finish the last file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        group = table.slice(0, min(self.row_group_rows, self._room))
+        self._file.write_table(group, self.row_group_rows)
+        self._pending, self._pending_rows = [table.slice(len(group))], len(table) - len(group)
+        self._room -= len(group)
+        if not self._room:
+            self._file = self._file.close()
 
     def __enter__(self) -> PartWriter:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self.close()
-        elif self._file is not None:
-            self._file.abandon()
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None and self._pending_rows:
+            self._flush()
+        if self._file is not None:
+            self._file.close()
+
+
+def part_paths(folder: Path) -> Iterator[Path]:
+    """Yield ``folder/part-00000.parquet``, ``part-00001.parquet`` …"""
+    return (folder / f"part-{number:05d}.parquet" for number in count())
 
 
 def write_parquet(
-    data: pa.Table | Iterable[pa.RecordBatch | pa.Table],
-    path: str | os.PathLike[str],
-    row_group_rows: int = ROW_GROUP_ROWS,
+    data: pa.Table | Iterable[pa.RecordBatch | pa.Table], path: Path, row_group_rows: int = ROW_GROUP_ROWS
 ) -> int:
     """Write a table, or a stream of batches of one schema, as one Parquet file; return its rows.
 
     zstd, CRC32 on every page, ``row_group_rows`` rows a group (the last may be short). The name
-    appears only when the file is whole. Raises UserError for a stream without a single batch, whose
-    schema is unknown.
+    appears only when the file is whole.
     """
-    batches = iter([data] if isinstance(data, pa.Table) else data)
-    first = next(batches, None)
-    if first is None:
-        raise UserError(f"{path}: there is nothing to write, not even a schema")
-    with ParquetSink(Path(path), first.schema, row_group_rows) as file:
-        file.write(first)
-        for batch in batches:
-            file.write(batch)
-    return file.num_rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing_file(path) as aside:
+        return _write([data] if isinstance(data, pa.Table) else data, [aside], row_group_rows)
 
 
 def write_parts(
     tables: Iterable[pa.Table | pa.RecordBatch], folder: Path, row_group_rows: int, rows_per_file: int
 ) -> None:
     """Write a stream of at least one table, all of one schema, as part files of ``folder``."""
+    _write(tables, part_paths(folder), row_group_rows, rows_per_file)
+
+
+def _write(tables: Iterable[pa.Table | pa.RecordBatch], paths: Iterable[Path], *sizes: int) -> int:
     stream = iter(tables)
     first = next(stream)
-    with PartWriter(folder, first.schema, row_group_rows, rows_per_file) as writer:
-        writer.write(first)
-        for table in stream:
+    with PartWriter(paths, first.schema, *sizes) as writer:
+        for table in chain([first], stream):
             writer.write(table)
+    return writer.num_rows
 
 
 def read_marker(out: Path) -> dict[str, Any] | None:
@@ -232,22 +185,26 @@ def check_column(name: str, names: list[str]) -> None:
 
 def columns_where(where: str | None) -> list[str]:
     """The columns that --where names, sorted. Raises UserError for what is no filter (see ``parse_filter``)."""
-    try:
+    with _told_of_where():
         return sorted(parse_filter(where).columns()) if where is not None else []
-    except UserError as error:
-        raise UserError(str(error).replace(KEY, "--where")) from None
 
 
 def rows_where(rows: pa.Table | pa.RecordBatch, where: str) -> pa.Table | pa.RecordBatch:
     """The rows for which the filter --where is true. Raises UserError where it does not go with the columns."""
-    for name in columns_where(where):
-        check_column(name, rows.schema.names)
     table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
+    with _told_of_where():
+        condition = parse_filter(where)
+        for name in sorted(condition.columns()):
+            check_column(name, rows.schema.names)
+        return rows.filter(condition.bind(rows.schema).mask(table).combine_chunks())
+
+
+@contextmanager
+def _told_of_where() -> Iterator[None]:
     try:
-        mask = parse_filter(where).bind(rows.schema).mask(table)
+        yield
     except UserError as error:
         raise UserError(str(error).replace(KEY, "--where")) from None
-    return rows.filter(mask.combine_chunks())
 
 
 def hash_uniform(keys: np.ndarray, seed: int) -> np.ndarray:
