@@ -1,9 +1,11 @@
 """Parquet files of a dataset: opening them all, and reading pieces of row groups."""
 
+import logging
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,11 +19,13 @@ from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import Known, load_footers, save_footers
 from recsys.data.footers import Footer, FooterParser, file_keys, read_footers
 from recsys.data.order import RowGroups, Segment
-from recsys.data.selection import Counter, certain_rows, count_in_threads, count_rows, prune_by_path
+from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import BadDataError, Files, find_files
 from recsys.errors import UserError
 
 __all__ = ["BadDataError", "Dataset", "ReadOptions", "SegmentReader", "open_dataset", "read_column", "read_head"]
+
+logger = logging.getLogger("recsys")
 
 CACHED_ROW_GROUPS = 2  # by a reader, of those that are read in parts
 
@@ -33,7 +37,6 @@ def open_dataset(
     max_rows: int | None = None,
     filter: str | None = None,
     options: ReadOptions | None = None,
-    count: Counter = count_in_threads,
     cache: Path | None = None,
 ) -> Dataset:
     """Find files, read their footers, and count the rows that match the filter.
@@ -47,8 +50,6 @@ def open_dataset(
         max_rows: use the first rows only, of those that match the filter.
         filter: expression that rows must match; see `parse_filter`.
         options: how to read.
-        count: called as count(n, count_one), returns count_one(0) … count_one(n - 1) as int64 [n]. `count_one` can be
-            pickled, so the row groups may be counted on other ranks.
         cache: file that keeps what the footers say and the counts, so that a resumed run reads only footers of files
             that have changed. One for each dataset.
 
@@ -73,7 +74,7 @@ def open_dataset(
         advice = f"; {BY_DATASET}" if condition else ""
         raise UserError(f"config key '{key}': the Parquet files of '{shown}'{some} hold no rows{advice}")
     if condition is not None:
-        matching = _matching(condition, dataset, files_left, footers, count)
+        matching = _matching(condition, dataset, files_left, footers)
         by_file = np.split(matching, np.cumsum([len(footer.num_rows) for footer in footers])[:-1])
         footers = [replace(each, matching=rows.tolist()) for each, rows in zip(footers, by_file, strict=True)]
     found = dict(zip(file_keys(files_left), footers, strict=True))
@@ -86,15 +87,17 @@ def open_dataset(
     return _narrowed(dataset, matching)
 
 
-def _matching(
-    condition: Condition, dataset: Dataset, files: Files, footers: Sequence[Footer], count: Counter
-) -> np.ndarray:
+def _matching(condition: Condition, dataset: Dataset, files: Files, footers: Sequence[Footer]) -> np.ndarray:
     """Return how many rows of each row group match, int64, counting where the footers do not tell."""
-    schema = dataset.filter_schema
+    schema, groups = dataset.filter_schema, dataset.row_groups
     matching = certain_rows(condition.bind(schema), schema, files, footers, dataset.layouts)
-    is_open = matching < 0
-    if is_open.any():
-        matching[is_open] = count_rows(_narrowed(dataset, np.where(is_open, dataset.stored_rows, 0)), count)
+    unknown = np.flatnonzero(matching < 0)
+    if len(unknown):
+        logger.info("%s: counting the rows that match the filter in %d row groups", dataset.key, len(unknown))
+        decoder = Decoder(dataset, [])
+        paths = [groups.paths[file] for file in groups.file[unknown]]
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "count") as pool:
+            matching[unknown] = list(pool.map(decoder.count, paths, groups.index[unknown].tolist()))
     return matching
 
 

@@ -1,10 +1,6 @@
-"""Which row groups have rows that match a filter, and how many: by partitions, by statistics, then by counting."""
+"""Which row groups have rows that match a filter, and how many: by partitions, then by statistics."""
 
-import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,40 +8,11 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.data.conditions import Bounds, Condition
-from recsys.data.dataset import Dataset
-from recsys.data.decode import Decoder
 from recsys.data.footers import FileKey, Footer, FooterParser, file_keys, read_footer
 from recsys.data.sources import Files, partition_keys
 from recsys.data.thrift import Statistics
 
-logger = logging.getLogger("recsys")
-
-Counter = Callable[[int, Callable[[int], int]], np.ndarray]
 _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-
-
-class CountRows:
-    """Counts the rows of the i-th row group that match the filter. It can be pickled, to count on other ranks."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._dataset = dataset
-
-    def __reduce__(self) -> tuple[type, tuple[Dataset]]:
-        return CountRows, (self._dataset,)
-
-    @cached_property
-    def _decoder(self) -> Decoder:
-        return Decoder(self._dataset, [])
-
-    def __call__(self, i: int) -> int:
-        groups = self._dataset.row_groups
-        return self._decoder.count(groups.paths[groups.file[i]], int(groups.index[i]))
-
-
-def count_in_threads(num_row_groups: int, count_one: Callable[[int], int]) -> np.ndarray:
-    """Return the counts of row groups 0 … `num_row_groups` - 1, int64, found in this process."""
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "count") as pool:
-        return np.array(list(pool.map(count_one, range(num_row_groups))), np.int64)
 
 
 def prune_by_path(
@@ -95,15 +62,6 @@ def certain_rows(
     counted = [footer.matching or [-1] * len(footer.num_rows) for footer in footers]
     before = np.array(list(chain.from_iterable(counted)), np.int64)
     return np.where(before >= 0, before, matching)
-
-
-def count_rows(dataset: Dataset, count: Counter) -> np.ndarray:
-    """Return how many rows of each row group of a dataset match its filter, int64."""
-    num_row_groups = len(dataset.row_groups)
-    logger.info("%s: counting the rows that match the filter in %d row groups", dataset.key, num_row_groups)
-    counts = np.asarray(count(num_row_groups, CountRows(dataset)), np.int64)
-    assert counts.shape == (num_row_groups,), counts.shape
-    return counts
 
 
 def _statistics(footer: Footer, layout: pa.Schema, name: str, field: pa.Field) -> list[Statistics]:

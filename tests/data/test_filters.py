@@ -1,16 +1,15 @@
 """Filters: their syntax, nulls, row groups left out by statistics, counting, and the cache of both."""
 
 import datetime as dt
-import pickle
 import random
 from decimal import Decimal
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.data.decode import Decoder
 from recsys.data.filters import parse_filter
 from recsys.data.parquet import Dataset, SegmentReader, open_dataset, read_column, read_head
 from recsys.errors import UserError
@@ -134,7 +133,7 @@ def test_rows_that_match(tmp_path, text, expected):
         assert read_head(dataset, 1)["row"].to_pylist() == expected[:1]
 
 
-def test_row_groups_of_one_row_are_decided_by_statistics(tmp_path):
+def test_row_groups_of_one_row_are_decided_by_statistics(tmp_path, monkeypatch):
     """What the statistics of a single value say is exact, but for NaN and types that have none."""
     write(tmp_path / "a.parquet", TABLE, row_group_rows=1)
     for text, _ in CASES:
@@ -142,10 +141,11 @@ def test_row_groups_of_one_row_are_decided_by_statistics(tmp_path):
         if columns & {"f", "l", "n", "null", "a2"}:
             continue
 
-        def none(n: int, count_one) -> np.ndarray:
+        def none(*_) -> int:
             raise AssertionError(f"'{text}' is counted")  # noqa: B023
 
-        open_filtered(tmp_path, text, count=none)
+        monkeypatch.setattr(Decoder, "count", none)
+        open_filtered(tmp_path, text)
 
 
 BAD = [
@@ -249,7 +249,7 @@ def kleene(a, b, wins: bool):
     return wins if wins in (a, b) else None if None in (a, b) else not wins
 
 
-def test_random_filters(tmp_path):
+def test_random_filters(tmp_path, monkeypatch):
     rng = random.Random(1)
     everything = []
     for number in range(4):
@@ -272,18 +272,21 @@ def test_random_filters(tmp_path):
         everything += [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     found = counted = 0
 
-    def count(n: int, count_one) -> np.ndarray:
-        nonlocal counted
-        counted += n
-        return np.array([count_one(i) for i in range(n)])
+    original = Decoder.count
 
+    def count(*group) -> int:
+        nonlocal counted
+        counted += 1
+        return original(*group)
+
+    monkeypatch.setattr(Decoder, "count", count)
     for _ in range(80):
         text, model = random_filter(rng)
         expected = [row["row"] for row in everything if model(row) is True]
         if not expected:
-            assert "matches" in refusal(lambda: open_filtered(tmp_path, text, count=count))  # noqa: B023
+            assert "matches" in refusal(lambda: open_filtered(tmp_path, text))  # noqa: B023
             continue
-        assert rows(open_filtered(tmp_path, text, count=count)) == expected, text
+        assert rows(open_filtered(tmp_path, text)) == expected, text
         found += 1
     assert found > 30 and counted < 80 * 24 * 0.7
 
@@ -337,21 +340,6 @@ def test_max_rows_counts_rows_that_match(tmp_path):
     assert rows(dataset) == [1, 3, 5, 7, 9, 11]
     whole = open_filtered(tmp_path, "row < 16", max_rows=10)
     assert rows(whole) == list(range(10))
-
-
-def test_counting_is_spread_by_the_caller(tmp_path):
-    write(tmp_path / "a.parquet", {"row": range(30), "x": [0, 1, 1, 2, 3] * 6}, row_group_rows=5)
-    asked = []
-
-    def count(n: int, count_one) -> np.ndarray:
-        elsewhere = pickle.loads(pickle.dumps(count_one))
-        asked.append(n)
-        return np.array([elsewhere(i) for i in range(n)])
-
-    dataset = open_filtered(tmp_path, "x == 1 and row < 20", count=count)
-    assert asked == [4]
-    assert dataset.row_groups.num_rows.tolist() == [2, 2, 2, 2]
-    assert rows(pickle.loads(pickle.dumps(dataset))) == [1, 2, 6, 7, 11, 12, 16, 17]
 
 
 def test_statistics_that_are_cut_short_exclude_nothing(tmp_path):

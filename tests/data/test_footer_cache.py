@@ -4,12 +4,12 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from recsys.data import footers
+from recsys.data.decode import Decoder
 from recsys.data.footer_cache import changed_files
 from recsys.data.footers import FooterParser
 from recsys.data.parquet import Dataset, ReadOptions, open_dataset, read_column
@@ -29,18 +29,19 @@ class Work:
             return original(parser, name, content)
 
         monkeypatch.setattr(FooterParser, "parse", parse)
+        count = Decoder.count
+
+        def counted(decoder: Decoder, path: str, index: int) -> int:
+            self.counted += 1
+            return count(decoder, path, index)
+
+        monkeypatch.setattr(Decoder, "count", counted)
 
     def open(self, filter: str | None = "x >= 1", columns: str = "x", cache: str = "run/cache", **options) -> Dataset:
         self.parsed, self.counted = [], 0
         wanted = dict.fromkeys(columns, "key")
         cached = self.folder / cache
-        return open_dataset(
-            "data.train", str(self.folder), wanted, filter=filter, count=self._count, cache=cached, **options
-        )
-
-    def _count(self, n: int, count_one) -> np.ndarray:
-        self.counted += n
-        return np.array([count_one(i) for i in range(n)])
+        return open_dataset("data.train", str(self.folder), wanted, filter=filter, cache=cached, **options)
 
 
 def write(path: Path, values: list, kind: pa.DataType | None = None) -> None:
