@@ -10,17 +10,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import benchmark_checkpoints
-import benchmark_loader
-import benchmark_peaks
-import benchmark_random
-import benchmark_shuffle
-import benchmark_step
-import benchmark_training
-
-from recsys.runtime.versions import machine
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recsys.runtime.versions import exit_unless_installed, machine  # noqa: E402
+
+exit_unless_installed()
+
+import benchmark_checkpoints  # noqa: E402
+import benchmark_loader  # noqa: E402
+import benchmark_peaks  # noqa: E402
+import benchmark_random  # noqa: E402
+import benchmark_shuffle  # noqa: E402
+import benchmark_step  # noqa: E402
+import benchmark_training  # noqa: E402
 
 
 def run_seed(config: str, seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:

@@ -20,14 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from launcher import launch_command
-
-from recsys.config import Config, IdMappingType, config_text, load_config
-from recsys.runtime.versions import installed_versions, machine
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from launcher import launch_command  # noqa: E402
+
+from recsys.runtime.versions import exit_unless_installed, installed_versions, machine  # noqa: E402
+
+exit_unless_installed()
+
+from recsys.config import Config, IdMappingType, config_text, load_config  # noqa: E402
+
 SMALL_TABLE = 100  # tables of fewer rows stay as they are
 PLAIN = "plain torch"
 

@@ -14,7 +14,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from recsys.runtime.environment import prepare_environment
+from recsys.runtime.versions import exit_unless_installed
 
+exit_unless_installed()
 prepare_environment()  # before pyarrow is imported
 
 import torch  # noqa: E402

@@ -8,9 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from recsys.runtime.versions import exit_unless_installed  # noqa: E402
+
+exit_unless_installed()
+
+import torch  # noqa: E402
+
 _BENCHMARKS = {
     "peaks": ["peaks", "run.device=cuda"],
     "seeds": ["seeds", "configs/dlrm_sample.yaml", "run.device=cuda", "--seeds", "1", "2", "3"],

@@ -53,9 +53,13 @@ def check_versions() -> None:
 
 
 def exit_unless_installed(*names: str) -> None:
-    """End a script with a sentence if packages are missing, before it imports them."""
+    """End a script with a sentence if packages are missing, before it imports them.
+
+    Args:
+        names: packages that the script needs; none: all that a run needs, in versions that go together.
+    """
     try:
-        _check_installed(*names)
+        _check_installed(*names) if names else check_versions()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -174,9 +174,19 @@ def test_imports_only_the_standard_library(module):
             assert name.split(".")[0] in sys.stdlib_module_names or name == "recsys.errors"
 
 
-@pytest.mark.parametrize("script", ["prepare_data.py movielens-100k", "tables.py export a b c"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "scripts/prepare_data.py movielens-100k",
+        "scripts/tables.py export a b c",
+        "scripts/gpu_check.py",
+        "benchmarks/benchmark.py seeds c.yaml",
+        "benchmarks/compare_strategies.py c.yaml",
+        "benchmarks/plain_torch.py c.yaml",
+    ],
+)
 def test_a_script_outside_of_its_environment(script: str) -> None:
-    command = [sys.executable, "-S", *f"scripts/{script}".split()]  # -S: without the packages of the environment
+    command = [sys.executable, "-S", *script.split()]  # -S: without the packages of the environment
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "not installed for" in done.stderr and "scripts/setup.sh" in done.stderr
     assert done.stderr.count("\n") == 1
