@@ -180,7 +180,7 @@ def _check_tables(config: Config) -> None:
             )
         _check_mapping(config, name, table)
         _check_state(config.table_optimizer(name), config.table_optimizer_key(name))
-        _check_sharding(config, name, table)
+        check_sharding(config, name, table)
 
 
 def _check_state(optimizer: TableOptimizerConfig, key: str) -> None:
@@ -191,7 +191,8 @@ def _check_state(optimizer: TableOptimizerConfig, key: str) -> None:
         )
 
 
-def _check_sharding(config: Config, name: str, table: TableConfig) -> None:
+def check_sharding(config: Config, name: str, table: TableConfig) -> None:
+    """Raise a UserError where a table's optimizer, kernel or features do not go with its sharding type."""
     optimizer, choice = config.table_optimizer(name), table.sharding_type
     key = config.table_optimizer_key(name)
     if choice in COLUMN_SPLITS and optimizer.name in ROWWISE and not optimizer.allow_column_split:

@@ -2,19 +2,20 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed import _remote_device
 from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -25,7 +26,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.fused import FusedOptimizerModule
 
-from recsys.config import ComputeKernel, Config, ShardingChoice
+from recsys.config import Config, ShardingChoice
+from recsys.config.checks import check_sharding
 from recsys.config.choices import COUNTING, FloatType
 from recsys.errors import UserError
 from recsys.runtime.files import replace_file
@@ -65,7 +67,7 @@ def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: b
 
     Raises:
         UserError: when the tables fit under no plan that the config allows, or the plan in the file is
-            of other tables or another number of ranks.
+            of other tables or another number of ranks, or does what the config forbids.
     """
     if config.run.plan is not None:
         return _load_plan(step, Path(config.run.plan), config, topology)
@@ -91,19 +93,11 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
             f"{key} is for {world_size} ranks, and there are {topology.world_size}; start as many, or drop it"
         )
     by_table: dict[str, list[Shard]] = {}
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: (piece.offset[1], piece.offset[0], piece.rank)):
         by_table.setdefault(piece.table, []).append(piece)
-    for name, table in config.tables.items():
-        found = by_table.get(name, [])
-        rows, columns = (max((p.offset[i] + p.size[i] for p in found), default=0) for i in (0, 1))
-        wrong = _wrong_pieces(found, rows, columns, topology.world_size)
-        if wrong:
-            raise UserError(f"{key}: of table '{name}', {wrong}; drop it, to have a plan made")
-        if (rows, columns) != (table.num_embeddings, table.embedding_dim):
-            raise UserError(
-                f"{key} has table '{name}' as {rows} × {columns}, and the config as {table.num_embeddings} × "
-                f"{table.embedding_dim}; drop it, to have a plan made"
-            )
+    for name in config.tables:
+        if wrong := _wrong_pieces(by_table.get(name, []), name, config, topology):
+            raise UserError(f"{key} has table '{name}' {wrong}; drop it, to have a plan made")
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
     for key in filter(_is_table, dict(step.named_parameters())):
         module, name = modules.setdefault(key.split(".")[0], EmbeddingModuleShardingPlan()), _table_of(key)
@@ -118,42 +112,50 @@ def _read_shard(
     (row, column), (rows, columns) = offset, size
     if not all(type(number) is int and number >= 0 for number in (rank, row, column, rows, columns)):
         raise ValueError(f"rank, offset and size of a piece must be whole numbers, found {rank}, {offset}, {size}")
-    if compute_kernel not in {*ComputeKernel.__members__, EmbeddingComputeKernel.DENSE.value}:
-        raise ValueError(f"there is no compute_kernel '{compute_kernel}'")
     if ShardingChoice(sharding_type) is ShardingChoice.auto:
         raise ValueError("sharding_type is 'auto'")
     return Shard(str(table), rank, (row, column), (rows, columns), sharding_type, compute_kernel)
 
 
-def _wrong_pieces(pieces: list[Shard], rows: int, columns: int, world_size: int) -> str:
-    """Return what is wrong with the pieces of a table of this size, if anything is."""
-    if len({(piece.sharding_type, piece.compute_kernel) for piece in pieces}) > 1:
-        return "pieces have different kinds"
-    far = max((piece.rank for piece in pieces), default=0)
-    if far >= world_size:
-        return f"a piece is on rank {far}, and ranks go to {world_size - 1}"
-    kind = pieces[0].sharding_type if pieces else ""
-    one_each = kind == ShardingChoice.data_parallel.value
-    if one_each and sorted(piece.rank for piece in pieces) != list(range(world_size)):
-        return "which every rank holds, there is not a piece on each"
-    if kind == ShardingChoice.table_wise.value and len(pieces) > 1:
-        return "which one rank holds, there are several pieces"
-    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for piece in pieces if not one_each else pieces[:1]:
-        (row, column), (height, width) = piece.offset, piece.size
-        groups.setdefault((column, width), []).append((row, height))
-    tiled = _follow(groups, columns) and all(_follow(spans, rows) for spans in groups.values())
-    return "" if tiled or not pieces else "pieces overlap or leave gaps"
+def _wrong_pieces(pieces: list[Shard], name: str, config: Config, topology: Topology) -> str:
+    """Return in which way the pieces of a table are none that torchrec could use for this config, if they are not."""
+    table, num_ranks, on_machine = config.tables[name], topology.world_size, topology.local_world_size
+    kinds = {(piece.sharding_type, piece.compute_kernel) for piece in pieces}
+    if len(kinds) != 1:
+        return f"in pieces of {len(kinds)} kinds"
+    rows, columns = (max(p.offset[i] + p.size[i] for p in pieces) for i in (0, 1))
+    if (rows, columns) != (table.num_embeddings, table.embedding_dim):
+        return f"as {rows} × {columns}, and the config as {table.num_embeddings} × {table.embedding_dim}"
+    choice, kernel = ShardingChoice(pieces[0].sharding_type), pieces[0].compute_kernel
+    if table.sharding_type not in (choice, ShardingChoice.auto):
+        return f"as {choice.name}, and the config as tables.{name}.sharding_type={table.sharding_type.name}"
+    kernels = table_constraints(config, name, topology).compute_kernels or []
+    expected = kernels[-1 if choice is ShardingChoice.data_parallel else 0]
+    if kernel != expected:
+        return f"with compute_kernel '{kernel}', and by the config it is '{expected}' here"
+    sizes, offsets = calculate_shard_sizes_and_offsets(
+        torch.empty(rows, columns, device="meta"), num_ranks, on_machine, choice.value, pieces[0].size[1]
+    )
+    found = [(list(piece.size), list(piece.offset)) for piece in pieces]
+    if found != list(zip(sizes, offsets, strict=True)) or not _on_ranks(choice, [p.rank for p in pieces], topology):
+        return f"in pieces or on ranks that {choice.name} does not have on {num_ranks} ranks, {on_machine} a machine"
+    try:
+        check_sharding(config, name, replace(table, sharding_type=choice))
+    except UserError as error:
+        return f"as {choice.name}, which the config does not allow ({error})"
+    return ""
 
 
-def _follow(spans: Iterable[tuple[int, int]], end: int) -> bool:
-    """Return whether spans of (start, size) cover 0 … end, each number once."""
-    at = 0
-    for start, size in sorted(spans):
-        if start != at:
+def _on_ranks(choice: ShardingChoice, ranks: list[int], topology: Topology) -> bool:
+    """Return whether pieces may lie on these ranks; what is split by rows is so over a machine, or over all ranks."""
+    on_machine = topology.local_world_size
+    if choice in (ShardingChoice.data_parallel, ShardingChoice.row_wise):
+        return ranks == list(range(topology.world_size))
+    if choice in (ShardingChoice.table_row_wise, ShardingChoice.grid_shard):
+        first = [rank - rank % on_machine for rank in ranks[::on_machine]]
+        if ranks != [start + number for start in first for number in range(on_machine)]:
             return False
-        at += size
-    return at == end
+    return max(ranks) < topology.world_size
 
 
 def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology) -> ParameterSharding:
