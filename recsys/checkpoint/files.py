@@ -1,38 +1,19 @@
-"""Checkpoint files: written with a checksum and synced, read with nothing executed."""
+"""Checkpoint files: written with a checksum, synced, and compared with it."""
 
 import contextlib
-import enum
 import io
 import os
-import pickle
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from recsys.errors import UserError
-
-METADATA_FILE = ".metadata"
 _AT_ONCE = 8 << 20
-_METADATA_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-}
 
 
 class HashedFile:
@@ -134,63 +115,6 @@ class HashingWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)  # without the path, which names a place and no content
 
 
-class SafeReader(FileSystemReader):
-    """DCP's reader, whose `.metadata` may hold descriptions of tensors and nothing else.
-
-    Args:
-        files: names of the checkpoint's files; others are not opened.
-    """
-
-    def __init__(self, path: Path, files: Iterable[str]) -> None:
-        super().__init__(path)
-        self._folder, self._files = path, set(files)
-        self._metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the description of the tensors.
-
-        Raises:
-            UserError: it is damaged, names other objects, or describes what is no tensor or in no file of the
-                checkpoint.
-        """
-        if self._metadata is not None:
-            return self._metadata
-        path = self._folder / METADATA_FILE
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-            entries, places = metadata.state_dict_metadata.values(), metadata.storage_data.values()
-            if not all(type(entry) is TensorStorageMetadata for entry in entries):
-                raise pickle.UnpicklingError("it describes an object that is no tensor")
-            if not all(place.relative_path in self._files and not place.transform_descriptors for place in places):
-                raise pickle.UnpicklingError("it names a file that the checkpoint does not have")
-        except Exception as error:  # unpickling damaged bytes may raise anything
-            raise UserError(
-                f"'{path}' cannot be read ({' '.join(str(error).split())[:200]}), and nothing of the checkpoint was "
-                f"loaded; take another checkpoint"
-            ) from error
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        self._metadata = metadata
-        return metadata
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _METADATA_CLASSES.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
-
-
-def _enum_member(kind: Any, name: str) -> Any:
-    """Stand in for getattr, as which Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickle members of an Enum."""
-    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-        raise pickle.UnpicklingError(f"it asks for builtins.getattr of {kind}, which describes no tensor")
-    return kind[name]
-
-
 def write_file(path: Path, content: bytes) -> tuple[int, str]:
     """Write a file to disk; return its size and checksum."""
     file = HashedFile(path)
@@ -222,3 +146,9 @@ def file_problem(path: Path, num_bytes: int, checksum: str) -> str | None:
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"
     return None if same else f"{path.name} has changed since it was written"
+
+
+def causes(error: CheckpointException) -> str:
+    """Return the errors of ranks in an error of DCP, in one line."""
+    texts = {" ".join(str(failure[0]).split())[:200] for failure in error.failures.values()}
+    return "; ".join(sorted(texts))

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from recsys.checkpoint.files import SafeReader
-from recsys.checkpoint.pieces import Piece, Pieces, PiecesLoadPlanner
-from recsys.checkpoint.save import causes
+from recsys.checkpoint.pieces import Piece, Pieces
+from recsys.checkpoint.reader import SafeReader, read_pieces
 from recsys.checkpoint.state import Marker
 from recsys.checkpoint.tensors import (
     DENSE,
@@ -101,6 +98,10 @@ def load_tensors(
     reader = SafeReader(path, marker.files)
     entries: dict[str, Any] = world.agree(reader.read_metadata).state_dict_metadata
     saved = {name: _Form(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+    if strange := [name for name in saved if not _belongs(name, saved, marker)]:
+        raise UserError(
+            f"checkpoint '{path}' is not whole: it has {strange[0]}, of nothing else in it; take another one"
+        )
     targets = tensors.to_load()
     forms = {name: _Form(pieces.size, pieces.dtype) for name, pieces in targets.items()}
     # A rank knows of no state of a table that it holds no piece of.
@@ -114,28 +115,40 @@ def load_tensors(
         if name.startswith((TABLES, TABLE_OPTIMIZER)):
             state[name] = _moved(state[name], saved[name], choice.spans(name))
     extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
-    if config is None and marker.world_size == world.world_size:
+    same_ranks = config is None and marker.world_size == world.world_size
+    if same_ranks:
         extra += [name for name in saved if name.startswith(f"{RNG}{world.rank}/")]
     if config is None and tensors.statistics:
         # Whatever ranks have counted is taken by one of those of here.
-        ranks = {name: match[1] for name in saved if (match := re.match(rf"{IDS}(\d+)/", name))}
+        ranks = {name: name.split("/")[1] for name in saved if name.startswith(IDS)}
         extra += [name for name, rank in ranks.items() if int(rank) % world.world_size == world.rank]
     room = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in extra}
     state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
-    try:
-        dcp.load(state, storage_reader=reader, planner=PiecesLoadPlanner(), process_group=world.host_group)
-    except CheckpointException as error:
-        raise UserError(f"checkpoint '{path}' cannot be read: {causes(error)}; take another one") from error
-    of_optimizer = {n.removeprefix(DENSE_OPTIMIZER): t for n, t in room.items() if n.startswith(DENSE_OPTIMIZER)}
-    taken = {n: v for n, v in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
-    if of_optimizer or taken:
-        tensors.set_dense_optimizer(of_optimizer, taken)
-    set_rank_rng(room, world)
-    tensors.add_statistics(room)
+    read_pieces(state, reader, world.host_group)
+    scalars = {n: value for n, value in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
+    world.agree(lambda: _set_state(tensors, room, scalars, path, world if same_ranks else None))
     for name, reason in marker.approximate.items():
         if name in report.loaded:
             _log.warning("%s is approximate: %s", name, reason)
     return report
+
+
+def _set_state(
+    tensors: Tensors, room: dict[str, torch.Tensor], scalars: dict[str, Any], path: Path, world: World | None
+) -> None:
+    """Set what is no tensor of the model; random number generators where there is a world of as many ranks."""
+    of_optimizer = {n.removeprefix(DENSE_OPTIMIZER): t for n, t in room.items() if n.startswith(DENSE_OPTIMIZER)}
+    try:
+        if of_optimizer or scalars:
+            tensors.set_dense_optimizer(of_optimizer, scalars)
+        if world is not None:
+            set_rank_rng(room, world)
+        tensors.add_statistics(room)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # the checkpoint's names and numbers
+        raise UserError(
+            f"checkpoint '{path}' is not whole: its state of the optimizer, of random numbers or of counts of ids "
+            f"is none ({type(error).__name__}: {' '.join(str(error).split())[:200]}); take another one"
+        ) from error
 
 
 class _Choice:
@@ -274,6 +287,16 @@ class _Choice:
             f"checkpoint '{self._path}' {how}; make the config as it was, or start a run of its own with "
             f"train.init_from and train.init.{option}"
         )
+
+
+def _belongs(name: str, saved: Mapping[str, _Form], marker: Marker) -> bool:
+    """Return whether a tensor is a table, a dense weight, or of one of these or of a rank."""
+    for prefix, owners in ((TABLE_OPTIMIZER, TABLES), (DENSE_OPTIMIZER, DENSE)):
+        if name.startswith(prefix):
+            return owners + name.removeprefix(prefix).rpartition("/")[0] in saved
+    if match := re.match(rf"({RNG}|{IDS})(\d+)/", name):
+        return int(match[2]) < marker.world_size
+    return name.startswith((TABLES, DENSE))
 
 
 def _owner(state: str) -> str:

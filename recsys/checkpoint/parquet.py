@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from recsys.checkpoint.files import SafeReader, file_problem
-from recsys.checkpoint.pieces import Piece, Pieces, PiecesLoadPlanner
+from recsys.checkpoint.files import file_problem
+from recsys.checkpoint.pieces import Piece, Pieces
+from recsys.checkpoint.reader import SafeReader, read_pieces
 from recsys.checkpoint.source import check_facts, facts_of
 from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
@@ -91,7 +91,7 @@ def _batches(
             tensor = torch.empty((stop - start, *entry.size[1:]), dtype=entry.properties.dtype)
             piece = Piece(tensor, (start, *[0] * (tensor.dim() - 1)))
             parts[names[column]] = Pieces(tuple(entry.size), tensor.dtype, (piece,))
-        dcp.load(dict(parts), storage_reader=reader, planner=PiecesLoadPlanner(), no_dist=True)
+        read_pieces(parts, reader, no_dist=True)
         values = {column: _to_arrow(parts[name].pieces[0].tensor) for column, name in names.items()}
         yield pa.table({**_keys(start, stop, table.size[0], vocabulary), **values})
 

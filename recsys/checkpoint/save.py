@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from recsys.checkpoint.files import HashingWriter, write_file
+from recsys.checkpoint.files import HashingWriter, causes, write_file
 from recsys.checkpoint.pieces import Pieces, PiecesSavePlanner
 from recsys.checkpoint.state import (
     Marker,
@@ -276,12 +276,6 @@ def _attempt_write(action: Callable[[], None], final: Path) -> None:
 
 def _cannot_write(final: Path, reason: str) -> str:
     return f"checkpoint '{final}' cannot be written: {reason}; the checkpoints before it are whole"
-
-
-def causes(error: CheckpointException) -> str:
-    """Return the errors of ranks in an error of DCP, in one line."""
-    texts = {" ".join(str(failure[0]).split())[:200] for failure in error.failures.values()}
-    return "; ".join(sorted(texts))
 
 
 @contextlib.contextmanager

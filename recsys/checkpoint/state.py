@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from recsys.checkpoint.files import file_problem
+from recsys.checkpoint.reader import SafeReader
 from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.runtime.files import replace_file
@@ -164,6 +165,7 @@ def check_whole(folder: Path, world: World) -> Marker:
     found = [text for texts in world.gather(problems) for text in texts]
     if found:
         raise UserError(f"checkpoint '{folder}' is not whole: {'; '.join(found[:3])}; take another one")
+    world.agree(SafeReader(folder, marker.files).read_metadata)
     return marker
 
 

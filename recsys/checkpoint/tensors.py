@@ -5,6 +5,7 @@ optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, 
 `ids/R/F`, what has been counted of the ids of features, by both.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,15 +99,21 @@ class Tensors:
 
         Args:
             tensors: by `PARAMETER/STATE`; scalars: likewise, and of the groups of parameters by `group0/NAME`.
+
+        Raises:
+            KeyError, ValueError: they are no state of this optimizer.
         """
         content = self.dense_optimizer.state_dict()
-        numbers = {name: number for number, name in enumerate(self.parameters())}
+        parameters = self.parameters()
+        numbers = {name: number for number, name in enumerate(parameters)}
         groups = {f"group{number}": group for number, group in enumerate(content["param_groups"])}
         state: dict[int, dict[str, Any]] = {}
         for key, value in {**tensors, **scalars}.items():
             owner, _, name = key.rpartition("/")
             into = groups[owner] if owner in groups else state.setdefault(numbers[owner], {})
             into[name] = value
+        for name, number in numbers.items():
+            _check_state(name, state.get(number, {}), parameters[name], self.dense_optimizer)
         self.dense_optimizer.load_state_dict({"state": state, "param_groups": content["param_groups"]})
 
     def _dense(self) -> dict[str, torch.Tensor]:
@@ -126,18 +133,41 @@ class Tensors:
         return found
 
     def add_statistics(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add to statistics of ids what some ranks had counted, as tensors `ids/R/F`."""
+        """Add to statistics of ids what some ranks had counted, as tensors `ids/R/F`.
+
+        Raises:
+            KeyError, ValueError: they are of another feature, or no statistics.
+        """
         for name, value in tensors.items():
-            if name.startswith(IDS) and (feature := name.removeprefix(IDS).partition("/")[2]) in self.statistics:
-                self.statistics[feature].add_state(value.numpy().view(np.uint64))
+            if name.startswith(IDS):
+                self.statistics[name.removeprefix(IDS).partition("/")[2]].add_state(value.numpy().view(np.uint64))
+
+
+def _check_state(name: str, state: dict[str, Any], parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError where a parameter's state has other parts, or parts of another shape, than a step leaves."""
+    # A step of a parameter of 2 × 2 tells: what is 2 there is as long as the parameter.
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    small = torch.nn.Parameter(parameter.new_zeros((2,) * parameter.dim()))
+    small.grad = torch.zeros_like(small)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    twin.param_groups, twin.state = [{**settings, "params": [small]}], defaultdict(dict)
+    twin.step()
+    expected = twin.state[small]
+    if state and expected and state.keys() != expected.keys():
+        raise ValueError(f"the optimizer keeps {', '.join(expected)} of {name}, found {', '.join(state)}")
+    for key, value in state.items():
+        if isinstance(like := expected.get(key), torch.Tensor):
+            sides = zip(like.shape, parameter.shape, strict=False)
+            shape = tuple(size if side == 2 else side for side, size in sides)
+            if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (shape, like.dtype):
+                raise ValueError(f"{name}/{key} has another shape or type than the optimizer's")
 
 
 def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:
-    """Restore this rank's generators from the tensors `rng/R/G`, if there are any."""
+    """Restore this rank's generators from the tensors `rng/R/G`."""
     prefix = f"{RNG}{world.rank}/"
-    mine = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-    if mine:
-        set_rng(mine, world.device)
+    set_rng({n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}, world.device)
 
 
 def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple[int, int]]:
