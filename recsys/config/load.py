@@ -245,6 +245,10 @@ def _wrong_value(error: Exception, model: type) -> str:
     where = f"config key '{key}'" if key else "the config cannot be read"
     if isinstance(error, InterpolationValidationError):  # whose text tells the value, which may be a secret
         return f"{where} must be {_describe(_type_of(key, model))}, and what it refers to is not"
+    if missing := re.search(r"Interpolation key '(.*)' not found", str(error)):
+        return (
+            f"{where}: there is no key '{missing[1]}' for ${{{missing[1]}}} to refer to; write a key with its sections"
+        )
     if missing := re.search(r"Environment variable '(.*)' not found", str(error)):
         name = missing[1]
         return f"{where}: the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}"

@@ -89,9 +89,9 @@ class DataConfig:
     # have no core to spare, and the two threads would only wait for each other.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
     max_rows: int | None = bounded(None, 1)  # use only the first rows of each dataset
-    filter: Any = (
-        None  # rows of train, valid and test to use: "day >= '2026-11-01'"; or {train: …, items: …}, each its own
-    )
+    # Rows of train, valid and test to use: "day >= '2026-11-01'"; or {train: …, items: …}, each its own. result.json
+    # has it as it was read, so that "day >= '${oc.env:DAY}'" tells of which day, and no secret belongs in it.
+    filter: Any = None
     verify_checksums: bool = True  # of pages that have one, as our own writers' do
     retries: int = bounded(3, 0, 100)  # of a read from a remote file system
     # Files whose footer cannot be read: leave out up to so many, in place of an error.

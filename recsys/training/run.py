@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from recsys.checkpoint import find_source
+from recsys.checkpoint import Source, find_source
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device
-from recsys.config.meaning import refuse_differences
 from recsys.config.ranks import check_ranks, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
@@ -94,50 +93,46 @@ def run(config: Config) -> int:
             store.set(_BEGUN, str(run_dir))
             log = start_logging(run_dir / "logs", world.rank)
             with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
-                return _run(inputs, instead, run_dir, footers, explained, timeline, watchdog, lock)
+                return _run(inputs, _Session(run_dir, footers, instead, timeline, explained, watchdog, lock))
 
 
-def _run(
-    inputs: Inputs,
-    instead: list[str],
-    run_dir: Path,
-    footers: Path,
-    explained: Explained,
-    timeline: Timeline,
-    watchdog: Watchdog,
-    lock: RunLock,
-) -> int:
-    def enter(phase: str, step: int | None = None) -> None:
-        lock.check()
-        watchdog.enter(phase, step)
+@dataclass(frozen=True)
+class _Session:
+    """What a run has open, from its data to its end.
 
+    Attributes:
+        footers: folder with what the data's footers say, until it may go into the run directory.
+        instead: what the device does in place of what the config asks for, in sentences.
+    """
+
+    run_dir: Path
+    footers: Path
+    instead: list[str]
+    timeline: Timeline
+    explained: Explained
+    watchdog: Watchdog
+    lock: RunLock
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        """Note progress, as `Watchdog.enter`, in a run directory that is still this run's."""
+        self.lock.check()
+        self.watchdog.enter(phase, step)
+
+
+def _run(opened: Inputs, session: _Session) -> int:
     start = time.monotonic()
-    config, world = inputs.config, inputs.world
+    config, world, run_dir = opened.config, opened.world, session.run_dir
+    timeline, explained = session.timeline, session.explained
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
     if config.debug:
         torch.autograd.set_detect_anomaly(True)
-    logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, run_dir)
-    for role, dataset in inputs.datasets.items():
-        logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
-    for sentence in instead:
-        logger.warning("%s", sentence)
-    if repeated := repeated_decoding(config, world.world_size):
-        logger.info("%s", repeated)
+    _log_start(opened, session)
     source = find_source(config, run_dir, world)
-    if source is not None and not config.memory.fit:
-        refuse_differences(config, source.marker.meaning, source.path, source.init)
     explained.folder = folder = run_dir / "memory"
     explained.write = partial(_write_unbuilt, folder, world)
-    with timeline.phase("vocabularies"):
-        inputs = learn_facts(inputs, run_dir, source)
-    changes: list[Change] = []
-    if config.memory.fit:
-        inputs, changes = fit_inputs(inputs)
-        if source is not None:
-            refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
-    world.from_rank_zero(lambda: _save_config(inputs.config, run_dir, config.tables))
-    explained.inputs, config = inputs, inputs.config
-    if config.train.in_micro_batches:
+    inputs, changes = _settle(opened, session, source)
+    explained.inputs = inputs
+    if inputs.config.train.in_micro_batches:
         give_large_blocks_back()
     with timeline.phase("init"):
         built = build_model(inputs)
@@ -145,26 +140,56 @@ def _run(
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
     with timeline.phase("load"):
-        trainer = Trainer(inputs, built, run_dir, timeline, source, enter)
+        trainer = Trainer(inputs, built, run_dir, timeline, source, session.enter)
     memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
-    world.from_rank_zero(lambda: copy_files(footers, run_dir / _FOOTERS))
+    world.from_rank_zero(lambda: copy_files(session.footers, run_dir / _FOOTERS))
     give_unused_back()  # what planning and predicting took
     explained.write = memory.write_alone
     with timeline.phase("step"):
         fitted = trainer.fit()
-    watchdog.rest()
-    lock.check(now=True)
+    session.watchdog.rest()
+    session.lock.check(now=True)
     report = memory.write("stopped" if fitted.stopped else "done")
     reports = world.gather({part: report[part] for part in ("identity", "peak", "host")})
     result = run_result(inputs, fitted, reports, time.monotonic() - start)
-    result |= {"instead": instead, "fitted": [str(change) for change in changes]}
+    result |= {"instead": session.instead, "fitted": [str(change) for change in changes]}
     if world.rank == 0:
         replace_file(run_dir / "result.json", to_json(result, indent=1) + "\n")
-        for line in closing_lines(result, reports, run_dir, how_to_go_on(config, run_dir, world)):
+        for line in closing_lines(result, reports, run_dir, how_to_go_on(inputs.config, run_dir, world)):
             logger.info("%s", line)
     return STOPPED_STATUS if fitted.stopped else 0
+
+
+def _log_start(inputs: Inputs, session: _Session) -> None:
+    config, world = inputs.config, inputs.world
+    logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, session.run_dir)
+    for role, dataset in inputs.datasets.items():
+        logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
+    for sentence in session.instead:
+        logger.warning("%s", sentence)
+    if repeated := repeated_decoding(config, world.world_size):
+        logger.info("%s", repeated)
+
+
+def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[Inputs, list[Change]]:
+    """Return the inputs with what is learned of the data, and a config that fits if it asks for that, with the changes.
+
+    Raises:
+        UserError: rows and numbers of the source would stand for something else; told before anything is learned,
+            save where fitting may yet make them alike.
+    """
+    asked = opened.config
+    if source is not None and not asked.memory.fit:
+        source.refuse_differences(asked)
+    with session.timeline.phase("vocabularies"):
+        learned = learn_facts(opened, session.run_dir, source)
+    inputs, changes = fit_inputs(learned) if asked.memory.fit else (learned, [])
+    if source is not None and asked.memory.fit:
+        source.refuse_differences(inputs.config)
+    opened.world.from_rank_zero(lambda: _save_config(inputs.config, session.run_dir, asked.tables))
+    return inputs, changes
 
 
 def _write_unbuilt(folder: Path, world: World, status: str, parts: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
-"""What a config gives by reference, such as a password of the environment, is written nowhere."""
+"""What a config gives by reference, such as a password of the environment in an address, is written nowhere."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -74,8 +75,13 @@ def test_messages_hold_no_password(paths: str | list[str]) -> None:
 def test_no_file_of_a_run_holds_the_secret(tmp_path: Path) -> None:
     train = f"file://${{oc.env:RECSYS_TEST_KEY}}@localhost{ROOT}/data/sample/train"
     run_dir = tmp_path / "run"
-    done = run_train(str(SAMPLE), f"run.dir={run_dir}", f"data.train={train}", "train.max_steps=3", "data.test=null")
+    hours = "data.filter=hour >= ${oc.env:RECSYS_TEST_EPOCHS}"
+    options = (f"run.dir={run_dir}", f"data.train={train}", hours, "train.max_steps=3", "data.test=null")
+    done = run_train(str(SAMPLE), *options)
     assert done.returncode == 0, done.stderr[-2000:]
+    # What a filter was is part of what was trained.
+    assert json.loads((run_dir / "result.json").read_text())["data"]["filter"] == "hour >= 3"
+    assert hours.removeprefix("data.filter=") in (run_dir / "config.yaml").read_text()
     written = [path for path in run_dir.glob("**/*") if path.is_file()]
     assert run_dir / "checkpoints/step-000000003/config.yaml" in written
     assert not [path for path in written if SECRET.encode() in path.read_bytes()]
