@@ -42,7 +42,11 @@ def run_train(
 
 
 def fork_train(
-    *arguments: str, nproc: int = 1, timeout: float = 120, before: Callable[[], None] | None = None
+    *arguments: str,
+    nproc: int = 1,
+    timeout: float = 120,
+    before: Callable[[], None] | None = None,
+    cwd: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     """Run train.py as `run_train` does, in processes forked off one that has imported everything.
 
@@ -62,7 +66,7 @@ def fork_train(
         ranks = []
         for rank in range(nproc):
             variables = {} if nproc == 1 else _variables(rank, nproc, port)
-            process = context.Process(target=_main, args=(list(arguments), variables, f"{folder}/{rank}", before))
+            process = context.Process(target=_main, args=(list(arguments), variables, f"{folder}/{rank}", before, cwd))
             process.start()
             ranks.append(process)
         for process in ranks:
@@ -102,17 +106,19 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
     return dict(zip(_RANK_VARIABLES, map(str, values), strict=True))
 
 
-def _main(arguments: list[str], variables: dict[str, str], outputs: str, before: Callable[[], None] | None) -> None:
+def _main(
+    arguments: list[str], variables: dict[str, str], outputs: str, before: Callable[[], None] | None, cwd: Path
+) -> None:
     """What a forked process does: train.py, as if started from the shell."""
     for stream, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
     for name in _RANK_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["train.py", *arguments]
     sys.path[0] = str(ROOT)
     if before is not None:
         before()
-    runpy.run_path("train.py", run_name="__main__")
+    runpy.run_path(f"{ROOT}/train.py", run_name="__main__")
