@@ -1,24 +1,5 @@
-"""The command `recsys`, also `python -m recsys`: train, dry-run, evaluate, prepare, tables."""
+"""The command `recsys`, also `python -m recsys`: train, dry-run, evaluate, prepare, tables.
 
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import NoReturn
-
-from recsys.errors import EchoError, UserError, end_run
-from recsys.runtime.environment import is_first_rank, prepare_environment
-from recsys.runtime.versions import check_versions, exit_unless_installed
-
-_COMMANDS = {
-    "train": "train a model from a YAML config",
-    "dry-run": "plan, and predict the memory of every rank, without GPUs and without training",
-    "evaluate": "evaluate the model of a finished run on other data",
-    "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
-    "tables": "export a table of a checkpoint as Parquet",
-}
-_HOW_TO_START = """\
 how to start it:
   torchrun --standalone --nproc_per_node 8 train.py CONFIG
                                     eight ranks: NCCL and GPUs where there are any, gloo and the CPU otherwise
@@ -47,6 +28,25 @@ job is done.
 torchrun --max-restarts N goes on from the newest checkpoint by itself after a rank has failed.
 All keys, with their meaning and default: recsys/config/schema.py. The data: data/README.md.
 """
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from recsys.errors import EchoError, UserError, end_run
+from recsys.runtime.environment import is_first_rank, prepare_environment
+from recsys.runtime.versions import check_versions, exit_unless_installed
+
+_COMMANDS = {
+    "train": "train a model from a YAML config",
+    "dry-run": "plan, and predict the memory of every rank, without GPUs and without training",
+    "evaluate": "evaluate the model of a finished run on other data",
+    "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
+    "tables": "export a table of a checkpoint as Parquet",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,7 +139,7 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     parser = _Parser(
         prog,
         description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.",
-        epilog=_HOW_TO_START,
+        epilog=str(__doc__).partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if command == "evaluate":

@@ -1,4 +1,17 @@
-"""`recsys prepare`: the command line of the converters, of public data sets, synthetic logs and one's own files."""
+"""`recsys prepare`: the command line of the converters, of public data sets, synthetic logs and one's own files.
+
+examples:
+  {prog} movielens-100k
+  {prog} synthetic --out data/synthetic --rows 10000000 --alpha 1.1 --unseen 0.05
+  {prog} synthetic --out data/criteo-like --shape criteo --items 1000000
+  {prog} csv logs/*.csv.gz --out data/clicks --split 0.9,0.1 --split-by time:ts
+  {prog} csv ratings.dat --out data/ratings --delimiter '\\t' \\
+      --columns user_id,item_id,rating,ts --types user_id=string --label 'rating>=4' \\
+      --split 0.8,0.1,0.1 --split-by user:user_id
+  {prog} retrieval logs/ --time ts --out data/clicks-retrieval
+
+data/README.md describes the columns that are written and the rules for your own files.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +27,6 @@ from recsys.datasets import delimited, interactions, movielens, synthetic, write
 from recsys.errors import UserError
 
 _ABOUT = "Write training data as Parquet: a public data set, synthetic logs, or your own delimited files."
-_EXAMPLES = """examples:
-  {prog} movielens-100k
-  {prog} synthetic --out data/synthetic --rows 10000000 --alpha 1.1 --unseen 0.05
-  {prog} synthetic --out data/criteo-like --shape criteo --items 1000000
-  {prog} csv logs/*.csv.gz --out data/clicks --split 0.9,0.1 --split-by time:ts
-  {prog} csv ratings.dat --out data/ratings --delimiter '\\t' \\
-      --columns user_id,item_id,rating,ts --types user_id=string --label 'rating>=4' \\
-      --split 0.8,0.1,0.1 --split-by user:user_id
-  {prog} retrieval logs/ --time ts --out data/clicks-retrieval
-
-data/README.md describes the columns that are written and the rules for your own files.
-"""
 _Options = TypeVar("_Options")
 
 
@@ -49,7 +50,7 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
     parser = _Parser(
         prog=prog,
         description=_ABOUT,
-        epilog=_EXAMPLES.format(prog=prog),
+        epilog=str(__doc__).partition("\n\n")[2].format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
