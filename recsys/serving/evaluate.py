@@ -22,7 +22,7 @@ from recsys.runtime.logs import git_commit, logger, quiet_libraries, show_metric
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import open_world
 from recsys.training.build import build_model
-from recsys.training.evaluation import Evaluation
+from recsys.training.evaluation import evaluate_dataset
 from recsys.training.learning import learn_facts
 
 _EVALUATED = ("valid", "test")
@@ -121,9 +121,8 @@ def _new_folder(parent: Path) -> Path:
 def _metrics(inputs: Inputs, source: Source, roles: Sequence[str]) -> dict[str, dict[str, float]]:
     world, built, metrics = inputs.world, build_model(inputs), {}
     load_tensors(source.path, source.marker, built.tensors, world, inputs.config)
-    evaluation = Evaluation(inputs)
     for role in roles:
-        metrics[role] = evaluation.run(built.model, role, lambda: False)
+        metrics[role] = evaluate_dataset(inputs, built.model, role)
         logger.info("%s: %s", role, show_metrics(metrics[role]))
     return metrics
 

@@ -8,7 +8,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
-from recsys.models.metrics import Evaluator
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import build_pipeline
 
@@ -17,58 +16,53 @@ class EvaluationStopped(Exception):
     """A signal ended an evaluation before its last batch."""
 
 
-class Evaluation:
-    """Evaluates a model on datasets."""
+def evaluate_dataset(
+    inputs: Inputs, model: DistributedModelParallel, role: str, stop_requested: Callable[[], bool] = lambda: False
+) -> dict[str, float]:
+    """Return the metrics of a dataset over all ranks; collective.
 
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs, self._config, self._world = inputs, inputs.config, inputs.world
-        self._stop_requested: Callable[[], bool] = lambda: False
+    Args:
+        model: its own: a training pipeline that rewrote it is detached before.
+        role: of the dataset in `inputs.datasets`.
+        stop_requested: asked before every batch.
 
-    def run(self, model: DistributedModelParallel, role: str, stop_requested: Callable[[], bool]) -> dict[str, float]:
-        """Return the metrics of a dataset over all ranks.
+    Raises:
+        EvaluationStopped: on every rank, soon after `stop_requested` says so on any.
+    """
+    is_retrieval = inputs.config.model.needs().item_id is not None
+    model.eval()
+    try:
+        with torch.no_grad():
+            items = _item_vectors(inputs, model, stop_requested) if is_retrieval else None
+            evaluator = model.module.dense.model.evaluator(items)
+            for output in _outputs(inputs, model, role, stop_requested):
+                evaluator.update(output.outputs, output.batch)
+            return evaluator.compute(inputs.world)
+    finally:
+        model.train()
 
-        The model must be its own: a training pipeline that rewrote it is detached before.
 
-        Raises:
-            EvaluationStopped: on every rank, soon after `stop_requested` says so on any.
-        """
-        self._stop_requested = stop_requested
-        model.eval()
-        try:
-            with torch.no_grad():
-                evaluator = self._evaluator(model)
-                for output in self._outputs(model, role):
-                    evaluator.update(output.outputs, output.batch)
-                return evaluator.compute(self._world)
-        finally:
-            model.train()
+def _item_vectors(inputs: Inputs, model: DistributedModelParallel, stop_requested: Callable[[], bool]) -> torch.Tensor:
+    """Return the vectors of the whole corpus, [items, vector_dim], on every rank."""
+    assert inputs.corpus is not None
+    vectors = torch.zeros(len(inputs.corpus), inputs.config.model.needs().vector_dim)
+    for output in _outputs(inputs, model, "items", stop_requested):
+        positions = output.batch.lists["position"]  # type: ignore[index]
+        real = positions.lengths() > 0  # the fill of the last batch has none
+        vectors[positions.values().cpu()] = output.outputs[1][real].float().cpu()
+    return inputs.world.sum(vectors).to(inputs.world.device)
 
-    def _evaluator(self, model: DistributedModelParallel) -> Evaluator:
-        is_retrieval = self._config.model.needs().item_id is not None
-        return model.module.dense.model.evaluator(self._item_vectors(model) if is_retrieval else None)
 
-    def _item_vectors(self, model: DistributedModelParallel) -> torch.Tensor:
-        """Return the vectors of the whole corpus, [items, vector_dim], on every rank."""
-        assert self._inputs.corpus is not None
-        vectors = torch.zeros(len(self._inputs.corpus), self._config.model.needs().vector_dim)
-        for output in self._outputs(model, "items"):
-            positions = output.batch.lists["position"]  # type: ignore[index]
-            real = positions.lengths() > 0  # the fill of the last batch has none
-            vectors[positions.values().cpu()] = output.outputs[1][real].float().cpu()
-        return self._world.sum(vectors).to(self._world.device)
-
-    def _outputs(self, model: DistributedModelParallel, role: str) -> Iterator[StepOutput]:
-        loader = self._inputs.loader(role)
-        # The pipeline asks for an optimizer, and leaves it alone in eval mode.
-        optimizer = torch.optim.SGD([torch.zeros(1)])
-        pipeline = build_pipeline(model, optimizer, self._world.device, self._config.debug)
-        with closing(loader.batches()) as batches:
-            for _ in range(loader.steps_left(Position(), 1)):
-                self._stop_if_requested()
-                yield pipeline.progress(batches)
-        pipeline.detach()
-
-    def _stop_if_requested(self) -> None:
-        # Evaluation may outlast the time between a signal and the kill that follows it.
-        if self._world.sum(torch.tensor(float(self._stop_requested()))) > 0:
-            raise EvaluationStopped
+def _outputs(
+    inputs: Inputs, model: DistributedModelParallel, role: str, stop_requested: Callable[[], bool]
+) -> Iterator[StepOutput]:
+    loader, world = inputs.loader(role), inputs.world
+    # The pipeline asks for an optimizer, and leaves it alone in eval mode.
+    pipeline = build_pipeline(model, torch.optim.SGD([torch.zeros(1)]), world.device, inputs.config.debug)
+    with closing(loader.batches()) as batches:
+        for _ in range(loader.steps_left(Position(), 1)):
+            # Evaluation may outlast the time between a signal and the kill that follows it.
+            if world.sum(torch.tensor(float(stop_requested()))) > 0:
+                raise EvaluationStopped
+            yield pipeline.progress(batches)
+    pipeline.detach()

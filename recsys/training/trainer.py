@@ -33,9 +33,9 @@ from recsys.step.output import StepOutput
 from recsys.step.pipeline import build_pipeline
 from recsys.step.step import ignore_phase
 from recsys.training.build import Built
-from recsys.training.evaluation import Evaluation, EvaluationStopped
+from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
 from recsys.training.learning import facts_entries
-from recsys.training.resume import Starting
+from recsys.training.resume import start_training
 
 
 class TimedIterator(Iterator[Batch]):
@@ -92,11 +92,9 @@ class Trainer:
         enter_phase: Callable[..., None] = ignore_phase,
     ) -> None:
         config, world = inputs.config, inputs.world
-        self._config, self._built, self._world = config, built, world
+        self._inputs, self._config, self._built, self._world = inputs, config, built, world
         self._run_dir, self._timeline, self._enter_phase = run_dir, timeline, enter_phase
         self._loader = inputs.loader("train")
-        self._datasets = inputs.datasets
-        self._evaluation = Evaluation(inputs)
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints",
             world,
@@ -111,7 +109,7 @@ class Trainer:
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         built.step.dense.enter_phase = enter_phase
         self._metrics: dict[str, dict[str, float]] = {}
-        self._state = Starting(inputs, built, source, run_dir).state()
+        self._state = start_training(inputs, built, source, run_dir)
         self._saved_at = self._state.step or None
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
         left = self._loader.steps_left(self._state.position, config.train.epochs)
@@ -294,7 +292,7 @@ class Trainer:
 
         with self._timeline.phase("evaluation"):
             give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
-            metrics = self._evaluation.run(self._built.model, role, stop_requested)
+            metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested)
             give_unused_back()
         self._metrics[role] = self._state.metrics[role] = metrics
         logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
@@ -335,9 +333,9 @@ class Trainer:
             load_tensors(best, check_whole(best, self._world), tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
-            if "valid" in self._datasets and (state.evaluated_step != step or "valid" not in self._metrics):
+            if "valid" in self._inputs.datasets and (state.evaluated_step != step or "valid" not in self._metrics):
                 self._evaluate("valid", step)
-            if "test" in self._datasets:
+            if "test" in self._inputs.datasets:
                 self._evaluate("test", step)
         except EvaluationStopped:
             return True

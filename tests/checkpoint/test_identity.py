@@ -28,7 +28,7 @@ from recsys.runtime.world import World, open_world
 from recsys.tables.spec import fill_initial
 from recsys.training.build import build_model
 from recsys.training.learning import facts_entries, learn_facts
-from recsys.training.resume import Starting
+from recsys.training.resume import start_training
 
 CONFIG = """\
 data: {label_column: label, num_threads: 0}
@@ -242,7 +242,7 @@ def test_the_best_metric_is_of_the_same_data(world: World, tmp_path: Path) -> No
         inputs = learn_facts(open_inputs(config, world), tmp_path)
         checkpoints = Checkpoints(tmp_path / "checkpoints", world, 1)
         found, built = checkpoints.newest_whole(), build_model(inputs)
-        state = Starting(inputs, built, Source(*found, None) if found else None, tmp_path).state()
+        state = start_training(inputs, built, Source(*found, None) if found else None, tmp_path)
         if found is None:
             checkpoints.save(built.tensors, state)
         return state

@@ -19,7 +19,7 @@ from recsys.runtime.run_lock import RunLock
 from recsys.runtime.world import open_world
 from recsys.step.optim import build_dense_optimizer
 from recsys.training.build import build_model
-from recsys.training.evaluation import Evaluation, EvaluationStopped
+from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
 from recsys.training.run import _prepare_run_dir
 
 SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
@@ -136,8 +136,7 @@ def test_a_signal_ends_an_evaluation() -> None:
     answers = iter([False, False, True])
     with open_world(Device.cpu) as world:
         inputs = open_inputs(config, world)
-        evaluation = Evaluation(inputs)
         model = build_model(inputs).model
         with pytest.raises(EvaluationStopped):
-            evaluation.run(model, "valid", lambda: next(answers))
+            evaluate_dataset(inputs, model, "valid", lambda: next(answers))
         assert model.training
