@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MODELS = {
     "dlrm": "recsys.models.dlrm.DLRM",
+    "logistic_regression": "recsys.models.logistic_regression.LogisticRegression",
     "two_tower": "recsys.models.two_tower.TwoTower",
 }
 LABEL_METRICS = {

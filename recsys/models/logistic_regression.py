@@ -1,0 +1,41 @@
+"""Logistic regression over any features: a weight for each id and each number, and a bias."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from recsys.config import Config, ModelConfig
+from recsys.errors import UserError
+from recsys.models.base import DenseInputs, Model, Vectors
+
+
+@dataclass
+class LogisticRegressionConfig(ModelConfig):
+    """Logistic regression; the weight of an id for label number t is element t of its vector."""
+
+    name: str = "logistic_regression"
+
+    def check(self, config: Config) -> None:
+        for name, table in config.tables.items():
+            if table.embedding_dim < len(config.labels()):
+                raise UserError(
+                    f"config key 'tables.{name}.embedding_dim' must be at least {len(config.labels())}, a weight for "
+                    f"each label, found {table.embedding_dim}"
+                )
+
+
+class LogisticRegression(Model):
+    """The sum of a row's weights: of its ids, of its numbers times these, and the bias."""
+
+    Config = LogisticRegressionConfig
+
+    def __init__(self, config: LogisticRegressionConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.numbers = nn.Linear(len(inputs.floats), len(inputs.labels), bias=False) if inputs.floats else None
+        self.bias = nn.Parameter(torch.zeros(len(inputs.labels)))
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows, labels]."""
+        logits = self.bias + sum(vector[:, : len(self.bias)] for vector in vectors.values())
+        return logits if self.numbers is None else logits + self.numbers(floats)
