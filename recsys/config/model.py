@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 MODELS = {
     "dlrm": "recsys.models.dlrm.DLRM",
     "logistic_regression": "recsys.models.logistic_regression.LogisticRegression",
+    "mmoe": "recsys.models.mmoe.MMoE",
     "two_tower": "recsys.models.two_tower.TwoTower",
 }
 LABEL_METRICS = {
