@@ -3,6 +3,8 @@
 import numpy as np
 import pyarrow as pa
 
+_LISTS = {make(pa.null()).id for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)}
+_LISTS.add(pa.list_(pa.null(), 1).id)
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
@@ -67,14 +69,7 @@ def _without_validity(array: pa.Array) -> pa.Array:
 
 def is_list(kind: pa.DataType) -> bool:
     """Tell whether a type is lists of any layout."""
-    tests = (
-        pa.types.is_list,
-        pa.types.is_large_list,
-        pa.types.is_fixed_size_list,
-        pa.types.is_list_view,
-        pa.types.is_large_list_view,
-    )
-    return any(test(kind) for test in tests)
+    return kind.id in _LISTS
 
 
 def is_nested(kind: pa.DataType) -> bool:
@@ -128,17 +123,7 @@ def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Ar
 
 def is_number(kind: pa.DataType) -> bool:
     """Tell whether `to_numbers` takes a type."""
-    tests = (
-        pa.types.is_integer,
-        pa.types.is_floating,
-        pa.types.is_boolean,
-        pa.types.is_decimal,
-        pa.types.is_date,
-        pa.types.is_time,
-        pa.types.is_timestamp,
-        pa.types.is_duration,
-    )
-    return any(test(kind) for test in tests)
+    return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
 
 
 def to_numbers(array: pa.Array) -> np.ndarray:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -217,7 +216,7 @@ def _expand_local(key: str, path: str) -> list[_Found]:
         return [_of_stat(path, os.stat(path))]
     if not glob.has_magic(path):
         wrong = "is no regular file" if os.path.exists(path) else "does not exist"
-        raise UserError(f"config key '{key}': '{path}' {wrong}{_near_path(path)}")
+        raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
     matches = sorted(glob.glob(path, recursive=True))
     if not os.path.basename(path).startswith("_"):
         matches = [match for match in matches if not os.path.basename(match).startswith("_")]
@@ -267,15 +266,22 @@ def _nothing_in(key: str, folder: str, names: Iterable[str]) -> str:
     return f"config key '{key}': the folder '{folder}' has no *.parquet file; {holds}"
 
 
-def _near_path(path: str) -> str:
-    # Name the deepest folder that exists, and what in it is most like the missing part.
-    parent = Path(path)
-    missing = parent.name
-    while not os.path.exists(parent) and parent != parent.parent:
-        missing, parent = parent.name, parent.parent
-    names = [child.name for child in parent.iterdir()] if parent.is_dir() else []
-    prefix = "" if str(parent) == "." else f"{parent}/"
-    return nearest(missing, names, prefix)
+def _near(storage: Storage, name: str) -> str:
+    """Name what is most like the missing part in the deepest folder that exists."""
+    names: list[str] | None = None
+    parent, missing = name, ""
+    while names is None and len(parent) > len(storage.shown):
+        parent, missing = os.path.split(parent)
+        names = _names(storage, parent)
+    return nearest(missing, names or [], os.path.join(parent, ""))
+
+
+def _names(storage: Storage, folder: str) -> list[str] | None:
+    """Return what is in a folder, None where there is none."""
+    if storage.root:
+        selector = fs.FileSelector(storage.path(folder), allow_not_found=True)
+        return [info.base_name for info in storage.remote[0].get_file_info(selector)] or None
+    return os.listdir(folder or ".") if os.path.isdir(folder or ".") else None
 
 
 def _expand_remote(key: str, storage: Storage, name: str) -> list[_Found]:
@@ -290,7 +296,7 @@ def _expand_remote(key: str, storage: Storage, name: str) -> list[_Found]:
             raise UserError(_nothing_in(key, name, {_parts(file.name, name)[0] for file in below}))
         return found
     if not glob.has_magic(name):
-        raise UserError(f"config key '{key}': '{name}' does not exist{_near_remote(storage, name)}")
+        raise UserError(f"config key '{key}': '{name}' does not exist{_near(storage, name)}")
     fixed = name[: re.search(r"[*?[]", name).start()].rpartition("/")[0]  # type: ignore[union-attr]
     pattern = _parts(name, fixed)
     found = [file for file in _listing(storage, fixed) if _is_match(_parts(file.name, fixed), pattern)]
@@ -308,16 +314,6 @@ def _listing(storage: Storage, folder: str) -> list[_Found]:
 
 def _of_info(storage: Storage, info: fs.FileInfo) -> _Found:
     return _Found(storage.name(info.path), -1 if info.size is None else info.size, info.mtime_ns or 0)
-
-
-def _near_remote(storage: Storage, name: str) -> str:
-    names: list[str] = []
-    missing, parent = "", name
-    while not names and len(parent) > len(storage.shown):
-        parent, _, missing = parent.rpartition("/")
-        selector = fs.FileSelector(storage.path(parent), allow_not_found=True)
-        names = [info.base_name for info in storage.remote[0].get_file_info(selector)]
-    return nearest(missing, names, f"{parent}/")
 
 
 def _parts(name: str, folder: str) -> list[str]:

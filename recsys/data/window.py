@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -328,18 +329,15 @@ def _joined_tables(tables: list[pa.Table]) -> list[pa.Table]:
         return tables
 
 
-class _naming:
-    """Adds to errors where the rows come from."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, UserError | pa.ArrowException) and self._segment.path:
-            raise UserError(f"{error} (in row group {self._segment.row_group} of {self._segment.path})") from error
+@contextmanager
+def _naming(segment: Segment) -> Iterator[None]:
+    """Add to errors where the rows come from."""
+    try:
+        yield
+    except (UserError, pa.ArrowException) as error:
+        if not segment.path:
+            raise
+        raise UserError(f"{error} (in row group {segment.row_group} of {segment.path})") from error
 
 
 def _array(table: pa.Table, column: str) -> pa.Array:

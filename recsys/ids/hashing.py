@@ -23,6 +23,8 @@ _ROUNDS = tuple(
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 )
 _LAST_SHIFT = np.array(31, np.uint64)
+_STRINGS = (pa.string(), pa.large_string(), pa.string_view())
+_TEXTS = {kind.id for kind in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1))}
 _NO_NUMBERS = np.zeros(0, np.int64)
 _NO_TEXTS = pa.array([], pa.large_binary())
 
@@ -64,6 +66,13 @@ class IdKeys:
             chunk[0] = part
             yield len(self.numbers) + start, chunk
 
+    def hashes(self, seed: int) -> np.ndarray:
+        """Return the hashes of all keys, uint64 [keys]."""
+        hashed = np.empty(len(self), np.uint64)
+        for start, chunk in self.hash_chunks(seed):
+            hashed[start : start + chunk.shape[1]] = chunk[0]
+        return hashed
+
 
 def read_keys(ids: pa.Array) -> IdKeys:
     """Return the keys of ids.
@@ -100,10 +109,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
 
 def is_text(kind: pa.DataType) -> bool:
     """Tell whether an Arrow type holds strings or bytes."""
-    types = pa.types
-    strings = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-    binaries = types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind)
-    return strings or binaries or types.is_fixed_size_binary(kind)
+    return kind.id in _TEXTS
 
 
 def hash_integers(values: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -121,22 +127,13 @@ def hash_integers(values: np.ndarray, seed: int = 0) -> np.ndarray:
     """
     if values.dtype.kind not in "iub":
         raise TypeError(f"integers are hashed, found {values.dtype}")
-    hashed = np.empty(values.shape, np.uint64)
-    numbers, flat, increment = values.reshape(-1), hashed.reshape(-1), _increment(seed)
-    scratch = np.empty(min(CHUNK, flat.size), np.uint64)
-    for start in range(0, flat.size, CHUNK):
-        part = flat[start : start + CHUNK]
-        _load(numbers[start : start + CHUNK], part, increment)
-        mix(part, scratch[: len(part)])
-    return hashed
+    return IdKeys(values.reshape(-1)).hashes(seed).reshape(values.shape)
 
 
 def hash_column(ids: pa.Array, seed: int = 0) -> np.ndarray:
     """Hash a column of ids without nulls, of the types that `read_keys` takes, to uint64, shape [len(ids)]."""
     keys = read_keys(ids)
-    hashed = np.empty(len(keys), np.uint64)
-    for start, chunk in keys.hash_chunks(seed):
-        hashed[start : start + chunk.shape[1]] = chunk[0]
+    hashed = keys.hashes(seed)
     return hashed if keys.indices is None else hashed[keys.indices]
 
 
@@ -205,9 +202,7 @@ def _refuse_nulls(ids: pa.Array) -> None:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    types = pa.types
-    plain = types.is_boolean(kind) or types.is_floating(kind) or types.is_decimal(kind)
-    return plain or (types.is_temporal(kind) and not types.is_interval(kind))
+    return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
 
 
 def _numbers(ids: pa.Array) -> np.ndarray:

@@ -37,9 +37,7 @@ class IdIndex:
         """
         self._kind = ids.type
         self._keys = _in_order(ids)
-        self._hashes = np.zeros(1 + len(ids), np.uint64)  # by number
-        for start, chunk in self._keys.hash_chunks(seed):
-            self._hashes[1 + start : 1 + start + chunk.shape[1]] = chunk[0]
+        self._hashes = np.append(np.uint64(0), self._keys.hashes(seed))  # by number
         self._hidden: dict[bytes, int] = {}  # texts whose hash another text of the list has
         # By place, the number of the id there; 0 where it is empty.
         self._numbers = self._fill(self._distinct())
