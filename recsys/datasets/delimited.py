@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ from recsys.data.conditions import KERNELS
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
     SPLITS,
+    WHERE_HELP,
     PartWriter,
     check_column,
     hash_uniform,
+    option,
     part_paths,
     replacing,
     rows_where,
@@ -40,6 +43,35 @@ BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the 
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
 
 
+def _unescape(text: str) -> str:
+    return "\t" if text in ("\\t", "tab") else text
+
+
+def names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.rpartition("=")
+    if not equals or not name or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE")
+    return name, value
+
+
+def _list_column(text: str) -> tuple[str, tuple[str, str]]:
+    match = re.fullmatch(r"([^=]+)=(.+?)(?::([a-z]+[0-9]*))?", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SEPARATOR or NAME=SEPARATOR:TYPE")
+    return match[1], (_unescape(match[2]), match[3] or "string")
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(share) for share in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not numbers separated by commas") from None
+
+
 @dataclass
 class CsvOptions:
     """How to read delimited files and what to make of them.
@@ -50,18 +82,31 @@ class CsvOptions:
     ``split`` holds one to three shares for SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
     """
 
-    delimiter: str = ","
-    columns: list[str] = field(default_factory=list)
-    types: dict[str, str] = field(default_factory=dict)
-    lists: dict[str, tuple[str, str]] = field(default_factory=dict)
-    where: str | None = None
-    label: str | None = None
-    split: tuple[float, ...] = ()
-    split_by: str = "random"
-    null_values: list[str] = field(default_factory=list)
-    seed: int = 0
-    row_group_rows: int = ROW_GROUP_ROWS
-    rows_per_file: int = 16 * ROW_GROUP_ROWS
+    delimiter: str = option(",", "one character; '\\t' is a tab", type=_unescape)
+    columns: list[str] = option([], "names, if the files have no header", type=names, metavar="A,B,C")
+    types: dict[str, str] = option(
+        {}, f"TYPE: {', '.join(TYPES)}", type=_pair, action="extend", nargs="+", metavar="NAME=TYPE"
+    )
+    lists: dict[str, tuple[str, str]] = option(
+        {},
+        "split a column into a list, as in 'genres=|' or 'items= :int64' (string)",
+        flag="list",
+        type=_list_column,
+        action="append",
+        metavar="NAME=SEP[:TYPE]",
+    )
+    where: str | None = option(None, WHERE_HELP, metavar="FILTER")
+    label: str | None = option(None, "add an int8 column 'label', as in 'rating>=4'", metavar="COND")
+    split: tuple[float, ...] = option((), "train,valid,test, as in 0.8,0.1,0.1", type=_shares, metavar="SHARES")
+    split_by: str = option(
+        "random",
+        "random by row; time:COLUMN, later rows go to later splits; user:COLUMN, rows of one value stay together",
+        metavar="RULE",
+    )
+    null_values: list[str] = option([], "read as null too", type=names, metavar="A,B")
+    seed: int = option(0, "of the split")
+    row_group_rows: int = option(ROW_GROUP_ROWS, "rows a row group")
+    rows_per_file: int = option(16 * ROW_GROUP_ROWS, "rows a file")
 
 
 def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: bool = False) -> None:

@@ -16,7 +16,6 @@ data/README.md describes the columns that are written and the rules for your own
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -90,25 +89,8 @@ def _add_synthetic(commands: argparse._SubParsersAction) -> None:
         help="power-law ids and a planted teacher, so that the best possible AUC is known",
         description="Logs drawn from a known model; teacher.json holds the AUC and log loss it reaches.",
     )
-    default = synthetic.SyntheticOptions()
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--shape", choices=list(synthetic.SHAPES), default=default.shape, help="%(default)s")
-    for name, text in {
-        "rows": "training rows",
-        "valid-rows": "validation rows",
-        "test-rows": "test rows",
-        "users": "user ids alive on a day (user-item shape)",
-        "items": "item ids alive on a day; in the criteo shape the size of the largest field",
-        "alpha": "popularity of an id is rank ** -alpha",
-        "unseen": "share of the ids in valid and test that training never shows",
-        "drift": "share of the ids replaced by new ones every day",
-        "days": "days of training data; valid is the next day, test the one after",
-        "files": "files a split",
-        "row-group-rows": "rows a row group",
-        "seed": "the same seed gives the same rows",
-    }.items():
-        value = getattr(default, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"{text} (%(default)s)")
+    _add_options(parser, synthetic.SyntheticOptions)
     _add_overwrite(parser)
     parser.set_defaults(
         run=lambda args: synthetic.write_synthetic(args.out, _options(synthetic.SyntheticOptions, args), args.overwrite)
@@ -122,47 +104,9 @@ def _add_csv(commands: argparse._SubParsersAction) -> None:
         description="Delimited files, streamed into Parquet. Types are inferred from the first 4 MiB of the "
         "first file where --types does not give them, and hold for all files. Empty fields are null.",
     )
-    default = delimited.CsvOptions()
     parser.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=".csv, .tsv, .csv.gz …")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    parser.add_argument("--delimiter", type=_unescape, default=",", help="one character; '\\t' is a tab (,)")
-    parser.add_argument(
-        "--columns", type=_names, default=[], metavar="A,B,C", help="names, if the files have no header"
-    )
-    parser.add_argument(
-        "--types",
-        type=_pair,
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="NAME=TYPE",
-        help=f"TYPE: {', '.join(delimited.TYPES)}",
-    )
-    parser.add_argument(
-        "--list",
-        dest="lists",
-        type=_list_column,
-        action="append",
-        default=[],
-        metavar="NAME=SEP[:TYPE]",
-        help="split a column into a list, as in 'genres=|' or 'items= :int64' (string)",
-    )
-    _add_where(parser)
-    parser.add_argument("--label", metavar="COND", help="add an int8 column 'label', as in 'rating>=4'")
-    parser.add_argument(
-        "--split", type=_shares, default=(), metavar="SHARES", help="train,valid,test, as in 0.8,0.1,0.1"
-    )
-    parser.add_argument(
-        "--split-by",
-        default=default.split_by,
-        metavar="RULE",
-        help="random by row; time:COLUMN, later rows go to later splits; user:COLUMN, rows of one value stay "
-        "together (%(default)s)",
-    )
-    parser.add_argument("--null-values", type=_names, default=[], metavar="A,B", help="read as null too")
-    parser.add_argument("--row-group-rows", type=int, default=default.row_group_rows, help="(%(default)s)")
-    parser.add_argument("--rows-per-file", type=int, default=default.rows_per_file, help="(%(default)s)")
-    parser.add_argument("--seed", type=int, default=default.seed, help="of the split (%(default)s)")
+    _add_options(parser, delimited.CsvOptions)
     _add_overwrite(parser)
     parser.set_defaults(run=_run_csv)
 
@@ -185,9 +129,9 @@ def _add_retrieval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--user", default="user_id", metavar="COLUMN", help="(%(default)s)")
     parser.add_argument("--item", default="item_id", metavar="COLUMN", help="(%(default)s)")
     parser.add_argument("--time", metavar="COLUMN", help="without it, rows are taken to be in order")
-    parser.add_argument("--user-features", type=_names, default=[], metavar="A,B", help="columns of the log")
-    parser.add_argument("--item-features", type=_names, default=[], metavar="A,B", help="columns of the log")
-    _add_where(parser)
+    parser.add_argument("--user-features", type=delimited.names, default=[], metavar="A,B", help="columns of the log")
+    parser.add_argument("--item-features", type=delimited.names, default=[], metavar="A,B", help="columns of the log")
+    parser.add_argument("--where", metavar="FILTER", help=writer.WHERE_HELP)
     held_out = parser.add_mutually_exclusive_group()
     held_out.add_argument(
         "--hold-out",
@@ -217,39 +161,18 @@ def _run_retrieval(args: argparse.Namespace) -> bool:
     return True
 
 
-def _add_where(parser: argparse.ArgumentParser) -> None:
-    text = "take only rows for which this is true, written as data.filter, as in \"rating >= 4 and country in ['de']\""
-    parser.add_argument("--where", metavar="FILTER", help=text)
+def _add_options(parser: argparse.ArgumentParser, kind: type[_Options]) -> None:
+    """Add an argument for each field that was made by ``option``."""
+    for each in fields(kind):  # type: ignore[arg-type]
+        default, settings = getattr(kind(), each.name), dict(each.metadata)
+        if settings.keys().isdisjoint({"type", "choices"}) and default is not None:
+            settings["type"] = type(default)
+        if default not in (None, [], {}, ()):
+            settings["help"] += " (%(default)s)"
+        flag = settings.pop("flag", each.name).replace("_", "-")
+        default = [] if default == {} else default
+        parser.add_argument(f"--{flag}", dest=each.name, default=default, **settings)
 
 
 def _add_overwrite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace what was written to --out before")
-
-
-def _unescape(text: str) -> str:
-    return "\t" if text in ("\\t", "tab") else text
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.rpartition("=")
-    if not equals or not name or not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=TYPE")
-    return name, value
-
-
-def _list_column(text: str) -> tuple[str, tuple[str, str]]:
-    match = re.fullmatch(r"([^=]+)=(.+?)(?::([a-z]+[0-9]*))?", text)
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SEPARATOR or NAME=SEPARATOR:TYPE")
-    return match[1], (_unescape(match[2]), match[3] or "string")
-
-
-def _shares(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(share) for share in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not numbers separated by commas") from None

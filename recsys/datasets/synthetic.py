@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recsys.datasets.writer import SPLITS, hash_uniform, read_marker, replacing, write_parts
+from recsys.datasets.writer import SPLITS, hash_uniform, option, read_marker, replacing, write_parts
 from recsys.errors import UserError
 from recsys.ids import hash_integers
 
@@ -36,27 +36,21 @@ NUM_CAT, NUM_INT = 26, 13
 
 @dataclass
 class SyntheticOptions:
-    """What to generate; ``rows``, ``valid_rows`` and ``test_rows`` are rows of the three splits.
+    """What to generate; the fields say what they are."""
 
-    ids have popularity proportional to rank ** -alpha. ``unseen``: share of the ids in valid and test that
-    training never shows. ``drift``: share of the ids replaced by new ones every day; training spans ``days``
-    days, valid is the next one, test the one after. ``users`` and ``items`` are the ids alive at a time; in
-    the criteo shape ``items`` is the size of the largest field and ``users`` plays no part.
-    """
-
-    rows: int = 1_000_000
-    valid_rows: int = 100_000
-    test_rows: int = 100_000
-    users: int = 20_000
-    items: int = 10_000
-    alpha: float = 0.9
-    unseen: float = 0.0
-    drift: float = 0.0
-    days: int = 7
-    shape: str = "user-item"
-    files: int = 4
-    row_group_rows: int = 65536
-    seed: int = 0
+    rows: int = option(1_000_000, "training rows")
+    valid_rows: int = option(100_000, "validation rows")
+    test_rows: int = option(100_000, "test rows")
+    users: int = option(20_000, "user ids alive on a day (user-item shape)")
+    items: int = option(10_000, "item ids alive on a day; in the criteo shape the size of the largest field")
+    alpha: float = option(0.9, "popularity of an id is rank ** -alpha")
+    unseen: float = option(0.0, "share of the ids in valid and test that training never shows")
+    drift: float = option(0.0, "share of the ids replaced by new ones every day")
+    days: int = option(7, "days of training data; valid is the next day, test the one after")
+    shape: str = option("user-item", "what a row is", choices=("user-item", "criteo"))
+    files: int = option(4, "files a split")
+    row_group_rows: int = option(65536, "rows a row group")
+    seed: int = option(0, "the same seed gives the same rows")
 
 
 def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = False) -> bool:
@@ -273,14 +267,14 @@ class Ceiling:
 
     def result(self) -> dict[str, float | int | None]:
         """rows, base_rate, auc (None if all labels are equal) and log_loss in nats."""
-        negatives, positives = (int(count) for count in self.counts.sum(axis=1))
-        below = np.cumsum(self.counts[0]) - self.counts[0] / 2
-        pairs = negatives * positives
-        auc = float(np.dot(self.counts[1], below)) / pairs if pairs else None
-        rows = negatives + positives
+        from recsys.models.metrics import auc  # brings torch, which takes a while and no other part needs
+
+        labels, bins = np.divmod(np.arange(2 * self.BINS), self.BINS)
+        area = auc(labels, bins, self.counts.reshape(-1))
+        rows = int(self.counts.sum())
         return {
             "rows": rows,
-            "base_rate": round(positives / rows, 6),
-            "auc": None if auc is None else round(auc, 6),
+            "base_rate": round(int(self.counts[1].sum()) / rows, 6),
+            "auc": None if np.isnan(area) else round(area, 6),
             "log_loss": round(self.loss / rows, 6),
         }

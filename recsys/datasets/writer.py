@@ -11,6 +11,8 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import field
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,14 @@ from recsys.runtime.files import replacing as replacing_file
 MARKER = "prepared.json"
 ROW_GROUP_ROWS = 65536
 SPLITS = ("train", "valid", "test")
+WHERE_HELP = (
+    "take only rows for which this is true, written as data.filter, as in \"rating >= 4 and country in ['de']\""
+)
+
+
+def option(default: Any, help: str, **settings: Any) -> Any:
+    """A field of a converter's options, with what its command line says of it: see ``ArgumentParser.add_argument``."""
+    return field(default_factory=lambda: copy(default), metadata={"help": help, **settings})
 
 
 class PartWriter:
