@@ -6,21 +6,18 @@ from math import isqrt
 from recsys.config.bounds import LARGE, check_bounds, check_number
 from recsys.config.choices import (
     COLUMN_SPLITS,
-    REPLICATED,
-    ROWWISE,
     UNPOOLED,
-    WITHOUT_DECAY,
     ComputeKernel,
     FeatureType,
     IdMappingType,
     NullPolicy,
     ShardingChoice,
     StateType,
-    TableOptimizer,
 )
 from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
 from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig
+from recsys.config.table_optimizers import optimizer_names
 from recsys.config.topology import check_memory, check_topology
 from recsys.errors import UserError, nearest
 
@@ -184,9 +181,9 @@ def _check_tables(config: Config) -> None:
 
 
 def _check_state(optimizer: TableOptimizerConfig, key: str) -> None:
-    if optimizer.state_dtype is StateType.FP16 and optimizer.name is not TableOptimizer.partial_rowwise_adam:
+    if optimizer.state_dtype is StateType.FP16 and not optimizer.name.value.fp16_state:
         raise UserError(
-            f"config key '{key}.state_dtype': FBGEMM keeps FP16 state for partial_rowwise_adam alone, found "
+            f"config key '{key}.state_dtype': FBGEMM keeps FP16 state for {optimizer_names('fp16_state')} alone, found "
             f"{key}.name={optimizer.name.name}; use FP32, or that"
         )
 
@@ -195,7 +192,7 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
     """Raise a UserError where a table's optimizer, kernel or features do not go with its sharding type."""
     optimizer, choice = config.table_optimizer(name), table.sharding_type
     key = config.table_optimizer_key(name)
-    if choice in COLUMN_SPLITS and optimizer.name in ROWWISE and not optimizer.allow_column_split:
+    if choice in COLUMN_SPLITS and optimizer.name.is_row_wise and not optimizer.allow_column_split:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': {choice.name} splits the rows that {optimizer.name.name} "
             f"averages over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
@@ -211,7 +208,7 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
             f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
             f"{table.compute_kernel.name}; use fused, or another sharding_type"
         )
-    if optimizer.weight_decay and optimizer.name in WITHOUT_DECAY:
+    if optimizer.weight_decay and not optimizer.name.value.reads_decay:
         raise UserError(
             f"config key '{key}.weight_decay': FBGEMM's kernels of {optimizer.name.name} leave it out without a word, "
             f"found {optimizer.weight_decay}; set it to 0, or use {key}.name=rowwise_adagrad"
@@ -221,10 +218,10 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
             f"config key '{key}.weight_decay': tables that every rank holds are trained without, found "
             f"{optimizer.weight_decay}; set it to 0, or tables.{name}.sharding_type to another"
         )
-    if choice is ShardingChoice.data_parallel and optimizer.name not in REPLICATED:
-        allowed = ", ".join(each.name for each in REPLICATED)
+    if choice is ShardingChoice.data_parallel and not optimizer.name.value.replicated:
         raise UserError(
-            f"config key 'tables.{name}.sharding_type': tables that every rank holds are trained by {allowed}, found "
+            f"config key 'tables.{name}.sharding_type': tables that every rank holds are trained by "
+            f"{optimizer_names('replicated')}, found "
             f"{key}.name={optimizer.name.name}; use another sharding_type"
         )
 
@@ -236,13 +233,13 @@ def _check_unpooled(config: Config, name: str, table: TableConfig) -> None:
     if table.sharding_type not in UNPOOLED:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': feature '{unpooled[0]}' is looked up id by id, for "
-            f"the model, which goes with {', '.join(each.name for each in UNPOOLED)}, found "
+            f"model {config.model.name}, which goes with {', '.join(each.name for each in UNPOOLED)}, found "
             f"{table.sharding_type.name}"
         )
     if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:
         raise UserError(
             f"config key 'tables.{name}.mapping' gives an id several rows, and feature '{unpooled[0]}' is looked up id "
-            f"by id, for the model; use mapping: hash with num_hashes=1, vocabulary or identity"
+            f"by id, for model {config.model.name}; use mapping: hash with num_hashes=1, vocabulary or identity"
         )
 
 

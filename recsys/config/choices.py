@@ -134,31 +134,6 @@ COLUMN_SPLITS = (ShardingChoice.column_wise, ShardingChoice.table_column_wise, S
 ROW_SPLITS = (ShardingChoice.row_wise, ShardingChoice.table_row_wise, ShardingChoice.grid_shard)
 
 
-class TableOptimizer(Enum):
-    """Optimizers that update a table's rows inside the backward pass. On CPU FBGEMM has the first three."""
-
-    rowwise_adagrad = "rowwise_adagrad"
-    adagrad = "adagrad"
-    sgd = "sgd"
-    adam = "adam"
-    partial_rowwise_adam = "partial_rowwise_adam"
-    lamb = "lamb"
-    partial_rowwise_lamb = "partial_rowwise_lamb"
-
-
-# Optimizers that keep one number for a whole row, that correct by the number of updates, that can train a table that
-# every rank holds, and whose kernels do not read weight decay.
-ROWWISE = (TableOptimizer.rowwise_adagrad, TableOptimizer.partial_rowwise_adam, TableOptimizer.partial_rowwise_lamb)
-COUNTING = (
-    TableOptimizer.adam,
-    TableOptimizer.partial_rowwise_adam,
-    TableOptimizer.lamb,
-    TableOptimizer.partial_rowwise_lamb,
-)
-REPLICATED = (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd)
-WITHOUT_DECAY = (TableOptimizer.adagrad, TableOptimizer.sgd)
-
-
 class DenseOptimizer(Enum):
     """Optimizers of the dense (data-parallel) part."""
 

@@ -1,16 +1,9 @@
 """Settings that a device has no kernel for: refused where something else would be learned, otherwise replaced."""
 
-from recsys.config.choices import ComputeKernel, DataType, FloatType, TableOptimizer
+from recsys.config.choices import ComputeKernel, DataType, FloatType
 from recsys.config.schema import Config, TableOptimizerConfig
+from recsys.config.table_optimizers import optimizer_names
 from recsys.errors import UserError
-
-# FBGEMM's CPU kernels know three; another's nearest is the one that keeps as much per row.
-_NEAREST_ON_CPU = {
-    TableOptimizer.adam: TableOptimizer.adagrad,
-    TableOptimizer.partial_rowwise_adam: TableOptimizer.rowwise_adagrad,
-    TableOptimizer.lamb: TableOptimizer.adagrad,
-    TableOptimizer.partial_rowwise_lamb: TableOptimizer.rowwise_adagrad,
-}
 
 
 def check_device(config: Config, on_gpu: bool) -> list[str]:
@@ -42,11 +35,10 @@ def check_device(config: Config, on_gpu: bool) -> list[str]:
 
 
 def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:
-    nearest = _NEAREST_ON_CPU.get(settings.name)
-    if nearest is not None:
+    if not settings.name.value.on_cpu:
         raise UserError(
-            f"config key '{key}.name': FBGEMM trains tables on CPU by rowwise_adagrad, adagrad and sgd only, found "
-            f"{settings.name.name}; the nearest is {key}.name={nearest.name}"
+            f"config key '{key}.name': FBGEMM trains tables on CPU by {optimizer_names('on_cpu')} only, found "
+            f"{settings.name.name}; the nearest is {key}.name={settings.name.nearest_on_cpu.name}"
         )
     if settings.weight_decay:
         raise UserError(

@@ -28,9 +28,9 @@ from recsys.config.choices import (
     Schedule,
     ShardingChoice,
     StateType,
-    TableOptimizer,
 )
 from recsys.config.initial import InitConfig
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.config.topology import MemoryConfig, TopologyConfig
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
-from recsys.config.choices import Autocast, Saver, TableOptimizer
+from recsys.config.choices import Autocast, Saver
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
 from recsys.memory.data_facts import streams_of_a_rank
@@ -22,11 +23,6 @@ _LEAST_ROWS = 32  # of a micro-batch
 _PASSES = 2
 _FINE_STEPS = 4  # up to which tables are moved one by one
 _LEAST_BYTES, _LEAST_SHARE = 1 << 20, 0.02  # that are worth an advice, and of what is still missing with it
-_ROWWISE = {
-    TableOptimizer.adagrad: TableOptimizer.rowwise_adagrad,
-    TableOptimizer.adam: TableOptimizer.partial_rowwise_adam,
-    TableOptimizer.lamb: TableOptimizer.partial_rowwise_lamb,
-}
 
 
 @dataclass(frozen=True)
@@ -322,11 +318,10 @@ def _windows(config: Config, topology: Topology) -> Iterator[Change]:
 
 def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
     settings: dict[str, Any] = {}
-    if config.optimizer.tables.name in _ROWWISE:
-        settings["optimizer.tables.name"] = _ROWWISE[config.optimizer.tables.name]
-    for name, table in config.tables.items():
-        if table.optimizer is not None and table.optimizer.name in _ROWWISE:
-            settings[f"tables.{name}.optimizer.name"] = _ROWWISE[table.optimizer.name]
+    optimizers = {config.table_optimizer_key(table): config.table_optimizer(table) for table in config.tables}
+    for key, optimizer in {"optimizer.tables": config.optimizer.tables, **optimizers}.items():
+        if optimizer.name.value.row_wise is not None:
+            settings[f"{key}.name"] = TableOptimizer[optimizer.name.value.row_wise]
     if settings:
         yield Change(settings, "one step size for a whole row", Saver.row_wise_state)
 

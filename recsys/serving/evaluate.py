@@ -10,11 +10,12 @@ import torch
 
 from recsys.checkpoint import Source, check_whole, find_checkpoint, load_tensors
 from recsys.config import Config, OptimizerConfig, TableOptimizerConfig, load_config
-from recsys.config.choices import DenseOptimizer, TableOptimizer
+from recsys.config.choices import DenseOptimizer
 from recsys.config.device import check_device
 from recsys.config.initial import InitConfig, Take
 from recsys.config.ranks import check_ranks
 from recsys.config.schema import DenseOptimizerConfig
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, nearest
 from recsys.runtime.files import replace_file, unused_folder

@@ -1,28 +1,17 @@
 """Optimizers of the tables (in backward) and of the dense part, and one schedule for both."""
 
 import math
+import pydoc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torchrec.optim.optimizers as table_optimizers
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule
-from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
-
-_KINDS = {
-    TableOptimizer.rowwise_adagrad: (RowWiseAdagrad, ("eps",)),
-    TableOptimizer.adagrad: (table_optimizers.Adagrad, ("eps",)),
-    TableOptimizer.sgd: (table_optimizers.SGD, ()),
-    TableOptimizer.adam: (table_optimizers.Adam, ("eps", "beta1", "beta2")),
-    TableOptimizer.partial_rowwise_adam: (table_optimizers.PartialRowWiseAdam, ("eps", "beta1", "beta2")),
-    TableOptimizer.lamb: (table_optimizers.LAMB, ("eps", "beta1", "beta2")),
-    TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ("eps", "beta1", "beta2")),
-}
+from recsys.config.choices import DenseOptimizer, StateType
 
 
 class _StateTypes(dict[str, SparseType]):
@@ -40,15 +29,15 @@ def attach_table_optimizers(parameters: Mapping[str, torch.nn.Parameter], config
     """
     for table, parameter in parameters.items():
         settings = config.table_optimizer(table)
-        kind, names = _KINDS[settings.name]
-        arguments: dict[str, Any] = {name: getattr(settings, name) for name in names}
+        rule = settings.name.value
+        arguments: dict[str, Any] = {name: getattr(settings, name) for name in rule.numbers}
         arguments["lr"] = settings.learning_rate
         if settings.weight_decay:
             arguments["weight_decay"] = settings.weight_decay
         if settings.state_dtype is StateType.FP16:
             arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.FP16)
-        apply_optimizer_in_backward(kind, [parameter], arguments)
-        if settings.weight_decay and settings.name is TableOptimizer.rowwise_adagrad:
+        apply_optimizer_in_backward(pydoc.locate(rule.path), [parameter], arguments)
+        if settings.weight_decay and rule.decay_has_modes:
             # FBGEMM has three kinds for it and takes none by default. torchrec hands on what stands here when it
             # shards; its own class knows no such argument.
             arguments["weight_decay_mode"] = WeightDecayMode.DECOUPLE

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from recsys.config import ComputeKernel, Config, DataType
-from recsys.config.choices import StateType, TableOptimizer
+from recsys.config.choices import StateType
 from recsys.tables.spec import Shard
 
 # FBGEMM's FP8 rows (NFP8) are plain e4m3: a byte an element, neither scale nor padding (`construct_split_state` adds
@@ -19,17 +19,6 @@ _STATE_BYTES = {StateType.FP32: 4, StateType.FP16: 2}  # of an element
 _WAYS = 32  # of the cache's sets
 _SLOT_BYTES = 8 + 8  # which row a slot holds (lxu_cache_state), and when it was used (lxu_state)
 _CACHED_ROW_BYTES = 4  # which table a row is of (cache_index_table_map), for every row of a cached table
-
-# Numbers of state for each row, and for each element.
-_STATE = {
-    TableOptimizer.sgd: (0, 0),
-    TableOptimizer.rowwise_adagrad: (1, 0),
-    TableOptimizer.adagrad: (0, 1),
-    TableOptimizer.adam: (0, 2),
-    TableOptimizer.lamb: (0, 2),
-    TableOptimizer.partial_rowwise_adam: (1, 1),
-    TableOptimizer.partial_rowwise_lamb: (1, 1),
-}
 
 
 @dataclass(frozen=True)
@@ -79,10 +68,9 @@ def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
         kernel: name of the compute kernel, as in a plan.
     """
     optimizer = config.table_optimizer(table)
-    per_row, per_element = _STATE[optimizer.name]
     weight = rows * columns * WEIGHT_BYTES[config.tables[table].data_type]
-    by_row = rows * per_row * _ROW_STATE_BYTES
-    by_element = rows * columns * per_element * _STATE_BYTES[optimizer.state_dtype]
+    by_row = rows * optimizer.name.value.row_state * _ROW_STATE_BYTES
+    by_element = rows * columns * optimizer.name.value.element_state * _STATE_BYTES[optimizer.state_dtype]
     if kernel in (ComputeKernel.fused_uvm.value, ComputeKernel.fused_uvm_caching.value):
         # State of whole rows stays on the device; no state is cached.
         return TableBytes(host_weight=weight, host_optimizer=by_element, device_optimizer=by_row)

@@ -29,7 +29,7 @@ from torchrec.distributed.types import CacheParams, KeyValueParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 from recsys.config import ComputeKernel, Config, ShardingChoice
-from recsys.config.choices import COLUMN_SPLITS, REPLICATED, ROWWISE, UNPOOLED, FloatType
+from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, FloatType
 from recsys.errors import NoPlanError
 from recsys.runtime.machine import Topology
 from recsys.tables.bytes import cache_bytes, piece_bytes
@@ -200,9 +200,9 @@ def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[Sh
         return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
     settings, optimizer = config.tables[table], config.table_optimizer(table)
     types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
-    if optimizer.name not in ROWWISE or optimizer.allow_column_split:
+    if not optimizer.name.is_row_wise or optimizer.allow_column_split:
         types += COLUMN_SPLITS
     small = settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS
-    if small and optimizer.name in REPLICATED and not optimizer.weight_decay:
+    if small and optimizer.name.value.replicated and not optimizer.weight_decay:
         types.append(ShardingChoice.data_parallel)
     return [each for each in types if each in UNPOOLED] if table in config.unpooled_tables() else types

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import TableOptimizerConfig
-from recsys.config.choices import TableOptimizer
 
 _STATE = "momentum1"  # FBGEMM's name for the sums of squares
 # Of a table that is updated: on CPU so few that what it takes besides stays in the cache.
@@ -34,9 +33,10 @@ class ReplicatedTable:
 
     def __post_init__(self) -> None:
         rows, columns = self.weights.shape
-        shapes = {TableOptimizer.rowwise_adagrad: (rows,), TableOptimizer.adagrad: (rows, columns)}
-        if self.optimizer.name in shapes:
-            self.state[_STATE] = torch.zeros(shapes[self.optimizer.name], device=self.weights.device)
+        rule = self.optimizer.name.value
+        if rule.row_state or rule.element_state:
+            shape = (rows,) if rule.row_state else (rows, columns)
+            self.state[_STATE] = torch.zeros(shape, device=self.weights.device)
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate of the next updates."""
@@ -93,13 +93,13 @@ def _apply(table: ReplicatedTable, rows: slice, gradient: torch.Tensor) -> None:
     """Update some rows of a table by the gradient by them, [rows, embedding_dim]."""
     config, weights = table.optimizer, table.weights[rows]
     step = gradient * table.learning_rate
-    if config.name is not TableOptimizer.sgd:
+    if table.state:
         # Rows that no id touched have no gradient: nothing is added, and their step is 0 / (… + eps).
         squares, state = gradient.square(), table.state[_STATE][rows]
-        rowwise = config.name is TableOptimizer.rowwise_adagrad
+        rowwise = config.name.is_row_wise
         state += squares.mean(dim=1) if rowwise else squares
         root = state.sqrt().add_(config.eps)
         step /= root[:, None] if rowwise else root
-    if config.name is TableOptimizer.adagrad and weights.device.type == "cpu":
+    if config.name.value.element_state and weights.device.type == "cpu":
         step = step.to(weights.dtype)  # as FBGEMM's kernel does there, before it subtracts
     weights.copy_(weights.float().sub_(step))

@@ -28,7 +28,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import Config, ShardingChoice
 from recsys.config.checks import check_sharding
-from recsys.config.choices import COUNTING, FloatType
+from recsys.config.choices import FloatType
 from recsys.errors import UserError
 from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology
@@ -289,7 +289,7 @@ def iteration_setters(model: DistributedModelParallel, config: Config) -> list[C
     return [
         partial(_set_iteration, kernel.emb_module)
         for kernel in _kernels(model, FusedOptimizerModule)
-        if config.table_optimizer(_first_table(kernel)).name in COUNTING
+        if config.table_optimizer(_first_table(kernel)).name.value.counts_updates
     ]
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from recsys.config import Config, TableOptimizerConfig, load_config
-from recsys.config.choices import TableOptimizer
 from recsys.config.initial import InitConfig, Take
 from recsys.config.meaning import changed_inputs, changed_optimizers, meaning, refuse_differences
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 
 RANKER = """

@@ -14,9 +14,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig, load_config
-from recsys.config.choices import DenseOptimizer, StateType, TableOptimizer
+from recsys.config.choices import DenseOptimizer, StateType
 from recsys.config.device import check_device
 from recsys.config.schema import ScheduleConfig
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.step.optim import LearningRate, attach_table_optimizers, build_dense_optimizer
 

@@ -19,8 +19,9 @@ from launch import fork_train
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, load_config
-from recsys.config.choices import COLUMN_SPLITS, DenseOptimizer, TableOptimizer
+from recsys.config.choices import COLUMN_SPLITS, DenseOptimizer
 from recsys.config.features import float_features, id_features
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.models import DenseInputs

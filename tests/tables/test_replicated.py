@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import TableOptimizerConfig
-from recsys.config.choices import TableOptimizer
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.tables import replicated
 from recsys.tables.replicated import ReplicatedTable, ReplicatedTables
 

@@ -7,7 +7,8 @@ import pytest
 from launch import ROOT, fork_train
 
 from recsys.config import load_config
-from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, ShardingChoice, TableOptimizer
+from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, ShardingChoice
+from recsys.config.table_optimizers import TableOptimizer
 
 CONFIG = "configs/dlrm_sample.yaml"
 SHORT = ("train.max_steps=2", "data.valid=null", "data.test=null")
@@ -25,7 +26,7 @@ REFUSED = {
     "decay": (["optimizer.tables.weight_decay=0.1"], "'optimizer.tables.weight_decay'"),
     "replicated by id": (
         ["model.attention={history: item_id}", "tables.item.sharding_type=data_parallel"],
-        "'tables.item.sharding_type': feature 'history' is looked up id by id, for model.attention, which goes with ",
+        "'tables.item.sharding_type': feature 'history' is looked up id by id, for model dlrm, which goes with ",
     ),
     "several rows an id": (
         ["model.attention={history: item_id}", "tables.item.num_hashes=2"],

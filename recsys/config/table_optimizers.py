@@ -1,0 +1,91 @@
+"""The optimizers of tables: one row for each, which all that asks about an optimizer reads."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """What FBGEMM does with a table's rows in the backward pass.
+
+    Attributes:
+        path: of torchrec's class that stands for it.
+        numbers: keys of TableOptimizerConfig that it takes beside the learning rate.
+        row_state, element_state: numbers of state that it keeps for a row, and for an element of a row.
+        counts_updates: its step depends on how many updates there were.
+        on_cpu: FBGEMM has a kernel for CPUs.
+        replicated: tables that every rank holds can be trained by it (`recsys.tables.replicated`).
+        reads_decay: its GPU kernels read weight decay. decay_has_modes: they take none unless told which kind.
+        fp16_state: state of elements may be FP16.
+        row_wise: name of its kind that keeps less, a number for a row in place of one for each element.
+    """
+
+    path: str
+    numbers: tuple[str, ...] = ("eps",)
+    row_state: int = 0
+    element_state: int = 0
+    counts_updates: bool = False
+    on_cpu: bool = False
+    replicated: bool = False
+    reads_decay: bool = True
+    decay_has_modes: bool = False
+    fp16_state: bool = False
+    row_wise: str | None = None
+
+
+_ADAM = ("eps", "beta1", "beta2")
+_OPTIMIZERS = "torchrec.optim.optimizers"
+
+
+class TableOptimizer(Enum):
+    """Optimizers that update a table's rows inside the backward pass; a member's value is its rule."""
+
+    rowwise_adagrad = UpdateRule(
+        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",
+        row_state=1,
+        on_cpu=True,
+        replicated=True,
+        decay_has_modes=True,
+    )
+    adagrad = UpdateRule(
+        f"{_OPTIMIZERS}.Adagrad",
+        element_state=1,
+        on_cpu=True,
+        replicated=True,
+        reads_decay=False,
+        row_wise="rowwise_adagrad",
+    )
+    sgd = UpdateRule(f"{_OPTIMIZERS}.SGD", (), on_cpu=True, replicated=True, reads_decay=False)
+    adam = UpdateRule(
+        f"{_OPTIMIZERS}.Adam", _ADAM, element_state=2, counts_updates=True, row_wise="partial_rowwise_adam"
+    )
+    partial_rowwise_adam = UpdateRule(
+        f"{_OPTIMIZERS}.PartialRowWiseAdam", _ADAM, row_state=1, element_state=1, counts_updates=True, fp16_state=True
+    )
+    lamb = UpdateRule(
+        f"{_OPTIMIZERS}.LAMB", _ADAM, element_state=2, counts_updates=True, row_wise="partial_rowwise_lamb"
+    )
+    partial_rowwise_lamb = UpdateRule(
+        f"{_OPTIMIZERS}.PartialRowWiseLAMB", _ADAM, row_state=1, element_state=1, counts_updates=True
+    )
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether it keeps a number for a whole row, so that rows split by columns learn otherwise."""
+        return self.value.row_state > 0
+
+    @property
+    def nearest_on_cpu(self) -> "TableOptimizer":
+        """The optimizer with a kernel for CPUs that keeps state for rows or for elements as this one does."""
+        return next(
+            other
+            for other in TableOptimizer
+            if other.value.on_cpu
+            and other.is_row_wise == self.is_row_wise
+            and (other.value.element_state > 0) == (self.value.element_state > 0 and not self.is_row_wise)
+        )
+
+
+def optimizer_names(attribute: str) -> str:
+    """Return the names of the optimizers whose rule has an attribute, for messages."""
+    return ", ".join(each.name for each in TableOptimizer if getattr(each.value, attribute))
