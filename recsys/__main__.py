@@ -90,7 +90,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
             if words.command == "evaluate":
                 from recsys.serving.evaluate import evaluate, find_run
 
-                run_to_evaluate = find_run(words.config, words.overrides)
+                run_to_evaluate = find_run(words.config, words.overrides, words.trust_code)
             else:
                 config = load_config(words.config, words.overrides, words.debug)
         except UserError as error:
@@ -147,7 +147,10 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     else:
         parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
-    parser.set_defaults(command=command, debug=False)
+    parser.set_defaults(command=command, debug=False, trust_code=False)
+    if command != "dry-run":
+        about = "of an evaluation: import the class that the run names as its model"
+        parser.add_argument("--trust-code", action="store_true", help=about)
     if command == "train":
         mode = parser.add_mutually_exclusive_group()
         mode.add_argument("--debug", action="store_true", help="single-device debug mode")

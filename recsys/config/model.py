@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -101,7 +102,7 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
         UserError: there is no such model, it cannot be imported, or it is none.
     """
     key = "config key 'model.name'"
-    if name not in MODELS and "." not in name:
+    if name not in MODELS and not re.fullmatch(r"(?:[^\W\d]\w*\.)+[^\W\d]\w*", name):
         problem = f"there is no model '{name}'{nearest(name, MODELS)}" if name else "not set, and needs a value"
         raise UserError(f"{key}: {problem} (known: {', '.join(MODELS)}, or package.module.Class of your own)")
     if name not in MODELS and not is_trusted:
@@ -114,7 +115,7 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
         sys.path.append(os.getcwd())  # behind all else, so that nothing there hides a package
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError) as error:
         raise UserError(
             f"{key}: the class '{name}' cannot be imported ({error}); its module has to be installed, or found from "
             f"the current folder or PYTHONPATH"

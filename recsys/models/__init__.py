@@ -1,5 +1,6 @@
 """Models, one a file: the dense part over looked-up vectors, with its config, its loss and its metrics."""
 
 from recsys.models.base import DenseInputs, Model, Vectors
+from recsys.models.blocks import RowDropout, mlp
 
-__all__ = ["DenseInputs", "Model", "Vectors"]
+__all__ = ["DenseInputs", "Model", "RowDropout", "Vectors", "mlp"]

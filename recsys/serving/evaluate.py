@@ -31,7 +31,7 @@ _NO_TRAINING = ("train.early_stop.metric=null", "train.eval_every_steps=null", "
 _CHANGEABLE = ("data.", "run.", "train.eval_batch_size", "model.top_k")
 
 
-def find_run(run: str, overrides: Sequence[str]) -> tuple[Config, Path, list[str]]:
+def find_run(run: str, overrides: Sequence[str], trust_code: bool = False) -> tuple[Config, Path, list[str]]:
     """Return the run's config with some changes, its checkpoint, and the datasets to evaluate.
 
     These are data.valid and data.test, or those of them that the overrides name.
@@ -39,6 +39,7 @@ def find_run(run: str, overrides: Sequence[str]) -> tuple[Config, Path, list[str
     Args:
         run: a run directory, whose best checkpoint is taken, or its newest without early stopping; or a checkpoint.
         overrides: `key=value` over the run's config, of what does not change the model.
+        trust_code: a class that the run names as its model may be imported.
 
     Raises:
         UserError: no such run, an override that would change the model, or nothing to evaluate.
@@ -52,7 +53,8 @@ def find_run(run: str, overrides: Sequence[str]) -> tuple[Config, Path, list[str
                 f"{', '.join(f'{each}*' if each.endswith('.') else each for each in _CHANGEABLE)} alone"
                 f"{nearest(key, [f'data.{role}' for role in _EVALUATED])}"
             )
-    config = _without_training(load_config(checkpoint / "config.yaml", [*_NO_TRAINING, *overrides]))
+    changes = [*_NO_TRAINING, *overrides]
+    config = _without_training(load_config(checkpoint / "config.yaml", changes, trust_code=trust_code))
     directory = config.run.dir if "run.dir" in keys else str(checkpoint.parent.parent)
     config = replace(config, run=replace(config.run, plan=None, dir=directory))
     named = [role for role in _EVALUATED if f"data.{role}" in keys] or _EVALUATED

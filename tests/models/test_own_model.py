@@ -1,0 +1,67 @@
+"""A user's own model, as docs/own_model.md has it: trained on one process and two, resumed, evaluated."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+from recsys.config import load_config
+from recsys.errors import UserError
+
+CONFIG = """
+data: {{train: {sample}/train, test: {sample}/test, label_column: label, weight_column: weight}}
+features: {{user_id: {{table: user}}, item_id: {{table: item}}, price: {{type: float}}}}
+tables: {{user: {{num_embeddings: 1000, embedding_dim: 8}}, item: {{num_embeddings: 1000, embedding_dim: 8}}}}
+model: {{name: my_models.FM, dropout: 0.1}}
+train: {{global_batch_size: 256, max_steps: 8, checkpoint_every_steps: 4, log_every_steps: 1}}
+"""
+
+
+def run(folder: Path, *arguments: str, nproc: int = 1) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "2"]
+    command = [sys.executable, *(launcher if nproc == 2 else ()), str(ROOT / "train.py"), *arguments]
+    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=180)
+
+
+def metrics(folder: Path) -> dict:
+    return json.loads((folder / "result.json").read_text())["metrics"]["test"]
+
+
+def test_it_trains_resumes_and_evaluates(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(), re.DOTALL)
+    (tmp_path / "my_models.py").write_text(code)
+    (tmp_path / "fm.yaml").write_text(CONFIG.format(sample=ROOT / "data" / "sample"))
+    for nproc in (1, 2):
+        done = run(tmp_path, "fm.yaml", f"run.dir=run{nproc}", nproc=nproc)
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert metrics(tmp_path / "run1") == pytest.approx(metrics(tmp_path / "run2"), rel=1e-4)
+    for steps in (4, 8):
+        done = run(tmp_path, "fm.yaml", "run.dir=stopped", f"train.max_steps={steps}", "run.resume=true")
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "run1")
+
+    refused = run(tmp_path, "run1", "--evaluate")
+    assert refused.returncode == 1 and "--trust-code" in refused.stderr and "Traceback" not in refused.stderr
+    trusted = run(tmp_path, "run1", "--evaluate", "--trust-code")
+    assert trusted.returncode == 0, trusted.stderr[-2000:]
+    assert json.loads(trusted.stdout.splitlines()[-1])["metrics"]["test"] == metrics(tmp_path / "run1")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("dlmr", "did you mean 'dlrm'"),
+        ("no_such_module.Model", "cannot be imported"),
+        ("recsys.models.dlrm.NoSuchClass", "cannot be imported"),
+        ("pathlib.Path", "is no model"),
+        ("..", "there is no model '..'"),
+    ],
+)
+def test_a_name_of_no_model(name: str, said: str) -> None:
+    with pytest.raises(UserError, match=r"config key 'model\.name'") as caught:
+        load_config(ROOT / "configs" / "dlrm_sample.yaml", [f"model.name={name}"])
+    assert said in str(caught.value)
