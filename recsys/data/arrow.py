@@ -3,8 +3,9 @@
 import numpy as np
 import pyarrow as pa
 
-_LISTS = {make(pa.null()).id for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)}
-_LISTS.add(pa.list_(pa.null(), 1).id)
+_LISTS = {make(pa.null()).id for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)} | {
+    pa.list_(pa.null(), 1).id
+}
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 

@@ -78,16 +78,7 @@ def collate(
     widths = [len(spec.floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
     num_bytes = sum(padded(4 * num_rows * width) for width in widths)
     block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
-    numbers = [block.array((num_rows, width), np.float32) for width in widths]
-    if rows.num_filled < num_rows:
-        for array in numbers:
-            array[:] = 0
-    if pieces:
-        # Joined first, which takes far fewer calls; each holds the lock of Python, which training waits for.
-        joined = np.concatenate([p.columns.floats[:, p.start : p.stop] for p in pieces], axis=1)
-        for array, columns in zip(numbers, np.split(joined, np.cumsum(widths)[:-1]), strict=True):
-            array[rows.places] = columns.T
-    floats, labels, *known, weights = map(torch.from_numpy, numbers)
+    floats, labels, *known, weights = map(torch.from_numpy, _copy_numbers(rows, widths, block))
     num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
     keyed = ids.build(block)
     lengths = keyed.lengths().numpy().reshape(len(spec.ids), num_rows)
@@ -107,6 +98,20 @@ def collate(
         id_bounds=_id_bounds(lengths, bounds) if len(bounds) > 2 else (),
         first_row=first_row,
     )
+
+
+def _copy_numbers(rows: "_Rows", widths: list[int], block: Block) -> list[np.ndarray]:
+    """Return the numbers of the pieces' columns as arrays [rows, width], cut at these widths, 0 where no piece is."""
+    numbers = [block.array((rows.num_rows, width), np.float32) for width in widths]
+    if rows.num_filled < rows.num_rows:
+        for array in numbers:
+            array[:] = 0
+    if rows.pieces:
+        # Joined first, which takes far fewer calls; each holds the lock of Python, which training waits for.
+        joined = np.concatenate([p.columns.floats[:, p.start : p.stop] for p in rows.pieces], axis=1)
+        for array, columns in zip(numbers, np.split(joined, np.cumsum(widths)[:-1]), strict=True):
+            array[rows.places] = columns.T
+    return numbers
 
 
 def _id_bounds(lengths: np.ndarray, bounds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

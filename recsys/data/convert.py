@@ -11,19 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config import Keep, NullPolicy
-from recsys.data.arrow import (
-    decoded,
-    drop_nulls,
-    elements,
-    is_list,
-    is_nested,
-    is_number,
-    list_bounds,
-    plain,
-    select,
-    to_numbers,
-    valid,
-)
+from recsys.data import arrow
 from recsys.data.conditions import Condition
 from recsys.errors import UserError
 from recsys.ids import NULL_ROW, IdMapping, IdStatistics
@@ -146,12 +134,12 @@ def convert_ids(
     if part.statistics is not None:
         part.statistics.add(rows=len(array))
     try:
-        array = plain(array)
-        weights = None if weights is None else plain(weights)
+        array = arrow.plain(array)
+        weights = None if weights is None else arrow.plain(weights)
         lengths = None
-        if is_list(array.type):
+        if arrow.is_list(array.type):
             array, weights, lengths = _flatten(array, weights, part)
-        elif weights is not None and is_list(weights.type):
+        elif weights is not None and arrow.is_list(weights.type):
             raise UserError(f"one id a row goes with one weight a row, but column '{part.weights}' is {weights.type}")
         rows, present = _map(array, part, dtype, out if lengths is None and k == 1 else None, allocate)
         numbers = None if weights is None else _id_weights(weights, present, part)
@@ -174,13 +162,13 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     Raises:
         UserError: names the column whose type or values do not fit.
     """
-    array = decoded(array)
-    if not is_number(array.type):
+    array = arrow.decoded(array)
+    if not arrow.is_number(array.type):
         raise UserError(f"{_title(part)} must hold numbers, found {array.type}{_remedy(array.type, part)}")
     if array.null_count and part.fill is None:
         raise UserError(f"{_title(part)} holds {array.null_count} nulls, and may hold none; drop such rows")
-    numbers = to_numbers(array)
-    nulls = np.flatnonzero(~valid(array)) if array.null_count else None
+    numbers = arrow.to_numbers(array)
+    nulls = np.flatnonzero(~arrow.valid(array)) if array.null_count else None
     if out is None:
         out = np.empty(len(array), np.float32)
     _round(numbers, out)
@@ -214,7 +202,7 @@ def _map(
     """Return the rows of ids, and a mask [len(ids)] of the ids that have any, or None when all have."""
     if part.boundaries is not None:
         ids = _bucketise(ids, part.boundaries)
-    if is_nested(ids.type):
+    if arrow.is_nested(ids.type):
         raise UserError(
             f"ids must be integers or strings, found {ids.type}; a column holds one of these a row, or one list of them"
         )
@@ -227,9 +215,9 @@ def _map(
         raise UserError(f"{nulls} nulls found where nulls: refuse allows none; use reserved or empty")
     if part.statistics is not None:
         part.statistics.add(nulls=nulls)
-    present = valid(ids)
+    present = arrow.valid(ids)
     mapped = allocate(((len(ids) - nulls) * k,), dtype)
-    part.mapping.map(drop_nulls(ids), mapped, part.statistics)
+    part.mapping.map(arrow.drop_nulls(ids), mapped, part.statistics)
     if part.null is NullPolicy.empty:
         return mapped, present
     rows = allocate((len(ids) * k,), dtype) if out is None else out
@@ -242,10 +230,10 @@ def _map(
 
 
 def _bucketise(array: pa.Array, boundaries: tuple[float, ...]) -> pa.Array:
-    array = decoded(array)
-    if not is_number(array.type):
+    array = arrow.decoded(array)
+    if not arrow.is_number(array.type):
         raise UserError(f"boundaries take numbers, found {array.type}; write the column as numbers")
-    numbers = to_numbers(array).astype(np.float64, copy=False)
+    numbers = arrow.to_numbers(array).astype(np.float64, copy=False)
     if len(boundaries) <= _FEW_BOUNDARIES:
         counts = np.zeros(len(numbers), np.uint8)
         for boundary in boundaries:
@@ -255,7 +243,7 @@ def _bucketise(array: pa.Array, boundaries: tuple[float, ...]) -> pa.Array:
         buckets = np.searchsorted(boundaries, numbers, side="right")
     nulls = np.isnan(numbers)
     if array.null_count:
-        nulls |= ~valid(array)
+        nulls |= ~arrow.valid(array)
     return pa.array(buckets, mask=nulls if nulls.any() else None)
 
 
@@ -269,14 +257,14 @@ def _count(present: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
 
 
 def _id_weights(weights: pa.Array, present: np.ndarray | None, part: IdColumn) -> np.ndarray:
-    weights = decoded(weights)
-    if not is_number(weights.type):
+    weights = arrow.decoded(weights)
+    if not arrow.is_number(weights.type):
         raise UserError(f"its weights in column '{part.weights}' must be numbers, found {weights.type}")
     if present is not None:
-        weights = select(weights, present)
+        weights = arrow.select(weights, present)
     if weights.null_count:
         raise UserError(f"its weights in column '{part.weights}' hold {weights.null_count} nulls, and may hold none")
-    numbers = to_numbers(weights)
+    numbers = arrow.to_numbers(weights)
     out = np.empty(len(weights), np.float32)
     _round(numbers, out)
     finite = np.isfinite(out)
@@ -290,7 +278,7 @@ def _id_weights(weights: pa.Array, present: np.ndarray | None, part: IdColumn) -
 
 def _flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[pa.Array, pa.Array | None, np.ndarray]:
     """Return the elements of lists cut to `max_length`, the weights of the same elements, and int32 lengths."""
-    starts, lengths = list_bounds(array)
+    starts, lengths = arrow.list_bounds(array)
     weight_starts = starts if weights is None else _weight_starts(weights, lengths, part)
     if part.max_length is not None and lengths.size and lengths.max() > part.max_length:
         kept = np.minimum(lengths, np.int32(part.max_length))
@@ -298,14 +286,14 @@ def _flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple
             starts = starts + (lengths - kept)
             weight_starts = weight_starts + (lengths - kept)
         lengths = kept
-    ids = elements(array.values, starts, lengths)
-    return ids, None if weights is None else elements(weights.values, weight_starts, lengths), lengths
+    ids = arrow.elements(array.values, starts, lengths)
+    return ids, None if weights is None else arrow.elements(weights.values, weight_starts, lengths), lengths
 
 
 def _weight_starts(weights: pa.Array, lengths: np.ndarray, part: IdColumn) -> np.ndarray:
-    if not is_list(weights.type):
+    if not arrow.is_list(weights.type):
         raise UserError(f"lists of ids go with lists of weights, but column '{part.weights}' is {weights.type}")
-    starts, found = list_bounds(weights)
+    starts, found = arrow.list_bounds(weights)
     if not np.array_equal(found, lengths):
         row = int(np.flatnonzero(found != lengths)[0])
         raise UserError(
@@ -356,6 +344,6 @@ def _title(part: FloatColumn) -> str:
 
 
 def _remedy(kind: pa.DataType, part: FloatColumn) -> str:
-    if is_nested(kind):
+    if arrow.is_nested(kind):
         return "; write one number a row, each position of a list as a column of its own"
     return "; write it as numbers" + ("" if part.fill is None else ", or for ids use a feature of type id")

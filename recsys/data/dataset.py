@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.data.order import RowGroups
-from recsys.data.sources import Storage, partition_keys
+from recsys.data.storage import Storage, partition_keys
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from recsys.data.dataset import Dataset
 from recsys.data.filters import parse_filter
 from recsys.data.footers import plain_type
-from recsys.data.sources import BadDataError, partition_keys, reason
+from recsys.data.storage import BadDataError, partition_keys, reason
 
 _KEPT_FOOTER_BYTES = 4 << 20  # as in the files; parsed they take ten times as much
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)

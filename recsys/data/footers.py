@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from recsys.data.conditions import BY_DATASET, KEY
-from recsys.data.sources import BadDataError, Files, Storage, partition_keys, reason
+from recsys.data.storage import BadDataError, Files, Storage, partition_keys, reason
 from recsys.data.thrift import Statistics, num_row_groups, num_values, schema_end, statistics
 from recsys.errors import UserError, nearest
 

@@ -20,7 +20,8 @@ from recsys.data.footer_cache import Known, load_footers, save_footers
 from recsys.data.footers import Footer, FooterParser, file_keys, read_footers
 from recsys.data.order import RowGroups, Segment
 from recsys.data.selection import certain_rows, prune_by_path
-from recsys.data.sources import BadDataError, Files, find_files
+from recsys.data.sources import find_files
+from recsys.data.storage import BadDataError, Files
 from recsys.errors import UserError
 
 __all__ = ["BadDataError", "Dataset", "ReadOptions", "SegmentReader", "open_dataset", "read_column", "read_head"]

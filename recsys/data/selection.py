@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from recsys.data.conditions import Bounds, Condition
 from recsys.data.footers import FileKey, Footer, FooterParser, file_keys, read_footer
-from recsys.data.sources import Files, partition_keys
+from recsys.data.storage import Files, partition_keys
 from recsys.data.thrift import Statistics
 
 _NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}

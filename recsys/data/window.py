@@ -16,12 +16,14 @@ import torch
 from recsys.data.buffers import BlockPool
 from recsys.data.convert import FloatColumn, IdColumn, Ids, convert_floats, convert_ids
 from recsys.data.order import Segment, Window
-from recsys.data.sources import BadDataError
+from recsys.data.storage import BadDataError
 from recsys.errors import UserError
 
 logger = logging.getLogger("recsys")
 _PERMUTED_AT_ONCE = 1 << 16  # lists
 _JOINED_ROWS = 1 << 14  # fewer are converted together with those of other segments
+
+_Lists = tuple[np.ndarray, np.ndarray | None]  # values, and their weights
 
 
 @dataclass(frozen=True)
@@ -209,12 +211,10 @@ class _Conversion:
     def columns(self) -> Columns:
         """Return what has been added, in the order of the window."""
         self._convert_pending()
-        bad = None
-        if self._bad:
-            bad = np.zeros(self._rows, np.bool_)
-            for rows in self._bad:
-                bad[rows] = True
-                self._floats[:, rows] = 0  # no weight, so that they touch nothing
+        bad = np.zeros(self._rows, np.bool_) if self._bad else None
+        for rows in self._bad:
+            bad[rows] = True  # type: ignore[index]
+            self._floats[:, rows] = 0  # no weight, so that they touch nothing
         found = [self._finished(i) for i in range(len(self._parts))]
         ids, lists = found[: len(self._spec.ids)], found[len(self._spec.ids) :]
         return Columns(
@@ -247,14 +247,13 @@ class _Conversion:
         if self._places is not None and i in self._places and all(piece.lengths is None for piece in pieces):
             return self._places[i]
         lengths = _joined([np.ones(len(p.values), np.int32) if p.lengths is None else p.lengths for p in pieces])
-        total = sum(len(piece.values) for piece in pieces)
         weighted = any(piece.weights is not None for piece in pieces)
         values, weights = _joined([piece.values for piece in pieces], self._array), None
         if weighted:
             weights = _joined([np.ones(len(p.values), np.float32) if p.weights is None else p.weights for p in pieces])
         if self._permutation is not None:
-            into = self._array((total,), values.dtype), self._array((total,), np.float32) if weighted else None
-            lengths = _permute_lists(self._order, lengths, values, weights, *into)
+            into = self._array(values.shape, values.dtype), self._array(values.shape, np.float32) if weighted else None
+            lengths = _permute_lists(self._order, lengths, (values, weights), into)
             values, weights = into
         offsets = self._array((len(lengths) + 1,), np.int64)
         offsets[0] = 0
@@ -295,21 +294,15 @@ def _is_known(part: FloatColumn, table: pa.Table) -> np.ndarray | bool:
     return not part.columns() or _numbers(part, table).is_valid().to_numpy(zero_copy_only=False)
 
 
-def _permute_lists(
-    order: torch.Tensor,
-    lengths: np.ndarray,
-    values: np.ndarray,
-    weights: np.ndarray | None,
-    values_out: np.ndarray,
-    weights_out: np.ndarray | None,
-) -> np.ndarray:
-    """Write the lists in another order to `values_out` and `weights_out`; return their lengths."""
-    known = [None if each is None else torch.from_numpy(each) for each in (lengths, values, weights)]
+def _permute_lists(order: torch.Tensor, lengths: np.ndarray, source: _Lists, into: _Lists) -> np.ndarray:
+    """Write lists in another order into other memory; return their lengths."""
+    tensors = [None if array is None else torch.from_numpy(array) for array in (lengths, *source)]
+    values_out, weights_out = into
     lengths_out, at = np.empty_like(lengths), 0
     # The operator returns new tensors. In blocks, they are small enough for the allocator to use memory again.
     for start in range(0, len(order), _PERMUTED_AT_ONCE):
         block = order[start : start + _PERMUTED_AT_ONCE]
-        moved = torch.ops.fbgemm.permute_1D_sparse_data(block, *known, None)
+        moved = torch.ops.fbgemm.permute_1D_sparse_data(block, *tensors, None)
         lengths_out[start : start + len(block)] = moved[0].numpy()
         stop = at + len(moved[1])
         values_out[at:stop] = moved[1].numpy()

@@ -16,7 +16,7 @@ from recsys.data.collate import MicroBatches, Piece
 from recsys.data.collate import collate as collate_into
 from recsys.data.convert import FloatColumn, IdColumn
 from recsys.data.order import Position, Segment, Window
-from recsys.data.sources import BadDataError
+from recsys.data.storage import BadDataError
 from recsys.data.window import BatchSpec, Columns, Ragged, convert_table, load_window
 from recsys.errors import UserError
 from recsys.ids import HashMapping, IdentityMapping, IndexMapping

@@ -11,9 +11,10 @@ import pyarrow.fs as fs
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.data import sources
+from recsys.data import storage
 from recsys.data.parquet import SegmentReader, open_dataset, read_column
-from recsys.data.sources import BadDataError, Storage, find_files, partition_keys, partition_type
+from recsys.data.sources import find_files
+from recsys.data.storage import BadDataError, Storage, partition_keys, partition_type
 from recsys.errors import UserError
 
 
@@ -219,8 +220,8 @@ def remote(tmp_path, monkeypatch):
     """A bucket in the folder `bucket`, s3://bucket, that fails when told to; waits are noted instead of slept."""
     handler = Flaky(tmp_path, {})
     handler.waits = []
-    monkeypatch.setattr(sources, "filesystem_of", lambda root, retries: (fs.PyFileSystem(handler), "bucket"))
-    monkeypatch.setattr(sources.time, "sleep", handler.waits.append)
+    monkeypatch.setattr(storage, "filesystem_of", lambda root, retries: (fs.PyFileSystem(handler), "bucket"))
+    monkeypatch.setattr(storage.time, "sleep", handler.waits.append)
     (tmp_path / "bucket").mkdir()
     return handler
 
@@ -302,21 +303,21 @@ def test_local_reads_are_not_retried(tmp_path, monkeypatch):
     dataset = open_dataset("data.train", str(file), {"user": "key"})
     file.write_bytes(bytes(len(file.read_bytes())))
     waits: list[float] = []
-    monkeypatch.setattr(sources.time, "sleep", waits.append)
+    monkeypatch.setattr(storage.time, "sleep", waits.append)
     refusal(lambda: read_column(dataset, "user"))
     assert waits == []
 
 
 def test_s3_takes_the_options_of_its_uri_and_our_retries(monkeypatch):
     uri = "s3://key:secret@bucket?endpoint_override=localhost:1&scheme=http&region=eu-west-1"
-    filesystem, path = sources.filesystem_of(uri, 5)
+    filesystem, path = storage.filesystem_of(uri, 5)
     assert (filesystem.region, path) == ("eu-west-1", "bucket")
     attempts = []
     strategy = fs.AwsStandardS3RetryStrategy
     monkeypatch.setattr(
         fs, "AwsStandardS3RetryStrategy", lambda max_attempts: attempts.append(max_attempts) or strategy(1)
     )
-    sources.filesystem_of(uri, 5)
+    storage.filesystem_of(uri, 5)
     assert attempts == [6]
     again = pickle.loads(pickle.dumps(Storage(uri, 5)))
     assert (again, again.shown) == (Storage(uri, 5), "s3://bucket")

@@ -1,0 +1,170 @@
+"""Storage of Parquet files: local paths and file systems of URIs, reading with retries, Hive partitions in paths."""
+
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+from urllib.parse import unquote
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.fs as fs
+
+from recsys.errors import UserError
+
+T = TypeVar("T")
+
+_FIRST_WAIT_SECONDS = 0.1
+_NULL_PARTITION = "__HIVE_DEFAULT_PARTITION__"
+
+
+class BadDataError(UserError):
+    """A file, or a row group of it, that cannot be read.
+
+    Attributes:
+        path: of the file. row_group: its number in the file, or None if the whole file is meant.
+    """
+
+    def __init__(self, message: str, path: str, row_group: int | None = None) -> None:
+        super().__init__(message)
+        self.path, self.row_group = path, row_group
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, int | None]]:
+        return BadDataError, (str(self), self.path, self.row_group)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The file system of a dataset, opened anew in each process that it is sent to.
+
+    Attributes:
+        root: URI without a path, such as `s3://bucket?region=eu-west-1`, or empty for local files.
+        retries: of a read from a remote file system.
+    """
+
+    root: str = ""
+    retries: int = 0
+
+    def __reduce__(self) -> tuple[type, tuple[str, int]]:
+        return Storage, (self.root, self.retries)
+
+    @cached_property
+    def remote(self) -> tuple[fs.FileSystem, str]:
+        """The remote file system, and what stands before its paths in place of `shown`."""
+        return filesystem_of(self.root, self.retries)
+
+    @property
+    def shown(self) -> str:
+        """What stands before the paths of a remote file system in messages: the root without secrets and options."""
+        return re.sub("//.*@", "//", self.root.partition("?")[0])
+
+    def path(self, name: str) -> str:
+        """Return the path in the file system of a file named in messages as `name`."""
+        return self.remote[1].rstrip("/") + name.removeprefix(self.shown) if self.root else name
+
+    def name(self, path: str) -> str:
+        """Return how messages name the file at a path of the file system."""
+        return self.shown + path.removeprefix(self.remote[1].rstrip("/")) if self.root else path
+
+    def open(self, name: str) -> pa.NativeFile:
+        """Open a file for reading at any place. Raises OSError."""
+        return self.remote[0].open_input_file(self.path(name)) if self.root else pa.OSFile(name)
+
+    def retrying(self, action: Callable[[], T]) -> T:
+        """Return what `action` returns; remote, an OSError is retried after 0.1, 0.2, 0.4 … seconds."""
+        for attempt in range(self.retries if self.root else 0):
+            try:
+                return action()
+            except FileNotFoundError:
+                raise
+            except OSError:
+                time.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
+        return action()
+
+
+def filesystem_of(root: str, retries: int) -> tuple[fs.FileSystem, str]:
+    """Return the file system of a URI without a path, and the path there that the URI stands for.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+    authority, mark, options = root.partition("?")
+    try:
+        filesystem, path = fs.FileSystem.from_uri(f"{authority}/{mark}{options}")
+        if isinstance(filesystem, fs.S3FileSystem):
+            # from_uri takes no retry strategy, so once more, with the options that pickling would use.
+            strategy = fs.AwsStandardS3RetryStrategy(max_attempts=retries + 1)
+            filesystem = fs.S3FileSystem(**filesystem.__reduce__()[1][0], retry_strategy=strategy)
+    except (pa.ArrowException, OSError) as error:
+        host = re.sub("//.*@", "//", authority)
+        raise UserError(f"the file system of '{host}' cannot be opened ({reason(error)})") from error
+    return filesystem, path
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """The files of a dataset.
+
+    Attributes:
+        names: as messages name them, in order.
+        sizes: bytes, int64 [files], -1 where unknown. times: of the last change, ns, int64 [files], 0 where unknown.
+    """
+
+    storage: Storage
+    names: tuple[str, ...]
+    sizes: np.ndarray
+    times: np.ndarray
+
+    def select(self, chosen: np.ndarray) -> "Files":
+        """Return some of the files: a mask, or their numbers."""
+        numbers = np.arange(len(self.names))[chosen]
+        names = tuple(self.names[i] for i in numbers.tolist())
+        return Files(self.storage, names, self.sizes[numbers], self.times[numbers])
+
+    def partition_type(self, column: str) -> pa.DataType:
+        """Return the type of a column whose values are in the paths."""
+        return partition_type(keys[column] for keys in map(partition_keys, self.names) if column in keys)
+
+
+def partition_keys(name: str) -> dict[str, str | None]:
+    """Return the Hive partition keys in a path, such as {"day": "2026-11-01"} of logs/day=2026-11-01/part-0.parquet.
+
+    Values are percent-decoded, and __HIVE_DEFAULT_PARTITION__ is None.
+    """
+    pairs = (folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder)
+    return {unquote(key): None if value == _NULL_PARTITION else unquote(value) for key, _, value in pairs}
+
+
+def partition_type(values: Iterable[str | None]) -> pa.DataType:
+    """Return the type of a partition key with these values as pyarrow.dataset infers it: int32 or string."""
+    try:
+        pa.array(sorted({value for value in values if value is not None}), pa.string()).cast(pa.int32())
+    except pa.ArrowInvalid:
+        return pa.string()
+    return pa.int32()
+
+
+def reason(error: Exception) -> str:
+    """Return why something cannot be read, without what Arrow and the operating system say around it."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, FileNotFoundError):
+        return "it does not exist"
+    if isinstance(error, PermissionError):
+        return "there is no permission to read it"
+    text = " ".join(str(error).split())
+    for pattern, meaning in _MEANINGS:
+        if re.search(pattern, text):
+            return meaning
+    return re.split(r"\. |\.? Detail: |; Details: ", text)[0].rstrip(".") or type(error).__name__
+
+
+_MEANINGS = (
+    ("CRC checksum", "the checksum of a page is wrong"),
+    ("Deserializing page header failed", "a page header is damaged"),
+    ("deserialize thrift|TProtocolException|invalid TType|codec can't decode", "its structure is damaged"),
+    ("Unable to load lib(jvm|hdfs)", "libhdfs needs Java and Hadoop, with JAVA_HOME and CLASSPATH set"),
+    ("NETWORK_CONNECTION|Couldn't resolve host", "the server cannot be reached"),
+)
