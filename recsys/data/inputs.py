@@ -1,23 +1,27 @@
 """From a config to datasets, what is known of them, and loaders."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
-from recsys.config import Config, FeatureConfig, IdMappingType, NullPolicy
-from recsys.config.choices import LabelLoss, LabelNulls
+from recsys.config import Config, IdMappingType
 from recsys.config.features import float_features, id_features
 from recsys.data.collate import MicroBatches
-from recsys.data.conditions import KEY as FILTER_KEY
-from recsys.data.conditions import Condition
-from recsys.data.convert import FloatColumn, IdColumn, Transform
-from recsys.data.facts import Facts, FloatFacts
-from recsys.data.filters import parse_filter
+from recsys.data.convert import FloatColumn, IdColumn
+from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
+from recsys.data.wanted import (
+    column_of,
+    float_column,
+    has_labels,
+    label_column,
+    needed_columns,
+    role_features,
+    role_lists,
+)
 from recsys.data.window import BatchSpec, Ragged, convert_table
 from recsys.errors import UserError
 from recsys.ids import (
@@ -81,7 +85,7 @@ class Inputs:
 
     def spec(self, role: str) -> BatchSpec:
         """Return what the batches of a dataset are made of."""
-        config, present = self.config, set(_role_features(self.config, role))
+        config, present = self.config, set(role_features(self.config, role))
         ids = [self._id_column(name, role, name in present) for name in id_features(config)]
         # With bad steps allowed, numbers that are not finite are left to the step that meets them.
         finite = role != "train" or config.train.max_bad_steps == 0
@@ -92,13 +96,13 @@ class Inputs:
             for name in float_features(config)
         ]
         lists = []
-        for name, (column, _) in _role_lists(config, role).items():
+        for name, (column, _) in role_lists(config, role).items():
             assert self._positions is not None
             lists.append(IdColumn(name, column, self._positions))
         labels, weight, weight_column = [], None, config.data.weight_column
-        if _has_label(config, role):
+        if has_labels(config, role):
             schema = self.datasets[role].schema if role in self.datasets else None
-            labels = [_label_column(config, name, finite, schema) for name in config.labels()]
+            labels = [label_column(config, name, finite, schema) for name in config.labels()]
             if weight_column is not None:
                 weight = FloatColumn("data.weight_column", weight_column, None, False, finite)
         return BatchSpec(ids, floats, labels, weight, lists)
@@ -150,40 +154,40 @@ def open_inputs(
     Raises:
         UserError: on every rank, for files or columns that are missing or do not fit.
     """
-    options = ReadOptions(
-        verify_checksums=config.data.verify_checksums,
-        retries=config.data.retries,
-        max_bad_files=config.data.max_bad_files,
-    )
-
-    def read() -> tuple[dict[str, Dataset], pa.Array | None]:
-        if cache is not None and known is not None:
-            copy_files(known, cache)
-        datasets = {
-            role: open_dataset(
-                f"data.{role}",
-                getattr(config.data, role),
-                _needed_columns(config, role),
-                config.data.max_rows,
-                _filter(config, role),
-                options,
-                cache=cache and cache / f"{role}.footers",
-            )
-            for role in roles
-            if getattr(config.data, role) is not None
-        }
-        schemas = {role: dataset.schema for role, dataset in datasets.items()}
-        if "train" not in roles and known is not None:
-            schemas["train"] = kept_schema(known / "train.footers")
-        _check_types(config, schemas)
-        if "train" in datasets:
-            _check_rows(config, datasets["train"])
-        corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
-        _check_first_rows(Inputs(config, datasets, corpus, world))
-        return datasets, corpus
-
-    datasets, corpus = world.from_rank_zero(read)
+    datasets, corpus = world.from_rank_zero(lambda: _read(config, world, cache, known, roles))
     return Inputs(config, datasets, corpus, world)
+
+
+def _read(
+    config: Config, world: World, cache: Path | None, known: Path | None, roles: Sequence[str]
+) -> tuple[dict[str, Dataset], pa.Array | None]:
+    """Return the datasets by role, and the corpus; arguments and errors as of `open_inputs`, on one rank."""
+    data = config.data
+    options = ReadOptions(data.verify_checksums, data.retries, data.max_bad_files)
+    if cache is not None and known is not None:
+        copy_files(known, cache)
+    datasets = {
+        role: open_dataset(
+            f"data.{role}",
+            getattr(data, role),
+            needed_columns(config, role),
+            data.max_rows,
+            _filter(config, role),
+            options,
+            cache=cache and cache / f"{role}.footers",
+        )
+        for role in roles
+        if getattr(data, role) is not None
+    }
+    schemas = {role: dataset.schema for role, dataset in datasets.items()}
+    if "train" not in roles and known is not None:
+        schemas["train"] = kept_schema(known / "train.footers")
+    _check_types(config, schemas)
+    if "train" in datasets:
+        _check_rows(config, datasets["train"])
+    corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
+    _check_first_rows(Inputs(config, datasets, corpus, world))
+    return datasets, corpus
 
 
 def _filter(config: Config, role: str) -> str | None:
@@ -259,107 +263,11 @@ def _check_weights(dataset: Dataset, column: str) -> None:
     )
 
 
-def _role_features(config: Config, role: str) -> list[str]:
-    """Return the features that a dataset of this role has columns for; the others stay empty in its batches."""
-    needs = config.model.needs()
-    if needs.item_id is not None and role == "items":
-        return list(needs.item_features)
-    if needs.item_id is not None and role in ("valid", "test"):
-        return [name for name in config.features if name not in needs.item_features]
-    return list(config.features)
-
-
-def _role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
-    """Return name → (column, config key) of the lists of corpus positions that evaluation needs."""
-    item_id = config.model.needs().item_id
-    if item_id is None:
-        return {}
-    if role == "items":
-        return {"position": (column_of(config, item_id), f"features.{item_id}.column")}
-    if role in ("valid", "test"):
-        lists = {"targets": (config.data.targets_column, "data.targets_column")}
-        if config.data.seen_column is not None:
-            lists["seen"] = (config.data.seen_column, "data.seen_column")
-        return lists
-    return {}
-
-
-def _has_label(config: Config, role: str) -> bool:
-    return role == "train" or config.model.needs().labels
-
-
-def column_of(config: Config, feature: str) -> str:
-    return config.features[feature].column or feature
-
-
-def _needed_columns(config: Config, role: str) -> dict[str, str]:
-    needed = {column_of(config, name): f"config key 'features.{name}'" for name in _role_features(config, role)}
-    for name in _role_features(config, role):
-        if config.features[name].weights is not None:
-            needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"
-    needed |= {column: f"config key '{key}'" for column, key in _role_lists(config, role).values()}
-    if _has_label(config, role):
-        for name, label in config.labels().items():
-            condition = _condition(config, name)
-            columns = [label.column or name] if condition is None else sorted(condition.columns())
-            needed |= dict.fromkeys(columns, f"config key '{_label_key(config, name)}'")
-        if config.data.weight_column is not None:
-            needed[config.data.weight_column] = "config key 'data.weight_column'"
-    return needed
-
-
 def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
     settings = config.tables[table]
     if settings.mapping is IdMappingType.vocabulary and facts is None:
         return HashMapping(settings.num_embeddings, settings.hash_seed)  # takes the same ids
     return build_mapping(settings, None if facts is None else facts.vocabularies.get(table))
-
-
-def float_column(
-    name: str, feature: FeatureConfig, column: str | None, facts: Facts | None, finite: bool = True
-) -> FloatColumn:
-    known = (facts.floats.get(name) if facts else None) or FloatFacts()
-    scale = (known.mean, known.std) if feature.standardise else (None, None)
-    clip = None if feature.clip is None else (feature.clip[0], feature.clip[1])
-    transform = Transform(clip, feature.log1p, *scale) if clip or feature.log1p or feature.standardise else None
-    fill: float | None = feature.fill
-    if feature.nulls is NullPolicy.refuse:
-        fill = None
-    elif feature.nulls is NullPolicy.mean:
-        fill = known.raw_mean
-    return FloatColumn(name, column, fill, finite=finite, transform=transform)
-
-
-def _label_key(config: Config, name: str) -> str:
-    return f"data.labels.{name}" if config.data.labels else "data.label_column"
-
-
-def _condition(config: Config, label: str) -> Condition | None:
-    """Return what a label's expression says, if it has one."""
-    text = config.labels()[label].expression
-    with _of_label(config, label):
-        return None if text is None else parse_filter(text)
-
-
-@contextmanager
-def _of_label(config: Config, label: str) -> Iterator[None]:
-    """Let errors of conditions name the label in place of a filter."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace(FILTER_KEY, f"config key '{_label_key(config, label)}'")) from error
-
-
-def _label_column(config: Config, name: str, finite: bool, schema: pa.Schema | None) -> FloatColumn:
-    label, condition = config.labels()[name], _condition(config, name)
-    if condition is not None and schema is not None:
-        with _of_label(config, name):
-            condition = condition.bind(schema)
-    unknown, binary = label.nulls is LabelNulls.unknown, label.loss is LabelLoss.binary
-    column = None if condition else label.column or name
-    fill = 0.0 if unknown else None
-    key = _label_key(config, name)
-    return FloatColumn(key, column, fill, binary, finite, may_be_unknown=unknown, condition=condition)
 
 
 def read_corpus(config: Config, items: Dataset) -> pa.Array:
@@ -382,8 +290,3 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
             f"every item must be there once"
         )
     return ids
-
-
-def with_figures(config: Config) -> list[str]:
-    features = ((name, config.features[name]) for name in float_features(config))
-    return [name for name, feature in features if feature.standardise or feature.nulls is NullPolicy.mean]

@@ -14,7 +14,8 @@ from recsys.config.features import id_features
 from recsys.config.initial import Take
 from recsys.config.meaning import meaning
 from recsys.data.facts import FLOATS_FILE, Facts, VocabularyRequest, measure, vocabulary_file
-from recsys.data.inputs import Inputs, column_of, float_column, with_figures
+from recsys.data.inputs import Inputs
+from recsys.data.wanted import column_of, float_column, with_figures
 from recsys.errors import UserError
 from recsys.ids import is_new, joined, read_vocabulary
 from recsys.runtime.environment import give_unused_back

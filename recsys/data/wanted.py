@@ -1,0 +1,123 @@
+"""What the config and its model want of each dataset: columns, and how they become labels and numbers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+
+from recsys.config import Config, FeatureConfig, NullPolicy
+from recsys.config.choices import LabelLoss, LabelNulls
+from recsys.config.features import float_features
+from recsys.data.conditions import KEY as FILTER_KEY
+from recsys.data.conditions import Condition
+from recsys.data.convert import FloatColumn, Transform
+from recsys.data.facts import Facts, FloatFacts
+from recsys.data.filters import parse_filter
+from recsys.errors import UserError
+
+
+def role_features(config: Config, role: str) -> list[str]:
+    """Return the features that a dataset of this role has columns for; the others stay empty in its batches."""
+    needs = config.model.needs()
+    if needs.item_id is not None and role == "items":
+        return list(needs.item_features)
+    if needs.item_id is not None and role in ("valid", "test"):
+        return [name for name in config.features if name not in needs.item_features]
+    return list(config.features)
+
+
+def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
+    """Return name → (column, config key) of the lists of corpus positions that evaluation needs."""
+    item_id = config.model.needs().item_id
+    if item_id is None:
+        return {}
+    if role == "items":
+        return {"position": (column_of(config, item_id), f"features.{item_id}.column")}
+    if role in ("valid", "test"):
+        lists = {"targets": (config.data.targets_column, "data.targets_column")}
+        if config.data.seen_column is not None:
+            lists["seen"] = (config.data.seen_column, "data.seen_column")
+        return lists
+    return {}
+
+
+def has_labels(config: Config, role: str) -> bool:
+    """Return whether batches of this role have labels and weights; without labels in the config, weights alone."""
+    return role == "train" or config.model.needs().labels
+
+
+def column_of(config: Config, feature: str) -> str:
+    """Return the name of a feature's column."""
+    return config.features[feature].column or feature
+
+
+def needed_columns(config: Config, role: str) -> dict[str, str]:
+    """Return the columns to read of a dataset, each with what asks for it, for messages."""
+    needed = {column_of(config, name): f"config key 'features.{name}'" for name in role_features(config, role)}
+    for name in role_features(config, role):
+        if config.features[name].weights is not None:
+            needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"
+    needed |= {column: f"config key '{key}'" for column, key in role_lists(config, role).values()}
+    if has_labels(config, role):
+        for name, label in config.labels().items():
+            condition = _condition(config, name)
+            columns = [label.column or name] if condition is None else sorted(condition.columns())
+            needed |= dict.fromkeys(columns, f"config key '{_label_key(config, name)}'")
+        if config.data.weight_column is not None:
+            needed[config.data.weight_column] = "config key 'data.weight_column'"
+    return needed
+
+
+def float_column(
+    name: str, feature: FeatureConfig, column: str | None, facts: Facts | None, finite: bool = True
+) -> FloatColumn:
+    """Return how a float feature becomes numbers; a column of None is always the fill."""
+    known = (facts.floats.get(name) if facts else None) or FloatFacts()
+    scale = (known.mean, known.std) if feature.standardise else (None, None)
+    clip = None if feature.clip is None else (feature.clip[0], feature.clip[1])
+    transform = Transform(clip, feature.log1p, *scale) if clip or feature.log1p or feature.standardise else None
+    fill: float | None = feature.fill
+    if feature.nulls is NullPolicy.refuse:
+        fill = None
+    elif feature.nulls is NullPolicy.mean:
+        fill = known.raw_mean
+    return FloatColumn(name, column, fill, finite=finite, transform=transform)
+
+
+def _label_key(config: Config, name: str) -> str:
+    return f"data.labels.{name}" if config.data.labels else "data.label_column"
+
+
+def _condition(config: Config, label: str) -> Condition | None:
+    """Return what a label's expression says, if it has one."""
+    text = config.labels()[label].expression
+    with _of_label(config, label):
+        return None if text is None else parse_filter(text)
+
+
+@contextmanager
+def _of_label(config: Config, label: str) -> Iterator[None]:
+    """Let errors of conditions name the label in place of a filter."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace(FILTER_KEY, f"config key '{_label_key(config, label)}'")) from error
+
+
+def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | None) -> FloatColumn:
+    """Return how a label becomes numbers; an expression is bound to the types of `schema`, if that is known."""
+    label, condition = config.labels()[name], _condition(config, name)
+    if condition is not None and schema is not None:
+        with _of_label(config, name):
+            condition = condition.bind(schema)
+    unknown, binary = label.nulls is LabelNulls.unknown, label.loss is LabelLoss.binary
+    column = None if condition else label.column or name
+    fill = 0.0 if unknown else None
+    key = _label_key(config, name)
+    return FloatColumn(key, column, fill, binary, finite, may_be_unknown=unknown, condition=condition)
+
+
+def with_figures(config: Config) -> list[str]:
+    """Return the float features that need figures of data.train: mean and deviation."""
+    features = ((name, config.features[name]) for name in float_features(config))
+    return [name for name, feature in features if feature.standardise or feature.nulls is NullPolicy.mean]
