@@ -86,7 +86,7 @@ def _check_features(config: Config) -> None:
 
 
 def _check_float(key: str, feature: FeatureConfig) -> None:
-    for name in ("max_length", "weights", "boundaries"):
+    for name in ("max_length", "weights", "boundaries", "cross"):
         if getattr(feature, name) is not None:
             raise UserError(f"config key '{key}.{name}' is for features of type id; drop it, or set type: id")
     if feature.nulls is NullPolicy.empty:
@@ -110,6 +110,8 @@ def _check_id(key: str, feature: FeatureConfig) -> None:
     ):
         if given:
             raise UserError(f"config key '{key}.{name}' is for features of type float; drop it, or set type: float")
+    if feature.cross is not None:
+        _check_cross(key, feature)
     if feature.nulls is NullPolicy.mean:
         raise UserError(f"config key '{key}.nulls' of an id feature is reserved, empty or refuse, found mean")
     bounds = feature.boundaries
@@ -159,6 +161,15 @@ def _check_item_id(config: Config, item_id: str) -> None:
         raise UserError(
             "config key 'data.items' is not set, and data.valid and data.test are evaluated over a file of all items"
         )
+
+
+def _check_cross(key: str, feature: FeatureConfig) -> None:
+    columns = feature.cross or []
+    if len(columns) < 2 or len(set(columns)) < len(columns):
+        raise UserError(f"config key '{key}.cross' must name two columns or more, each once, found {columns}")
+    for name in ("column", "weights", "boundaries", "max_length"):
+        if getattr(feature, name) is not None:
+            raise UserError(f"config key '{key}.{name}' does not go with {key}.cross, which gives an id a row; drop it")
 
 
 def _check_tables(config: Config) -> None:

@@ -106,6 +106,8 @@ class FeatureConfig:
 
     type: FeatureType = FeatureType.id
     column: str | None = None  # default: the feature's name
+    # In place of a column: of these columns, an id for each combination of their ids. [user_country, item_id]
+    cross: list[str] | None = None
     table: str | None = None
     max_length: int | None = bounded(None, 1)  # of a list
     keep: Keep = Keep.last  # which end of a longer list

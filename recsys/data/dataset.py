@@ -1,7 +1,8 @@
 """What is known of the Parquet files of one role: found by `recsys.data.parquet.open_dataset`, read by its readers."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -37,6 +38,7 @@ class Dataset:
         file_layouts, file_sizes, file_digests: int64 [files], of each of `row_groups.paths` its number in `layouts`,
             its bytes, and `Footer.digest`.
         stored_rows: int64 [row groups], rows before the filter.
+        crosses: of `columns`, those that are made of others (see `recsys.data.crosses`), by name.
     """
 
     key: str
@@ -53,6 +55,7 @@ class Dataset:
     file_sizes: np.ndarray
     file_digests: np.ndarray
     stored_rows: np.ndarray
+    crosses: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
 from recsys.data.filters import parse_filter
 from recsys.data.footers import plain_type
@@ -63,7 +64,11 @@ class Decoder:
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         groups = dataset.row_groups
-        self._dataset, self._columns = dataset, list(columns)
+        self._dataset, self._returned = dataset, list(columns)
+        self._crosses = {name: dataset.crosses[name] for name in columns if name in dataset.crosses}
+        of_crosses = [column for cross in self._crosses.values() for column in cross]
+        read = [name for name in columns if name not in self._crosses]
+        self._columns = list(dict.fromkeys([*read, *of_crosses]))
         self._file_of = {path: i for i, path in enumerate(groups.paths)}
         self._keys = _keys(groups.file, groups.index)
         self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
@@ -118,7 +123,9 @@ class Decoder:
 
     def _matching(self, table: pa.Table, is_filtered: bool) -> pa.Table:
         chosen = table.select(self._columns)
-        return chosen.filter(self._condition.mask(table)) if is_filtered and self._condition is not None else chosen
+        if is_filtered and self._condition is not None:
+            chosen = chosen.filter(self._condition.mask(table))
+        return with_crosses(chosen, self._crosses).select(self._returned) if self._crosses else chosen
 
     def _group(self, path: str, index: int) -> _Group:
         file, dataset = self._file_of[path], self._dataset

@@ -1,6 +1,7 @@
 """From a config to datasets, what is known of them, and loaders."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
 from recsys.data.wanted import (
     column_of,
+    crosses,
     float_column,
     has_labels,
     label_column,
@@ -179,6 +181,7 @@ def _read(
         for role in roles
         if getattr(data, role) is not None
     }
+    datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
     schemas = {role: dataset.schema for role, dataset in datasets.items()}
     if "train" not in roles and known is not None:
         schemas["train"] = kept_schema(known / "train.footers")
@@ -188,6 +191,18 @@ def _read(
     corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
     _check_first_rows(Inputs(config, datasets, corpus, world))
     return datasets, corpus
+
+
+def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
+    """Return a dataset with columns that are made of others."""
+    for column in dict.fromkeys(column for columns in made.values() for column in columns):
+        kind = dataset.schema.field(column).type
+        if pa.types.is_nested(kind):
+            raise UserError(
+                f"config key '{dataset.key}': column '{column}' is {kind}, and a cross takes an id a row of each column"
+            )
+    schema = pa.schema([*dataset.schema, *(pa.field(name, pa.int64()) for name in made)])
+    return replace(dataset, schema=schema, columns=(*dataset.columns, *made), crosses=made)
 
 
 def _filter(config: Config, role: str) -> str | None:

@@ -47,13 +47,23 @@ def has_labels(config: Config, role: str) -> bool:
 
 
 def column_of(config: Config, feature: str) -> str:
-    """Return the name of a feature's column."""
-    return config.features[feature].column or feature
+    """Return the name of a feature's column, or of the cross that is made in its place."""
+    settings = config.features[feature]
+    return settings.column or (" × ".join(settings.cross) if settings.cross else feature)
+
+
+def crosses(config: Config, role: str) -> dict[str, tuple[str, ...]]:
+    """Return the columns that are made of others in a dataset of this role, by name."""
+    made = {column_of(config, name): config.features[name].cross for name in role_features(config, role)}
+    return {name: tuple(columns) for name, columns in made.items() if columns}
 
 
 def needed_columns(config: Config, role: str) -> dict[str, str]:
     """Return the columns to read of a dataset, each with what asks for it, for messages."""
-    needed = {column_of(config, name): f"config key 'features.{name}'" for name in role_features(config, role)}
+    needed: dict[str, str] = {}
+    for name in role_features(config, role):
+        columns = config.features[name].cross or [column_of(config, name)]
+        needed |= dict.fromkeys(columns, f"config key 'features.{name}'")
     for name in role_features(config, role):
         if config.features[name].weights is not None:
             needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"

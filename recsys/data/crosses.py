@@ -1,0 +1,36 @@
+"""Crosses of columns: one id for each combination of the ids in several columns, made as rows are decoded."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.ids import hash_column, hash_integers
+
+
+def with_crosses(table: pa.Table, crosses: Mapping[str, Sequence[str]]) -> pa.Table:
+    """Return a table with a column more for each cross, by its name, of the columns that it names.
+
+    The id of a combination is a 64-bit hash of the ids in it, so that it is the same on every machine and split of the
+    data, and no vocabulary of combinations is needed. It is null where an id is null.
+    """
+    for name, columns in crosses.items():
+        table = table.append_column(name, _cross([_whole(table.column(column)) for column in columns]))
+    return table
+
+
+def _cross(columns: Sequence[pa.Array]) -> pa.Array:
+    known = np.logical_and.reduce([column.is_valid().to_numpy(zero_copy_only=False) for column in columns])
+    mask = None if known.all() else pa.array(known)
+    hashes = np.zeros(int(known.sum()), np.uint64)
+    for place, column in enumerate(columns):  # the place is the seed, so that a × b is not b × a
+        hashes = hash_integers(hashes ^ hash_column(column if mask is None else column.filter(mask), place))
+    ids = np.zeros(len(known), np.int64)
+    ids[known] = hashes.view(np.int64)
+    return pa.array(ids, mask=None if mask is None else ~known)
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    if column.num_chunks == 1:
+        return column.chunk(0)
+    return pa.concat_arrays(column.unify_dictionaries().chunks) if column.num_chunks else pa.array([], column.type)
