@@ -83,7 +83,7 @@ def run_or_refuse(folder: Path, number: str, mode: str) -> str:
     forced = [f"{key}={value}" for key, value in FORCED.items() if key not in changed]
     before = {*folder.rglob("*")}
     options = (*overrides, *forced, f"run.dir={folder / 'run'}", *([mode] if mode else []))
-    done = fork_train(str(folder / "c.yaml"), *options, before=limit_memory, cwd=cwd)
+    done = fork_train(str(folder / "c.yaml"), *options, before=limit_memory, cwd=cwd, timeout=900)
     new = {path for path in {*folder.rglob("*")} - before if folder / "run" not in (path, *path.parents)}
     problem = f"wrote {new}" if new else ""
     told = done.stderr.strip().rpartition("\n")[2]

@@ -111,8 +111,8 @@ def random_seconds(number: int) -> float:
     return random.Random(number).uniform(0.0, 1.5)
 
 
-def fill_the_disk(rank: int, number: int) -> None:
-    """Let the disk be full for a rank when it writes its `number`-th shard."""
+def fill_the_disk(rank: int, number: int, step: int) -> None:
+    """Let the disk be full for a rank when it writes its `number`-th shard, and end `step` when that has failed."""
     if int(os.environ.get("RANK", "0")) != rank:
         return
     whole, shards = HashedFile.write, set()
@@ -126,3 +126,11 @@ def fill_the_disk(rank: int, number: int) -> None:
         return whole(self, data)
 
     HashedFile.write = write  # type: ignore[method-assign]
+    whole_advance = Trainer._advance
+
+    def advance(self: Trainer, *arguments: Any) -> None:
+        whole_advance(self, *arguments)
+        while self._state.step == step and not self._checkpoints.failed:
+            time.sleep(0.01)
+
+    Trainer._advance = advance  # type: ignore[method-assign]

@@ -122,7 +122,7 @@ def test_a_file_stops_the_run(reference: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_ends_all_ranks_alike(background: bool, reference: Path, tmp_path: Path) -> None:
     options = (*SAVING, f"train.async_checkpoints={str(background).lower()}")
-    failed = start(tmp_path / "run", *options, nproc=2, before=partial(kills.fill_the_disk, 1, 2))
+    failed = start(tmp_path / "run", *options, nproc=2, before=partial(kills.fill_the_disk, 1, 2, 9))
     errors = re.findall(r"error: (.*)", failed.stderr)
     assert failed.returncode == 1 and "Traceback" not in failed.stderr, failed.stderr[-2000:]
     assert len(set(errors)) == 1 and "No space left on device" in errors[0]  # which one rank may tell for both
