@@ -96,12 +96,7 @@ def load_tensors(
         UserError: the checkpoint differs from what is here in what `init` does not allow, or cannot be read.
     """
     reader = SafeReader(path, marker.files)
-    entries: dict[str, Any] = world.agree(reader.read_metadata).state_dict_metadata
-    saved = {name: _Form(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
-    if strange := [name for name in saved if not _belongs(name, saved, marker)]:
-        raise UserError(
-            f"checkpoint '{path}' is not whole: it has {strange[0]}, of nothing else in it; take another one"
-        )
+    saved = world.agree(lambda: _saved(reader, path, marker))
     targets = tensors.to_load()
     forms = {name: _Form(pieces.size, pieces.dtype) for name, pieces in targets.items()}
     # A rank knows of no state of a table that it holds no piece of.
@@ -114,14 +109,9 @@ def load_tensors(
     for name in state:
         if name.startswith((TABLES, TABLE_OPTIMIZER)):
             state[name] = _moved(state[name], saved[name], choice.spans(name))
-    extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
     same_ranks = config is None and marker.world_size == world.world_size
-    if same_ranks:
-        extra += [name for name in saved if name.startswith(f"{RNG}{world.rank}/")]
-    if config is None and tensors.statistics:
-        # Whatever ranks have counted is taken by one of those of here.
-        ranks = {name: name.split("/")[1] for name in saved if name.startswith(IDS)}
-        extra += [name for name, rank in ranks.items() if int(rank) % world.world_size == world.rank]
+    extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
+    extra += _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
     room = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in extra}
     state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
     read_pieces(state, reader, world.host_group)
@@ -131,6 +121,23 @@ def load_tensors(
         if name in report.loaded:
             _log.warning("%s is approximate: %s", name, reason)
     return report
+
+
+def _saved(reader: SafeReader, path: Path, marker: Marker) -> dict[str, _Form]:
+    entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    saved = {name: _Form(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+    for name in saved:
+        if not _belongs(name, saved, marker):
+            raise UserError(f"checkpoint '{path}' is not whole: it has {name}, of nothing else in it; take another one")
+    return saved
+
+
+def _of_ranks(saved: Mapping[str, _Form], world: World, rng: bool, ids: bool) -> list[str]:
+    """Return what this rank takes of the states of random number generators, and of the counts of ids."""
+    names = [name for name in saved if rng and name.startswith(f"{RNG}{world.rank}/")]
+    # Whatever ranks have counted is taken by one of those of here.
+    counted = {name: int(name.split("/")[1]) for name in saved if ids and name.startswith(IDS)}
+    return names + [name for name, rank in counted.items() if rank % world.world_size == world.rank]
 
 
 def _set_state(
