@@ -7,21 +7,22 @@ import pyarrow.compute as pc
 from recsys.errors import UserError
 from recsys.ids.hashing import IdKeys, read_keys
 
-_MAX_MOVES = 200  # 10 are enough for 10 million ids, unless three of them want the same two places
+_PLACES_PER_ID = 4  # 2 at least; the more, the fewer ids share a place
+_LAST = np.uint64(2**64 - 1)
 
 
 def index_bytes(num_ids: int, id_bytes: int) -> int:
     """Return the bytes of an `IdIndex` of so many ids, whose own take `id_bytes` together: they, hashes and places."""
-    place = 4 if num_ids + 1 < 2**31 else 8
-    return id_bytes + 8 * (1 + num_ids) + place * _num_places(num_ids)
+    return id_bytes + (8 + _width(num_ids)) * (1 + num_ids) + _width(num_ids) * _num_places(num_ids)
 
 
 class IdIndex:
     """Finds ids in a list, exactly: the first of the list is number 1, and an id that is not in it has number 0.
 
-    Cuckoo hashing (Pagh & Rodler 2004, doi:10.1016/j.jalgor.2003.12.002): each id has two places by its hash and stands
-    in one of them, so that two looks, taken for whole columns at a time, find it. Integers have distinct hashes (see
-    `hash_integers`), so the hash stands for the integer. A text that a hash finds is compared itself.
+    The hashes of the list stand in order, and the first bits of a hash are a place, which tells where those that begin
+    so stand. Most places have one hash or none, so that two looks, taken for whole columns at a time, find most ids,
+    and the others walk on. Integers have distinct hashes (see `hash_integers`), so the hash stands for the integer. A
+    text that a hash finds is compared itself.
     """
 
     def __init__(self, ids: pa.Array, seed: int) -> None:
@@ -37,10 +38,18 @@ class IdIndex:
         """
         self._kind = ids.type
         self._keys = _in_order(ids)
-        self._hashes = np.append(np.uint64(0), self._keys.hashes(seed))  # by number
-        self._hidden: dict[bytes, int] = {}  # texts whose hash another text of the list has
-        # By place, the number of the id there; 0 where it is empty.
-        self._numbers = self._fill(self._distinct())
+        hashes = self._keys.hashes(seed)
+        order = np.argsort(hashes, kind="stable")
+        self._hashes = np.append(hashes[order], _LAST)  # which ends every walk, and has number 0
+        self._numbers = np.append(order + 1, 0).astype(f"i{_width(len(ids))}")
+        self._hidden: dict[bytes, int] = {}  # texts whose hash another text of the list has, before them
+        for place in (self._hashes[1:-1] == self._hashes[:-2]).nonzero()[0].tolist():
+            self._hide(place + 1)
+        self._shift = np.uint64(65 - _num_places(len(ids)).bit_length())
+        ends = np.bincount((hashes >> self._shift).view(np.int64), minlength=_num_places(len(ids)))
+        np.cumsum(ends, out=ends)
+        self._starts = np.zeros(len(ends), self._numbers.dtype)
+        self._starts[1:] = ends[:-1]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -80,64 +89,28 @@ class IdIndex:
             hashes: uint64 [n].
             places, found: uint64 [n], overwritten.
         """
-        np.bitwise_and(hashes, np.uint64(len(self._numbers) - 1), out=places)
-        numbers = self._numbers.take(places.view(np.int64))
-        np.take(self._hashes, numbers, out=found, mode="clip")
-        other = (found != hashes).nonzero()[0]
-        # None is in its second place while the first is empty.
-        other = other.take(numbers.take(other).nonzero()[0])
-        if len(other):
-            hashes = hashes.take(other)
-            second = self._numbers.take(_places(hashes, len(self._numbers), 1))
-            numbers[other] = np.where(self._hashes.take(second) == hashes, second, 0)
+        np.right_shift(hashes, self._shift, out=places)
+        at = self._starts.take(places.view(np.int64))
+        np.take(self._hashes, at, out=found, mode="clip")
+        rest = (found < hashes).nonzero()[0]
+        while len(rest):
+            at[rest] += 1
+            found[rest] = self._hashes.take(at.take(rest))
+            rest = rest[found.take(rest) < hashes.take(rest)]
+        numbers = self._numbers.take(at)
+        numbers[(found != hashes).nonzero()[0]] = 0
         return numbers
 
-    def _distinct(self) -> np.ndarray:
-        """Return the numbers of the list, int32 or int64 [n], but those whose hash has a smaller number too."""
-        kind = np.int32 if len(self._hashes) < 2**31 else np.int64
-        numbers = np.arange(1, len(self._hashes), dtype=kind)
-        ordered = np.sort(self._hashes[1:])
-        if not (ordered[1:] == ordered[:-1]).any():
-            return numbers
-        order = np.argsort(self._hashes[1:], kind="stable")
-        ordered = self._hashes[1:][order]
-        for place in (ordered[1:] == ordered[:-1]).nonzero()[0].tolist():
-            self._hide(int(order[place + 1]) + 1, int(order[np.searchsorted(ordered, ordered[place])]) + 1)
-        hidden = np.array(sorted(self._hidden.values()))
-        return np.delete(numbers, hidden - 1)
-
-    def _hide(self, number: int, first: int) -> None:
-        """Keep an id apart that has the hash of another."""
+    def _hide(self, place: int) -> None:
+        """Keep an id apart that has the hash of the one before it."""
+        first = np.searchsorted(self._hashes, self._hashes[place])
+        number, number_of_first = self._numbers[[place, first]].tolist()
         if len(self._keys.numbers):
             raise _twice(self._keys.numbers[number - 1])
         text = self._keys.texts[number - 1].as_py()
-        if text in self._hidden or text == self._keys.texts[first - 1].as_py():
+        if text in self._hidden or text == self._keys.texts[number_of_first - 1].as_py():
             raise _twice(text.decode(errors="replace"))
         self._hidden[text] = number
-
-    def _fill(self, distinct: np.ndarray) -> np.ndarray:
-        """Return a table of places, at most a quarter full, with each number in one of its two places."""
-        num_places = _num_places(len(distinct))
-        while (table := self._try_to_fill(distinct, num_places)) is None:
-            num_places *= 2
-        return table
-
-    def _try_to_fill(self, distinct: np.ndarray, num_places: int) -> np.ndarray | None:
-        table = np.zeros(num_places, distinct.dtype)
-        rest, side = distinct, np.zeros(len(distinct), np.int64)
-        for _ in range(_MAX_MOVES):
-            places = _places(self._hashes[rest], num_places, side)
-            before = table[places]
-            table[places] = rest  # one of those that want the same place
-            lost = table[places] != rest
-            # Whoever stood there goes to its other place, and so do those that lost; of `before` each counts once.
-            moved = before[~lost & (before != 0)]
-            from_first = _places(self._hashes[moved], num_places, 0) == places[~lost & (before != 0)]
-            rest = np.concatenate([rest[lost], moved])
-            if not len(rest):
-                return table
-            side = np.concatenate([1 - side[lost], from_first.astype(np.int64)])
-        return None
 
     def _compare_texts(self, texts: pa.Array, numbers: np.ndarray) -> None:
         """Correct the numbers, in place, of texts that are another than the one with their hash."""
@@ -164,12 +137,9 @@ def _twice(shown: object) -> UserError:
 
 
 def _num_places(num_ids: int) -> int:
-    """Return how many places so many ids have, as a rule."""
-    return 4 << num_ids.bit_length()
+    return _PLACES_PER_ID << max(1, num_ids.bit_length() - 1)
 
 
-def _places(hashes: np.ndarray, num_places: int, side: np.ndarray | int) -> np.ndarray:
-    """Return the first (side 0) or second (side 1) places of hashes among a power of two, int64 [n]."""
-    first = (hashes & np.uint64(num_places - 1)).view(np.int64)
-    second = (hashes >> np.uint64(32) & np.uint64(num_places - 1)).view(np.int64)
-    return np.where(side, np.where(first == second, second ^ 1, second), first)
+def _width(num_ids: int) -> int:
+    """Return the bytes of a number of so many ids."""
+    return 4 if num_ids + 1 < 2**31 else 8

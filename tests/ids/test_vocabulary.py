@@ -111,9 +111,8 @@ def unmixed(number: int) -> int:
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_hashes_that_share_places(listed):
-    # In a table of up to 4096 places, both places of all of these are alike, so that it has to grow; and 0 is the hash
-    # that an empty place has.
-    hashes = [0, *((i << 44) + (i << 12) for i in range(1, 10))]
+    # Nine in one place, and the least and the greatest hash there is, which also stands at the end.
+    hashes = [0, *((1 << 60) + i for i in range(8)), 2**64 - 1]
     ids = pa.array([unmixed(number) for number in hashes], pa.uint64())
     assert hash_column(ids).tolist() == hashes
     mapping = IndexMapping(ids if listed else ids[1:])
@@ -229,7 +228,7 @@ def test_counts_go_to_other_ranks_once():
 def test_bytes_of_an_index(ids):
     index = IdIndex(ids, seed=1)
     own = index._keys.numbers.nbytes + index._keys.texts.nbytes
-    assert index_bytes(len(ids), own) == own + index._hashes.nbytes + index._numbers.nbytes
+    assert index_bytes(len(ids), own) == own + index._hashes.nbytes + index._numbers.nbytes + index._starts.nbytes
 
 
 def test_choice_by_count_then_id():
