@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from recsys.errors import EchoError, UserError, end_run
-from recsys.runtime.environment import is_first_rank, prepare_environment
+from recsys.runtime.environment import is_first_rank, prepare_environment, restart_without_malloc_cache
 from recsys.runtime.versions import check_versions, exit_unless_installed
 
 _COMMANDS = {
@@ -81,6 +81,8 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
     """
     with _mistakes_told(debug="--debug" in arguments):
         words = _parse(arguments, prog, command)
+        if words.command == "train" and not words.debug:  # a debugger would lose the process
+            restart_without_malloc_cache()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
         prepare_environment()
         check_versions()

@@ -1,7 +1,8 @@
 """Memory: predicted from a plan, measured in a run, and the report of both."""
 
+from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.measure import BudgetExceeded, Timeline, peak_rss
-from recsys.memory.predict import DataFacts, DenseFacts, RankMemory, predict
+from recsys.memory.predict import predict
 from recsys.memory.tensors import measure_dense, measure_tables, predict_dense, predict_tables
 
 __all__ = [

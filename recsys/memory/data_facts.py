@@ -23,8 +23,8 @@ from recsys.models.metrics import rows_at_once
 _SAMPLE_ROWS = 20_000
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
-_DECODING = 5  # times the decoded row group is what Arrow takes for it at its peak (measured: 4 to 5.5)
-_DECODING_ONCE = 4  # the same where nothing was decoded before
+_BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
+_KEPT_BYTES = 20 << 20  # of what decoding has freed, by Arrow's allocator, which waits before it gives pages back
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:
@@ -117,6 +117,13 @@ class _Sample:
         sizes = [self._sizes[name] for name in (self._sizes if columns is None else columns)]
         return sum(once + rows * num_rows / self.rows for once, rows in sizes)
 
+    def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
+        """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
+        names = list(self._sizes if columns is None else columns)
+        table = self.table_bytes(num_rows, names)
+        widest = max((self.table_bytes(num_rows, [name]) for name in names), default=0)
+        return table + _BUILDING * widest + min(_KEPT_BYTES, table)
+
     def distinct_ids(self, num_rows: int) -> Iterator[float]:
         """Yield for each feature about how many distinct ids so many rows hold.
 
@@ -168,11 +175,10 @@ def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> _Deco
     threads, groups = max(1, inputs.config.data.num_threads), inputs.datasets[role].row_groups
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
-    table = sample.table_bytes(int(groups.num_rows.max()))
-    # Threads seldom stand at Arrow's peak together: measured, two take half as much again as one.
-    decoding = (1 + min(len(groups), threads)) / 2 * _DECODING * table
+    rows, at_once = int(groups.num_rows.max()), min(len(groups), threads)
+    table, decoding = sample.table_bytes(rows), at_once * sample.decoding_bytes(rows)
     if len(groups) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-        return _Decoding(int(_DECODING_ONCE / _DECODING * decoding), int(making + len(groups) * table))
+        return _Decoding(int(decoding), int(making + len(groups) * table + min(_KEPT_BYTES, table)))
     return _Decoding(0, int(making + decoding))
 
 
@@ -189,4 +195,4 @@ def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> 
     names = [name for name in id_features(config) if (config.features[name].table or "") in tables]
     columns = dict.fromkeys(column_of(config, name) for name in [*names, *with_figures(config)])
     rows = int(inputs.datasets["train"].row_groups.num_rows.max())
-    return int(_DECODING * sample.table_bytes(rows, columns))
+    return int(sample.decoding_bytes(rows, columns))

@@ -3,11 +3,11 @@
 Nothing here allocates or looks at other ranks, so that it can be called some dozens of times.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from recsys.config import Config, FeatureType
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
+from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
@@ -24,13 +24,10 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 41 << 20}
 _RANK_ZERO_BYTES = {"init": 24 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what other threads decode for them
-# Heaps keep something beside what lives: the training thread's and those of gloo's threads what steps had in them, up
-# to where glibc gives it back or puts it elsewhere (see runtime.environment); a decoding one's:
-_MOST_HEAP_BYTES, _THREAD_HEAP_BYTES = 64 << 20, 6 << 20
-_MICRO_HEAP_BYTES = 40 << 20  # the first, where blocks from 4 MiB on are given back
-_MOST_DENSE_HEAP_BYTES = 24 << 20  # around parameters, gradients and state of the dense part
-# Vectors of lists differ in length from batch to batch, and seldom fit where others were (measured: 1.6 to 3 times).
-_JAGGED_HEAP = 1.9
+# Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
+# of Computer Programming, 2.5). Those of steps lie in the training thread's heap.
+_HOLES = 0.5
+_THREAD_HEAP_BYTES = 6 << 20  # what the heap of a thread that decodes keeps
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
@@ -45,83 +42,6 @@ _CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Py
 _RESULT_BYTES = 12 + 3 * 24  # of a row evaluated: kept as FP32, then joined, sent and sorted as FP64
 
 
-@dataclass(frozen=True)
-class DataFacts:
-    """What is known of the data.
-
-    Attributes:
-        mean_ids: by feature, the table rows looked up for one row of data, on average.
-        id_bytes: of one table row number, as the loader holds it.
-        window_bytes, decode_bytes: host memory of a rank's windows, and of what becomes windows.
-        first_decode_bytes: of the latter, before there are windows and steps.
-        eval_decode_bytes, eval_first_decode_bytes: the same of the data set to evaluate that takes most.
-        eval_rows: of a rank, by dataset.
-        vocabulary_bytes: host memory of the vocabularies and of what finds ids in them.
-        counted_ids: by table, distinct ids that its vocabulary is chosen from.
-        source: where the figures come from, in words.
-        statistics_bytes: host memory of the counts of ids, once the data have been seen.
-        ranking_bytes: of the vectors of the items that an evaluation ranks, and of their scores.
-        counted_bytes: of what is decoded for vocabularies, means and deviations, by a rank at once.
-    """
-
-    mean_ids: Mapping[str, float]
-    id_bytes: int
-    window_bytes: int
-    decode_bytes: int
-    eval_rows: Mapping[str, int]
-    source: str
-    vocabulary_bytes: int = 0
-    counted_ids: Mapping[str, int] = field(default_factory=dict)
-    statistics_bytes: int = 0
-    ranking_bytes: int = 0
-    first_decode_bytes: int = 0
-    eval_decode_bytes: int = 0
-    eval_first_decode_bytes: int = 0
-    counted_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class DenseFacts:
-    """The dense part at some number of rows.
-
-    Attributes:
-        parameter_bytes, buffer_bytes, gradient_bytes, optimizer_bytes: of one rank.
-        rows: of a rank that the other two are for.
-        step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
-            gradients and pooled embeddings; pooled gradients are among them.
-        eval_bytes: the same of a forward pass alone.
-        heap_bytes: the most that those of a step below HEAP_BLOCK_BYTES take at once.
-    """
-
-    parameter_bytes: int
-    buffer_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    rows: int
-    step_bytes: int
-    eval_bytes: int
-    heap_bytes: int
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The memory of one rank.
-
-    Attributes:
-        tables: bytes by table, without caches.
-        phases: by phase the bytes of its highest moment, by kind: `device` of a GPU, `host` of the machine. On CPU all
-            are in `host`.
-    """
-
-    rank: int
-    tables: dict[str, TableBytes]
-    phases: dict[str, dict[str, Bytes]] = field(default_factory=dict)
-
-    def peak(self, where: str) -> tuple[int, str]:
-        """Return the most bytes, on the `device` or the `host`, and the phase."""
-        return max((sum(kinds[where].values()), phase) for phase, kinds in self.phases.items())
-
-
 def predict(
     config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: Iterable[Shard]
 ) -> list[RankMemory]:
@@ -131,6 +51,12 @@ def predict(
         by_rank[piece.rank].append(piece)
     batch = _Batch(config, data, dense.rows)
     return [_Rank(config, data, dense, topology, batch, own, rank).memory() for rank, own in by_rank.items()]
+
+
+def eval_share(config: Config) -> float:
+    """Return how many times the rows of a batch of training one of an evaluation has."""
+    rows = config.train.global_batch_size
+    return (config.train.eval_batch_size or rows) / max(1, rows)
 
 
 class _Batch:
@@ -196,13 +122,12 @@ class _Rank:
         moments = {"init": self._init(), "step": self._step(), "evaluation": self._evaluation(), "save": self._save()}
         if not self._data.eval_rows:
             del moments["evaluation"]
-        heaps = self._heaps()
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
             host["libraries"] = self._libraries(when)
             host["libraries"] += _EVALUATION_BYTES if when == "later" and self._data.eval_rows else 0
             if when == "later":
-                host["id_statistics"], host["heap"] = self._data.statistics_bytes, heaps
+                host["id_statistics"], host["heap"] = self._data.statistics_bytes, self._heaps(phase == "evaluation")
             host["vocabularies"] = self._data.vocabulary_bytes
         phases = {phase: self._placed(*kinds) for phase, kinds in moments.items()}
         return RankMemory(self._rank, self._tables, {**self._counting(), **phases})
@@ -229,24 +154,19 @@ class _Rank:
         """Return what libraries and, on rank 0, footers and plan take in "init" or "later"."""
         return _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
 
-    def _heaps(self) -> int:
-        """Return what heaps keep beside what lives: of the training thread, of threads that decode, of gloo's."""
+    def _heaps(self, in_evaluation: bool) -> int:
+        """Return what heaps take beside what lives: of the training thread, of threads that decode, of gloo's."""
         decoding = self._config.data.num_threads * _THREAD_HEAP_BYTES
         decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
         loader = self._loader()  # none keeps more than it has had
         decoding = min(decoding, loader["loader_windows"] + loader["loader_decoding"])
         if self._topology.on_gpu:
             return decoding
-        steps, copies = self._in_steps(), self._gloo_copies()
-        if steps.get("replicated_gradient", 0) >= HEAP_BLOCK_BYTES:  # it is one block
-            del steps["replicated_gradient"]
-        most = _MICRO_HEAP_BYTES if self._config.train.in_micro_batches else _MOST_HEAP_BYTES
-        dense = self._dense.parameter_bytes + self._dense.gradient_bytes + self._dense.optimizer_bytes
-        training = min(sum(steps.values()), most) + min(dense, _MOST_DENSE_HEAP_BYTES)
-        if self._by_id:
+        copies, holes = self._gloo_copies(), 0
+        if not in_evaluation:  # which frees each layer's blocks next to each other
             looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
-            training = max(training, int(_JAGGED_HEAP * (self._dense.heap_bytes + looked_up)))
-        return decoding + training + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
+            holes = int(_HOLES * (self._dense.heap_bytes + looked_up))
+        return decoding + holes + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
         """Return the kinds of a moment with what is there at any time, where they lie."""
@@ -361,14 +281,12 @@ class _Rank:
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)
-        share = (self._config.train.eval_batch_size or self._config.train.global_batch_size) / max(
-            1, self._config.train.global_batch_size
-        )
+        share = eval_share(self._config)
         in_steps = {
             "lookup_ids": int(share * self.exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes)),
             "looked_up": int(share * self.looked_up),
             "pooled": int(share * self.pooled),
-            "activations": int(share * self._dense.eval_bytes) + self._data.ranking_bytes,
+            "activations": self._dense.eval_bytes + self._data.ranking_bytes,
         }
         loader = self._loader()
         later = self._data.eval_decode_bytes + sum(in_steps.values())

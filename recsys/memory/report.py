@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from recsys.config import Config
+from recsys.memory.facts import RankMemory
 from recsys.memory.growth import describe_growth
 from recsys.memory.measure import Timeline, allocator, process_memory
 from recsys.memory.page import Cell, kind_rows, listed, rank_table, size, when
-from recsys.memory.predict import RankMemory
 from recsys.memory.svg import html_page
 from recsys.memory.tensors import Bytes
 from recsys.runtime.files import replace_file

@@ -19,6 +19,8 @@ from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_de
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.live import LivePeak, storage_bytes
 from recsys.memory.page import size as shown
+from recsys.memory.predict import eval_share
+from recsys.runtime.environment import HEAP_BLOCK_BYTES, SMALL_HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.step.build import build_step
 from recsys.step.step import TrainStep
@@ -40,6 +42,8 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
         step.dense.model.rehearse(device)
         size = predict_dense(step.dense, config, dist.get_world_size())
         step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
+        evaluated = math.ceil(rows * eval_share(config))
+        eval_bytes, _ = _traced(config, data, step.eval(), evaluated, (0, evaluated))
         return DenseFacts(
             parameter_bytes=size["parameter_bytes"],
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
@@ -47,7 +51,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
             optimizer_bytes=size["optimizer_bytes"],
             rows=rows,
             step_bytes=step_bytes,
-            eval_bytes=_traced(config, data, step.eval(), rows, (0, rows))[0],
+            eval_bytes=eval_bytes,
             heap_bytes=heap_bytes,
         )
 
@@ -93,7 +97,8 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
-    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None))
+    block_bytes = SMALL_HEAP_BLOCK_BYTES if config.train.in_micro_batches else HEAP_BLOCK_BYTES
+    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), block_bytes)
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, by_id, batch)
     if dist.get_world_size() > 1:  # gradients live in DistributedDataParallel's buckets all the time

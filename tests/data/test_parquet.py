@@ -355,3 +355,17 @@ def test_a_value_that_no_common_type_holds(tmp_path):
     bad = write(tmp_path / "b.parquet", {"user": pa.array([2**63], pa.uint64())})
     message = refusal(lambda: read_column(open_users(tmp_path), "user"))
     assert f"column 'user' of row group 0 of '{bad}' is uint64" in message and "none of int64" in message
+
+
+def test_a_row_group_takes_little_beyond_itself_while_it_is_decoded(tmp_path):
+    lists = pa.ListArray.from_arrays(pa.array(range(0, 480_001, 24), pa.int32()), pa.array(range(480_000), pa.int64()))
+    names = [f"list{i}" for i in range(12)]
+    write(tmp_path / "a.parquet", dict.fromkeys(names, lists), row_group_rows=20_000)
+    dataset = open_dataset("data.train", str(tmp_path), dict.fromkeys(names, "config key 'features'"))
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        decoded = Decoder(dataset, names).table(str(tmp_path / "a.parquet"), 0).nbytes
+    finally:
+        pa.set_memory_pool(before)
+    assert decoded < pool.max_memory() < 1.5 * decoded

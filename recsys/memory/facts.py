@@ -1,0 +1,84 @@
+"""What a prediction of memory is made of, facts of the data and of the dense part, and what it is: a rank's memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from recsys.memory.tensors import Bytes
+from recsys.tables.bytes import TableBytes
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What is known of the data.
+
+    Attributes:
+        mean_ids: by feature, the table rows looked up for one row of data, on average.
+        id_bytes: of one table row number, as the loader holds it.
+        window_bytes, decode_bytes: host memory of a rank's windows, and of what becomes windows.
+        first_decode_bytes: of the latter, before there are windows and steps.
+        eval_decode_bytes, eval_first_decode_bytes: the same of the data set to evaluate that takes most.
+        eval_rows: of a rank, by dataset.
+        vocabulary_bytes: host memory of the vocabularies and of what finds ids in them.
+        counted_ids: by table, distinct ids that its vocabulary is chosen from.
+        source: where the figures come from, in words.
+        statistics_bytes: host memory of the counts of ids, once the data have been seen.
+        ranking_bytes: of the vectors of the items that an evaluation ranks, and of their scores.
+        counted_bytes: of what is decoded for vocabularies, means and deviations, by a rank at once.
+    """
+
+    mean_ids: Mapping[str, float]
+    id_bytes: int
+    window_bytes: int
+    decode_bytes: int
+    eval_rows: Mapping[str, int]
+    source: str
+    vocabulary_bytes: int = 0
+    counted_ids: Mapping[str, int] = field(default_factory=dict)
+    statistics_bytes: int = 0
+    ranking_bytes: int = 0
+    first_decode_bytes: int = 0
+    eval_decode_bytes: int = 0
+    eval_first_decode_bytes: int = 0
+    counted_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class DenseFacts:
+    """The dense part at some number of rows.
+
+    Attributes:
+        parameter_bytes, buffer_bytes, gradient_bytes, optimizer_bytes: of one rank.
+        rows: of a rank that the other two are for.
+        step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
+            gradients and pooled embeddings; pooled gradients are among them.
+        eval_bytes: the same of a forward pass alone, of the rows of an evaluation's batch.
+        heap_bytes: the most that those of a step which lie in the heap take at once.
+    """
+
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    rows: int
+    step_bytes: int
+    eval_bytes: int
+    heap_bytes: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank.
+
+    Attributes:
+        tables: bytes by table, without caches.
+        phases: by phase the bytes of its highest moment, by kind: `device` of a GPU, `host` of the machine. On CPU all
+            are in `host`.
+    """
+
+    rank: int
+    tables: dict[str, TableBytes]
+    phases: dict[str, dict[str, Bytes]] = field(default_factory=dict)
+
+    def peak(self, where: str) -> tuple[int, str]:
+        """Return the most bytes, on the `device` or the `host`, and the phase."""
+        return max((sum(kinds[where].values()), phase) for phase, kinds in self.phases.items())

@@ -1,0 +1,45 @@
+"""What allocators are told before a program begins."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment
+
+SETTING = "glibc.malloc.tcache_count=0"
+PROGRAM = """\
+import os, sys
+{first}
+from recsys.runtime.environment import restart_without_malloc_cache
+print("begun", os.getpid(), *sys.argv[1:], flush=True)
+restart_without_malloc_cache()
+print("runs", os.environ.get("GLIBC_TUNABLES"))
+"""
+
+
+def run(folder: Path, tunables: str = "", first: str = "") -> list[str]:
+    """Return the lines that a program writes, with its process id as `PID`."""
+    (folder / "program.py").write_text(PROGRAM.format(first=first))
+    command = [sys.executable, str(folder / "program.py"), "a b", "c"]
+    variables = {**environment(), "PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": tunables}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+    return output.replace(str(process.pid), "PID").splitlines()
+
+
+def test_a_program_starts_itself_once_more_in_its_process(tmp_path):
+    assert run(tmp_path) == ["begun PID a b c", "begun PID a b c", f"runs {SETTING}"]
+
+
+def test_other_settings_of_malloc_stay(tmp_path):
+    other = "glibc.malloc.mxfast=0"
+    assert run(tmp_path, other)[-1] == f"runs {other}:{SETTING}"
+
+
+@pytest.mark.parametrize(
+    ("tunables", "first"), [("glibc.malloc.tcache_count=7", ""), ("", "import pyarrow")], ids=["chosen", "late"]
+)
+def test_a_program_goes_on_as_it_is(tmp_path, tunables, first):
+    assert run(tmp_path, tunables, first) == ["begun PID a b c", f"runs {tunables}"]
