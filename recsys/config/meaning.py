@@ -38,7 +38,13 @@ FREE = (
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
     # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest
     *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.storage_dir"),
-    *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.vocabulary", "tables.*.min_count"),
+    *(
+        "tables.*.stochastic_rounding",
+        "tables.*.init_range",
+        "tables.*.l2",
+        "tables.*.vocabulary",
+        "tables.*.min_count",
+    ),
 )
 # What a position in the data, and the best metric so far, stand for: nothing that another run takes.
 _OF_ONE_RUN = (

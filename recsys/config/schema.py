@@ -170,6 +170,9 @@ class TableConfig:
     num_buckets: int = 1  # vocabulary: rows for the ids that have none of their own, by hash
     vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
     init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
+    # Added to the loss: l2 / 2 times the mean over rows of the squared length of each vector that the table gives, by
+    # their weights; of a list that is pooled, of its sum. Exact on every device and plan, other than weight_decay.
+    l2: float = bounded(0.0, 0, LARGE)
     sharding_type: ShardingChoice = ShardingChoice.auto
     compute_kernel: ComputeKernel = ComputeKernel.fused
     cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds

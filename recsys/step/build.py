@@ -47,4 +47,5 @@ def build_dense_half(config: Config, log_shares: Callable[[], torch.Tensor]) -> 
     if config.train.activation_checkpointing:
         checkpoint_mlps(model)
     clip_norm, unpooled = config.optimizer.dense.clip_norm, config.unpooled_features()
-    return DenseHalf(model, config.seed, clip_norm, config.precision, averaged_features(config), unpooled)
+    l2 = {name: config.tables[config.features[name].table or ""].l2 for name in id_features(config)}
+    return DenseHalf(model, config.seed, clip_norm, config.precision, averaged_features(config), unpooled, l2)

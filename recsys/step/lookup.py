@@ -1,6 +1,6 @@
 """What the tables gave for a batch, and how the model sees it."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ import torch
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.models.base import Vectors
-from recsys.models.blocks import sum_by_row
+from recsys.models.blocks import row_of_each_id, sum_by_row
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,25 @@ class Lookup:
         ]
         if wanted:
             torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
+
+    def add_l2(
+        self, gradients: Sequence[torch.Tensor | None], factors: Mapping[str, float], weights: torch.Tensor
+    ) -> None:
+        """Add to the gradients by `tensors` those of the features' factors / 2 times the weighted squares of vectors.
+
+        Args:
+            factors: by feature. weights: of rows, [rows].
+        """
+        rest = list(zip(self.tensors, gradients, strict=True))
+        if self.pooled is not None:
+            vectors, gradient = rest.pop(0)
+            widths = zip(self.pooled.keys(), self.pooled.length_per_key(), strict=True)
+            by_column = torch.cat([weights.new_full((width,), factors.get(name, 0.0)) for name, width in widths])
+            if gradient is not None:
+                gradient.addcmul_(vectors.detach() * by_column, weights[:, None])
+        for (name, jagged), (vectors, gradient) in zip(self.by_id.items(), rest, strict=True):
+            if gradient is not None and name in factors:
+                gradient.addcmul_(vectors.detach() * factors[name], weights[row_of_each_id(jagged)][:, None])
 
     def pooled_by_feature(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the columns of rows of `pooled`, or of a gradient by them, by feature."""

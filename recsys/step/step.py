@@ -7,7 +7,7 @@ and the tables are updated. So nothing reaches a table before every rank has see
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Protocol
@@ -52,6 +52,7 @@ class DenseHalf(nn.Module):
         precision: types that the model computes in.
         averaged: features whose pooled embeddings, which are sums, are divided by the lengths of their lists.
         unpooled: features that the model reads a vector of for each id.
+        l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
 
     Attributes:
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
@@ -71,12 +72,14 @@ class DenseHalf(nn.Module):
         precision: PrecisionConfig,
         averaged: Sequence[str] = (),
         unpooled: Sequence[str] = (),
+        l2: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.seed = seed
         self.clip_norm = clip_norm
         self.averaged, self.unpooled = averaged, unpooled
+        self._l2 = {name: factor for name, factor in (l2 or {}).items() if factor}
         self.stop_requested = False
         self.enter_phase: Callable[[str], None] = ignore_phase
         self.gate = UpdateGate()
@@ -186,6 +189,9 @@ class DenseHalf(nn.Module):
         self._finite = torch.isfinite(torch.stack([self._loss, batch.weights.sum()])).all() & _all_finite(own)
         if self.loss_scale.value != 1:
             torch._foreach_div_(own, self.loss_scale.value)  # a wire of FP16 takes no more than 65,504
+        if self._l2:
+            factors = {name: factor / len(batch.weights) for name, factor in self._l2.items()}
+            lookup.add_l2(self._gradients, factors, batch.weights)
         Variable._execution_engine.queue_callback(partial(lookup.backward, self._gradients))
         return Totals.pack(self._loss, batch, self._finite, self.stop_requested, self._task_losses)
 

@@ -101,13 +101,26 @@ class Reference:
         total = F.binary_cross_entropy_with_logits(logits, batch.labels[:, 0], batch.weights, reduction="sum")
         loss = total / batch.weights.sum()
         self.optimizer.zero_grad()
-        loss.backward()
+        (loss + self._penalty(leaves, batch)).backward()
         if self.config.optimizer.dense.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.dense.parameters(), self.config.optimizer.dense.clip_norm)
         self.optimizer.step()
         for name, leaf in leaves.items():
             self.tables[name].copy_(leaf.detach() - self._change(name, leaf.grad))
         return loss.item()
+
+    def _penalty(self, leaves: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the mean over rows of the squared lengths of vectors as tables give them: of ids or of sums."""
+        total = torch.zeros(())
+        for name in id_features(self.config):
+            table, jagged = self.config.features[name].table, batch.ids[name]
+            vectors, rows = leaves[table][jagged.values()], torch.repeat_interleave(jagged.lengths())
+            if table not in self.config.unpooled_tables():
+                sums = torch.zeros(len(batch.weights), vectors.shape[1])
+                vectors, rows = sums.index_add(0, rows, vectors), torch.arange(len(batch.weights))
+            squares = vectors.square().sum(dim=1) * batch.weights[rows]
+            total = total + self.config.tables[table].l2 / 2 * squares.sum()
+        return total / batch.weights.sum()
 
     def _change(self, table: str, gradient: torch.Tensor) -> torch.Tensor:
         settings, state = self.config.table_optimizer(table), self.state[table]
@@ -200,6 +213,25 @@ def test_each_table_with_a_plan_and_an_optimizer_of_its_own(folder: Path) -> Non
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
     for name, weights in expected_tables.items():
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+
+
+L2 = ("tables.user.l2=0.3", "tables.item.l2=0.1", "tables.category.l2=0.2", "tables.category.pooling=mean")
+
+
+@pytest.mark.parametrize("options", [(), ("model.attention={history: item_id}", "train.micro_batch_size=50")])
+def test_l2_of_what_is_looked_up(options: tuple[str, ...], folder: Path) -> None:
+    plan = ("tables.user.sharding_type=data_parallel", "tables.item.sharding_type=row_wise")
+    losses, tables = trained(folder, 2, (*L2, *plan, *options))
+    expected, expected_tables = reference(folder, *L2, *options)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+    without = reference(folder, *options)[1]
+    assert weights_size(expected_tables) < 0.9 * weights_size(without)
+
+
+def weights_size(tables: dict[str, torch.Tensor]) -> float:
+    return float(sum(weights.square().sum() for weights in tables.values()))
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
