@@ -139,9 +139,9 @@ def entry_of(path: Path) -> tuple[int, str]:
 def file_problem(path: Path, num_bytes: int, checksum: str) -> str | None:
     """Return how a file differs from what was written, or None."""
     try:
-        found = path.stat().st_size
-        if found != num_bytes:
-            return f"{path.name} has {found} bytes, and was written with {num_bytes}"
+        size = path.stat().st_size
+        if size != num_bytes:
+            return f"{path.name} has {size} bytes, and was written with {num_bytes}"
         same = entry_of(path)[1] == checksum
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror})"

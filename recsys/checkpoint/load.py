@@ -100,8 +100,8 @@ def load_tensors(
     targets = tensors.to_load()
     forms = {name: _Form(pieces.size, pieces.dtype) for name, pieces in targets.items()}
     # A rank knows of no state of a table that it holds no piece of.
-    wanted = {name: form for found in world.gather(forms) for name, form in found.items()}
-    choice = _Choice(path, marker, wanted, saved, config, kept_ids or {})
+    here = {name: form for by_rank in world.gather(forms) for name, form in by_rank.items()}
+    choice = _Choice(path, marker, here, saved, config, kept_ids or {})
     choice.tables()
     choice.dense(type(tensors.dense_optimizer).__name__)
     report = choice.report
@@ -194,8 +194,8 @@ class _Choice:
             )
         for name in names:
             owner = name.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
-            taken = DENSE + owner in self.report.loaded or (owner.startswith("group") and self._all_dense())
-            if same and taken and self._init.optimizers is not Take.none:
+            is_loaded = DENSE + owner in self.report.loaded or (owner.startswith("group") and self._all_dense())
+            if same and is_loaded and self._init.optimizers is not Take.none:
                 self.report.loaded[name] = ""
             else:
                 self.report.left[name] = "state of the optimizer"
@@ -216,9 +216,9 @@ class _Choice:
         return all(name in self.report.loaded for name in self._wanted if name.startswith(DENSE))
 
     def _sides(self, prefix: str, take: Take, key: str, decide: Any) -> None:
-        wanted = [name for name in self._wanted if name.startswith(prefix)]
+        here = [name for name in self._wanted if name.startswith(prefix)]
         saved = [name for name in self._saved if name.startswith(prefix)]
-        for name in wanted:
+        for name in here:
             if name not in self._saved:
                 self._missing(name, take, key, f"does not have {name}, which the config has", self.report.new)
             elif take is Take.none:
@@ -321,13 +321,13 @@ def _moved(pieces: Pieces, saved: _Form, spans: list[tuple[int, int, int]]) -> P
     Args:
         spans: (first row here, first row there, number of rows).
     """
-    parts = []
+    moved = []
     for piece in pieces.pieces:
         first, stop = piece.offsets[0], piece.offsets[0] + piece.tensor.shape[0]
         for here, there, count in spans:
             start, end = max(first, here), min(stop, here + count)
             if start < end:
-                parts.append(
+                moved.append(
                     Piece(piece.tensor[start - first : end - first], (there + start - here, *piece.offsets[1:]))
                 )
-    return Pieces(saved.size, pieces.dtype, tuple(parts))
+    return Pieces(saved.size, pieces.dtype, tuple(moved))

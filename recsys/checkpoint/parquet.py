@@ -86,13 +86,13 @@ def _batches(
     table = entries[VECTOR]
     bounds = sorted({chunk.offsets[0] for chunk in table.chunks} | {table.size[0]})
     for start, stop in pairwise(bounds):
-        parts = {}
+        chunks = {}
         for column, entry in entries.items():
             tensor = torch.empty((stop - start, *entry.size[1:]), dtype=entry.properties.dtype)
             piece = Piece(tensor, (start, *[0] * (tensor.dim() - 1)))
-            parts[names[column]] = Pieces(tuple(entry.size), tensor.dtype, (piece,))
-        read_pieces(parts, reader, no_dist=True)
-        values = {column: _to_arrow(parts[name].pieces[0].tensor) for column, name in names.items()}
+            chunks[names[column]] = Pieces(tuple(entry.size), tensor.dtype, (piece,))
+        read_pieces(chunks, reader, no_dist=True)
+        values = {column: _to_arrow(chunks[name].pieces[0].tensor) for column, name in names.items()}
         yield pa.table({**_keys(start, stop, table.size[0], vocabulary), **values})
 
 
@@ -101,8 +101,8 @@ def _keys(start: int, stop: int, num_rows: int, vocabulary: pa.Array | None) -> 
     if vocabulary is None:
         return {"row": pa.array(rows)}
     first_bucket = 1 + len(vocabulary)
-    known = (rows >= 1) & (rows < first_bucket)
-    ids = vocabulary.take(pa.array(rows - 1, mask=~known))
+    has_id = (rows >= 1) & (rows < first_bucket)
+    ids = vocabulary.take(pa.array(rows - 1, mask=~has_id))
     return {"row": pa.array(rows), "id": ids, "bucket": pa.array(rows - first_bucket, mask=rows < first_bucket)}
 
 
@@ -134,11 +134,11 @@ class TableRows:
         rows = np.full(batch.num_rows, -1, np.int64)
         ids = batch.column("id")
         given = ids.is_valid().to_numpy(zero_copy_only=False)
-        found = np.empty(int(given.sum()), np.int64)
-        self._mapping.map(ids.drop_null(), found)
+        mapped = np.empty(int(given.sum()), np.int64)
+        self._mapping.map(ids.drop_null(), mapped)
         if self._first_bucket is not None:
-            found[found >= self._first_bucket] = -1
-        rows[given] = found
+            mapped[mapped >= self._first_bucket] = -1
+        rows[given] = mapped
         if self._first_bucket is not None and {"row", "bucket"} <= set(batch.schema.names):
             rows[~given & (batch.column("row").fill_null(-1).to_numpy() == 0)] = 0
             buckets = batch.column("bucket").fill_null(-1).cast(pa.int64()).to_numpy()
@@ -161,7 +161,7 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
         UserError: the file cannot be read or is not one for this table.
     """
     key = f"config key 'train.init.from_parquet.{table}': file '{path}'"
-    prefix, taken = f"{TABLE_OPTIMIZER}{table}/", 0
+    prefix, num_rows = f"{TABLE_OPTIMIZER}{table}/", 0
     columns = {VECTOR: targets[TABLES + table]}
     columns |= {name.removeprefix(prefix): pieces for name, pieces in targets.items() if name.startswith(prefix)}
     try:
@@ -169,22 +169,22 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
             names = file.schema_arrow.names
             _check_columns(key, names, settings)
             columns = {name: pieces for name, pieces in columns.items() if name in names}
-            wanted = [name for name in _KEYS if name in names] + list(columns)
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=wanted):
-                found = rows.find(batch)
-                if len(found) and found.max() >= settings.num_embeddings:
+            read_columns = [name for name in _KEYS if name in names] + list(columns)
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=read_columns):
+                places = rows.find(batch)
+                if len(places) and places.max() >= settings.num_embeddings:
                     raise UserError(
-                        f"{key} has row {found.max()}, and the table {settings.num_embeddings} rows; raise "
+                        f"{key} has row {places.max()}, and the table {settings.num_embeddings} rows; raise "
                         f"tables.{table}.num_embeddings"
                     )
-                has_place = found >= 0
-                taken += int(has_place.sum())
+                has_place = places >= 0
+                num_rows += int(has_place.sum())
                 for name, pieces in columns.items():
                     values = _from_arrow(key, name, batch.column(name), pieces)
-                    _scatter(pieces, torch.from_numpy(found[has_place]), values[torch.from_numpy(has_place)])
+                    _scatter(pieces, torch.from_numpy(places[has_place]), values[torch.from_numpy(has_place)])
     except (pa.ArrowException, OSError, TypeError) as error:
         raise UserError(f"{key} cannot be read ({' '.join(str(error).split())[:200]}); name another one") from error
-    return taken
+    return num_rows
 
 
 def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:

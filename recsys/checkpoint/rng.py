@@ -18,14 +18,14 @@ def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     """
     numpy_state = np.random.get_state(legacy=False)["state"]
     _, state, _ = random.getstate()
-    found = {
+    states = {
         "torch": torch.get_rng_state(),
         "numpy": torch.tensor([*numpy_state["key"].tolist(), numpy_state["pos"]]),
         "python": torch.tensor(state),
     }
     if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def set_rng(tensors: dict[str, torch.Tensor], device: torch.device) -> None:

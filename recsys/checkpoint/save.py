@@ -95,10 +95,10 @@ class Checkpoints:
         if self._world.from_rank_zero(lambda: _is_saved(final)):
             self._world.from_rank_zero(lambda: _attempt_write(lambda: self._update(final, state), final))
             return
-        found, approximate = tensors.to_save(self._world)
+        to_save, approximate = tensors.to_save(self._world)
         for name, reason in approximate.items():
             _log.warning("%s is approximate in the checkpoint: %s", name, reason)
-        self._check_space(found, state.best_step)
+        self._check_space(to_save, state.best_step)
         marker = Marker(
             state,
             {},
@@ -111,9 +111,9 @@ class Checkpoints:
             self._facts,
         )
         if self._thread is None:
-            self._write(final, _Content(found, marker))
+            self._write(final, _Content(to_save, marker))
             return
-        copied = {name: pieces.copy() for name, pieces in found.items()}
+        copied = {name: pieces.copy() for name, pieces in to_save.items()}
         num_bytes = sum(pieces.num_bytes for pieces in copied.values())
         _log.info("step %d is saved in the background, from a copy of %.1f MiB", state.step, num_bytes / 2**20)
         # The marker's state goes on changing with training, so it is copied too.

@@ -107,8 +107,8 @@ class Marker:
             if checksum != _checksum(text):
                 raise ValueError("it has changed since it was written")
             content = json.loads(text)
-            if (found := content.pop("format")) != FORMAT:
-                raise OtherFormatError(_other_format(folder, found))
+            if (number := content.pop("format")) != FORMAT:
+                raise OtherFormatError(_other_format(folder, number))
             files = {name: (size, digest) for name, (size, digest) in content.pop("files").items()}
             facts = {name: (size, digest) for name, (size, digest) in content.pop("facts").items()}
             if outside := [
@@ -125,11 +125,12 @@ class Marker:
             raise UserError(f"checkpoint '{folder}' is not whole: {MARKER}: {reason}") from error
 
 
-def _check_types(*parts: Any) -> None:
+def _check_types(*records: Any) -> None:
     """Raise a TypeError where a value is of another type than its field, or a whole number is below 0."""
-    for part in parts:
-        for name, hint in typing.get_type_hints(type(part)).items():
-            value, kinds = getattr(part, name), typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for record in records:
+        for name, hint in typing.get_type_hints(type(record)).items():
+            value = getattr(record, name)
+            kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
             plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
             whole = (int,) if float in plain else ()
             if isinstance(value, bool) or not isinstance(value, tuple(k for k in plain if k is not Any) + whole):
@@ -142,9 +143,9 @@ class OtherFormatError(UserError):
     """A checkpoint of another format."""
 
 
-def _other_format(folder: Path, found: int) -> str:
+def _other_format(folder: Path, number: int) -> str:
     return (
-        f"checkpoint '{folder}' has format {found}, and this version reads format {FORMAT} alone; go on with the "
+        f"checkpoint '{folder}' has format {number}, and this version reads format {FORMAT} alone; go on with the "
         f"version that wrote it, or start a new run"
     )
 
@@ -162,9 +163,9 @@ def check_whole(folder: Path, world: World) -> Marker:
     marker = world.from_rank_zero(lambda: Marker.read(folder))
     names = sorted(marker.files)[world.rank :: world.world_size]
     problems = [text for name in names if (text := file_problem(folder / name, *marker.files[name]))]
-    found = [text for texts in world.gather(problems) for text in texts]
-    if found:
-        raise UserError(f"checkpoint '{folder}' is not whole: {'; '.join(found[:3])}; take another one")
+    everywhere = [text for texts in world.gather(problems) for text in texts]
+    if everywhere:
+        raise UserError(f"checkpoint '{folder}' is not whole: {'; '.join(everywhere[:3])}; take another one")
     world.agree(SafeReader(folder, marker.files).read_metadata)
     return marker
 
@@ -201,9 +202,11 @@ def find_checkpoint(path: str | Path, key: str = "config key 'train.init_from'")
     path = Path(path)
     if any((path / name).is_file() for name in (MARKER, _MARKER_OF_FORMAT_1)):
         return path
-    found = list_checkpoints(path / "checkpoints")
-    if not found:
+    checkpoints = list_checkpoints(path / "checkpoints")
+    if not checkpoints:
         what = "holds no checkpoint" if path.exists() else "does not exist"
         raise UserError(f"{key}: '{path}' {what}; name a run directory or one of its checkpoints/step-*")
-    best = Marker.read(found[-1]).state.best_step
-    return next((each for each in found if best is not None and each.name == name_of(best)), found[-1])
+    newest = checkpoints[-1]
+    best_step = Marker.read(newest).state.best_step
+    best = newest if best_step is None else newest.with_name(name_of(best_step))
+    return best if best in checkpoints else newest

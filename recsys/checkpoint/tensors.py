@@ -50,18 +50,18 @@ class Tensors:
     def to_save(self, world: World) -> tuple[dict[str, Pieces], dict[str, str]]:
         """Return all tensors, and the reason for each that is only approximate; collective."""
         weights, states = self.tables(), self.table_optimizer()
-        found = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
+        tensors = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
         split = {name for name in states if _column_shards(weights, name, states[name])}
-        found |= {TABLE_OPTIMIZER + name: Pieces.of(value) for name, value in states.items() if name not in split}
+        tensors |= {TABLE_OPTIMIZER + name: Pieces.of(value) for name, value in states.items() if name not in split}
         approximate = {}
         # torchrec tells a rank only of the state that it holds a piece of.
         for name in sorted(set().union(*world.gather(split))):
-            found[TABLE_OPTIMIZER + name] = Pieces.of(_mean_over_columns(weights, name, states.get(name), world))
+            tensors[TABLE_OPTIMIZER + name] = Pieces.of(_mean_over_columns(weights, name, states.get(name), world))
             approximate[TABLE_OPTIMIZER + name] = (
                 "row-wise state of a table split by columns, saved as the mean over its column shards by their width"
             )
-        found |= {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
-        found |= {
+        tensors |= {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
+        tensors |= {
             DENSE_OPTIMIZER + name: Pieces.of(value)
             for name, value in self._optimizer_state().items()
             if isinstance(value, torch.Tensor)
@@ -70,8 +70,8 @@ class Tensors:
         for name, statistics in self.statistics.items():
             own[f"{IDS}{world.rank}/{name}"] = torch.from_numpy(statistics.state().view(np.int64))
         for name, value in own.items():
-            found[name] = Pieces(tuple(value.shape), value.dtype, (Piece(value, (0,)),))
-        return found, approximate
+            tensors[name] = Pieces(tuple(value.shape), value.dtype, (Piece(value, (0,)),))
+        return tensors, approximate
 
     def scalars(self) -> dict[str, Any]:
         """Return the state of the dense optimizer that is no tensor, by name."""
@@ -80,11 +80,11 @@ class Tensors:
     def to_load(self) -> dict[str, Pieces]:
         """Return the tables, their optimizers' state and the dense weights, to be loaded in place."""
         weights = self.tables()
-        found = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
+        tensors = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
         for name, value in self.table_optimizer().items():
             shards = _column_shards(weights, name, value)
-            found[TABLE_OPTIMIZER + name] = _column_pieces(weights, name, value) if shards else Pieces.of(value)
-        return found | {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
+            tensors[TABLE_OPTIMIZER + name] = _column_pieces(weights, name, value) if shards else Pieces.of(value)
+        return tensors | {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters of the dense part by name, in the order of its optimizer."""
@@ -122,15 +122,15 @@ class Tensors:
     def _optimizer_state(self) -> dict[str, Any]:
         """Return what the optimizer of the dense part has learned, without its settings."""
         optimizer = self.dense_optimizer
-        found = {
+        learned_state = {
             f"{name}/{key}": value
             for name, parameter in self.parameters().items()
             for key, value in optimizer.state.get(parameter, {}).items()
         }
         for number, group in enumerate(optimizer.param_groups):
             learned = group.keys() - optimizer.defaults.keys() - {"params"}
-            found |= {f"group{number}/{key}": group[key] for key in learned}
-        return found
+            learned_state |= {f"group{number}/{key}": group[key] for key in learned}
+        return learned_state
 
     def add_statistics(self, tensors: dict[str, torch.Tensor]) -> None:
         """Add to statistics of ids what some ranks had counted, as tensors `ids/R/F`.

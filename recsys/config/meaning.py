@@ -75,9 +75,9 @@ def meaning(config: Config) -> dict[str, Any]:
     if isinstance(config.data.filter, dict):
         content["data"]["filter"] = config.data.filter.get("train")
     content["model"] = config.model.meaning(config)
-    found = dict(_flat("", content))
+    settings = dict(_flat("", content))
     is_free = _pattern([*FREE, *(f"model.{key}" for key in config.model.free)])
-    return {key: value for key, value in found.items() if not is_free.match(key)} | {
+    return {key: value for key, value in settings.items() if not is_free.match(key)} | {
         f"{_INPUTS}{layer}": names for layer, names in _inputs(config).items()
     }
 
@@ -113,20 +113,20 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
     if init is not None:
         _check_allowed(init, [*here, *saved, *(_shown_key(key, config) for key in here)])
     allowed = _pattern(init.allow_changes if init else ())
-    found: dict[str, tuple[str, str]] = {}
+    shown_values: dict[str, tuple[str, str]] = {}
     for key, shown in changed.items():
         if not (free.match(key) or allowed.match(key) or allowed.match(shown)):
-            found.setdefault(shown, (_shown(here, key), _shown(saved, key)))
-    if not found:
+            shown_values.setdefault(shown, (_shown(here, key), _shown(saved, key)))
+    if not shown_values:
         return
-    differences = "; ".join(f"'{key}' is {new}, and was {old}" for key, (new, old) in list(found.items())[:8])
-    more = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+    differences = "; ".join(f"'{key}' is {new}, and was {old}" for key, (new, old) in list(shown_values.items())[:8])
+    more = f"; and {len(shown_values) - 8} more" if len(shown_values) > 8 else ""
     before = " ".join(
-        f"{key}={old}" for key, (_, old) in list(found.items())[:8] if key != "features" and old != _NOT_SET
+        f"{key}={old}" for key, (_, old) in list(shown_values.items())[:8] if key != "features" and old != _NOT_SET
     )
     raise UserError(
         f"config key {differences}{more}, where checkpoint '{path}' was trained, so that its rows and numbers would "
-        f"stand for something else; set {before or 'them as they were'}, or {_advice(path, list(found), init)}"
+        f"stand for something else; set {before or 'them as they were'}, or {_advice(path, list(shown_values), init)}"
     )
 
 
@@ -142,12 +142,12 @@ def _advice(path: object, keys: list[str], init: InitConfig | None) -> str:
     return f"allow it with {' or '.join(options)}"
 
 
-def _check_allowed(init: InitConfig, known: list[str]) -> None:
+def _check_allowed(init: InitConfig, keys: list[str]) -> None:
     for pattern in init.allow_changes:
-        if not any(map(_pattern([pattern]).match, known)):
+        if not any(map(_pattern([pattern]).match, keys)):
             raise UserError(
                 f"config key 'train.init.allow_changes': '{pattern}' is no key that is compared"
-                f"{nearest(pattern, known)}; remove it"
+                f"{nearest(pattern, keys)}; remove it"
             )
 
 
@@ -205,7 +205,7 @@ def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value.name if isinstance(value, Enum) else value
 
 

@@ -30,7 +30,7 @@ def without_ranges(layer: dict[str, Any]) -> list[dict[str, Any]]:
         content = layer.get(section)
         if not isinstance(content, dict) or not any(_has_range(name) for name in content):
             continue
-        order[section] = {each: {} for name in content for each in _names(f"{section}.{name}", name)}
+        order[section] = {entry: {} for name in content for entry in _names(f"{section}.{name}", name)}
         plain[section] = {name: value for name, value in content.items() if not _has_range(name)}
         for name, value in content.items():
             if _has_range(name):
@@ -40,7 +40,7 @@ def without_ranges(layer: dict[str, Any]) -> list[dict[str, Any]]:
     model = layer.get("model")
     if isinstance(model, dict):
         plain["model"] = {key: _longer(f"model.{key}", value) for key, value in model.items()}
-    return [each for each in (order, *ranged, plain) if each]
+    return [entry for entry in (order, *ranged, plain) if entry]
 
 
 def expand_override(text: str) -> list[str]:
@@ -80,11 +80,11 @@ def _taken(key: str, value: Any, index: int, count: int) -> Any:
         return str(numbers[index]).zfill(width)
 
     if isinstance(value, dict):
-        return {name: _taken(key, each, index, count) for name, each in value.items()}
+        return {name: _taken(key, item, index, count) for name, item in value.items()}
     if isinstance(value, list):
-        return [_taken(key, each, index, count) for each in value]
+        return [_taken(key, item, index, count) for item in value]
     return _RANGE.sub(number, value) if isinstance(value, str) else value
 
 
 def _longer(key: str, value: Any) -> Any:
-    return [name for each in value for name in _names(key, each)] if isinstance(value, list) else value
+    return [name for item in value for name in _names(key, item)] if isinstance(value, list) else value

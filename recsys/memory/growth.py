@@ -77,23 +77,23 @@ class Growth:
         steps, samples = self._recent()
         if len(steps) < _LEAST_SAMPLES:
             return {}
-        found = {kind: _steady(steps, np.array([each[kind] for each in samples], float)) for kind in samples[0]}
-        known = sum(slope for kind, slope in found.items() if not kind.startswith((_PROCESS, _GPU)))
-        return found | {_OTHER: max(0.0, found[_PROCESS] - known)}
+        slopes = {kind: _steady(steps, np.array([sample[kind] for sample in samples], float)) for kind in samples[0]}
+        explained = sum(slope for kind, slope in slopes.items() if not kind.startswith((_PROCESS, _GPU)))
+        return slopes | {_OTHER: max(0.0, slopes[_PROCESS] - explained)}
 
     def _runs_out(self) -> str | None:
         slopes, (steps, samples) = self._slopes(), self._recent()
         for total, limit in self._limits.items():
             slope = slopes.get(total, 0.0)
-            if slope <= 0 or _slows_down(steps, np.array([each[total] for each in samples], float)):
+            if slope <= 0 or _slows_down(steps, np.array([sample[total] for sample in samples], float)):
                 continue
-            left = (limit - samples[-1][total]) / slope
-            if left <= _AHEAD * (steps[-1] - steps[0]) and steps[-1] + left < self._num_steps:
+            num_steps = (limit - samples[-1][total]) / slope
+            if num_steps <= _AHEAD * (steps[-1] - steps[0]) and steps[-1] + num_steps < self._num_steps:
                 grown = describe_growth({kind: round(1000 * value) for kind, value in slopes.items()}, total)
                 what = "the GPU" if total == _GPU else "this process"
                 return (
                     f"memory grows by {grown}: at this rate {what} takes more than the {size(limit)} that it may take "
-                    f"by about step {int(steps[-1] + left):,} of {self._num_steps:,}"
+                    f"by about step {int(steps[-1] + num_steps):,} of {self._num_steps:,}"
                 )
         return None
 
@@ -116,10 +116,10 @@ def describe_growth(by_kind: dict[str, int], total: str = _PROCESS) -> str:
     Args:
         by_kind: bytes in 1,000 steps.
     """
-    parts = {kind: slope for kind, slope in by_kind.items() if kind.startswith(_GPU) == (total == _GPU)}
-    grown = parts.pop(total)
-    named = [kind for kind in sorted(parts, key=lambda kind: -parts[kind]) if parts[kind] > _NAMED_SHARE * grown]
-    shown = ", ".join(f"{kind}: {size(parts[kind])}" for kind in named)
+    slopes = {kind: slope for kind, slope in by_kind.items() if kind.startswith(_GPU) == (total == _GPU)}
+    grown = slopes.pop(total)
+    named = [kind for kind in sorted(slopes, key=lambda kind: -slopes[kind]) if slopes[kind] > _NAMED_SHARE * grown]
+    shown = ", ".join(f"{kind}: {size(slopes[kind])}" for kind in named)
     return f"{size(grown)} in 1,000 steps" + (f" ({shown})" if shown and grown > 0 else "")
 
 

@@ -79,12 +79,12 @@ def rank_table(corner: str, rows: Mapping[str, Sequence[Cell]], apart: float) ->
     return lines
 
 
-def describe_plan(pieces: Iterable[Shard]) -> list[str]:
+def describe_plan(shards: Iterable[Shard]) -> list[str]:
     """Return a line for each table: its sharding type, and the rows and columns on each rank."""
     tables: dict[str, dict[int, list[str]]] = {}
-    for piece in pieces:
-        ranks = tables.setdefault(f"{piece.table} {piece.sharding_type} ({piece.compute_kernel})", {})
-        ranks.setdefault(piece.rank, []).append(f"{piece.size[0]:,} × {piece.size[1]}")
+    for shard in shards:
+        ranks = tables.setdefault(f"{shard.table} {shard.sharding_type} ({shard.compute_kernel})", {})
+        ranks.setdefault(shard.rank, []).append(f"{shard.size[0]:,} × {shard.size[1]}")
     lines = []
     for head, ranks in tables.items():
         alike: dict[str, list[int]] = {}

@@ -29,13 +29,13 @@ _COMMUNICATION = ("collective_ids", "lookup_ids", "looked_up", "looked_up_gradie
 
 
 def table_entries(
-    config: Config, pieces: Iterable[Shard], rank: int, predicted: dict[str, Bytes], measured: dict[str, Bytes]
+    config: Config, shards: Iterable[Shard], rank: int, predicted: dict[str, Bytes], measured: dict[str, Bytes]
 ) -> list[dict[str, Any]]:
     """Return the report's entry of each table with a shard on `rank`."""
     entries = []
-    own = [piece for piece in pieces if piece.rank == rank]
-    for name in dict.fromkeys(piece.table for piece in own):
-        mine = [piece for piece in own if piece.table == name]
+    own = [shard for shard in shards if shard.rank == rank]
+    for name in dict.fromkeys(shard.table for shard in own):
+        mine = [shard for shard in own if shard.table == name]
         entries.append(
             {
                 "name": name,
@@ -72,8 +72,8 @@ def rank_report(
     on_gpu = topology.on_gpu
     where = "device" if on_gpu else "host"
     at_peak = prediction.phases[prediction.peak(where)[1]][where]
-    predicted = max(each["predicted_bytes"] or 0 for each in phases.values())
-    measured = max(each["measured_bytes"] or 0 for each in phases.values())
+    predicted = max(peak["predicted_bytes"] or 0 for peak in phases.values())
+    measured = max(peak["measured_bytes"] or 0 for peak in phases.values())
     limit = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
     used = process["device_peak_allocated_bytes"] if topology.on_gpu else process["peak_rss_bytes"]
     return {
@@ -123,13 +123,13 @@ def _phases(prediction: RankMemory, timeline: Timeline, device: torch.device) ->
     peaks = timeline.peaks()
     measured = timeline.device_peaks if device.type == "cuda" else peaks
     base = 0 if device.type == "cuda" else timeline.baseline_bytes
-    found: dict[str, dict[str, Any]] = {}
+    peaks_by_phase: dict[str, dict[str, Any]] = {}
     for phase in dict.fromkeys([*prediction.phases, *measured]):
         kinds = prediction.phases.get(phase)
         predicted = None if kinds is None else sum(v for kind, v in kinds[where].items() if kind not in left_out)
         seen = measured[phase] - base if phase in measured else None
-        found[phase] = {"predicted_bytes": predicted, "measured_bytes": seen, "error": _error(predicted, seen)}
-    return found
+        peaks_by_phase[phase] = {"predicted_bytes": predicted, "measured_bytes": seen, "error": _error(predicted, seen)}
+    return peaks_by_phase
 
 
 def _error(predicted: int | None, measured: int | None) -> float | None:
@@ -201,21 +201,21 @@ def _table(corner: str, rows: dict[str, list[Cell]]) -> list[str]:
 
 def _summary(reports: list[dict[str, Any]]) -> list[str]:
     fullest = max(reports, key=lambda report: report["peak"]["measured_bytes"])
-    peak, rank, left = fullest["peak"], fullest["identity"]["rank"], fullest["headroom"]
+    peak, rank, headroom = fullest["peak"], fullest["identity"]["rank"], fullest["headroom"]
     on_gpu = fullest["identity"]["device"].startswith("cuda")
-    found = [
+    sentences = [
         f"Peak: {size(peak['measured_bytes'])} on rank {rank} ({when(peak)}), "
         f"{size(peak['predicted_bytes'])} predicted; {_OF_GPU if on_gpu else _OF_PROCESS}",
-        f"Of {size(left['limit_bytes'])} {size(left['free_bytes'])} were never used on that rank",
+        f"Of {size(headroom['limit_bytes'])} {size(headroom['free_bytes'])} were never used on that rank",
         f"Imbalance (largest rank over the mean): {_imbalance(reports)}",
     ]
     growths = [report["growth"] for report in reports if report["growth"]]
     if growths:
         most = max(growths, key=lambda growth: growth["bytes_per_1000_steps"]["process"])
         steps = f"from step {most['first_step']:,} to {most['last_step']:,}"
-        found.append(f"Growth {steps}, of the rank that grew most: {describe_growth(most['bytes_per_1000_steps'])}")
+        sentences.append(f"Growth {steps}, of the rank that grew most: {describe_growth(most['bytes_per_1000_steps'])}")
     idle = [report["identity"]["rank"] for report in reports if not report["tables"]]
-    return [*found, f"No table is on {listed(idle)}"] if idle else found
+    return [*sentences, f"No table is on {listed(idle)}"] if idle else sentences
 
 
 _OF_PROCESS = (
@@ -247,7 +247,7 @@ def _describe(entry: dict[str, Any]) -> str:
 
 
 def _table_cell(tables: list[dict[str, Any]], name: str) -> Cell:
-    entry = next((each for each in tables if each["name"] == name), None)
+    entry = next((table for table in tables if table["name"] == name), None)
     if entry is None:
         return "–"
     measured = entry["measured"] or {"weight_bytes": None, "optimizer_bytes": None}

@@ -25,13 +25,13 @@ def html_page(reports: list[dict[str, Any]]) -> str:
     """Return report.html from the reports of all ranks."""
     identity = reports[0]["identity"]
     title = f"Memory of {escape(str(identity['name']))}, {escape(identity['status'])} at step {identity['step']}"
-    parts = [f"<h1>{title}</h1>", "<h2>Predicted at the peak, by kind</h2>", _bars(reports)]
+    sections = [f"<h1>{title}</h1>", "<h2>Predicted at the peak, by kind</h2>", _bars(reports)]
     fullest = sorted(reports, key=lambda report: report["peak"]["measured_bytes"], reverse=True)[:_TIMELINES]
     for report in fullest:
-        parts += [f"<h2>Resident memory over time, rank {report['identity']['rank']}</h2>", _timeline(report)]
+        sections += [f"<h2>Resident memory over time, rank {report['identity']['rank']}</h2>", _timeline(report)]
     style = "body{font:14px sans-serif;margin:2em}svg{background:#fff;border:1px solid #ccc}text{font-size:11px}"
     head = f"<meta charset='utf-8'><title>{title}</title><style>{style}</style>"
-    return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+    return f"<!doctype html><html><head>{head}</head><body>{''.join(sections)}</body></html>\n"
 
 
 def _bars(reports: list[dict[str, Any]]) -> str:
@@ -87,5 +87,5 @@ def _box(x: float, y: float, width: float, height: float, colour: str, inside: s
     return f"<rect x='{x:.1f}' y='{y}' width='{width:.1f}' height='{height}' fill='{colour}'>{inside}</rect>"
 
 
-def _svg(height: int, parts: Iterable[str]) -> str:
-    return f"<svg width='{_WIDTH}' height='{height}' xmlns='http://www.w3.org/2000/svg'>{''.join(parts)}</svg>"
+def _svg(height: int, shapes: Iterable[str]) -> str:
+    return f"<svg width='{_WIDTH}' height='{height}' xmlns='http://www.w3.org/2000/svg'>{''.join(shapes)}</svg>"

@@ -6,9 +6,9 @@ import xxhash
 _COLUMN_BITS = 20  # of a counter made of a row and a column
 
 
-def make_key(*parts: int | str) -> int:
+def make_key(*names: int | str) -> int:
     """Return a 64-bit key for a stream of numbers named by integers and strings."""
-    return xxhash.xxh3_64_intdigest("/".join(map(str, parts)).encode())
+    return xxhash.xxh3_64_intdigest("/".join(map(str, names)).encode())
 
 
 def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

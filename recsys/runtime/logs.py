@@ -211,8 +211,8 @@ class Progress:
 
     def show(self, values: dict[str, Any]) -> str:
         """Return the line for people."""
-        left = int(values["seconds_left"])
-        clock = f"{left // 3600}:{left % 3600 // 60:02d}:{left % 60:02d}"
+        seconds = int(values["seconds_left"])
+        clock = f"{seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
         tasks = "".join(f"{name} {loss:.4f}  " for name, loss in values.get("losses", {}).items())
         return (
             f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {values['loss']:.4f}  {tasks}"

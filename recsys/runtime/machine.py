@@ -69,16 +69,16 @@ def topology_of(config: Config, world: World | None = None) -> Topology:
     Raises:
         UserError: the memory of a GPU is not given, and there is none here to ask.
     """
-    wanted = config.topology
+    settings = config.topology
     if world is not None:
         world_size, local, on_gpu = world.world_size, world.local_world_size, world.device.type == "cuda"
     else:
-        world_size = wanted.world_size or 1
-        local = wanted.local_world_size or world_size
-        device = wanted.device or config.run.device
+        world_size = settings.world_size or 1
+        local = settings.local_world_size or world_size
+        device = settings.device or config.run.device
         on_gpu = device is Device.cuda or (device is Device.auto and torch.cuda.is_available())
     device_bytes, device_source = _device_bytes(config) if on_gpu else (0, "")
-    described = (wanted.world_size, wanted.local_world_size, wanted.device, wanted.device_memory)
+    described = (settings.world_size, settings.local_world_size, settings.device, settings.device_memory)
     host_bytes, host_source = _host_bytes(config, here=world is not None or described == (None,) * 4)
     if config.memory.budget is not None:
         budget = num_bytes("memory.budget", config.memory.budget)

@@ -43,7 +43,7 @@ class RunLock:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._path is None:
             return
@@ -203,10 +203,10 @@ def _age_s(path: Path) -> float:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        holder = json.loads(content)
     except ValueError:  # of a run that has only just begun
         return {}
-    return found if isinstance(found, dict) and found.keys() == _identity().keys() else {}
+    return holder if isinstance(holder, dict) and holder.keys() == _identity().keys() else {}
 
 
 def _described(holder: dict[str, Any]) -> str:

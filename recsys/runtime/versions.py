@@ -31,11 +31,11 @@ def installed_versions() -> dict[str, str]:
 
 def machine() -> dict[str, str | int]:
     """Return processor, cores and system, for reports."""
-    kind = platform.machine()
+    processor = platform.machine()
     with suppress(OSError):
         models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        kind = f"{models[0]} ({kind})" if models else kind
-    return {"processor": kind, "cores": os.cpu_count() or 1, "system": platform.system()}
+        processor = f"{models[0]} ({processor})" if models else processor
+    return {"processor": processor, "cores": os.cpu_count() or 1, "system": platform.system()}
 
 
 def check_versions() -> None:
@@ -95,12 +95,12 @@ def _check_minors(versions: dict[str, str], fbgemm: str) -> None:
             f"2.{LAST_MINOR + TORCH_MINOR_OFFSET} are, with torchrec and {fbgemm} 1.{FIRST_MINOR} to "
             f"1.{LAST_MINOR} in step; {SETUP}"
         )
-    wanted = (f"torch 2.{agreed + TORCH_MINOR_OFFSET}", f"torchrec 1.{agreed}", f"{fbgemm} 1.{agreed}")
+    matching = (f"torch 2.{agreed + TORCH_MINOR_OFFSET}", f"torchrec 1.{agreed}", f"{fbgemm} 1.{agreed}")
     odd = [i for i, minor in enumerate(supported) if minor != agreed]
     rest = [have[i] for i in range(3) if i not in odd]
     raise UserError(
         f"{_join([have[i] for i in odd])} {'does' if len(odd) == 1 else 'do'} not go with {_join(rest)}: "
-        f"install {_join([wanted[i] for i in odd])}; {SETUP}"
+        f"install {_join([matching[i] for i in odd])}; {SETUP}"
     )
 
 
@@ -126,8 +126,8 @@ def _minor(version: str, major: int, offset: int = 0) -> int | None:
     return int(match[2]) - offset if match and int(match[1]) == major else None
 
 
-def _join(parts: list[str]) -> str:
-    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 2 else parts)
+def _join(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 2 else words)
 
 
 def main() -> None:

@@ -140,10 +140,10 @@ class World:
     def _wait_for_echoes(self) -> None:
         """Let ranks that have found the same mistake see it told, before the store goes with the first rank."""
         deadline = time.monotonic() + _ECHO_WAIT_S
-        told = self.store.add("mistakes", 1)
-        while self.rank == 0 and told < self.world_size and time.monotonic() < deadline:
+        num_ranks = self.store.add("mistakes", 1)
+        while self.rank == 0 and num_ranks < self.world_size and time.monotonic() < deadline:
             time.sleep(0.02)
-            told = self.store.add("mistakes", 0)
+            num_ranks = self.store.add("mistakes", 0)
 
 
 def announce(store: dist.Store, rank: int, error: Exception) -> int:
@@ -152,10 +152,10 @@ def announce(store: dist.Store, rank: int, error: Exception) -> int:
     Returns:
         The rank that was first with this error.
     """
-    told = isinstance(error, UserError | StuckError | LostPeerError)
-    text = " ".join(f"{'' if told else type(error).__name__ + ': '}{error}".split())[:500]
-    first, _, found = store.compare_set(FAILURE_KEY, "", f"rank {rank}: {text}").decode().partition(": ")
-    return int(first.removeprefix("rank ")) if found == text else rank
+    is_plain = isinstance(error, UserError | StuckError | LostPeerError)
+    text = " ".join(f"{'' if is_plain else type(error).__name__ + ': '}{error}".split())[:500]
+    first, _, first_text = store.compare_set(FAILURE_KEY, "", f"rank {rank}: {text}").decode().partition(": ")
+    return int(first.removeprefix("rank ")) if first_text == text else rank
 
 
 def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -164,9 +164,9 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     except UserError as error:
         return None, error
     except Exception as error:
-        known = disk_problem(error)
-        if known is not error:
-            return None, known
+        explained = disk_problem(error)
+        if explained is not error:
+            return None, explained
         # Not every exception can be pickled and rebuilt; its text can, and the rest is printed here.
         text = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
@@ -228,10 +228,10 @@ def open_world(
     try:
         yield world
     except Exception as error:
-        known = world.explain(disk_problem(error))
-        if known is error:
+        explained = world.explain(disk_problem(error))
+        if explained is error:
             raise
-        raise known from error
+        raise explained from error
     # Only in success: after an error other ranks may be gone, and the barrier would wait for them.
     gc.collect()
     world.barrier()
@@ -299,7 +299,7 @@ def _check_own_gpu(world: World) -> None:
     """Raise a UserError on every rank if ranks were shown one GPU each, and it is the same one."""
     gpus = torch.cuda.device_count()
     name = platform.node(), str(torch.cuda.get_device_properties(world.device).uuid)
-    names = [each for each in world.gather(name if world.local_world_size > gpus else None) if each is not None]
+    names = [gpu for gpu in world.gather(name if world.local_world_size > gpus else None) if gpu is not None]
     if len(set(names)) < len(names):
         raise UserError(_too_few_gpus(world.local_world_size, gpus))
 

@@ -50,7 +50,7 @@ def find_run(run: str, overrides: Sequence[str], trust_code: bool = False) -> tu
         if not key.startswith(_CHANGEABLE):
             raise UserError(
                 f"config key '{key}' is a part of what the run has trained; an evaluation changes "
-                f"{', '.join(f'{each}*' if each.endswith('.') else each for each in _CHANGEABLE)} alone"
+                f"{', '.join(f'{prefix}*' if prefix.endswith('.') else prefix for prefix in _CHANGEABLE)} alone"
                 f"{nearest(key, [f'data.{role}' for role in _EVALUATED])}"
             )
     changes = [*_NO_TRAINING, *overrides]
@@ -108,7 +108,7 @@ def evaluate(config: Config, checkpoint: Path, roles: Sequence[str]) -> int:
 
 def _without_training(config: Config) -> Config:
     """Return a config whose tables have no optimizer's state, and train by what every device has."""
-    tables = {name: replace(each, optimizer=None, stochastic_rounding=False) for name, each in config.tables.items()}
+    tables = {name: replace(table, optimizer=None, stochastic_rounding=False) for name, table in config.tables.items()}
     sgd = OptimizerConfig(TableOptimizerConfig(TableOptimizer.sgd), DenseOptimizerConfig(DenseOptimizer.sgd))
     train = replace(config.train, init=InitConfig(optimizers=Take.none))
     return replace(config, tables=tables, optimizer=sgd, train=train)

@@ -79,47 +79,47 @@ def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
     return TableBytes(device_weight=weight, device_optimizer=by_row + by_element)
 
 
-def _lookup_groups(config: Config, pieces: Iterable[Shard]) -> list[list[Shard]]:
+def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]:
     """Return a rank's pieces by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
     groups: dict[tuple[object, ...], list[Shard]] = {}
-    for piece in pieces:
-        settings = config.tables[piece.table]
-        kernel = piece.compute_kernel
+    for shard in shards:
+        settings = config.tables[shard.table]
+        kernel = shard.compute_kernel
         key = (
-            piece.sharding_type,
+            shard.sharding_type,
             kernel if kernel == ComputeKernel.key_value.value else None,
             settings.data_type,
             settings.stochastic_rounding,
-            tuple(vars(config.table_optimizer(piece.table)).values()),
+            tuple(vars(config.table_optimizer(shard.table)).values()),
         )
-        groups.setdefault(key, []).append(piece)
+        groups.setdefault(key, []).append(shard)
     return list(groups.values())
 
 
-def cache_bytes(config: Config, pieces: Iterable[Shard]) -> TableBytes:
+def cache_bytes(config: Config, shards: Iterable[Shard]) -> TableBytes:
     """Return the bytes of a rank's caches: one for each group of tables, each slot as wide as the widest of them."""
     cached = (ComputeKernel.fused_uvm_caching.value, ComputeKernel.key_value.value)
-    groups = ([p for p in group if p.compute_kernel in cached] for group in _lookup_groups(config, pieces))
+    groups = ([p for p in group if p.compute_kernel in cached] for group in _lookup_groups(config, shards))
     return sum((_cache_of(config, group) for group in groups if group), TableBytes())
 
 
-def _cache_of(config: Config, pieces: list[Shard]) -> TableBytes:
-    rows, tables = sum(piece.size[0] for piece in pieces), [config.tables[piece.table] for piece in pieces]
+def _cache_of(config: Config, shards: list[Shard]) -> TableBytes:
+    rows, tables = sum(shard.size[0] for shard in shards), [config.tables[shard.table] for shard in shards]
     # The tables' factors, weighted by the rows of the whole tables.
     factor = sum(t.cache_load_factor * t.num_embeddings for t in tables) / sum(t.num_embeddings for t in tables)
     slots = max(1, (int(rows * factor) + _WAYS - 1) // _WAYS) * _WAYS
-    width = max(piece.size[1] for piece in pieces)
+    width = max(shard.size[1] for shard in shards)
     return TableBytes(
         device_cache=slots * width * _CACHE_BYTES[tables[0].data_type],
         device_metadata=slots * _SLOT_BYTES + rows * _CACHED_ROW_BYTES,
     )
 
 
-def rank_tables(config: Config, pieces: Iterable[Shard], rank: int) -> dict[str, TableBytes]:
+def rank_tables(config: Config, shards: Iterable[Shard], rank: int) -> dict[str, TableBytes]:
     """Return the bytes of each table with a shard on `rank`, without caches, which tables share."""
-    found: dict[str, TableBytes] = {}
-    for piece in pieces:
-        if piece.rank == rank:
-            bytes_ = piece_bytes(config, piece.table, *piece.size, piece.compute_kernel)
-            found[piece.table] = found.get(piece.table, TableBytes()) + bytes_
-    return found
+    by_table: dict[str, TableBytes] = {}
+    for shard in shards:
+        if shard.rank == rank:
+            bytes_ = piece_bytes(config, shard.table, *shard.size, shard.compute_kernel)
+            by_table[shard.table] = by_table.get(shard.table, TableBytes()) + bytes_
+    return by_table

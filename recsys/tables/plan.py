@@ -104,10 +104,10 @@ def _fits_nowhere(config: Config, topology: Topology, room: int) -> str:
 
 
 def _proposers(topology: Topology) -> list[Proposer]:
-    found: list[Proposer] = [GridSearchProposer(_GRID_PROPOSALS), _BoundedGreedyProposer(), UniformProposer()]
+    proposers: list[Proposer] = [GridSearchProposer(_GRID_PROPOSALS), _BoundedGreedyProposer(), UniformProposer()]
     if topology.on_gpu:  # it divides by the memory of GPUs
-        found.insert(2, DynamicProgrammingProposer(max(1, _MEMORY_BINS // topology.world_size)))
-    return found
+        proposers.insert(2, DynamicProgrammingProposer(max(1, _MEMORY_BINS // topology.world_size)))
+    return proposers
 
 
 class _Enumerator(EmbeddingEnumerator):

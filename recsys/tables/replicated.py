@@ -66,7 +66,7 @@ class ReplicatedTables:
             return
         sizes = [table.weights.numel() for table in self.tables]
         total = torch.zeros(sum(sizes), device=self.tables[0].weights.device)
-        sums = [part.view(t.weights.shape) for part, t in zip(total.split(sizes), self.tables, strict=True)]
+        sums = [flat.view(t.weights.shape) for flat, t in zip(total.split(sizes), self.tables, strict=True)]
         for table, into in zip(self.tables, sums, strict=True):
             for feature in table.features:
                 _add_rows(into, ids[feature], gradients[feature])

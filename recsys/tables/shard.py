@@ -59,7 +59,7 @@ def _sharders(config: Config) -> list[Any]:
         codecs = get_qcomm_codecs_registry(
             QCommsConfig(forward_precision=_WIRES[wires[0]], backward_precision=_WIRES[wires[1]])
         )
-    return [kind(qcomm_codecs_registry=codecs) for kind in (TableSharder, EmbeddingCollectionSharder)]
+    return [sharder(qcomm_codecs_registry=codecs) for sharder in (TableSharder, EmbeddingCollectionSharder)]
 
 
 def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: bool = True) -> ShardingPlan:
@@ -74,9 +74,9 @@ def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: b
     return make_plan(step, _sharders(config), config, topology, must_fit)
 
 
-def save_plan(pieces: Iterable[Shard], world_size: int, path: Path) -> None:
+def save_plan(shards: Iterable[Shard], world_size: int, path: Path) -> None:
     """Write a plan as JSON: the number of ranks, and every shard of every table."""
-    content = {"world_size": world_size, "shards": [asdict(piece) for piece in pieces]}
+    content = {"world_size": world_size, "shards": [asdict(shard) for shard in shards]}
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
@@ -84,7 +84,7 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
     key = f"config key 'run.plan': '{path}'"
     try:
         content = json.loads(path.read_text())
-        pieces = [_read_shard(**piece) for piece in content["shards"]]
+        shards = [_read_shard(**shard) for shard in content["shards"]]
         world_size = content["world_size"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{key} is no plan that a run has written ({' '.join(str(error).split())})") from error
@@ -93,8 +93,8 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
             f"{key} is for {world_size} ranks, and there are {topology.world_size}; start as many, or drop it"
         )
     by_table: dict[str, list[Shard]] = {}
-    for piece in sorted(pieces, key=lambda piece: (piece.offset[1], piece.offset[0], piece.rank)):
-        by_table.setdefault(piece.table, []).append(piece)
+    for shard in sorted(shards, key=lambda shard: (shard.offset[1], shard.offset[0], shard.rank)):
+        by_table.setdefault(shard.table, []).append(shard)
     for name in config.tables:
         if wrong := _wrong_pieces(by_table.get(name, []), name, config, topology):
             raise UserError(f"{key} has table '{name}' {wrong}; drop it, to have a plan made")
@@ -117,16 +117,16 @@ def _read_shard(
     return Shard(str(table), rank, (row, column), (rows, columns), sharding_type, compute_kernel)
 
 
-def _wrong_pieces(pieces: list[Shard], name: str, config: Config, topology: Topology) -> str:
+def _wrong_pieces(shards: list[Shard], name: str, config: Config, topology: Topology) -> str:
     """Return in which way the pieces of a table are none that torchrec could use for this config, if they are not."""
     table, num_ranks, on_machine = config.tables[name], topology.world_size, topology.local_world_size
-    kinds = {(piece.sharding_type, piece.compute_kernel) for piece in pieces}
+    kinds = {(shard.sharding_type, shard.compute_kernel) for shard in shards}
     if len(kinds) != 1:
         return f"in pieces of {len(kinds)} kinds"
-    rows, columns = (max(p.offset[i] + p.size[i] for p in pieces) for i in (0, 1))
+    rows, columns = (max(p.offset[i] + p.size[i] for p in shards) for i in (0, 1))
     if (rows, columns) != (table.num_embeddings, table.embedding_dim):
         return f"as {rows} × {columns}, and the config as {table.num_embeddings} × {table.embedding_dim}"
-    choice, kernel = ShardingChoice(pieces[0].sharding_type), pieces[0].compute_kernel
+    choice, kernel = ShardingChoice(shards[0].sharding_type), shards[0].compute_kernel
     if table.sharding_type not in (choice, ShardingChoice.auto):
         return f"as {choice.name}, and the config as tables.{name}.sharding_type={table.sharding_type.name}"
     kernels = table_constraints(config, name, topology).compute_kernels or []
@@ -134,10 +134,10 @@ def _wrong_pieces(pieces: list[Shard], name: str, config: Config, topology: Topo
     if kernel != expected:
         return f"with compute_kernel '{kernel}', and by the config it is '{expected}' here"
     sizes, offsets = calculate_shard_sizes_and_offsets(
-        torch.empty(rows, columns, device="meta"), num_ranks, on_machine, choice.value, pieces[0].size[1]
+        torch.empty(rows, columns, device="meta"), num_ranks, on_machine, choice.value, shards[0].size[1]
     )
-    found = [(list(piece.size), list(piece.offset)) for piece in pieces]
-    if found != list(zip(sizes, offsets, strict=True)) or not _on_ranks(choice, [p.rank for p in pieces], topology):
+    found = [(list(shard.size), list(shard.offset)) for shard in shards]
+    if found != list(zip(sizes, offsets, strict=True)) or not _on_ranks(choice, [p.rank for p in shards], topology):
         return f"in pieces or on ranks that {choice.name} does not have on {num_ranks} ranks, {on_machine} a machine"
     try:
         check_sharding(config, name, replace(table, sharding_type=choice))
@@ -183,16 +183,16 @@ def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology)
 
 def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:
     """Yield every shard of every table of a plan; a replicated table has one on each rank."""
-    found = {config_name(name): sharding for module in plan.plan.values() for name, sharding in module.items()}
+    shardings = {config_name(name): sharding for module in plan.plan.values() for name, sharding in module.items()}
     for table, settings in config.tables.items():
-        sharding = found[table]
+        sharding = shardings[table]
         how = sharding.sharding_type, sharding.compute_kernel
         if sharding.sharding_spec is None:
             size = settings.num_embeddings, settings.embedding_dim
             yield from (Shard(table, rank, (0, 0), size, *how) for rank in range(world_size))
             continue
-        for piece in sharding.sharding_spec.shards:
-            yield Shard(table, piece.placement.rank(), tuple(piece.shard_offsets), tuple(piece.shard_sizes), *how)
+        for shard in sharding.sharding_spec.shards:
+            yield Shard(table, shard.placement.rank(), tuple(shard.shard_offsets), tuple(shard.shard_sizes), *how)
 
 
 def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
@@ -223,9 +223,9 @@ def _place(plan: ShardingPlan, world: World) -> None:
     """Let the plan name this rank's device; torchrec's planner counts all GPUs of a machine, and a rank may see one."""
     for module in plan.plan.values():
         for sharding in module.values():
-            for piece in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
-                if piece.placement.rank() == world.rank:
-                    piece.placement = _remote_device(f"rank:{world.rank}/{world.device}")
+            for shard in sharding.sharding_spec.shards if sharding.sharding_spec is not None else ():
+                if shard.placement.rank() == world.rank:
+                    shard.placement = _remote_device(f"rank:{world.rank}/{world.device}")
 
 
 def table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:
@@ -248,13 +248,13 @@ def _table_of(key: str) -> str:
 
 def table_optimizer_tensors(model: DistributedModelParallel, replicated: ReplicatedTables) -> dict[str, Any]:
     """Return the state of the tables' optimizers by `TABLE/STATE`, as `table_tensors` does."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for key, states in model.fused_optimizer.state_dict()["state"].items():
         table = _table_of(key)
         for name, value in states.items():
             if hasattr(value, "local_shards"):
-                found[f"{table}/{name.rpartition('.')[2]}"] = value
-    return found | replicated.tensors()
+                tensors[f"{table}/{name.rpartition('.')[2]}"] = value
+    return tensors | replicated.tensors()
 
 
 def replicated_tables(model: DistributedModelParallel, config: Config) -> ReplicatedTables:

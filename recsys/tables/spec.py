@@ -39,8 +39,8 @@ def local_pieces(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
         yield value, (0,) * value.dim()
     else:
-        for piece in value.local_shards():
-            yield piece.tensor, tuple(piece.metadata.shard_offsets)
+        for shard in value.local_shards():
+            yield shard.tensor, tuple(shard.metadata.shard_offsets)
 
 
 def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, EmbeddingCollection | None]:

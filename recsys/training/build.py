@@ -99,9 +99,9 @@ def log_shares(inputs: Inputs) -> torch.Tensor:
     if train is None:
         return torch.zeros(1)
     spec = inputs.spec("train")
-    part = next(part for part in spec.ids if part.name == config.model.needs().log_shares_of)
-    size = config.tables[config.features[part.name].table or ""].num_embeddings
-    mine = world.agree(lambda: count_ids(train, part, size, world.rank, world.world_size))
+    column = next(column for column in spec.ids if column.name == config.model.needs().log_shares_of)
+    size = config.tables[config.features[column.name].table or ""].num_embeddings
+    mine = world.agree(lambda: count_ids(train, column, size, world.rank, world.world_size))
     counts = world.sum(torch.from_numpy(mine)).numpy()
     share = np.maximum(counts, 1) / max(1, counts.sum())
     return torch.from_numpy(np.log(share).astype(np.float32))

@@ -57,23 +57,23 @@ def facts_entries(facts: Facts | None, run_dir: Path) -> dict[str, tuple[int, st
 def _learned(inputs: Inputs, source: Source | None, tables: dict[str, TableConfig]) -> Facts:
     """Return the facts of a run that begins: those of its source, and what the training data and files tell besides."""
     config, world = inputs.config, inputs.world
-    known = Facts() if source is None else world.from_rank_zero(lambda: _of_source(config, source, tables))
-    given = world.from_rank_zero(lambda: _given(tables, known, source))
+    inherited = Facts() if source is None else world.from_rank_zero(lambda: _of_source(config, source, tables))
+    given = world.from_rank_zero(lambda: _given(tables, inherited, source))
     grows = source is not None and source.grows
-    wanted = [name for name in tables if name not in given and (grows or name not in known.vocabularies)]
-    requests = {name: _request(config, name, known.vocabularies.get(name)) for name in wanted}
+    to_count = [name for name in tables if name not in given and (grows or name not in inherited.vocabularies)]
+    requests = {name: _request(config, name, inherited.vocabularies.get(name)) for name in to_count}
     columns = [
         float_column(name, config.features[name], column_of(config, name), None)
         for name in with_figures(config)
-        if name not in known.floats
+        if name not in inherited.floats
     ]
-    found = measure(inputs.datasets["train"], requests, columns, world)
-    vocabularies = {**known.vocabularies, **given, **found.vocabularies}
-    kept = {name: len(ids) for name, ids in known.vocabularies.items()}
+    measured = measure(inputs.datasets["train"], requests, columns, world)
+    vocabularies = {**inherited.vocabularies, **given, **measured.vocabularies}
+    kept = {name: len(ids) for name, ids in inherited.vocabularies.items()}
     for name, old in kept.items():
         new, room = len(vocabularies[name]) - old, tables[name].num_embeddings - 1 - tables[name].num_buckets - old
         _log.info("table %s: %d ids keep their rows, %d are new, and num_embeddings allows %d", name, old, new, room)
-    return Facts(vocabularies, {**known.floats, **found.floats}, found.num_counted, kept)
+    return Facts(vocabularies, {**inherited.floats, **measured.floats}, measured.num_counted, kept)
 
 
 def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
@@ -90,15 +90,15 @@ def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
     return Facts.load(facts_of(source.path), list(tables), floats)
 
 
-def _given(tables: dict[str, TableConfig], known: Facts, source: Source | None) -> dict[str, pa.Array]:
+def _given(tables: dict[str, TableConfig], inherited: Facts, source: Source | None) -> dict[str, pa.Array]:
     """Return the vocabularies that the config names files of, behind the ids whose rows are taken of the source."""
-    found = {}
+    vocabularies = {}
     for name, table in tables.items():
         if table.vocabulary is None:
             continue
-        ids, before = read_vocabulary(Path(table.vocabulary)), known.vocabularies.get(name)
+        ids, before = read_vocabulary(Path(table.vocabulary)), inherited.vocabularies.get(name)
         if before is None or source is None:
-            found[name] = ids
+            vocabularies[name] = ids
             continue
         new = ids.filter(pa.array(is_new(ids, before)))
         if not source.grows and not ids.equals(before):
@@ -107,8 +107,8 @@ def _given(tables: dict[str, TableConfig], known: Facts, source: Source | None) 
                 f"'{source.path}' go ({len(ids):,} ids, {len(new):,} of them not among its {len(before):,}); drop the "
                 f"key, or give its new ids rows behind those with train.init.grow_vocabularies=true"
             )
-        found[name] = joined(before, new)
-    return found
+        vocabularies[name] = joined(before, new)
+    return vocabularies
 
 
 def _compare_files(tables: dict[str, TableConfig], facts: Facts) -> None:

@@ -66,7 +66,7 @@ class MemoryLog:
 
     def _report(self, status: str) -> dict[str, Any]:
         config, world, built = self._inputs.config, self._inputs.world, self._built
-        plan = json.dumps([asdict(piece) for piece in built.pieces])
+        plan = json.dumps([asdict(shard) for shard in built.pieces])
         identity = {
             "name": config.run.name,
             "status": status,

@@ -152,7 +152,7 @@ def _run(opened: Inputs, session: _Session) -> int:
     session.watchdog.rest()
     session.lock.check(now=True)
     report = memory.write("stopped" if fitted.stopped else "done")
-    reports = world.gather({part: report[part] for part in ("identity", "peak", "host")})
+    reports = world.gather({section: report[section] for section in ("identity", "peak", "host")})
     result = run_result(inputs, fitted, reports, time.monotonic() - start)
     result |= {"instead": session.instead, "fitted": [str(change) for change in changes]}
     if world.rank == 0:
@@ -192,11 +192,11 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     return inputs, changes
 
 
-def _write_unbuilt(folder: Path, world: World, status: str, parts: dict[str, Any]) -> None:
+def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, Any]) -> None:
     """Leave a report of a run for which memory was short before its tables were there."""
-    if not parts:  # another failure, such as a start that is refused: an earlier report stays
+    if not sections:  # another failure, such as a start that is refused: an earlier report stays
         return
-    content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **parts}
+    content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **sections}
     with suppress(OSError):  # the failure itself is what is to be told
         write_rank(folder, content)
 

@@ -112,8 +112,8 @@ class Trainer:
         self._state = start_training(inputs, built, source, run_dir)
         self._saved_at = self._state.step or None
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
-        left = self._loader.steps_left(self._state.position, config.train.epochs)
-        self._num_steps = min(self._state.step + left, config.train.max_steps or self._state.step + left)
+        num_left = self._loader.steps_left(self._state.position, config.train.epochs)
+        self._num_steps = min(self._state.step + num_left, config.train.max_steps or self._state.step + num_left)
         per_epoch = self._loader.steps_left(Position(), 1)
         batch = config.train.global_batch_size
         logger.info(
