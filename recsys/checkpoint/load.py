@@ -50,7 +50,7 @@ class Loaded:
         kept: both have it, and this run keeps its own initial values.
         new: only this run has it.
         left: only the checkpoint has it.
-        rows: by vocabulary table, how many rows are of the checkpoint, and how many begin anew.
+        rows: by vocabulary table, how many rows are of the checkpoint, and how many are new.
     """
 
     source: str
@@ -87,7 +87,7 @@ def load_tensors(
     """Load tables, dense part and optimizers, whatever plan and number of ranks wrote them; collective.
 
     Args:
-        path, marker: a checkpoint that `check_whole` has found whole.
+        path, marker: a checkpoint that `verify_checkpoint` has found valid.
         config: of a run that begins with its weights, and whose `train.init` says how it may differ from what is here;
             None: in nothing, and random number generators are set too.
         kept_ids: of vocabulary tables, how many ids of the checkpoint's vocabulary begin that of here.
@@ -153,7 +153,7 @@ def _set_state(
         tensors.add_statistics(room)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:  # the checkpoint's names and numbers
         raise UserError(
-            f"checkpoint '{path}' is not whole: its state of the optimizer, of random numbers or of counts of ids "
+            f"checkpoint '{path}' is corrupt: its state of the optimizer, of random numbers or of counts of ids "
             f"is none ({type(error).__name__}: {' '.join(str(error).split())[:200]}); take another one"
         ) from error
 
@@ -203,7 +203,7 @@ class _Choice:
     def spans(self, name: str) -> list[tuple[int, int, int]]:
         """Return which rows of a table, or of its optimizer's state, are loaded, as of `_moved`.
 
-        Behind the row of null and those of its vocabulary's ids a table has the rows that all other ids share.
+        Behind the null row and those of its vocabulary's ids a table has the rows that all other ids share.
         """
         here, there = self._wanted[name].size[0], self._saved[name].size[0]
         table = name.removeprefix(TABLES) if name.startswith(TABLES) else _owner(name)

@@ -42,13 +42,13 @@ def export_table(source: Path, table: str, out: Path) -> int:
         out: replaced once it is complete.
 
     Raises:
-        UserError: there is no such checkpoint, it is not whole, or it has no such table.
+        UserError: there is no such checkpoint, it is corrupt, or it has no such table.
     """
     path = find_checkpoint(source)
     marker = Marker.read(path)
     problems = [text for name, entry in marker.files.items() if (text := file_problem(path / name, *entry))]
     if problems:
-        raise UserError(f"checkpoint '{path}' is not whole: {problems[0]}; take another one")
+        raise UserError(f"checkpoint '{path}' is corrupt: {problems[0]}; take another one")
     reader = SafeReader(path, marker.files)
     entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
     if TABLES + table not in entries:
@@ -126,7 +126,7 @@ class TableRows:
     def find(self, batch: pa.RecordBatch) -> np.ndarray:
         """Return the table row of each row of a record batch, int64, or -1 where the table has none.
 
-        By `id` where there is such a column, with the row of null and the shared rows by `bucket`; else by `row`.
+        By `id` where there is such a column, with the null row and the shared rows by `bucket`; else by `row`.
         Vectors of ids that a vocabulary has no row for are left out, since others share theirs.
         """
         if "id" not in batch.schema.names:

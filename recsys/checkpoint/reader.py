@@ -66,7 +66,7 @@ class SafeReader(FileSystemReader):
         except Exception as error:  # unpickling damaged bytes may raise anything
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"checkpoint '{self._folder}' is not whole: {METADATA_FILE}: {reason}; take another one"
+                f"checkpoint '{self._folder}' is corrupt: {METADATA_FILE}: {reason}; take another one"
             ) from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         self._metadata = metadata

@@ -22,10 +22,10 @@ from recsys.checkpoint.state import (
     OtherFormatError,
     TrainState,
     aside_of,
-    check_whole,
     list_checkpoints,
     name_of,
     refused_of,
+    verify_checkpoint,
 )
 from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
@@ -135,18 +135,18 @@ class Checkpoints:
         """Whether the save in the background has failed, as far as this rank knows; `wait` raises the error."""
         return self._running is not None and self._running.done() and self._running.exception() is not None
 
-    def newest_whole(self) -> tuple[Path, Marker] | None:
+    def newest_valid(self) -> tuple[Path, Marker] | None:
         """Return the newest valid checkpoint and its marker, or None; collective.
 
-        Newer ones that are damaged are named in the log and renamed, so that their steps can be saved anew.
+        Newer ones that are damaged are named in the log and renamed, so that their steps can be saved again.
 
         Raises:
-            UserError: there are some, and none is whole, or the newest is of another format.
+            UserError: there are some, and none is valid, or the newest is of another format.
         """
         refused: list[str] = []
         for path in reversed(self._world.from_rank_zero(lambda: list_checkpoints(self.folder))):
             try:
-                marker = check_whole(path, self._world)
+                marker = verify_checkpoint(path, self._world)
             except OtherFormatError:
                 raise
             except UserError as error:
@@ -158,7 +158,7 @@ class Checkpoints:
             return path, marker
         if refused:
             raise UserError(
-                f"no checkpoint in '{self.folder}' is whole ({' | '.join(refused[:3])}); remove it to start from the "
+                f"no checkpoint in '{self.folder}' is valid ({' | '.join(refused[:3])}); remove it to start from the "
                 f"beginning"
             )
         return None
@@ -275,7 +275,7 @@ def _attempt_write(action: Callable[[], None], final: Path) -> None:
 
 
 def _cannot_write(final: Path, reason: str) -> str:
-    return f"checkpoint '{final}' cannot be written: {reason}; the checkpoints before it are whole"
+    return f"checkpoint '{final}' cannot be written: {reason}; the checkpoints before it are valid"
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from recsys.checkpoint.files import file_problem
 from recsys.checkpoint.save import Checkpoints
-from recsys.checkpoint.state import Marker, check_whole, find_checkpoint
+from recsys.checkpoint.state import Marker, find_checkpoint, verify_checkpoint
 from recsys.config import Config
 from recsys.config.initial import InitConfig
 from recsys.config.meaning import refuse_differences
@@ -46,14 +46,14 @@ def find_source(config: Config, run_dir: Path, world: World) -> Source | None:
     """Return the checkpoint that the run starts from, or None; collective.
 
     Raises:
-        UserError: a checkpoint that is not whole, or none where one is asked for.
+        UserError: a checkpoint that is corrupt, or none where one is asked for.
     """
-    if config.run.resume and (newest := Checkpoints(run_dir / "checkpoints", world, keep=1).newest_whole()):
+    if config.run.resume and (newest := Checkpoints(run_dir / "checkpoints", world, keep=1).newest_valid()):
         return Source(*newest, None)
     if config.train.init_from is None:
         return None
     path = world.from_rank_zero(lambda: find_checkpoint(config.train.init_from or ""))
-    return Source(path, check_whole(path, world), config.train.init)
+    return Source(path, verify_checkpoint(path, world), config.train.init)
 
 
 def facts_of(checkpoint: Path) -> Path:

@@ -122,7 +122,7 @@ class Marker:
             return marker
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-            raise UserError(f"checkpoint '{folder}' is not whole: {MARKER}: {reason}") from error
+            raise UserError(f"checkpoint '{folder}' is corrupt: {MARKER}: {reason}") from error
 
 
 def _check_types(*records: Any) -> None:
@@ -154,7 +154,7 @@ def _checksum(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def check_whole(folder: Path, world: World) -> Marker:
+def verify_checkpoint(folder: Path, world: World) -> Marker:
     """Verify the checksum of every file of a checkpoint, each rank its share; return the marker; collective.
 
     Raises:
@@ -165,7 +165,7 @@ def check_whole(folder: Path, world: World) -> Marker:
     problems = [text for name in names if (text := file_problem(folder / name, *marker.files[name]))]
     everywhere = [text for texts in world.gather(problems) for text in texts]
     if everywhere:
-        raise UserError(f"checkpoint '{folder}' is not whole: {'; '.join(everywhere[:3])}; take another one")
+        raise UserError(f"checkpoint '{folder}' is corrupt: {'; '.join(everywhere[:3])}; take another one")
     world.agree(SafeReader(folder, marker.files).read_metadata)
     return marker
 

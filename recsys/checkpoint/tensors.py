@@ -95,7 +95,7 @@ class Tensors:
     def set_dense_optimizer(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         """Restore the state of the dense optimizer.
 
-        Its settings (weight decay …) stay those of this run's config; parameters without state begin anew.
+        Its settings (weight decay …) stay those of this run's config; parameters without state start from none.
 
         Args:
             tensors: by `PARAMETER/STATE`; scalars: likewise, and of the groups of parameters by `group0/NAME`.

@@ -11,7 +11,7 @@ class Take(Enum):
     """Which tensors of a kind are loaded.
 
     `all`: every one, and both sides must have the same. `matching`: those that both sides have alike; what is here
-    alone begins anew, what is there alone is left. `none`: all begin anew.
+    alone is initialised, what is there alone is skipped. `none`: all is initialised.
     """
 
     all = "all"
@@ -24,14 +24,14 @@ class InitConfig:
     """How train.init_from may differ from this config; what was loaded, kept and new is in RUN/loaded.json."""
 
     tables: Take = Take.all  # by name; embedding_dim must be the same
-    resize_tables: bool = False  # of another num_embeddings: the rows that both have; further ones begin anew
+    resize_tables: bool = False  # of another num_embeddings: the rows that both have; further ones are initialised
     convert_tables: bool = False  # of another data_type: convert the weights
     dense: Take = Take.all  # weights of the dense part, by name and shape
     optimizers: Take = Take.all  # state of both optimizers, of what is taken
     # Keys that may differ, though rows or numbers then stand for something else: [features.price.log1p, tables.item.*].
     allow_changes: list[str] = field(default_factory=list)
     # Vocabulary tables: the ids that have a row keep it, and what new ones data.train shows min_count times get rows of
-    # their own too, the most frequent first, up to num_embeddings in all. These rows begin anew.
+    # their own too, the most frequent first, up to num_embeddings in all. These rows are initialised.
     grow_vocabularies: bool = False
     # By table: file with `vector` and `id` or `row`, as `recsys tables export` writes; goes without init_from too.
     from_parquet: dict[str, str] = field(default_factory=dict)

@@ -4,17 +4,3 @@ from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.measure import BudgetExceeded, Timeline, peak_rss
 from recsys.memory.predict import predict
 from recsys.memory.tensors import measure_dense, measure_tables, predict_dense, predict_tables
-
-__all__ = [
-    "BudgetExceeded",
-    "DataFacts",
-    "DenseFacts",
-    "RankMemory",
-    "Timeline",
-    "measure_dense",
-    "measure_tables",
-    "peak_rss",
-    "predict",
-    "predict_dense",
-    "predict_tables",
-]

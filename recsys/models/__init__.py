@@ -2,5 +2,3 @@
 
 from recsys.models.base import DenseInputs, Model, Vectors
 from recsys.models.blocks import RowDropout, mlp
-
-__all__ = ["DenseInputs", "Model", "RowDropout", "Vectors", "mlp"]

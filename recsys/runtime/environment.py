@@ -49,7 +49,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "1000")
     # Blocks from the first size on come from the system, and go back to it when they are freed; smaller ones are cut
     # out of heaps, whose free end goes back beyond the second. glibc raises both as it sees large blocks freed, to
-    # these at most and mostly to less: steps of 8192 rows then faulted 1,500 pages in anew.
+    # these at most and mostly to less: steps of 8192 rows then faulted 1,500 pages in again.
     _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", HEAP_BLOCK_BYTES)
     _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 64 << 20)
     logging.getLogger().addFilter(_is_news)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from recsys.checkpoint import Source, check_whole, find_checkpoint, load_tensors
+from recsys.checkpoint import Source, find_checkpoint, load_tensors, verify_checkpoint
 from recsys.config import Config, OptimizerConfig, TableOptimizerConfig, load_config
 from recsys.config.choices import DenseOptimizer
 from recsys.config.device import check_device
@@ -71,7 +71,7 @@ def evaluate(config: Config, checkpoint: Path, roles: Sequence[str]) -> int:
     data.train is not read: what is known of it is in the run.
 
     Raises:
-        UserError: data that do not fit the model, or a checkpoint that is not whole.
+        UserError: data that do not fit the model, or a checkpoint that is corrupt.
     """
     quiet_libraries()
     run_dir = checkpoint.parent.parent
@@ -80,7 +80,7 @@ def evaluate(config: Config, checkpoint: Path, roles: Sequence[str]) -> int:
         torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
         instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
         world.from_rank_zero(lambda: check_ranks(config, world.world_size))
-        source = Source(checkpoint, check_whole(checkpoint, world), init=None)
+        source = Source(checkpoint, verify_checkpoint(checkpoint, world), init=None)
         inputs = open_inputs(config, world, known=run_dir / "footers", roles=[*roles, "items"])
         folder = world.from_rank_zero(lambda: _new_folder(Path(config.run.dir or run_dir) / "evaluations"))
         start_logging(folder / "logs", world.rank)

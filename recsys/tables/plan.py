@@ -111,7 +111,7 @@ def _proposers(topology: Topology) -> list[Proposer]:
 
 
 class _Enumerator(EmbeddingEnumerator):
-    """torchrec's, in one order: it goes through sets of names, so that ties would be broken anew in each process."""
+    """torchrec's enumerator in a fixed order: it goes through sets, so that ties would be broken by chance."""
 
     def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
         options = super().enumerate(module, sharders)
@@ -119,7 +119,7 @@ class _Enumerator(EmbeddingEnumerator):
 
 
 class _BoundedGreedyProposer(GreedyProposer):
-    """torchrec's, which tries every option of every table, up to a number of proposals."""
+    """torchrec's greedy proposer, which tries every option of every table, up to a number of proposals."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class _FullestRank(PerfModel):
 
 
 class _Storage(ShardEstimator):
-    """The bytes of table pieces, in place of torchrec's estimates.
+    """Exact bytes of shards, in place of torchrec's estimates.
 
     Those take FP32 state of an FP16 table for half of what it is, and one state where LAMB has two.
     """

@@ -239,7 +239,7 @@ def _save_config(config: Config, run_dir: Path, asked: Mapping[str, TableConfig]
     bounds = {name: table.num_embeddings for name, table in (asked or config.tables).items()}
     tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
     config = replace(config, tables=tables)
-    # What to do with an earlier run is asked anew each time, and is no part of what this run is.
+    # What to do with an earlier run is asked each time, and is no part of what this run is.
     config = replace(config, run=replace(config.run, resume=False, overwrite=False))
     replace_file(run_dir / "config.yaml", config_text(config))
 

@@ -12,8 +12,8 @@ from recsys.checkpoint import (
     Checkpoints,
     Source,
     TrainState,
-    check_whole,
     load_tensors,
+    verify_checkpoint,
 )
 from recsys.config.meaning import meaning
 from recsys.data.batch import Batch
@@ -330,7 +330,7 @@ class Trainer:
             self._checkpoints.wait()
             best = self._checkpoints.path(step)
             tensors = replace(self._built.tensors, statistics={})  # what has been counted since stays
-            load_tensors(best, check_whole(best, self._world), tensors, self._world)
+            load_tensors(best, verify_checkpoint(best, self._world), tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
             if "valid" in self._inputs.datasets and (state.evaluated_step != step or "valid" not in self._metrics):

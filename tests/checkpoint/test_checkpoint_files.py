@@ -15,7 +15,7 @@ import pytest
 import torch
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
-from recsys.checkpoint import Marker, check_whole, find_checkpoint
+from recsys.checkpoint import Marker, find_checkpoint, verify_checkpoint
 from recsys.checkpoint import files as files_module
 from recsys.checkpoint import save as save_module
 from recsys.checkpoint import state as state_module
@@ -46,11 +46,11 @@ def test_one_bit_in_any_file_is_noticed(world: World, tmp_path: Path, caplog: py
             content = bytearray(damaged.read_bytes())
             content[int(place * len(content))] ^= 1 << 4
             damaged.write_bytes(content)
-            with pytest.raises(UserError, match="is not whole"):
-                check_whole(damaged.parent, world)
+            with pytest.raises(UserError, match="is corrupt"):
+                verify_checkpoint(damaged.parent, world)
             caplog.clear()
             assert loaded(folder, world) == 1
-            assert f"refused: checkpoint '{damaged.parent}' is not whole: {name}" in caplog.text
+            assert f"refused: checkpoint '{damaged.parent}' is corrupt: {name}" in caplog.text
             assert "step-000000002.refused" in names(folder)
 
 
@@ -72,11 +72,11 @@ def test_files_that_are_cut_or_gone_are_noticed(damage: str, world: World, tmp_p
 
 def test_where_none_is_whole_the_run_does_not_start_anew(world: World, tmp_path: Path) -> None:
     saved = checkpoints(tmp_path / "c", world)
-    assert saved.newest_whole() is None
+    assert saved.newest_valid() is None
     saved.save(tensors(1), state(1))
     os.truncate(tmp_path / "c/step-000000001/__0_0.distcp", 1000)
     with pytest.raises(UserError, match=r"no checkpoint in .* is whole .*__0_0.distcp has 1000 bytes"):
-        saved.newest_whole()
+        saved.newest_valid()
     assert names(tmp_path / "c") == ["latest", "step-000000001"]
 
 
@@ -161,7 +161,7 @@ def test_the_same_step_again_changes_the_marker_alone(world: World, tmp_path: Pa
     before = shard.stat().st_ino, shard.stat().st_mtime_ns
     saved.save(tensors(1), state(1, best_step=1, best_metric=0.5))
     assert (shard.stat().st_ino, shard.stat().st_mtime_ns) == before
-    found = saved.newest_whole()
+    found = saved.newest_valid()
     assert found is not None and found[1].state.best_metric == 0.5
 
 
@@ -202,7 +202,7 @@ def test_a_copy_is_saved_in_the_background(
     assert writes and (tmp_path / "c/step-000000001/checkpoint.json").exists()
     saved.wait()
     shutil.rmtree(tmp_path / "c/step-000000002")
-    found = saved.newest_whole()
+    found = saved.newest_valid()
     assert found is not None and found[1].state.epoch_rows == [[5, 0, 0]] and found[1].state.step == 1
     assert loaded(tmp_path / "c", world) == 1 and "checkpoint_0" in set(writes)
 
@@ -230,7 +230,7 @@ def test_a_failed_save_leaves_nothing_of_itself(
     whole_replace = state_module.replace_file
     monkeypatch.setattr(state_module, "replace_file", full_disk)
     monkeypatch.setattr(HashedFile, "write", full)
-    sentence = r"checkpoint '.*step-000000002' cannot be written: .*No space left.* before it are whole"
+    sentence = r"checkpoint '.*step-000000002' cannot be written: .*No space left.* before it are valid"
     if background:
         saved.save(tensors(2), state(2))
         while not saved.failed:
@@ -262,7 +262,7 @@ def test_another_format_is_named(world: World, tmp_path: Path) -> None:
     old.mkdir()
     (old / "state.json").write_text("{}")
     with pytest.raises(UserError, match="has format 1, and this version reads format 4 alone"):
-        saved.newest_whole()
+        saved.newest_valid()
 
 
 def test_what_is_written_is_on_disk_before_it_is_named(

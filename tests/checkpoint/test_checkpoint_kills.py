@@ -11,7 +11,7 @@ import pytest
 from launch import environment_of_the_server
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
-from recsys.checkpoint import Checkpoints, Marker, Tensors, check_whole
+from recsys.checkpoint import Checkpoints, Marker, Tensors, verify_checkpoint
 from recsys.checkpoint import save as save_module
 from recsys.checkpoint.files import HashedFile
 from recsys.config import Device
@@ -100,7 +100,7 @@ def test_a_kill_at_any_point_leaves_a_whole_checkpoint(
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     for path in (tmp_path / "c").glob("step-?????????"):
-        check_whole(path, world)
+        verify_checkpoint(path, world)
     assert loaded(tmp_path / "c", world) == newest
     checkpoints(tmp_path / "c", world, keep=1).save(tensors(3), state(3))
     assert names(tmp_path / "c") == ["latest", "step-000000003"]

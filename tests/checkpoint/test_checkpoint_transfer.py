@@ -84,7 +84,7 @@ def whole(tensors: Any) -> dict[str, torch.Tensor]:
 
 
 def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, tmp_path: Path) -> None:
-    found = saved.newest_whole()
+    found = saved.newest_valid()
     assert found is not None
     options: list[str] = []
     while True:
@@ -128,7 +128,7 @@ def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, t
 
 
 def test_parts_are_dropped(saved: Checkpoints, world: World, tmp_path: Path) -> None:
-    found = saved.newest_whole()
+    found = saved.newest_valid()
     assert found is not None
     there = load_tables(found[0], "")
     options = ("train.init_from=yesterday", "train.init.dense=none", "train.init.optimizers=none")
@@ -157,7 +157,7 @@ def test_parts_are_dropped(saved: Checkpoints, world: World, tmp_path: Path) -> 
 def test_going_on_takes_no_other_config(
     option: str, said: str, saved: Checkpoints, world: World, tmp_path: Path
 ) -> None:
-    found = saved.newest_whole()
+    found = saved.newest_valid()
     assert found is not None
     built, _ = build(tmp_path, YESTERDAY, world, option)
     with pytest.raises(UserError, match=said):
@@ -236,7 +236,7 @@ def test_large_tensors_are_saved_in_chunks_of_rows(
     """So that what is read at a time is bounded; chunks of all column shards begin at the same rows."""
     before = load_tables(saved.path(5), "")
     built, _ = build(tmp_path, YESTERDAY, world)
-    found = saved.newest_whole()
+    found = saved.newest_valid()
     assert found is not None
     load_tensors(*found, built.tensors, world)
     monkeypatch.setattr(pieces_module, "CHUNK_BYTES", 7 * 8 * 4)

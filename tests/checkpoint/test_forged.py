@@ -46,7 +46,7 @@ def test_the_marker_of_a_checkpoint(part: str, name: str, value: Any, tmp_path: 
         forged = dataclasses.replace(marker.state, position=forged)
     marker = forged if part == "marker" else dataclasses.replace(marker, state=forged)
     marker.write(tmp_path)
-    with pytest.raises(UserError, match=rf"is not whole: checkpoint\.json: {name} is "):
+    with pytest.raises(UserError, match=rf"is corrupt: checkpoint\.json: {name} is "):
         Marker.read(tmp_path)
 
 
@@ -135,9 +135,9 @@ KNOWN_BEFORE: dict[str, tuple[Edit, str]] = {
     "no dimensions": (of(size=torch.Size([])), COVER),
     "size of text": (of(size="50"), COVER),
     "size of fractions": (of(size=[50.0, 4.0]), COVER),
-    "no size": (of(size=None), "is not whole: .metadata: "),
+    "no size": (of(size=None), "is corrupt: .metadata: "),
     "no chunks": (of(chunks=[]), COVER),
-    "chunks of text": (of(chunks="abc"), "is not whole: .metadata: "),
+    "chunks of text": (of(chunks="abc"), "is corrupt: .metadata: "),
     "gap": (of(offsets=torch.Size([41, 0])), COVER),
     "overlap": (of(offsets=torch.Size([39, 0])), COVER),
     "twice": (twice, COVER),
@@ -220,7 +220,7 @@ def test_metadata(
 ) -> None:
     newest = forged(good, tmp_path / "checkpoints", lie)
     with pytest.raises(
-        UserError, match=r"^checkpoint '.*' is not whole: \.metadata: [^\n]*; take another one$"
+        UserError, match=r"^checkpoint '.*' is corrupt: \.metadata: [^\n]*; take another one$"
     ) as caught:
         export_table(newest, "t", tmp_path / "t.parquet")
     assert said in str(caught.value)

@@ -103,7 +103,7 @@ class Day:
         return self
 
     def source(self, config: Config) -> Source:
-        found = Checkpoints(self.folder / "checkpoints", self.world, 1).newest_whole()
+        found = Checkpoints(self.folder / "checkpoints", self.world, 1).newest_valid()
         assert found is not None
         return Source(*found, config.train.init)
 
@@ -241,7 +241,7 @@ def test_the_best_metric_is_of_the_same_data(world: World, tmp_path: Path) -> No
         config = load_config(tmp_path / "given.yaml", [f"data.train={train_data}", *options])
         inputs = learn_facts(open_inputs(config, world), tmp_path)
         checkpoints = Checkpoints(tmp_path / "checkpoints", world, 1)
-        found, built = checkpoints.newest_whole(), build_model(inputs)
+        found, built = checkpoints.newest_valid(), build_model(inputs)
         state = start_training(inputs, built, Source(*found, None) if found else None, tmp_path)
         if found is None:
             checkpoints.save(built.tensors, state)

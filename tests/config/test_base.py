@@ -7,8 +7,10 @@ import pytest
 import yaml
 from launch import ROOT
 
-from recsys.config import DLRMConfig, TwoTowerConfig, config_text, load_config
+from recsys.config import config_text, load_config
 from recsys.errors import UserError
+from recsys.models.dlrm import DLRMConfig
+from recsys.models.two_tower import TwoTowerConfig
 
 SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
 

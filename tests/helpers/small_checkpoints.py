@@ -34,7 +34,7 @@ def checkpoints(folder: Path, world: World, **settings: Any) -> Checkpoints:
 
 def loaded(folder: Path, world: World) -> float:
     """Load the newest whole checkpoint; return the number that it is full of."""
-    found = checkpoints(folder, world).newest_whole()
+    found = checkpoints(folder, world).newest_valid()
     assert found is not None
     into = tensors(-1.0)
     load_tensors(*found, into, world)

@@ -19,7 +19,7 @@ import torch
 from launch import fork_train
 from small_checkpoints import checkpoints, names, state, tensors
 
-from recsys.checkpoint import Tensors, check_whole
+from recsys.checkpoint import Tensors, verify_checkpoint
 from recsys.config import Device, config_text, load_config
 from recsys.data.facts import Facts, FloatFacts
 from recsys.errors import UserError, disk_problem
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_does_not_fit(disk: Path, world: World, monkeypatch: p
     with pytest.raises(UserError, match="No space left on device"):
         saved.save(large(), state(2))
     assert names(disk) == ["latest", "step-000000001"]
-    assert check_whole(disk / "step-000000001", world).state.step == 1
+    assert verify_checkpoint(disk / "step-000000001", world).state.step == 1
 
 
 @pytest.mark.parametrize("disk", ["5m"], indirect=True)
@@ -97,7 +97,7 @@ def test_room_is_made_before_a_save_and_never_of_the_last_or_the_best(disk: Path
     with pytest.raises(UserError, match="a checkpoint needs"):
         checkpoints(disk, world, keep=1).save(large(), state(4))
     assert names(disk) == ["latest", "others", "step-000000003"]
-    assert check_whole(disk / "step-000000003", world).state.step == 3
+    assert verify_checkpoint(disk / "step-000000003", world).state.step == 3
 
 
 def _write_metrics(folder: Path) -> None:

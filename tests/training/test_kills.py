@@ -145,7 +145,7 @@ def test_two_ranks_walk_back_to_what_is_whole(reference: Path, tmp_path: Path) -
     finish(tmp_path / "run", *SAVING, nproc=2)
     for rank in (0, 1):
         told = (tmp_path / f"run/logs/rank_{rank}.log").read_text()
-        assert re.search(r"refused: .*step-000000008' is not whole: __1_0.distcp has changed", told)
+        assert re.search(r"refused: .*step-000000008' is corrupt: __1_0.distcp has changed", told)
         assert "resumed at step 4" in told
     assert_same(tmp_path / "run", reference, STEPS)
 

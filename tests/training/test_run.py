@@ -91,7 +91,7 @@ def test_the_dense_optimizer_goes_on_with_the_settings_of_the_config(optimizer: 
         checkpoints = Checkpoints(tmp_path / "checkpoints", world, 2)
         train(old)
         checkpoints.save(old, TrainState(Position(), step=3))
-        found = checkpoints.newest_whole()
+        found = checkpoints.newest_valid()
         assert found is not None
         load_tensors(*found, new, world)
         other = build(0.25)
