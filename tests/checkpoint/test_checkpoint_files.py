@@ -70,12 +70,12 @@ def test_files_that_are_cut_or_gone_are_noticed(damage: str, world: World, tmp_p
     assert loaded(tmp_path / "c", world) == 7
 
 
-def test_where_none_is_whole_the_run_does_not_start_anew(world: World, tmp_path: Path) -> None:
+def test_where_none_is_valid_the_run_does_not_start_again(world: World, tmp_path: Path) -> None:
     saved = checkpoints(tmp_path / "c", world)
     assert saved.newest_valid() is None
     saved.save(tensors(1), state(1))
     os.truncate(tmp_path / "c/step-000000001/__0_0.distcp", 1000)
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole .*__0_0.distcp has 1000 bytes"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is valid .*__0_0.distcp has 1000 bytes"):
         saved.newest_valid()
     assert names(tmp_path / "c") == ["latest", "step-000000001"]
 
