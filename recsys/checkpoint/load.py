@@ -128,7 +128,7 @@ def _saved(reader: SafeReader, path: Path, marker: Marker) -> dict[str, _Form]:
     saved = {name: _Form(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
     for name in saved:
         if not _belongs(name, saved, marker):
-            raise UserError(f"checkpoint '{path}' is not whole: it has {name}, of nothing else in it; take another one")
+            raise UserError(f"checkpoint '{path}' is corrupt: it has {name}, of nothing else in it; take another one")
     return saved
 
 
