@@ -118,7 +118,7 @@ def measure(
         if known is not None:
             counts = counts.filter(pa.array(is_new(counts.column("id").combine_chunks(), known)))
         room = max(0, request.max_size - (0 if known is None else len(known)))
-        ids = choose_vocabulary([counts], request.min_count, room)
+        ids = choose_vocabulary(counts, request.min_count, room)
         chosen[table] = ids if known is None else joined(known, ids)
     # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))

@@ -22,7 +22,6 @@ from recsys.ids.vocabulary import (
     choose_vocabulary,
     is_new,
     joined,
-    most_frequent,
     read_vocabulary,
     write_vocabulary,
 )

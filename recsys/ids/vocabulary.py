@@ -85,25 +85,17 @@ def add_up(counts: Sequence[pa.Table]) -> pa.Table:
     return total.to_table()
 
 
-def most_frequent(counts: Sequence[pa.Table], min_count: int, max_size: int) -> pa.Table:
-    """Add up count tables, at least one, and return the ids for a vocabulary.
+def choose_vocabulary(counts: pa.Table, min_count: int, max_size: int) -> pa.Array:
+    """Return the ids for a vocabulary: the most frequent first, of equally frequent ones the least id first.
 
     Args:
-        counts: as `add_up` takes them.
+        counts: as `add_up` returns them.
         min_count: rarer ids are left out.
         max_size: the most ids to return.
-
-    Returns:
-        Columns id and count, the most frequent first, of equally frequent ones the least id first.
     """
-    table = add_up(counts)
-    table = table.filter(pc.greater_equal(table.column("count"), min_count))
-    return table.sort_by([("count", "descending"), ("id", "ascending")]).slice(0, max_size)
-
-
-def choose_vocabulary(counts: Sequence[pa.Table], min_count: int, max_size: int) -> pa.Array:
-    """Return the ids of `most_frequent`."""
-    return most_frequent(counts, min_count, max_size).column("id").combine_chunks()
+    frequent = counts.filter(pc.greater_equal(counts.column("count"), min_count))
+    ordered = frequent.sort_by([("count", "descending"), ("id", "ascending")])
+    return ordered.slice(0, max_size).column("id").combine_chunks()
 
 
 def is_new(ids: pa.Array, known: pa.Array) -> np.ndarray:
@@ -131,16 +123,11 @@ def joined(known: pa.Array, new: pa.Array) -> pa.Array:
     return _same_type(parts).column("id").combine_chunks()
 
 
-def write_vocabulary(path: Path, ids: pa.Array, counts: pa.Array | None = None) -> None:
-    """Write a vocabulary as Parquet: columns id, in the order of rows, and count if it is given.
-
-    Args:
-        ids: each once.
-        counts: int64, of each id; for whoever looks into the file.
-    """
-    columns = {"id": ids} if counts is None else {"id": ids, "count": counts}
+def write_vocabulary(path: Path, ids: pa.Array) -> None:
+    """Write distinct ids as Parquet, in the order of rows: a column id."""
+    table = pa.table({"id": ids})
     with replacing(path) as aside:
-        pq.write_table(pa.table(columns), aside, compression="zstd", use_dictionary=False, write_page_checksum=True)
+        pq.write_table(table, aside, compression="zstd", use_dictionary=False, write_page_checksum=True)
 
 
 def read_vocabulary(path: Path) -> pa.Array:
