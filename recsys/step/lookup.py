@@ -50,6 +50,10 @@ class Lookup:
             of_pooled = [] if self.pooled is None else [slice(*rows)]
             yield Part(rows, [*of_pooled, *(slice(*each[number : number + 2]) for each in ends)])
 
+    def rows(self, part: Part) -> list[torch.Tensor]:
+        """Return the rows of a part of each tensor, in FP32 whatever type the tables give: so are their gradients."""
+        return [tensor[rows].float() for tensor, rows in zip(self.tensors, part.slices, strict=True)]
+
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Hand on the gradients by `tensors`, FP32, as far as to the ranks that hold the rows."""
         wanted = [
@@ -110,3 +114,11 @@ class Lookup:
             if name not in unpooled:
                 vectors[name] = vectors[name] / lengths[keys.index(name)].clamp(min=1)[:, None]
         return vectors
+
+
+def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the gradient by a tensor of those by the rows of its parts; None where the model does not read it."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) < len(gradients):
+        return None
+    return present[0] if len(present) == 1 else torch.cat(present)

@@ -28,7 +28,7 @@ from recsys.models.base import Model, Vectors
 from recsys.models.blocks import set_dropout_keys
 from recsys.step.exchange import LastInBackward, Replica, Totals
 from recsys.step.gate import UpdateGate
-from recsys.step.lookup import Lookup, Part
+from recsys.step.lookup import Lookup, Part, joined
 from recsys.step.loss_scale import LossScale
 from recsys.step.output import StepOutput
 
@@ -119,7 +119,7 @@ class DenseHalf(nn.Module):
         lookup = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items()))
         if not self.training:
             (part,) = lookup.parts((0, len(batch.weights)), ())
-            outputs = self._outputs(self._vectors(lookup, part, _sliced(lookup, part)), batch)
+            outputs = self._outputs(self._vectors(lookup, part, lookup.rows(part)), batch)
             return batch.weights.new_zeros(()), StepOutput(batch, outputs)
         self._lookup = lookup
         self._output = StepOutput(batch, ())
@@ -144,7 +144,7 @@ class DenseHalf(nn.Module):
             # Gradients of the dense part add up, and are exchanged with the last micro-batch.
             last = part is parts[-1]
             with self._exchanging(last):
-                leaves = [each.detach().requires_grad_() for each in _sliced(lookup, part)]
+                leaves = [each.detach().requires_grad_() for each in lookup.rows(part)]
                 rows = batch.dense_rows(*part.rows)
                 sums = []
                 if last:
@@ -181,7 +181,7 @@ class DenseHalf(nn.Module):
             gradients: of the micro-batches before the last, whose `leaves` have theirs; not kept.
         """
         gradients.append([leaf.grad for leaf in leaves])
-        self._gradients = [_joined(pieces) for pieces in zip(*gradients, strict=True)]
+        self._gradients = [joined(pieces) for pieces in zip(*gradients, strict=True)]
         gradients.clear()  # the pieces are as large as what is joined, and all that follows comes on top
         for leaf in leaves:
             leaf.grad = None
@@ -219,7 +219,7 @@ class DenseHalf(nn.Module):
         pieces = []
         with torch.no_grad():
             for part in parts:
-                outputs = self._part(lookup, part, _sliced(lookup, part), batch.dense_rows(*part.rows))
+                outputs = self._part(lookup, part, lookup.rows(part), batch.dense_rows(*part.rows))
                 pieces.append((outputs,) if isinstance(outputs, torch.Tensor) else outputs)
         leaves = [torch.cat(each).requires_grad_() for each in zip(*pieces, strict=True)]
         loss = self._loss_of(tuple(leaves) if len(leaves) > 1 else leaves[0], batch)
@@ -340,16 +340,3 @@ def _all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def ignore_phase(phase: str, step: int | None = None) -> None:
     """No-op phase callback."""
-
-
-def _sliced(lookup: Lookup, part: Part) -> list[torch.Tensor]:
-    """Return the rows of a part in FP32, whatever type the tables give: gradients keep it up to the seam."""
-    return [each[at].float() for each, at in zip(lookup.tensors, part.slices, strict=True)]
-
-
-def _joined(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the gradient by a tensor of those by its slices; None where the model does not read it."""
-    found = [piece for piece in pieces if piece is not None]
-    if len(found) < len(pieces):
-        return None
-    return found[0] if len(found) == 1 else torch.cat(found)
