@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.data.batch import Batch
-from recsys.data.buffers import Block, BlockPool, padded
+from recsys.data.batch import Batch, Block, BlockPool, padded
 from recsys.data.order import Position
 from recsys.data.window import BatchSpec, Columns, Ragged
 

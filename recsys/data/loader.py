@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from recsys.data.batch import Batch
-from recsys.data.buffers import BlockPool
+from recsys.data.batch import Batch, BlockPool
 from recsys.data.collate import MicroBatches, Piece, collate
 from recsys.data.order import EpochOrder, Position, Share, Window, most_shares, shares, slice_bounds, stream_bounds
 from recsys.data.parquet import Dataset, SegmentReader

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recsys.data.buffers import BlockPool
+from recsys.data.batch import BlockPool
 from recsys.data.convert import FloatColumn, IdColumn, Ids, convert_floats, convert_ids
 from recsys.data.order import Segment, Window
 from recsys.data.storage import BadDataError

@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recsys.config import Config
 from recsys.config.features import float_features, id_features
-from recsys.data.batch import Batch
-from recsys.data.buffers import Fence
+from recsys.data.batch import Batch, Fence
 from recsys.data.order import Position
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.layers import Layer, analyse_layers, format_layers

@@ -10,8 +10,7 @@ import torch
 
 import recsys.data.window as window_module
 from recsys.config import NullPolicy
-from recsys.data.batch import Batch
-from recsys.data.buffers import BlockPool
+from recsys.data.batch import Batch, BlockPool
 from recsys.data.collate import MicroBatches, Piece
 from recsys.data.collate import collate as collate_into
 from recsys.data.convert import FloatColumn, IdColumn

@@ -11,8 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device, LabelConfig
-from recsys.data.batch import Batch
-from recsys.data.buffers import Fence
+from recsys.data.batch import Batch, Fence
 from recsys.data.order import Position
 from recsys.models import metrics
 from recsys.models.metrics import (

@@ -15,8 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.checkpoint import Marker
 from recsys.config import Device, LabelConfig, PrecisionConfig
-from recsys.data.batch import Batch
-from recsys.data.buffers import Fence
+from recsys.data.batch import Batch, Fence
 from recsys.data.order import Position
 from recsys.models import DenseInputs, Model
 from recsys.models.base import Vectors
