@@ -109,17 +109,25 @@ class Decoder:
         group, is_filtered = self._group(path, index), self._condition is not None
 
         def read(plan: _Plan) -> pa.Table:
-            pieces: list[pa.Table] = []
             with self._open(group, plan) as file:
-                batches = file.iter_batches(num_rows, row_groups=[index], columns=plan.stored, use_threads=False)
-                while sum(map(len, pieces)) < num_rows and (batch := next(batches, None)) is not None:
-                    table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
-                    pieces.append(self._matching(self._completed(table, group, plan, len(batch)), is_filtered))
-            return pa.concat_tables(pieces, promote_options="permissive").slice(0, num_rows)
+                if is_filtered:
+                    return self._matching_head(file, group, plan, num_rows)
+                # One after another, as in `_stored`.
+                columns = {column: _head(file, index, column, num_rows) for column in plan.stored}
+            table = self._completed(pa.table(columns), group, plan, min(num_rows, group.stored_rows))
+            return self._matching(table, is_filtered)
 
         if not self._plan(group, is_filtered).stored:
             return self.table(path, index).slice(0, num_rows)
         return self._planned(group, is_filtered, read)
+
+    def _matching_head(self, file: pq.ParquetFile, group: _Group, plan: _Plan, num_rows: int) -> pa.Table:
+        pieces: list[pa.Table] = []
+        batches = file.iter_batches(num_rows, row_groups=[group.index], columns=plan.stored, use_threads=False)
+        while sum(map(len, pieces)) < num_rows and (batch := next(batches, None)) is not None:
+            table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
+            pieces.append(self._matching(self._completed(table, group, plan, len(batch)), is_filtered=True))
+        return pa.concat_tables(pieces, promote_options="permissive").slice(0, num_rows)
 
     def _matching(self, table: pa.Table, is_filtered: bool) -> pa.Table:
         chosen = table.select(self._columns)
@@ -318,6 +326,15 @@ def _is_in_dictionary(array: pa.Array) -> bool:
     values = array.values if _is_plain_list(array.type) else array
     ends = pc.min_max(values.indices).as_py()
     return ends["max"] is None or (ends["min"] >= 0 and ends["max"] < len(values.dictionary))
+
+
+def _head(file: pq.ParquetFile, index: int, column: str, num_rows: int) -> pa.ChunkedArray:
+    pieces: list[pa.RecordBatch] = []
+    for batch in file.iter_batches(num_rows, row_groups=[index], columns=[column], use_threads=False):
+        pieces.append(batch)
+        if sum(map(len, pieces)) >= num_rows:
+            break
+    return pa.Table.from_batches(pieces).column(column).slice(0, num_rows)
 
 
 def _num_values(array: pa.Array) -> int:

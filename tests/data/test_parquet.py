@@ -357,7 +357,8 @@ def test_a_value_that_no_common_type_holds(tmp_path):
     assert f"column 'user' of row group 0 of '{bad}' is uint64" in message and "none of int64" in message
 
 
-def test_a_row_group_takes_little_beyond_itself_while_it_is_decoded(tmp_path):
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "head"])
+def test_a_row_group_takes_little_beyond_itself_while_it_is_decoded(tmp_path, whole):
     lists = pa.ListArray.from_arrays(pa.array(range(0, 480_001, 24), pa.int32()), pa.array(range(480_000), pa.int64()))
     names = [f"list{i}" for i in range(12)]
     write(tmp_path / "a.parquet", dict.fromkeys(names, lists), row_group_rows=20_000)
@@ -365,7 +366,8 @@ def test_a_row_group_takes_little_beyond_itself_while_it_is_decoded(tmp_path):
     before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     try:
-        decoded = Decoder(dataset, names).table(str(tmp_path / "a.parquet"), 0).nbytes
+        decoder, path = Decoder(dataset, names), str(tmp_path / "a.parquet")
+        decoded = (decoder.table(path, 0) if whole else decoder.head(path, 0, 20_000)).nbytes
     finally:
         pa.set_memory_pool(before)
     assert decoded < pool.max_memory() < 1.5 * decoded
