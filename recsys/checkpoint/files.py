@@ -112,6 +112,7 @@ class HashingWriter(FileSystemWriter):
         self.written = self.fs.written
 
     def storage_meta(self) -> StorageMeta:
+        """Return the identity of this save, without its path, which names a place and no content."""
         return StorageMeta(save_id=self.save_id)  # without the path, which names a place and no content
 
 

@@ -102,9 +102,11 @@ class PiecesSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Mapping[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        """Take the state dict as it is; DCP's own flattens it."""
         self.state_dict, self.is_coordinator = dict(state_dict), is_coordinator
 
     def create_local_plan(self) -> SavePlan:
+        """Return a write for each chunk of this rank."""
         items = []
         for name, pieces in self.state_dict.items():
             for chunk in pieces.chunks():
@@ -115,6 +117,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the chunk of a write."""
         return _with_own_storage(self._chunks[index])
 
 
@@ -143,9 +146,11 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: Mapping[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
+        """Take the state dict as it is; DCP's own flattens it."""
         self.state_dict, self.metadata, self.is_coordinator = dict(state_dict), metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
+        """Return the reads that fill the pieces of this rank."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         for name, pieces in self.state_dict.items():
@@ -157,7 +162,9 @@ class PiecesLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         # By number: with a column split two pieces of a row-wise state begin at the same row.
+        """Return the part of a piece that a read fills."""
         return self.state_dict[index.fqn].pieces[index.index].tensor
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse objects: a checkpoint holds tensors alone."""
         raise ValueError(f"{read_item.storage_index.fqn} is not a tensor")

@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors: nothing is executed, and what is stored has to be what `.metadata` describes."""
+"""Reading checkpoint tensors: nothing is executed, and files must hold what `.metadata` describes."""
 
 import enum
 import io
@@ -73,7 +73,7 @@ class SafeReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read tensors as DCP's own does, each of which must be as large, and of the type, as it is described."""
+        """Read tensors as DCP does, each of the size and type that is described."""
         items: dict[str, list[Any]] = {}
         for item in plan.items:
             items.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)

@@ -72,8 +72,8 @@ def check_facts(checkpoint: Path, marker: Marker, names: list[str]) -> None:
     """
     folder = facts_of(checkpoint)
     for name in names:
-        known = marker.facts.get(name)
-        problem = "it was trained without" if known is None else file_problem(folder / name, *known)
+        entry = marker.facts.get(name)
+        problem = "it was trained without" if entry is None else file_problem(folder / name, *entry)
         if problem:
             raise UserError(
                 f"'{folder / name}' is not what checkpoint '{checkpoint}' was trained with ({problem}), and its rows "

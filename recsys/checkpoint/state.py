@@ -131,7 +131,7 @@ def _check_types(*records: Any) -> None:
         for name, hint in typing.get_type_hints(type(record)).items():
             value = getattr(record, name)
             kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-            plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
+            plain = tuple(typing.get_origin(choice) or choice for choice in kinds)
             whole = (int,) if float in plain else ()
             if isinstance(value, bool) or not isinstance(value, tuple(k for k in plain if k is not Any) + whole):
                 raise TypeError(f"{name} is {value!r}")

@@ -244,7 +244,7 @@ def _check_unpooled(config: Config, name: str, table: TableConfig) -> None:
     if table.sharding_type not in UNPOOLED:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': feature '{unpooled[0]}' is looked up id by id, for "
-            f"model {config.model.name}, which goes with {', '.join(each.name for each in UNPOOLED)}, found "
+            f"model {config.model.name}, which goes with {', '.join(choice.name for choice in UNPOOLED)}, found "
             f"{table.sharding_type.name}"
         )
     if table.num_hashes > 1 or table.mapping is IdMappingType.quotient_remainder:

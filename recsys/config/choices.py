@@ -1,17 +1,17 @@
-"""What a config key may choose from. Members are named as they are written in YAML."""
+"""Choices of config keys: enums whose members are named as they are written in YAML."""
 
 from enum import Enum
 
 
 class FeatureType(Enum):
-    """`id`: one id or a list of ids a row, looked up in a table. `float`: one number a row."""
+    """Type of a feature: `id`, one id or a list of ids a row, looked up in a table; `float`, one number a row."""
 
     id = "id"
     float = "float"
 
 
 class NullPolicy(Enum):
-    """What a null becomes.
+    """Value that a null becomes.
 
     Of an id: row 0 of the table (`reserved`), no id at all (`empty`), or an error (`refuse`). Of a float: the feature's
     `fill` (`reserved`), the mean of data.train (`mean`), or an error (`refuse`).
@@ -24,14 +24,14 @@ class NullPolicy(Enum):
 
 
 class Keep(Enum):
-    """Which end of a list longer than `max_length` is kept."""
+    """End of a list longer than `max_length` that is kept."""
 
     first = "first"
     last = "last"
 
 
 class IdMappingType(Enum):
-    """How raw ids become rows of a table; row 0 is kept for null except under `identity`.
+    """Mapping of raw ids to rows of a table; row 0 is the null row except under `identity`.
 
     `hash`: any id to rows 1..n-1. `identity`: id i is row i. `vocabulary`: the ids that data.train shows at least
     `min_count` times have a row each, the rest share `num_buckets` rows. `quotient_remainder`: ids hashed to `num_ids`
@@ -53,7 +53,7 @@ class DataType(Enum):
 
 
 class ComputeKernel(Enum):
-    """Where a table lies and what updates it. On CPU all are `fused`, in host memory; so is `data_parallel` sharding.
+    """Place and kernel of a table. On CPU all are `fused`, in host memory; so is `data_parallel` sharding.
 
     `fused`: device memory. `fused_uvm`: host memory, read over the bus. `fused_uvm_caching`: the same with a cache of
     rows in device memory, `cache_load_factor` of the table. `key_value`: on disk, with a cache.
@@ -76,7 +76,7 @@ class LabelLoss(Enum):
 
 
 class LabelNulls(Enum):
-    """What a null label is: an error (`refuse`), or `unknown`, so that the row does not count for this label."""
+    """Null labels: an error (`refuse`), or `unknown`, so that the row does not count for this label."""
 
     refuse = "refuse"
     unknown = "unknown"
@@ -98,14 +98,14 @@ class StateType(Enum):
 
 
 class Pooling(Enum):
-    """How the rows of one feature's list become one vector."""
+    """Pooling of a feature's list into one vector."""
 
     sum = "sum"
     mean = "mean"
 
 
 class ShardingChoice(Enum):
-    """How a table is split over the ranks; `auto` leaves it to the planner.
+    """Split of a table over the ranks; `auto` leaves it to the planner.
 
     `data_parallel`: every rank holds all of it. `table_wise`: one rank does. `row_wise`, `column_wise`: split over all
     ranks. `table_row_wise`, `table_column_wise`: rows over the ranks of one machine, columns over single ranks.
@@ -154,7 +154,7 @@ class Schedule(Enum):
 
 
 class Saver(Enum):
-    """What memory.fit may change so that something else is learned.
+    """Changes of `memory.fit` after which something else is learned.
 
     `row_order`: data.window_mib, and with it the order of the rows. `bf16_autocast`: precision.autocast.
     `row_wise_state`: the tables' optimizer, to its row-wise kind. `fp16_tables`: their data_type.
@@ -167,7 +167,7 @@ class Saver(Enum):
 
 
 class Device(Enum):
-    """`auto` takes CUDA where there is a GPU, the CPU otherwise."""
+    """Device of a run: `auto` takes CUDA where there is a GPU, the CPU otherwise."""
 
     auto = "auto"
     cpu = "cpu"
@@ -175,7 +175,7 @@ class Device(Enum):
 
 
 class Autocast(Enum):
-    """Type that the dense part multiplies matrices in; weights, losses and what tables get stay FP32."""
+    """Type in which the dense part multiplies matrices; weights, losses and what tables get stay FP32."""
 
     none = "none"
     bf16 = "bf16"
@@ -183,7 +183,7 @@ class Autocast(Enum):
 
 
 class Interaction(Enum):
-    """What DLRM's top MLP reads beside the pairwise dots: the bottom output, or every vector too."""
+    """Input of DLRM's top MLP beside the pairwise dots: the bottom output, or every vector too."""
 
     dot = "dot"
     dot_and_embeddings = "dot_and_embeddings"

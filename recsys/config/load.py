@@ -1,4 +1,4 @@
-"""YAML plus `key=value` into a checked `Config`; every mistake is one sentence that names the full key."""
+"""Loading a config: YAML plus `key=value` into a checked `Config`; a mistake is a sentence with the full key."""
 
 import dataclasses
 import os
@@ -152,7 +152,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _parse_override(text: str) -> dict[str, Any]:
     key, separator, _ = text.partition("=")
-    if not separator or not all(part.strip() for part in key.split(".")) or "[" in key:
+    if not separator or not all(name.strip() for name in key.split(".")) or "[" in key:
         raise UserError(f"'{text}' is not of the form key=value, such as train.epochs=3")
     try:
         parsed = OmegaConf.to_container(OmegaConf.from_dotlist([text]))
@@ -169,28 +169,28 @@ def _model_name(layers: Sequence[dict[str, Any]]) -> str:
     return next((str(name) for name in reversed(names) if name), "")
 
 
-def _fields(kind: Any, model: type | None) -> dict[str, Any]:
+def _fields(expected: Any, model: type | None) -> dict[str, Any]:
     """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
-    kind = _required(kind)
-    hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-    fields = {field.name: hints[field.name] for field in (dataclasses.fields(kind) if hints else ())}
+    expected = _required(expected)
+    hints = typing.get_type_hints(expected) if dataclasses.is_dataclass(expected) else {}
+    fields = {field.name: hints[field.name] for field in (dataclasses.fields(expected) if hints else ())}
     fields.pop("given", None)
-    return fields | {"model": model or dict} if kind is Config else fields
+    return fields | {"model": model or dict} if expected is Config else fields
 
 
-def _required(kind: Any) -> Any:
+def _required(expected: Any) -> Any:
     """Return the type of a value that may also be null."""
-    parts = [part for part in typing.get_args(kind) if part is not type(None)]
-    return parts[0] if isinstance(kind, types.UnionType) and len(parts) == 1 else kind
+    choices = [choice for choice in typing.get_args(expected) if choice is not type(None)]
+    return choices[0] if isinstance(expected, types.UnionType) and len(choices) == 1 else expected
 
 
-def _check_keys(section: Any, key: str, kind: Any, model: type | None) -> None:
+def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> None:
     """Refuse a key that is not known, or a plain value where a section should be; OmegaConf is brief on the latter."""
-    fields, is_mapping = _fields(kind, model), kind is dict or typing.get_origin(kind) is dict
-    if section is None and kind != _required(kind):
+    fields, is_mapping = _fields(expected, model), expected is dict or typing.get_origin(expected) is dict
+    if section is None and expected != _required(expected):
         return
-    if typing.get_origin(_required(kind)) is list and not _is_list(section):
-        raise UserError(f"config key '{key}' must be {_describe(_required(kind))}, found {_show(section)}")
+    if typing.get_origin(_required(expected)) is list and not _is_list(section):
+        raise UserError(f"config key '{key}' must be {_describe(_required(expected))}, found {_show(section)}")
     if not (fields or is_mapping):
         return
     if not isinstance(section, dict):
@@ -199,18 +199,18 @@ def _check_keys(section: Any, key: str, kind: Any, model: type | None) -> None:
         full = f"{key}.{name}" if key else str(name)
         if fields and name not in fields:
             raise UserError(_unknown_key(key, str(name), list(fields)))
-        _check_keys(value, full, fields[name] if fields else (typing.get_args(kind) or [None])[-1], model)
+        _check_keys(value, full, fields[name] if fields else (typing.get_args(expected) or [None])[-1], model)
 
 
 def _is_list(value: Any) -> bool:
     """Return whether a value is a list of plain values, or a reference, which may be to one."""
     if isinstance(value, list):
-        return not any(isinstance(each, list | dict) for each in value)
+        return not any(isinstance(item, list | dict) for item in value)
     return isinstance(value, str) and "${" in value
 
 
-def _all_keys(kind: Any = Config, prefix: str = "") -> list[str]:
-    fields = _fields(kind, None)
+def _all_keys(expected: Any = Config, prefix: str = "") -> list[str]:
+    fields = _fields(expected, None)
     return [key for name in fields for key in (prefix + name, *_all_keys(fields[name], f"{prefix}{name}."))]
 
 
@@ -238,10 +238,14 @@ def _wrong_value(error: Exception, model: type) -> str:
     if isinstance(error, KeyValidationError):
         return _wrong_name(error)
     if isinstance(error, ValidationError) and key and not isinstance(error, InterpolationResolutionError):
-        kind = _type_of(key, model)
+        expected = _type_of(key, model)
         value = getattr(error, "value", None)
-        hint = nearest(str(value), kind.__members__) if isinstance(kind, type) and issubclass(kind, Enum) else ""
-        return f"config key '{key}' must be {_describe(kind)}, found {_show(value)}{hint}"
+        hint = (
+            nearest(str(value), expected.__members__)
+            if isinstance(expected, type) and issubclass(expected, Enum)
+            else ""
+        )
+        return f"config key '{key}' must be {_describe(expected)}, found {_show(value)}{hint}"
     where = f"config key '{key}'" if key else "the config cannot be read"
     if isinstance(error, InterpolationValidationError):  # whose text tells the value, which may be a secret
         return f"{where} must be {_describe(_type_of(key, model))}, and what it refers to is not"
@@ -260,22 +264,22 @@ def _wrong_name(error: KeyValidationError) -> str:
 
 
 def _type_of(key: str, model: type) -> Any:
-    kind: Any = Config
+    expected: Any = Config
     for name in key.replace("[", ".[").split("."):
-        fields = _fields(kind, model)
-        kind = fields[name] if fields else typing.get_args(kind)[-1]
-    return kind
+        fields = _fields(expected, model)
+        expected = fields[name] if fields else typing.get_args(expected)[-1]
+    return expected
 
 
-def _describe(kind: Any) -> str:
-    optional = [part for part in typing.get_args(kind) if part is not type(None)]
-    if isinstance(kind, types.UnionType):
+def _describe(expected: Any) -> str:
+    optional = [choice for choice in typing.get_args(expected) if choice is not type(None)]
+    if isinstance(expected, types.UnionType):
         return f"{_describe(optional[0])} or null"
-    if typing.get_origin(kind) is list:
+    if typing.get_origin(expected) is list:
         return f"a list, each {_describe(optional[0])}"
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return f"one of {', '.join(kind.__members__)}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(kind, str(kind))
+    if isinstance(expected, type) and issubclass(expected, Enum):
+        return f"one of {', '.join(expected.__members__)}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(expected, str(expected))
 
 
 def _show(value: Any) -> str:

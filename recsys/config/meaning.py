@@ -169,11 +169,11 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
         return free
     free += [*_OF_ONE_RUN, *_STOPPING, *_SHAPES, *(f"model.{key}" for key in config.model.shapes)]
     # What is not taken need not agree.
-    taken = both if init.tables is not Take.none else set()
-    free += [f"tables.{name}.*" for name in config.tables if name not in taken]
+    loaded = both if init.tables is not Take.none else set()
+    free += [f"tables.{name}.*" for name in config.tables if name not in loaded]
     free += [f"tables.{n}.num_embeddings" for n, t in config.tables.items() if t.mapping is IdMappingType.identity]
     for name, feature in config.features.items():
-        if init.dense is Take.none if feature.type is FeatureType.float else feature.table not in taken:
+        if init.dense is Take.none if feature.type is FeatureType.float else feature.table not in loaded:
             free.append(f"features.{name}.*")
     # An entry of a mapping in `model` that one side alone has is told by the tensors of its layer.
     free += [key for key in meaning(config).keys() ^ saved.keys() if re.match(r"model\.\w+\.", key)]
@@ -197,8 +197,8 @@ def _inputs(config: Config) -> dict[str, list[str]]:
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for name, part in value.items():
-            yield from _flat(f"{key}.{name}" if key else str(name), part)
+        for name, item in value.items():
+            yield from _flat(f"{key}.{name}" if key else str(name), item)
     else:
         yield key, _plain(value)
 
@@ -226,6 +226,6 @@ def _shown_key(key: str, config: Config) -> str:
 
 def _shown(settings: dict[str, Any], key: str) -> str:
     value = settings.get(key, _NOT_SET)
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return f"[{', '.join(value)}]"
     return value if isinstance(value, str) else json.dumps(value)

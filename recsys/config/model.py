@@ -1,4 +1,4 @@
-"""The section `model` of a config: what every model's section has, what it says of the data, where its class is."""
+"""Section `model` of a config: keys that every model has, what it needs of the data, and where its class is."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ LABEL_METRICS = {
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model reads of the data beside all features of a row.
+    """Data that a model reads beside all features of a row.
 
     Attributes:
         labels: it is trained and evaluated on labels of rows.
@@ -51,7 +51,7 @@ class Needs:
 
 @dataclass
 class ModelConfig:
-    """Keys that every model has, and what its section says of it; a model's `Config` extends it.
+    """Section of a model; each model's `Config` extends it.
 
     Attributes:
         free: names of keys that may be others where a checkpoint of the model is loaded.
@@ -114,16 +114,16 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # behind all else, so that nothing there hides a package
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        model = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"{key}: the class '{name}' cannot be imported ({error}); its module has to be installed, or found from "
             f"the current folder or PYTHONPATH"
         ) from error
-    section = getattr(found, "Config", None)
-    if not (isinstance(found, type) and isinstance(section, type) and issubclass(section, ModelConfig)):
+    section = getattr(model, "Config", None)
+    if not (isinstance(model, type) and isinstance(section, type) and issubclass(section, ModelConfig)):
         raise UserError(
             f"{key}: '{name}' is no model: a class derived from recsys.models.Model, with `Config` derived from "
             f"recsys.config.ModelConfig"
         )
-    return found
+    return model

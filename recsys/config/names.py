@@ -1,4 +1,4 @@
-"""What tables, features and runs may be called: their names become names of files, of modules and of tensors."""
+"""Names of tables, features, labels and runs, which become names of files, modules and tensors."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,7 +15,7 @@ _RUN_NAME = re.compile(r"\w[\w.-]*")
 
 
 def check_names(config: Config) -> None:
-    """Refuse names that are no part of a path, and text that no path may hold, before anything is written.
+    """Refuse names that cannot be part of a path, and text that no path may hold, before anything is written.
 
     Raises:
         UserError: names the key, and what is allowed.
@@ -53,7 +53,7 @@ def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
 
 
 def run_name_of(path: Path) -> str:
-    """Return the name of the runs of a config file that gives none."""
+    """Return the run name of a config file that gives none."""
     return re.sub(r"[^\w.-]|^[.-]", "_", path.stem)[:30]
 
 
@@ -68,6 +68,6 @@ def _shown(name: str) -> str:
 def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield key, value
-    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, part in parts:
-        yield from _texts(f"{key}.{name}".lstrip("."), part)
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from _texts(f"{key}.{name}".lstrip("."), item)

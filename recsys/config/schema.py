@@ -1,4 +1,4 @@
-"""The dataclasses behind a config file: every key, its type, its default and its meaning.
+"""Dataclasses of a config file: every key with its type, default and meaning.
 
 Features and tables are mappings by name, so that `tables.item.embedding_dim=32` reaches them from the command line.
 `C{1..26}` names 26 alike ones at once (`recsys.config.ranges`).
@@ -36,7 +36,7 @@ from recsys.config.topology import MemoryConfig, TopologyConfig
 
 @dataclass
 class RunConfig:
-    """Where a run writes, and what to do when that place is taken."""
+    """Section `run`: where a run writes, and what happens when that place is taken."""
 
     name: str | None = None  # letters, digits, _, - and .; default: the config file's stem
     dir: str | None = None  # default: runs/NAME-TIME
@@ -54,7 +54,7 @@ class RunConfig:
 
 @dataclass
 class LabelConfig:
-    """Something to learn of each row. The loss of a label is its mean over the rows that have it, by their weights."""
+    """A label: something to learn of each row. Its loss is a mean over the rows that have it, by their weights."""
 
     column: str | None = None  # default: the label's name
     expression: str | None = None  # in place of a column: a condition as in data.filter, "event == 'purchase'"
@@ -65,7 +65,7 @@ class LabelConfig:
 
 @dataclass
 class DataConfig:
-    """Parquet files and how they are read. A path is a directory, a glob, a file, or a list of these."""
+    """Section `data`: Parquet files and how they are read; a path is a directory, glob or file, or a list of these."""
 
     train: Any = MISSING
     valid: Any = None  # evaluated every train.eval_every_steps, or eval_every_epochs, and at the end
@@ -102,7 +102,7 @@ class DataConfig:
 
 @dataclass
 class FeatureConfig:
-    """One input column. An `id` feature names the table that holds its vectors."""
+    """A feature: one input column. An `id` feature names the table that holds its vectors."""
 
     type: FeatureType = FeatureType.id
     column: str | None = None  # default: the feature's name
@@ -155,7 +155,7 @@ class DenseOptimizerConfig:
 
 @dataclass
 class TableConfig:
-    """One embedding table, shared by all features that name it."""
+    """A table: embeddings shared by all features that name it."""
 
     num_embeddings: int = MISSING  # rows; of a vocabulary at most so many, fewer where the data have fewer ids
     embedding_dim: int = MISSING  # a multiple of 4
@@ -183,7 +183,7 @@ class TableConfig:
 
 @dataclass
 class ScheduleConfig:
-    """One factor over the steps for both learning rates."""
+    """Schedule of the learning rate: one factor over the steps for both optimizers."""
 
     name: Schedule = Schedule.constant
     warmup_steps: int = bounded(0, 0)
@@ -201,7 +201,7 @@ class OptimizerConfig:
 
 @dataclass
 class PrecisionConfig:
-    """Number types of the dense part. Those of a table are its own."""
+    """Section `precision`: number types of the dense part; those of a table are its own."""
 
     autocast: Autocast = Autocast.none
     # fp16: the mean loss is multiplied by this for the backward pass of the dense part, and gradients are divided by
@@ -216,7 +216,7 @@ class PrecisionConfig:
 
 @dataclass
 class EarlyStopConfig:
-    """Stop when a metric of data.valid has not improved for `patience` evaluations; the best is tested."""
+    """Early stopping, when a metric of data.valid has not improved for `patience` evaluations; the best is tested."""
 
     metric: str | None = None  # auc, recall@20 …; null: train to the end
     patience: int = bounded(3, 1)
@@ -224,7 +224,7 @@ class EarlyStopConfig:
 
 @dataclass
 class TrainConfig:
-    """How long, how much at a time, and what happens on the way."""
+    """Section `train`: how long, how much at a time, and what happens on the way."""
 
     global_batch_size: int = bounded(1024, 1, 2**31)  # rows that a step trains, over all ranks
     # Rows of a rank whose dense part is computed at a time; default: all.

@@ -1,4 +1,4 @@
-"""The optimizers of tables: one row for each, which all that asks about an optimizer reads."""
+"""Optimizers of tables: a row for each, which all that asks about an optimizer reads."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,7 +6,7 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What FBGEMM does with a table's rows in the backward pass.
+    """Facts of an optimizer of tables, as FBGEMM runs it in the backward pass.
 
     Attributes:
         path: of torchrec's class that stands for it.
@@ -88,4 +88,4 @@ class TableOptimizer(Enum):
 
 def optimizer_names(attribute: str) -> str:
     """Return the names of the optimizers whose rule has an attribute, for messages."""
-    return ", ".join(each.name for each in TableOptimizer if getattr(each.value, attribute))
+    return ", ".join(optimizer.name for optimizer in TableOptimizer if getattr(optimizer.value, attribute))

@@ -157,13 +157,13 @@ class _Storage(ShardEstimator):
             table, kernel = config_name(option.name), option.compute_kernel
             for shard in option.shards:
                 rows, columns = shard.size
-                found = piece_bytes(self._config, table, rows, columns, kernel)
+                table_bytes = piece_bytes(self._config, table, rows, columns, kernel)
                 piece = Shard(table, 0, (0, 0), (rows, columns), option.sharding_type, kernel)
-                found += cache_bytes(self._config, [piece])
+                table_bytes += cache_bytes(self._config, [piece])
                 if self._topology.on_gpu:
-                    shard.storage = Storage(hbm=found.device, ddr=found.host, ssd=found.disk_weight)
+                    shard.storage = Storage(hbm=table_bytes.device, ddr=table_bytes.host, ssd=table_bytes.disk_weight)
                 else:
-                    shard.storage = Storage(hbm=0, ddr=found.device + found.host)
+                    shard.storage = Storage(hbm=0, ddr=table_bytes.device + table_bytes.host)
 
 
 def table_constraints(config: Config, table: str, topology: Topology) -> ParameterConstraints:
@@ -205,4 +205,4 @@ def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[Sh
     small = settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS
     if small and optimizer.name.value.replicated and not optimizer.weight_decay:
         types.append(ShardingChoice.data_parallel)
-    return [each for each in types if each in UNPOOLED] if table in config.unpooled_tables() else types
+    return [choice for choice in types if choice in UNPOOLED] if table in config.unpooled_tables() else types

@@ -158,21 +158,21 @@ def _on_ranks(choice: ShardingChoice, ranks: list[int], topology: Topology) -> b
     return max(ranks) < topology.world_size
 
 
-def _parameter_sharding(pieces: list[Shard], config: Config, topology: Topology) -> ParameterSharding:
-    constraints = table_constraints(config, pieces[0].table, topology)
+def _parameter_sharding(table_shards: list[Shard], config: Config, topology: Topology) -> ParameterSharding:
+    constraints = table_constraints(config, table_shards[0].table, topology)
     shards = [
         ShardMetadata(
             list(p.offset),
             list(p.size),
             f"rank:{p.rank}/{f'cuda:{p.rank % topology.local_world_size}' if topology.on_gpu else 'cpu'}",
         )
-        for p in pieces
+        for p in table_shards
     ]
-    whole = pieces[0].sharding_type == ShardingChoice.data_parallel.value
+    whole = table_shards[0].sharding_type == ShardingChoice.data_parallel.value
     return ParameterSharding(
-        sharding_type=pieces[0].sharding_type,
-        compute_kernel=pieces[0].compute_kernel,
-        ranks=[piece.rank for piece in pieces],
+        sharding_type=table_shards[0].sharding_type,
+        compute_kernel=table_shards[0].compute_kernel,
+        ranks=[shard.rank for shard in table_shards],
         sharding_spec=None if whole else EnumerableShardingSpec(shards),
         cache_params=constraints.cache_params,
         stochastic_rounding=constraints.stochastic_rounding,

@@ -130,8 +130,8 @@ def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
     return rows
 
 
-def _request(config: Config, table: str, known: pa.Array | None) -> VocabularyRequest:
+def _request(config: Config, table: str, inherited: pa.Array | None) -> VocabularyRequest:
     features = [name for name in id_features(config) if config.features[name].table == table]
     settings = config.tables[table]
     columns = tuple(dict.fromkeys(column_of(config, name) for name in features))
-    return VocabularyRequest(columns, settings.min_count, settings.num_embeddings - 1 - settings.num_buckets, known)
+    return VocabularyRequest(columns, settings.min_count, settings.num_embeddings - 1 - settings.num_buckets, inherited)
