@@ -6,8 +6,8 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 from urllib.parse import unquote
 
 import numpy as np
@@ -20,8 +20,7 @@ from recsys.errors import UserError, nearest
 SCHEMES = ("s3", "gs", "hdfs", "file")
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     name: str
     size: int
     time: int
@@ -59,8 +58,8 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise UserError(f"config key '{key}' names the file '{min(twice)}' twice; name each file once")
-    sizes, times = ([getattr(file, what) for file in found] for what in ("size", "time"))
-    return Files(storage, names, np.array(sizes, np.int64), np.array(times, np.int64))
+    sizes, times = (np.array([file[i] for file in found], np.int64) for i in (1, 2))
+    return Files(storage, names, sizes, times)
 
 
 def _split(key: str, path: str) -> tuple[str, str]:
@@ -93,13 +92,11 @@ def _expand(key: str, storage: Storage, path: str) -> list[_Found]:
 
 
 def _expand_local(key: str, path: str) -> list[_Found]:
-    if os.path.isdir(path):
-        found = sorted(_below(path, frozenset()), key=lambda file: file.name)
+    if os.path.isdir(path) or os.path.isfile(path):
+        found = _file_or_below(path)
         if not found:
             raise UserError(_nothing_in(key, path, os.listdir(path)))
         return found
-    if os.path.isfile(path):
-        return [_of_stat(path, os.stat(path))]
     if not glob.has_magic(path):
         wrong = "is no regular file" if os.path.exists(path) else "does not exist"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
@@ -113,13 +110,7 @@ def _expand_local(key: str, path: str) -> list[_Found]:
 
 
 def _file_or_below(path: str) -> list[_Found]:
-    try:
-        status = os.stat(path)
-    except FileNotFoundError:  # a link to nowhere, which is told when it is read
-        return [_Found(path, -1, 0)]
-    if stat.S_ISDIR(status.st_mode):
-        return sorted(_below(path, frozenset()), key=lambda file: file.name)
-    return [_of_stat(path, status)]
+    return sorted(_below(path, frozenset())) if os.path.isdir(path) else [_found(path)]
 
 
 def _below(folder: str, above: frozenset[str]) -> Iterator[_Found]:
@@ -129,18 +120,17 @@ def _below(folder: str, above: frozenset[str]) -> Iterator[_Found]:
         return
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.startswith((".", "_")):
-                continue
-            if entry.is_dir():
+            if not _is_hidden(entry.name) and entry.is_dir():
                 yield from _below(entry.path, above | {here})
-            elif entry.name.endswith(".parquet"):
-                try:
-                    yield _of_stat(entry.path, entry.stat())
-                except FileNotFoundError:
-                    yield _Found(entry.path, -1, 0)
+            elif not _is_hidden(entry.name) and entry.name.endswith(".parquet"):
+                yield _found(entry.path)
 
 
-def _of_stat(path: str, status: os.stat_result) -> _Found:
+def _found(path: str) -> _Found:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:  # a link to nowhere, which is told when it is read
+        return _Found(path, -1, 0)
     # A pipe or device has no bytes that could be read from its end.
     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
     return _Found(path, size, status.st_mtime_ns)
@@ -195,7 +185,7 @@ def _listing(storage: Storage, folder: str) -> list[_Found]:
     selector = fs.FileSelector(storage.path(folder), allow_not_found=True, recursive=True)
     infos = storage.remote[0].get_file_info(selector)
     files = [_of_info(storage, info) for info in infos if info.type == fs.FileType.File]
-    return sorted(files, key=lambda file: file.name)
+    return sorted(files)
 
 
 def _of_info(storage: Storage, info: fs.FileInfo) -> _Found:

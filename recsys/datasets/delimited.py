@@ -30,14 +30,7 @@ from recsys.datasets.writer import (
 from recsys.errors import UserError
 from recsys.ids import hash_column
 
-TYPES = {
-    "int8": pa.int8(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "string": pa.string(),
-}
+TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows

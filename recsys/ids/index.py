@@ -82,13 +82,16 @@ class IdIndex:
             numbers[(part < 0) | (part > np.iinfo(np.int64).max)] = 0
         return numbers
 
-    def find_hashes(self, hashes: np.ndarray, places: np.ndarray, found: np.ndarray) -> np.ndarray:
+    def find_hashes(
+        self, hashes: np.ndarray, places: np.ndarray | None = None, found: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the numbers of hashes as `find` does, but of a text also where only the hash is in the list.
 
         Args:
             hashes: uint64 [n].
             places, found: uint64 [n], overwritten.
         """
+        places, found = (np.empty_like(hashes) if each is None else each for each in (places, found))
         np.right_shift(hashes, self._shift, out=places)
         at = self._starts.take(places.view(np.int64))
         np.take(self._hashes, at, out=found, mode="clip")

@@ -135,10 +135,10 @@ class IdentityMapping(IdMapping):
 class IndexMapping(IdMapping):
     """A raw id to its position in a list of distinct ids, -1 where it is not in it."""
 
-    def __init__(self, ids: pa.Array) -> None:
+    def __init__(self, ids: pa.Array, seed: int = 0) -> None:
         """Take the list, of numbers or texts; raises UserError for an id that is there twice."""
-        super().__init__(len(ids))
-        self._index = IdIndex(ids, 0)
+        super().__init__(len(ids), seed)
+        self._index = IdIndex(ids, seed)
 
     def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
         self._index.check(keys, kind)
@@ -150,19 +150,16 @@ class IndexMapping(IdMapping):
         return int(np.count_nonzero(rows < 0))
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        return weight * np.count_nonzero(_find_hashes(self._index, hashes)) / max(1, self.num_rows), 0.0
+        return weight * np.count_nonzero(self._index.find_hashes(hashes)) / max(1, self.num_rows), 0.0
 
 
-class VocabularyMapping(IdMapping):
+class VocabularyMapping(IndexMapping):
     """The i-th id of a vocabulary to row 1 + i, any other by hash to one of the `num_buckets` rows after these."""
 
     def __init__(self, vocabulary: pa.Array, num_buckets: int, seed: int) -> None:
-        super().__init__(1 + len(vocabulary) + num_buckets, seed)
-        self._index = IdIndex(vocabulary, seed)
+        super().__init__(vocabulary, seed)
         self._num_buckets, self._first_bucket = num_buckets, 1 + len(vocabulary)
-
-    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        self._index.check(keys, kind)
+        self.num_rows = self._first_bucket + num_buckets
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         out[:] = self._index.find(keys, start, chunk)
@@ -174,7 +171,7 @@ class VocabularyMapping(IdMapping):
         return int(np.count_nonzero(rows >= self._first_bucket))
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        absent = hashes[_find_hashes(self._index, hashes) == 0]
+        absent = hashes[self._index.find_hashes(hashes) == 0]
         known, unknown = weight * (len(hashes) - len(absent)), weight * len(absent)
         used = shared = _expected_share(unknown, self._num_buckets)
         if weight == 1:
@@ -264,10 +261,6 @@ def _num_quotients(num_rows: int, num_ids: int) -> int:
     """Return the least q with q * (num_rows - q) >= num_ids, where num_rows**2 >= 4 * num_ids."""
     q = (num_rows - isqrt(num_rows**2 - 4 * num_ids)) // 2  # the root of the equation, or less than 1 below
     return q if q * (num_rows - q) >= num_ids else q + 1
-
-
-def _find_hashes(index: IdIndex, hashes: np.ndarray) -> np.ndarray:
-    return index.find_hashes(hashes, np.empty_like(hashes), np.empty_like(hashes))
 
 
 def _shared(rows: np.ndarray) -> float:
