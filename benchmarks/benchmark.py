@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from recsys.runtime.versions import exit_unless_installed, machine  # noqa: E402
+from recsys.runtime.versions import exit_unless_installed  # noqa: E402
 
 exit_unless_installed()
 
@@ -24,6 +24,7 @@ import benchmark_random  # noqa: E402
 import benchmark_shuffle  # noqa: E402
 import benchmark_step  # noqa: E402
 import benchmark_training  # noqa: E402
+from launcher import machine  # noqa: E402
 
 
 def run_seed(config: str, seed: int, overrides: list[str], folder: Path) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launcher import launch_command  # noqa: E402
+from launcher import launch_command, machine  # noqa: E402
 
-from recsys.runtime.versions import exit_unless_installed, installed_versions, machine  # noqa: E402
+from recsys.runtime.versions import exit_unless_installed, installed_versions  # noqa: E402
 
 exit_unless_installed()
 

@@ -1,6 +1,11 @@
-"""How the scripts start processes that train."""
+"""What benchmarks share: the command that starts processes, and the machine that they ran on."""
 
+import os
+import platform
+import re
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 
 def launch_command(nproc: int) -> list[str]:
@@ -10,3 +15,12 @@ def launch_command(nproc: int) -> list[str]:
     # The address because torchrun otherwise asks the network for this host's name.
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     return [sys.executable, *launcher, "--nproc_per_node", str(nproc)]
+
+
+def machine() -> dict[str, str | int]:
+    """Return processor, cores and system, for results."""
+    processor = platform.machine()
+    with suppress(OSError):
+        models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        processor = f"{models[0]} ({processor})" if models else processor
+    return {"processor": processor, "cores": os.cpu_count() or 1, "system": platform.system()}

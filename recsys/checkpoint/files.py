@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from recsys.runtime.files import replace_file
+
 _AT_ONCE = 8 << 20
 
 
@@ -118,14 +120,8 @@ class HashingWriter(FileSystemWriter):
 
 def write_file(path: Path, content: bytes) -> tuple[int, str]:
     """Write a file to disk; return its size and checksum."""
-    file = HashedFile(path)
-    try:
-        file.write(content)
-        file.close()
-    except BaseException:
-        file.discard()
-        raise
-    return file.entry
+    replace_file(path, content)
+    return len(content), xxhash.xxh3_128_hexdigest(content)
 
 
 def entry_of(path: Path) -> tuple[int, str]:

@@ -4,7 +4,6 @@ docs/memory.md tells the meaning of each field.
 """
 
 import json
-import resource
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -102,7 +101,7 @@ def rank_report(
             "baseline_bytes": timeline.baseline_bytes,
             "cgroup_limit_bytes": cgroup_limit(),
             "pinned_asked_bytes": loader.get("batch_bytes", 0) if topology.on_gpu else 0,
-            "locked_limit_bytes": _locked_limit(),
+            "locked_limit_bytes": topology.locked_bytes,
         },
         "headroom": {"limit_bytes": limit, "used_bytes": used, "free_bytes": limit - used},
         "timeline": {
@@ -110,11 +109,6 @@ def rank_report(
             "spans": [asdict(span) for span in timeline.spans],
         },
     }
-
-
-def _locked_limit() -> int | None:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _phases(prediction: RankMemory, timeline: Timeline, device: torch.device) -> dict[str, dict[str, Any]]:

@@ -72,14 +72,10 @@ class _LogFile(_Losing, logging.FileHandler):
 def quiet_libraries() -> None:
     """Silence the notices that torch and torchrec give at import."""
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
-    logging.getLogger().addFilter(_is_grave)
+    # torchrec's planner logs to the root logger itself.
+    logging.getLogger().addFilter(lambda record: record.levelno >= logging.ERROR)
     for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
         logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _is_grave(record: logging.LogRecord) -> bool:
-    # On the root logger it meets what is logged there by name of no module, as torchrec's planner does.
-    return record.levelno >= logging.ERROR
 
 
 def to_json(values: Any, indent: int | None = None) -> str:

@@ -1,12 +1,9 @@
 """Version checks of the installed packages, before the heavy imports, which crash if they do not go together."""
 
-import os
 import platform
 import re
 import sys
-from contextlib import suppress
 from importlib import metadata
-from pathlib import Path
 
 from recsys.errors import UserError
 
@@ -27,15 +24,6 @@ def installed_versions() -> dict[str, str]:
         if version := _version(name):
             versions[name] = version
     return versions
-
-
-def machine() -> dict[str, str | int]:
-    """Return processor, cores and system, for reports."""
-    processor = platform.machine()
-    with suppress(OSError):
-        models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        processor = f"{models[0]} ({processor})" if models else processor
-    return {"processor": processor, "cores": os.cpu_count() or 1, "system": platform.system()}
 
 
 def check_versions() -> None:

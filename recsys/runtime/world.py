@@ -216,7 +216,8 @@ def open_world(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch_device = _choose_device(device, local_rank, local_world_size)
-    torch.set_num_threads(num_threads or _default_threads(num_cores() // local_world_size))
+    cores = num_cores() // local_world_size
+    torch.set_num_threads(num_threads or max(1, cores - 1 if cores > 2 else cores))
     timeout = timedelta(seconds=timeout_s)
     store, launch_store = _init_process_group(torch_device, timeout)
     host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
@@ -274,10 +275,6 @@ def batches_ahead(wanted: int | None, device: torch.device, local_world_size: in
     if wanted is not None:
         return wanted
     return 4 if device.type == "cuda" or num_cores() > local_world_size else 0
-
-
-def _default_threads(cores: int) -> int:
-    return cores - 1 if cores > 2 else max(1, cores)
 
 
 def _choose_device(device: Device, local_rank: int, local_world_size: int) -> torch.device:
