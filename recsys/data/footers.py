@@ -4,10 +4,8 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -29,9 +27,7 @@ FileKey = tuple[str, int, int]
 
 _TAIL_BYTES = 16 << 10  # read at once from a file's end; most footers are shorter
 _REMOTE_TAIL_BYTES = 64 << 10
-_THREADS = 2  # more of them fight over the interpreter
-_WAITING_THREADS = 32  # where most of the time is spent waiting for a server or disk
-_SLOW_SECONDS = 0.5e-3  # a local read that takes longer waits
+_THREADS = 16  # since servers and cold disks make them wait; many more would fight over the interpreter
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,11 @@ class FooterParser:
         length = 8 + int.from_bytes(tail[-8:-4], "little")
         content = tail[-length:-8]  # a FileMetaData of Parquet
         digest = xxhash.xxh3_64_digest(tail[-max(length, _TAIL_BYTES) :])
-        schema, num_rows = self._rows_of_known(content) or self._rows_of_any(name, content)
+        known = self._rows_of_known(content)
+        if known is None:
+            with self._lock:  # so that others wait for what they can then use
+                known = self._rows_of_known(content) or self._rows_of_any(name, content)
+        schema, num_rows = known
         self._check_missing(name, schema)
         count = len(num_rows)
         numbers = [rows * len(self._columns) for rows in num_rows]  # partition keys, and lengths of lists, are such too
@@ -141,12 +141,11 @@ class FooterParser:
         if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
             raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
         start = content[: schema_end(content)]
-        with self._lock:
-            schema = next((each for each in self._schemas if each.start == start), None)
-            if schema is None:
-                schema = self._convert(name, start, metadata.schema)
-                self._schemas.append(schema)
-            return schema, num_rows
+        schema = next((each for each in self._schemas if each.start == start), None)
+        if schema is None:
+            schema = self._convert(name, start, metadata.schema)
+            self._schemas.append(schema)
+        return schema, num_rows
 
     def _convert(self, name: str, start: bytes, schema: pq.ParquetSchema) -> _Schema:
         arrow = schema.to_arrow_schema()
@@ -277,10 +276,7 @@ def file_keys(files: Files) -> list[FileKey]:
 
 
 def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterator[tuple[int, Footer | Exception]]:
-    """Yield footers, or why they cannot be read, in order.
-
-    Many threads hide what remote and cold files wait for.
-    """
+    """Yield footers, or why they cannot be read, in order."""
 
     def read(i: int) -> Footer | Exception:
         name, size = files.names[i], int(files.sizes[i])
@@ -291,21 +287,12 @@ def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterato
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             return error
 
-    threads = _WAITING_THREADS if files.storage.root or _is_slow(files, numbers[:: len(numbers) // 8 + 1]) else _THREADS
-    step = max(1, min(64, len(numbers) // (4 * threads)))
+    step = max(1, min(64, len(numbers) // (4 * _THREADS)))
     chunks = [numbers[i : i + step] for i in range(0, len(numbers), step)]
-    with ThreadPoolExecutor(threads, "footers") as pool:
+    with ThreadPoolExecutor(_THREADS, "footers") as pool:
         yield from zip(
             numbers, chain.from_iterable(pool.map(lambda some: [read(i) for i in some], chunks)), strict=True
         )
-
-
-def _is_slow(files: Files, numbers: list[int]) -> bool:
-    start = time.perf_counter()
-    for i in numbers:
-        with suppress(OSError):
-            read_footer(files.storage, files.names[i], int(files.sizes[i]))
-    return time.perf_counter() - start > _SLOW_SECONDS * len(numbers)
 
 
 def read_footer(storage: Storage, name: str, size: int) -> bytes:
