@@ -116,6 +116,11 @@ class DenseHalf(nn.Module):
     def forward(
         self, pooled: KeyedTensor | None, by_id: dict[str, JaggedTensor] | None, batch: Batch
     ) -> tuple[torch.Tensor, StepOutput]:
+        """Return the loss of this rank's rows and the output; in training, gradients are then on their way.
+
+        Args:
+            pooled, by_id: what the tables gave: a vector for each row, and one for each id, by feature.
+        """
         lookup = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items()))
         if not self.training:
             (part,) = lookup.parts((0, len(batch.weights)), ())
