@@ -77,6 +77,7 @@ FREE = {
     ),
     "how large a step is, and which way: what is there goes on from where it is": (
         *(f"optimizer.dense.{name}" for name in ("learning_rate", "momentum", "weight_decay", "clip_norm")),
+        "tables.*.l2",
         *(f"optimizer.schedule.{name}" for name in ("name", "warmup_steps", "final_factor")),
         *(
             f"{section}.{name}"
