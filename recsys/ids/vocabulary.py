@@ -13,7 +13,7 @@ from recsys.ids.hashing import is_text, read_keys
 from recsys.ids.mappings import IndexMapping
 from recsys.runtime.files import replacing
 
-_MERGED_AT_ONCE = 1 << 20
+_MERGED_AT_ONCE = 1 << 17
 
 
 class IdCounter:
