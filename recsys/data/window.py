@@ -197,12 +197,12 @@ class _Conversion:
         for i, part in enumerate(self._parts):
             out = self._scalars[places[i], rows] if i in places else None
             self._pieces[i].append(self._convert_ids(part, table, out))
-        numbers, labels = [*self._spec.floats, *self._spec.labels], self._spec.labels
+        numbers = [*self._spec.floats, *self._spec.labels]
         for i, number in enumerate(numbers):
-            _fill_floats(number, table, self._floats[i, rows])
-        if self._spec.has_unknown_labels:
-            for i, label in enumerate(labels, len(numbers)):
-                self._floats[i, rows] = _is_known(label, table)
+            column = _fill_floats(number, table, self._floats[i, rows])
+            if self._spec.has_unknown_labels and i >= len(self._spec.floats):
+                is_known = True if column is None else column.is_valid().to_numpy(zero_copy_only=False)
+                self._floats[i + len(self._spec.labels), rows] = is_known
         self._floats[-1, rows] = 1
         if self._spec.weight is not None:
             _fill_floats(self._spec.weight, table, self._floats[-1, rows])
@@ -278,20 +278,17 @@ def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
     return not pa.types.is_nested(kind) or pa.types.is_dictionary(kind)
 
 
-def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> None:
-    if not part.columns():
-        out[:] = part.fill or 0.0
+def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Array | None:
+    """Write what becomes of a column, or of its condition, to `out`; return it as it was, None where there is none."""
+    if part.condition is not None:
+        column = part.condition.mask(table).combine_chunks()
+    elif part.column is not None:
+        column = _array(table, part.column)
     else:
-        convert_floats(_numbers(part, table), part, out)
-
-
-def _numbers(part: FloatColumn, table: pa.Table) -> pa.Array:
-    return part.condition.mask(table).combine_chunks() if part.condition else _array(table, part.column or "")
-
-
-def _is_known(part: FloatColumn, table: pa.Table) -> np.ndarray | bool:
-    """Return which rows of a label are not null, a bool for each or for all."""
-    return not part.columns() or _numbers(part, table).is_valid().to_numpy(zero_copy_only=False)
+        out[:] = part.fill or 0.0
+        return None
+    convert_floats(column, part, out)
+    return column
 
 
 def _permute_lists(order: torch.Tensor, lengths: np.ndarray, source: _Lists, into: _Lists) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from recsys.config import LabelConfig
-from recsys.config.choices import LabelLoss
+from recsys.config.model import LABEL_METRICS
 from recsys.data.batch import Batch
 from recsys.runtime.world import World
 
@@ -79,9 +79,12 @@ def mean_absolute_error(labels: np.ndarray, values: np.ndarray, weights: np.ndar
     return float(np.average(np.abs(values - labels), weights=weights)) if weights.sum() else float("nan")
 
 
-_METRICS: dict[LabelLoss, dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]]] = {
-    LabelLoss.binary: {"auc": auc, "log_loss": log_loss, "normalized_entropy": normalized_entropy},
-    LabelLoss.squared: {"rmse": root_mean_squared_error, "mae": mean_absolute_error},
+_METRICS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]] = {
+    "auc": auc,
+    "log_loss": log_loss,
+    "normalized_entropy": normalized_entropy,
+    "rmse": root_mean_squared_error,
+    "mae": mean_absolute_error,
 }
 
 
@@ -109,7 +112,7 @@ class LabelEvaluator:
             mine = np.concatenate([np.zeros((3, 0), np.float32), *rows], axis=1)
             values = np.concatenate(world.gather(mine), axis=1).astype(np.float64)
             prefix = f"{name}." if len(self._labels) > 1 else ""
-            metrics |= {f"{prefix}{key}": metric(*values) for key, metric in _METRICS[label.loss].items()}
+            metrics |= {f"{prefix}{key}": _METRICS[key](*values) for key in LABEL_METRICS[label.loss]}
             metrics[f"{prefix}rows"] = float(values.shape[1])
         return metrics
 

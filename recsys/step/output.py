@@ -40,5 +40,5 @@ class StepOutput:
         self.loss = totals.loss / weight if weight else 0.0
         self.stop = totals.num_stops > 0
         self.num_rows, self.num_bad_rows = totals.num_rows, totals.num_bad_rows
-        shares = zip(tasks.items(), totals.task_losses, strict=False)
+        shares = zip(tasks.items(), totals.task_losses, strict=True)
         self.losses = {name: loss / weight / factor for (name, factor), loss in shares if weight and factor}

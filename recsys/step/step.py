@@ -90,17 +90,17 @@ class DenseHalf(nn.Module):
         self._dtype = _DTYPES.get(precision.autocast)
         self._lookup: Lookup | None = None
         self._gradients: list[torch.Tensor | None] = []
-        self._tasks = {name: label.weight for name, label in model.labels.items()}
-        self._is_plain = len(self._tasks) < 2 and not any(
-            label.nulls is LabelNulls.unknown or label.weight != 1 for label in model.labels.values()
-        )
+        # Weights of the tasks' losses; empty for one task on all rows, whose sum is the loss.
+        labels = model.labels.values()
+        is_plain = len(labels) < 2 and all(x.nulls is LabelNulls.refuse and x.weight == 1 for x in labels)
+        self._tasks = {} if is_plain else {name: label.weight for name, label in model.labels.items()}
         # What a task's sum of losses is multiplied by, so that over the sum of weights it is the task's mean times its
-        # weight: [tasks], of the step that is under way. Not there for one task on all rows, where it is 1.
+        # weight: [tasks], of the step that is under way.
         self._factors: torch.Tensor | None = None
-        self.sums = nn.Parameter(torch.zeros(Totals.SIZE + (0 if self._is_plain else len(self._tasks))))
+        self.sums = nn.Parameter(torch.zeros(Totals.SIZE + len(self._tasks)))
         self._replica: DistributedDataParallel | None = None  # with several ranks
         self._loss = self._finite = torch.zeros(())  # of this rank, of the step that is under way
-        self._task_losses = torch.zeros(0)  # likewise, [tasks], where there are several
+        self._task_losses = torch.zeros(0)  # likewise, [tasks]
         self._output: StepOutput | None = None
 
     def replicate(self, device: torch.device) -> None:
@@ -128,8 +128,8 @@ class DenseHalf(nn.Module):
             return batch.weights.new_zeros(()), StepOutput(batch, outputs)
         self._lookup = lookup
         self._output = StepOutput(batch, ())
-        self._factors = None if self._is_plain else self._task_factors(batch)
-        self._task_losses = batch.weights.new_zeros(0 if self._is_plain else len(self._tasks))
+        self._factors = self._task_factors(batch) if self._tasks else None
+        self._task_losses = batch.weights.new_zeros(len(self._tasks))
         return self._forward_backward(lookup, batch), self._output
 
     def _forward_backward(self, lookup: Lookup, batch: Batch) -> torch.Tensor:
