@@ -11,18 +11,9 @@ from typing import Any
 import torch
 
 from recsys.checkpoint.pieces import Piece, Pieces
-from recsys.checkpoint.reader import SafeReader, read_pieces
 from recsys.checkpoint.state import Marker
-from recsys.checkpoint.tensors import (
-    DENSE,
-    DENSE_OPTIMIZER,
-    IDS,
-    RNG,
-    TABLE_OPTIMIZER,
-    TABLES,
-    Tensors,
-    set_rank_rng,
-)
+from recsys.checkpoint.tensor_files import Entry, read_tensors
+from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, IDS, RNG, TABLE_OPTIMIZER, TABLES, Tensors, set_rank_rng
 from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
 from recsys.config.meaning import changed_inputs, changed_optimizers
@@ -31,14 +22,6 @@ from recsys.runtime.files import replace_file
 from recsys.runtime.world import World
 
 _log = getLogger("recsys")
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Shape and type of a tensor."""
-
-    size: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass
@@ -95,10 +78,10 @@ def load_tensors(
     Raises:
         UserError: the checkpoint differs from what is here in what `init` does not allow, or cannot be read.
     """
-    reader = SafeReader(path, marker.files)
-    saved = world.agree(lambda: _saved(reader, path, marker))
+    saved = marker.tensors
+    world.agree(lambda: _check_names(saved, path, marker))
     targets = tensors.to_load()
-    forms = {name: _Form(pieces.size, pieces.dtype) for name, pieces in targets.items()}
+    forms = {name: Entry.of(pieces) for name, pieces in targets.items()}
     # A rank knows of no state of a table that it holds no piece of.
     here = {name: form for by_rank in world.gather(forms) for name, form in by_rank.items()}
     choice = _Choice(path, marker, here, saved, config, kept_ids or {})
@@ -112,9 +95,9 @@ def load_tensors(
     same_ranks = config is None and marker.world_size == world.world_size
     extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
     extra += _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
-    room = {name: torch.empty(saved[name].size, dtype=saved[name].dtype) for name in extra}
+    room = {name: saved[name].empty() for name in extra}
     state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
-    read_pieces(state, reader, world.host_group)
+    world.agree(lambda: read_tensors(path, saved, state))
     scalars = {n: value for n, value in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
     world.agree(lambda: _set_state(tensors, room, scalars, path, world if same_ranks else None))
     for name, reason in marker.approximate.items():
@@ -123,16 +106,13 @@ def load_tensors(
     return report
 
 
-def _saved(reader: SafeReader, path: Path, marker: Marker) -> dict[str, _Form]:
-    entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    saved = {name: _Form(tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+def _check_names(saved: Mapping[str, Entry], path: Path, marker: Marker) -> None:
     for name in saved:
         if not _belongs(name, saved, marker):
             raise UserError(f"checkpoint '{path}' is corrupt: it has {name}, of nothing else in it; take another one")
-    return saved
 
 
-def _of_ranks(saved: Mapping[str, _Form], world: World, rng: bool, ids: bool) -> list[str]:
+def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) -> list[str]:
     """Return what this rank takes of the states of random number generators, and of the counts of ids."""
     names = [name for name in saved if rng and name.startswith(f"{RNG}{world.rank}/")]
     # Whatever ranks have counted is taken by one of those of here.
@@ -165,8 +145,8 @@ class _Choice:
         self,
         path: Path,
         marker: Marker,
-        wanted: dict[str, _Form],
-        saved: dict[str, _Form],
+        wanted: dict[str, Entry],
+        saved: dict[str, Entry],
         config: Config | None,
         kept_ids: Mapping[str, int],
     ) -> None:
@@ -237,7 +217,7 @@ class _Choice:
     def _of_table_not_taken(self, name: str) -> bool:
         return name.startswith(TABLE_OPTIMIZER) and TABLES + _owner(name) not in self.report.loaded
 
-    def _table(self, name: str, here: _Form, there: _Form) -> None:
+    def _table(self, name: str, here: Entry, there: Entry) -> None:
         table, remarks = name.removeprefix(TABLES), []
         if here.size[1] != there.size[1]:
             raise UserError(
@@ -261,12 +241,12 @@ class _Choice:
         if here.dtype != there.dtype:
             if not self._init.convert_tables:
                 raise self._differs(
-                    f"has table '{table}' in {_type(there)}, and the config in {_type(here)}", "convert_tables=true"
+                    f"has table '{table}' in {there.dtype}, and the config in {here.dtype}", "convert_tables=true"
                 )
-            remarks.append(f"{_type(there)} to {_type(here)}")
+            remarks.append(f"{there.dtype} to {here.dtype}")
         self.report.loaded[name] = "; ".join(remarks)
 
-    def _table_state(self, name: str, here: _Form, there: _Form) -> None:
+    def _table_state(self, name: str, here: Entry, there: Entry) -> None:
         table = TABLES + _owner(name)
         if table not in self.report.loaded:
             self.report.kept[name] = "its table is not loaded"
@@ -274,20 +254,21 @@ class _Choice:
             self.report.kept[name] = "of another optimizer there"
         elif len(here.size) == len(there.size) and here.size[1:] == there.size[1:]:
             self.report.loaded[name] = self.report.loaded[table].partition(";")[0] if here.size != there.size else ""
-        elif self._init.optimizers is Take.all:
-            raise self._differs(f"has {name} of shape {there.size}, and the config {here.size}", "optimizers=matching")
         else:
-            self.report.kept[name] = f"of shape {there.size} there"
+            self._other_shape(name, here, there, self._init.optimizers, "optimizers")
 
-    def _dense_weight(self, name: str, here: _Form, there: _Form) -> None:
+    def _dense_weight(self, name: str, here: Entry, there: Entry) -> None:
         if name.removeprefix(DENSE) in self._other_inputs and self._init.dense is not Take.all:
             self.report.kept[name] = "reads other features there"
         elif here.size == there.size:
             self.report.loaded[name] = ""
-        elif self._init.dense is Take.all:
-            raise self._differs(f"has {name} of shape {there.size}, and the config {here.size}", "dense=matching")
         else:
-            self.report.kept[name] = f"of shape {there.size} there"
+            self._other_shape(name, here, there, self._init.dense, "dense")
+
+    def _other_shape(self, name: str, here: Entry, there: Entry, take: Take, key: str) -> None:
+        if take is Take.all:
+            raise self._differs(f"has {name} of shape {there.size}, and the config {here.size}", f"{key}=matching")
+        self.report.kept[name] = f"of shape {there.size} there"
 
     def _differs(self, how: str, option: str) -> UserError:
         return UserError(
@@ -296,7 +277,7 @@ class _Choice:
         )
 
 
-def _belongs(name: str, saved: Mapping[str, _Form], marker: Marker) -> bool:
+def _belongs(name: str, saved: Mapping[str, Entry], marker: Marker) -> bool:
     """Return whether a tensor is a table, a dense weight, or of one of these or of a rank."""
     for prefix, owners in ((TABLE_OPTIMIZER, TABLES), (DENSE_OPTIMIZER, DENSE)):
         if name.startswith(prefix):
@@ -311,11 +292,7 @@ def _owner(state: str) -> str:
     return state.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
 
 
-def _type(form: _Form) -> str:
-    return str(form.dtype).removeprefix("torch.")
-
-
-def _moved(pieces: Pieces, saved: _Form, spans: list[tuple[int, int, int]]) -> Pieces:
+def _moved(pieces: Pieces, saved: Entry, spans: list[tuple[int, int, int]]) -> Pieces:
     """Return the parts of the pieces that the checkpoint has rows for, each at the place of these.
 
     Args:

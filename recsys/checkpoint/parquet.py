@@ -5,24 +5,19 @@ number of the row among those that the other ids share; `vector`, embedding_dim 
 float or embedding_dim floats.
 """
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from recsys.checkpoint.files import file_problem
 from recsys.checkpoint.pieces import Piece, Pieces
-from recsys.checkpoint.reader import SafeReader, read_pieces
 from recsys.checkpoint.source import check_facts, facts_of
 from recsys.checkpoint.state import Marker, find_checkpoint
+from recsys.checkpoint.tensor_files import Entry, read_tensors
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
@@ -49,51 +44,40 @@ def export_table(source: Path, table: str, out: Path) -> int:
     problems = [text for name, entry in marker.files.items() if (text := file_problem(path / name, *entry))]
     if problems:
         raise UserError(f"checkpoint '{path}' is corrupt: {problems[0]}; take another one")
-    reader = SafeReader(path, marker.files)
-    entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    if TABLES + table not in entries:
-        tables = [name.removeprefix(TABLES) for name in entries if name.startswith(TABLES)]
+    if TABLES + table not in marker.tensors:
+        tables = [name.removeprefix(TABLES) for name in marker.tensors if name.startswith(TABLES)]
         raise UserError(
             f"checkpoint '{path}' has no table '{table}'{nearest(table, tables)} (known: {', '.join(sorted(tables))})"
         )
     prefix = f"{TABLE_OPTIMIZER}{table}/"
-    columns = {VECTOR: TABLES + table} | {n.removeprefix(prefix): n for n in entries if n.startswith(prefix)}
+    columns = {VECTOR: TABLES + table} | {n.removeprefix(prefix): n for n in marker.tensors if n.startswith(prefix)}
     vocabulary = None
     if (name := f"{table}.parquet") in marker.facts:
         check_facts(path, marker, [name])
         vocabulary = read_vocabulary(facts_of(path) / name)
-    with _only_tensors_of_one_process(), replacing(out) as aside:
-        batches = _batches(reader, {column: entries[name] for column, name in columns.items()}, columns, vocabulary)
+    with replacing(out) as aside:
+        batches = _batches(path, {column: marker.tensors[name] for column, name in columns.items()}, vocabulary)
         first = next(batches)
         with pq.ParquetWriter(aside, first.schema, compression="zstd", write_page_checksum=True) as writer:
             writer.write(first)
             for batch in batches:
                 writer.write(batch)
-    return entries[TABLES + table].size[0]
+    return marker.tensors[TABLES + table].size[0]
 
 
-@contextmanager
-def _only_tensors_of_one_process() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
-
-
-def _batches(
-    reader: SafeReader, entries: dict[str, TensorStorageMetadata], names: dict[str, str], vocabulary: pa.Array | None
-) -> Iterator[pa.Table]:
-    """Yield the rows by the chunks that the weights were saved in, each of which is read once."""
-    table = entries[VECTOR]
-    bounds = sorted({chunk.offsets[0] for chunk in table.chunks} | {table.size[0]})
-    for start, stop in pairwise(bounds):
-        chunks = {}
+def _batches(path: Path, entries: Mapping[str, Entry], vocabulary: pa.Array | None) -> Iterator[pa.Table]:
+    """Yield the rows of columns, some at a time."""
+    num_rows = entries[VECTOR].size[0]
+    for start in range(0, num_rows, _ROWS_AT_ONCE):
+        stop = min(num_rows, start + _ROWS_AT_ONCE)
+        columns = {}
         for column, entry in entries.items():
-            tensor = torch.empty((stop - start, *entry.size[1:]), dtype=entry.properties.dtype)
+            tensor = torch.empty((stop - start, *entry.size[1:]), dtype=entry.torch_dtype)
             piece = Piece(tensor, (start, *[0] * (tensor.dim() - 1)))
-            chunks[names[column]] = Pieces(tuple(entry.size), tensor.dtype, (piece,))
-        read_pieces(chunks, reader, no_dist=True)
-        values = {column: _to_arrow(chunks[name].pieces[0].tensor) for column, name in names.items()}
-        yield pa.table({**_keys(start, stop, table.size[0], vocabulary), **values})
+            columns[column] = Pieces(entry.size, tensor.dtype, (piece,))
+        read_tensors(path, entries, columns)
+        values = {column: _to_arrow(pieces.pieces[0].tensor) for column, pieces in columns.items()}
+        yield pa.table({**_keys(start, stop, num_rows, vocabulary), **values})
 
 
 def _keys(start: int, stop: int, num_rows: int, vocabulary: pa.Array | None) -> dict[str, pa.Array]:

@@ -1,22 +1,19 @@
 """Saving checkpoints: written aside, completed by a marker, renamed; in the background if asked for."""
 
-import contextlib
-import dataclasses
+import copy
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from recsys.checkpoint.files import HashingWriter, causes, write_file
-from recsys.checkpoint.pieces import Pieces, PiecesSavePlanner
+from recsys.checkpoint.files import write_file
+from recsys.checkpoint.pieces import Pieces
 from recsys.checkpoint.state import (
     Marker,
     OtherFormatError,
@@ -27,24 +24,19 @@ from recsys.checkpoint.state import (
     refused_of,
     verify_checkpoint,
 )
+from recsys.checkpoint.tensor_files import SUFFIX, Entry, write_tensors
 from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World
 
+T = TypeVar("T")
+
 _log = getLogger("recsys")
 _LATEST = "latest"
-_OVERHEAD_BYTES = 1 << 20  # marker, description of the tensors, config and plan
-_OVERHEAD_OF_CHUNK_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What is to be written: tensors of this rank and the rest, which nothing changes any more."""
-
-    tensors: dict[str, Pieces]
-    marker: Marker  # without the names of the files
+_OVERHEAD_BYTES = 1 << 20  # marker, config and plan
+_OVERHEAD_OF_PIECE_BYTES = 256  # what the marker says of it
 
 
 class Checkpoints:
@@ -111,14 +103,14 @@ class Checkpoints:
             self._facts,
         )
         if self._thread is None:
-            self._write(final, _Content(to_save, marker))
+            self._write(final, to_save, marker)
             return
         copied = {name: pieces.copy() for name, pieces in to_save.items()}
         num_bytes = sum(pieces.num_bytes for pieces in copied.values())
         _log.info("step %d is saved in the background, from a copy of %.1f MiB", state.step, num_bytes / 2**20)
         # The marker's state goes on changing with training, so it is copied too.
-        content = _Content(copied, replace(marker, state=_copy_of(state)))
-        self._running = self._thread.submit(self._write, final, content)
+        marker = replace(marker, state=copy.deepcopy(state))
+        self._running = self._thread.submit(self._write, final, copied, marker)
 
     def wait(self) -> None:
         """Wait for the save in the background, if there is one.
@@ -186,24 +178,20 @@ class Checkpoints:
                 f"on with run.resume=true, or move '{self.folder.parent}' to a larger disk and go on there"
             )
 
-    def _write(self, final: Path, content: _Content) -> None:
+    def _write(self, final: Path, all_tensors: dict[str, Pieces], marker: Marker) -> None:
+        """Write what nothing changes any more: tensors, and a marker that lacks the files and what lies in them."""
         world, aside = self._writing_world, aside_of(final)
-        writer = HashingWriter(aside)
+        path, tensors = aside / f"rank_{world.rank}{SUFFIX}", _of_rank(all_tensors, world)
         try:
-            with _without_zip_checksums():
-                dcp.save(
-                    content.tensors,
-                    storage_writer=writer,
-                    planner=PiecesSavePlanner(),
-                    process_group=world.host_group,
-                )
-        except CheckpointException as error:
-            # Every rank has stopped writing: DCP has gathered what each of them says.
+            world.from_rank_zero(lambda: _attempt_write(aside.mkdir, final))
+            written = world.gather(world.agree(lambda: _attempt_write(lambda: write_tensors(path, tensors), final)))
+            files = {f"rank_{rank}{SUFFIX}": entry for rank, (_, entry) in enumerate(written)}
+            marker = replace(marker, files=files, tensors=_joined(entries for entries, _ in written))
+            world.from_rank_zero(lambda: _attempt_write(lambda: self._commit(final, marker), final))
+        except UserError:
+            # Every rank has stopped writing.
             world.from_rank_zero(lambda: shutil.rmtree(aside, ignore_errors=True))
-            raise UserError(_cannot_write(final, causes(error))) from error
-        files = {name: entry for written in world.gather(writer.written) for name, entry in written.items()}
-        marker = replace(content.marker, files=files)
-        world.from_rank_zero(lambda: _attempt_write(lambda: self._commit(final, marker), final))
+            raise
         _log.info("saved %s", final)
 
     def _commit(self, final: Path, marker: Marker) -> None:
@@ -255,35 +243,31 @@ def _is_saved(final: Path) -> bool:
         return False
 
 
-def _copy_of(state: TrainState) -> TrainState:
-    copied = dataclasses.replace(state, epoch_rows=[list(rows) for rows in state.epoch_rows])
-    copied.metrics = {role: dict(metrics) for role, metrics in state.metrics.items()}
-    return copied
-
-
 def _file_bytes(pieces: Pieces) -> int:
-    return pieces.num_bytes + sum(_OVERHEAD_OF_CHUNK_BYTES for _ in pieces.chunks())
+    return pieces.num_bytes + _OVERHEAD_OF_PIECE_BYTES * len(pieces.pieces)
 
 
-def _attempt_write(action: Callable[[], None], final: Path) -> None:
-    """Write or remove files; what an error leaves of a checkpoint that has no name yet is removed."""
+def _of_rank(tensors: dict[str, Pieces], world: World) -> dict[str, Pieces]:
+    """Return what a rank writes: its pieces, and its share of the tensors that every rank holds."""
+    shared = sorted(name for name, pieces in tensors.items() if pieces.replicated)[world.rank :: world.world_size]
+    return {name: pieces for name, pieces in tensors.items() if not pieces.replicated or name in shared}
+
+
+def _joined(by_rank: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
+    """Return the entries of tensors with the places in the files of all ranks."""
+    joined: dict[str, Entry] = {}
+    for entries in by_rank:
+        for name, entry in entries.items():
+            joined[name] = replace(entry, places=(*(joined[name].places if name in joined else ()), *entry.places))
+    return joined
+
+
+def _attempt_write(action: Callable[[], T], final: Path) -> T:
+    """Write or remove files; an error is told as one of the checkpoint."""
     try:
-        action()
+        return action()
     except OSError as error:
-        shutil.rmtree(aside_of(final), ignore_errors=True)
-        raise UserError(_cannot_write(final, f"{why(error)}: {error.filename or ''}")) from error
-
-
-def _cannot_write(final: Path, reason: str) -> str:
-    return f"checkpoint '{final}' cannot be written: {reason}; the checkpoints before it are valid"
-
-
-@contextlib.contextmanager
-def _without_zip_checksums() -> Iterator[None]:
-    # Those that torch.save computes by the way are slow, nobody looks at them, and every file has one of ours.
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+        raise UserError(
+            f"checkpoint '{final}' cannot be written: {why(error)}: {error.filename or ''}; the checkpoints before it "
+            f"are valid"
+        ) from error

@@ -11,14 +11,14 @@ from typing import Any
 import xxhash
 
 from recsys.checkpoint.files import file_problem
-from recsys.checkpoint.reader import SafeReader
+from recsys.checkpoint.tensor_files import Entry, check_entries
 from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.runtime.files import replace_file
 from recsys.runtime.world import World
 
-# 3 did not say what its rows and numbers stand for, and had another position; in 2 rows came in another order
-FORMAT = 4
+# 4 was written by torch.distributed.checkpoint; 3 did not say what its rows and numbers stand for
+FORMAT = 5
 MARKER = "checkpoint.json"
 _MARKER_OF_FORMAT_1 = "state.json"
 _ASIDE = ".tmp"
@@ -38,8 +38,7 @@ class TrainState:
             in the batches.
         fingerprints: of the files of data.train, and of those that early stopping compares by.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
-        window_loss, window_losses: sum and number of the losses since the last line of metrics.jsonl; window_tasks: the
-            same by task, where there are several.
+        window: of the losses since the last line of metrics.jsonl sum and number, by "" and, of several tasks, by task.
         metrics: of the last evaluation of each dataset.
     """
 
@@ -55,9 +54,7 @@ class TrainState:
     best_metric: float | None = None
     best_step: int | None = None
     bad_evaluations: int = 0
-    window_loss: float = 0.0
-    window_losses: int = 0
-    window_tasks: dict[str, list[float]] = field(default_factory=dict)
+    window: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -73,6 +70,7 @@ class Marker:
         versions: of Python and the libraries; world_size: ranks that wrote it.
         meaning: settings that give rows and numbers their meaning: see `recsys.config.meaning`.
         facts: (bytes, checksum) of the files of RUN/vocabulary by name.
+        tensors: shape, type and places of every tensor by name.
     """
 
     state: TrainState
@@ -84,12 +82,13 @@ class Marker:
     world_size: int
     meaning: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, tuple[int, str]] = field(default_factory=dict)
+    tensors: dict[str, Entry] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the marker, synced, in place of an earlier one."""
         content = {"format": FORMAT, **dataclasses.asdict(self)}
         # The checksum first, on a line of its own, then what it is of.
-        text = json.dumps(content, indent=1)
+        text = json.dumps(content)
         replace_file(folder / MARKER, f"{_checksum(text)}\n{text}\n")
 
     @classmethod
@@ -97,7 +96,8 @@ class Marker:
         """Read and check the marker.
 
         Raises:
-            UserError: it is missing or damaged, or the checkpoint is of another format.
+            UserError: it is missing or damaged, describes tensors other than those that fill the files, or the
+                checkpoint is of another format.
         """
         path = folder / MARKER
         if not path.is_file() and (folder / _MARKER_OF_FORMAT_1).is_file():
@@ -117,12 +117,14 @@ class Marker:
                 raise ValueError(f"{outside[0]!r} is no file of this folder")
             state = content.pop("state")
             state = TrainState(**{**state, "position": Position(**state["position"])})
-            marker = cls(state=state, files=files, facts=facts, **content)
+            tensors = {name: Entry.from_json(entry) for name, entry in content.pop("tensors").items()}
+            check_entries(tensors, {name: size for name, (size, _) in files.items()})
+            marker = cls(state=state, files=files, facts=facts, tensors=tensors, **content)
             _check_types(state.position, state, marker)
             return marker
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
-            raise UserError(f"checkpoint '{folder}' is corrupt: {MARKER}: {reason}") from error
+            raise UserError(f"checkpoint '{folder}' is corrupt: {MARKER}: {reason}; take another one") from error
 
 
 def _check_types(*records: Any) -> None:
@@ -166,7 +168,6 @@ def verify_checkpoint(folder: Path, world: World) -> Marker:
     everywhere = [text for texts in world.gather(problems) for text in texts]
     if everywhere:
         raise UserError(f"checkpoint '{folder}' is corrupt: {'; '.join(everywhere[:3])}; take another one")
-    world.agree(SafeReader(folder, marker.files).read_metadata)
     return marker
 
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from checkpoints import load_tables
 from launch import ROOT, fork_train
 
-from recsys.checkpoint import Checkpoints, TableRows, TrainState, export_table, load_tensors
-from recsys.checkpoint import pieces as pieces_module
+from recsys.checkpoint import Checkpoints, TableRows, TrainState, export_table, load_tensors, tensor_files
+from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.config import IdMappingType, TableConfig, load_config
 from recsys.config.schema import Device
 from recsys.data.inputs import open_inputs
@@ -230,30 +231,52 @@ def test_rows_are_found_by_id() -> None:
     assert TableRows(identity, None).find(pa.record_batch({"row": pa.array([7, None, 2])})).tolist() == [7, -1, 2]
 
 
-def test_large_tensors_are_saved_in_chunks_of_rows(
+def test_large_tensors_are_written_and_read_some_rows_at_a_time(
     saved: Checkpoints, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that what is read at a time is bounded; chunks of all column shards begin at the same rows."""
+    """So that what is held besides them is bounded."""
     before = load_tables(saved.path(5), "")
     built, _ = build(tmp_path, YESTERDAY, world)
     found = saved.newest_valid()
     assert found is not None
     load_tensors(*found, built.tensors, world)
-    monkeypatch.setattr(pieces_module, "CHUNK_BYTES", 7 * 8 * 4)
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 7 * 8 * 4)
     saved.save(built.tensors, TrainState(Position(rows_before=1), step=6))
     after = load_tables(saved.path(6), "")
     assert before.keys() == after.keys()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    chunks = pieces_module.Pieces((100, 8), torch.float32, (pieces_module.Piece(torch.zeros(40, 4), (10, 4)),)).chunks()
-    assert [(c.offsets, len(c.tensor)) for c in chunks][:2] == [((10, 4), 4), ((14, 4), 7)]
+    assert [len(rows) for rows in tensor_files._contents(torch.zeros(9, 8))] == [7 * 8 * 4, 2 * 8 * 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_what_is_written_is_no_copy(dtype: torch.dtype) -> None:
     table = torch.arange(12, dtype=dtype).view(6, 2)
-    scalars = torch.zeros(2, dtype=dtype)  # a part of one storage too, as LAMB's are
-    planner = pieces_module.PiecesSavePlanner()
-    planner.set_up_planner({"rows": pieces_module.Pieces.of(table[2:5]), "scalar": pieces_module.Pieces.of(scalars[1])})
-    rows, scalar = (planner.resolve_data(item) for item in planner.create_local_plan().items)
-    assert torch.equal(rows, table[2:5]) and scalar.shape == ()
-    assert rows.data_ptr() == table[2].data_ptr() and rows.untyped_storage().nbytes() == rows.nbytes
+    scalars = torch.arange(2, dtype=dtype)  # a part of one storage too, as LAMB's are
+    for tensor in (table[2:5], scalars[1]):
+        (content,) = tensor_files._contents(tensor)
+        assert content.ctypes.data == tensor.data_ptr() and content.nbytes == tensor.nbytes
+
+
+def test_what_was_written_in_pieces_is_read_in_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "CHUNK_BYTES", 48)
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        rows, columns = (int(generator.integers(1, 12)) for _ in range(2))
+        table, scalar = torch.rand(rows, columns), torch.tensor(3.5)
+        there, here = (_cut(rows, columns, generator) for _ in range(2))
+        parts = tuple(Piece(table[a:b, c:d].contiguous(), (a, c)) for a, b, c, d in there)
+        saved = {"table": Pieces((rows, columns), table.dtype, parts), "scalar": Pieces.of(scalar)}
+        entries, (num_bytes, _) = tensor_files.write_tensors(tmp_path / "rank_0.bin", saved)
+        tensor_files.check_entries(entries, {"rank_0.bin": num_bytes})
+        into, alone = torch.zeros(rows, columns, dtype=torch.float64), torch.zeros(())
+        pieces = tuple(Piece(into[a:b, c:d], (a, c)) for a, b, c, d in here)
+        targets = {"table": Pieces((rows, columns), into.dtype, pieces), "scalar": Pieces.of(alone)}
+        tensor_files.read_tensors(tmp_path, entries, targets)
+        assert torch.equal(into, table.double()) and alone == scalar
+
+
+def _cut(rows: int, columns: int, generator: np.random.Generator) -> list[tuple[int, int, int, int]]:
+    """Return (first row, stop, first column, stop) of parts that cover a table, each element once; some are empty."""
+    cuts = [0, *sorted(generator.integers(0, rows + 1, 2).tolist()), rows]
+    middle = int(generator.integers(0, columns + 1))
+    return [(a, b, c, d) for a, b in pairwise(cuts) for c, d in ((0, middle), (middle, columns))]

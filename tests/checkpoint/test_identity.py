@@ -16,8 +16,9 @@ from checkpoints import load_tables
 from launch import fork_train
 
 from recsys.checkpoint import Checkpoints, Source, TrainState, load_tensors
-from recsys.checkpoint.load import _Form, _moved
+from recsys.checkpoint.load import _moved
 from recsys.checkpoint.pieces import Piece, Pieces
+from recsys.checkpoint.tensor_files import Entry
 from recsys.config import Config, load_config
 from recsys.config.meaning import meaning
 from recsys.config.schema import Device
@@ -223,7 +224,7 @@ def test_rows_are_moved_whatever_pieces_they_lie_in() -> None:
         middle = int(generator.integers(0, columns))
         places = [(a, b, c, d) for a, b in pairwise(cuts) for c, d in ((0, middle), (middle, columns))]
         pieces = tuple(Piece(target[a:b, c:d], (a, c)) for a, b, c, d in places)
-        moved = _moved(Pieces((here, columns), target.dtype, pieces), _Form((there, columns), target.dtype), spans)
+        moved = _moved(Pieces((here, columns), target.dtype, pieces), Entry((there, columns), "int64"), spans)
         assert moved.size == (there, columns)
         for piece in moved.pieces:
             row, column = piece.offsets

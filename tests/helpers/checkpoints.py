@@ -3,16 +3,15 @@
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
+
+from recsys.checkpoint import Marker
+from recsys.checkpoint.pieces import Pieces
+from recsys.checkpoint.tensor_files import read_tensors
 
 
 def load_tables(checkpoint: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint whose names begin with a prefix, whole and without it."""
-    metadata = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    found = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if name.startswith(prefix) and hasattr(entry, "size")
-    }
-    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
+    entries = {name: entry for name, entry in Marker.read(checkpoint).tensors.items() if name.startswith(prefix)}
+    found = {name: entry.empty() for name, entry in entries.items()}
+    read_tensors(checkpoint, entries, {name: Pieces.of(tensor) for name, tensor in found.items()})
     return {name.removeprefix(prefix): value for name, value in found.items()}

@@ -39,8 +39,6 @@ def kill_at(point: str, ranks: tuple[int, ...], number: int) -> None:
     whole, calls = getattr(owner, name), iter(range(1, 1 << 30))
 
     def part(self: Any, *arguments: Any) -> Any:
-        if point == "shard" and not str(self._file.name).endswith(".distcp"):
-            return whole(self, *arguments)
         last = next(calls) == number
         if last and point == "shard":
             whole(self, bytes(arguments[0])[: len(arguments[0]) // 2])
@@ -59,7 +57,7 @@ def _kill_in_pruning(number: int) -> None:
 
     def part(folder: Path, **settings: Any) -> None:
         if Path(folder).exists() and next(calls) == number:
-            next(Path(folder).glob("*.distcp")).unlink()
+            next(Path(folder).glob("*.bin")).unlink()
             _kill()
         whole(folder, **settings)
 
@@ -98,7 +96,7 @@ def terminate_twice(step: int) -> None:
         setattr(owner, name, signalled)
 
     # What is asked for while a step's output is looked at is told to all ranks in the next one.
-    signal_before(Trainer, "_advance", lambda self: self._state.step == step - 2)
+    signal_before(Trainer, "_advance", lambda self: self.state.step == step - 2)
     signal_before(Tensors, "to_save", lambda self: sent == ["_advance"])
 
 
@@ -117,20 +115,18 @@ def fill_the_disk(rank: int, number: int, step: int) -> None:
         return
     whole, shards = HashedFile.write, set()
 
-    def write(self: HashedFile, data: Any) -> int:
-        if str(self._file.name).endswith(".distcp"):
-            shards.add(self._file.name)
+    def write(self: HashedFile, data: Any) -> None:
+        shards.add(self._file.name)
         if len(shards) >= number:
-            self._error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            raise self._error
-        return whole(self, data)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        whole(self, data)
 
     HashedFile.write = write  # type: ignore[method-assign]
     whole_advance = Trainer._advance
 
     def advance(self: Trainer, *arguments: Any) -> None:
         whole_advance(self, *arguments)
-        while self._state.step == step and not self._checkpoints.failed:
+        while self.state.step == step and not self._checkpoints.failed:
             time.sleep(0.01)
 
     Trainer._advance = advance  # type: ignore[method-assign]

@@ -83,7 +83,7 @@ def test_settings_that_ask_for_too_much(override: str, where: str, tmp_path: Pat
         pytest.param("recsys.data.footers.read_footer", "reading the data", marks=pytest.mark.slow),
         pytest.param("recsys.training.run.learn_facts", "vocabularies", marks=pytest.mark.slow),
         pytest.param("recsys.training.trainer.start_training", "load", marks=pytest.mark.slow),
-        pytest.param("recsys.checkpoint.save.HashingWriter.write_data", "save", marks=pytest.mark.slow),
+        pytest.param("recsys.checkpoint.save.write_tensors", "save", marks=pytest.mark.slow),
         pytest.param("recsys.training.trainer.evaluate_dataset", "evaluation", marks=pytest.mark.slow),
     ],
 )

@@ -138,14 +138,14 @@ def test_a_full_disk_ends_all_ranks_alike(background: bool, reference: Path, tmp
 @pytest.mark.slow
 def test_two_ranks_walk_back_to_what_is_whole(reference: Path, tmp_path: Path) -> None:
     finish(tmp_path / "run", *SAVING, "train.max_steps=8", "train.keep_checkpoints=2", nproc=2)
-    shard = tmp_path / "run/checkpoints/step-000000008/__1_0.distcp"
+    shard = tmp_path / "run/checkpoints/step-000000008/rank_1.bin"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     finish(tmp_path / "run", *SAVING, nproc=2)
     for rank in (0, 1):
         told = (tmp_path / f"run/logs/rank_{rank}.log").read_text()
-        assert re.search(r"refused: .*step-000000008' is corrupt: __1_0.distcp has changed", told)
+        assert re.search(r"refused: .*step-000000008' is corrupt: rank_1.bin has changed", told)
         assert "resumed at step 4" in told
     assert_same(tmp_path / "run", reference, STEPS)
 

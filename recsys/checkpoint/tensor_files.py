@@ -1,0 +1,190 @@
+"""Tensors in the files of a checkpoint, byte for byte: a file a rank, and where each part of a tensor lies in it."""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from recsys.checkpoint.files import HashedFile
+from recsys.checkpoint.pieces import Piece, Pieces
+from recsys.errors import UserError
+from recsys.runtime.files import naming
+from recsys.tables.bytes import CHUNK_BYTES
+
+SUFFIX = ".bin"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Part of a tensor in a file: its first byte there, and its offsets and sizes in the tensor, row-major."""
+
+    file: str
+    start: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Shape and type (`float32` …) of a tensor, and its places in a checkpoint."""
+
+    size: tuple[int, ...]
+    dtype: str
+    places: tuple[Place, ...] = ()
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> "Entry":
+        """Describe a tensor that is in no file yet."""
+        return cls(pieces.size, str(pieces.dtype).removeprefix("torch."))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> "Entry":
+        """Return what JSON made of an entry.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no entry.
+        """
+        size, dtype, places = _whole(content["size"]), content["dtype"], content["places"]
+        if not isinstance(getattr(torch, dtype, None), torch.dtype):
+            raise ValueError(f"there is no type {dtype} of numbers")
+        parts = [Place(p["file"], _whole([p["start"]])[0], _whole(p["offsets"]), _whole(p["sizes"])) for p in places]
+        return cls(size, dtype, tuple(parts))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type as torch has it."""
+        return getattr(torch, self.dtype)
+
+    def empty(self) -> torch.Tensor:
+        """Return a new tensor of this shape and type in host memory."""
+        return torch.empty(self.size, dtype=self.torch_dtype)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Pieces]) -> tuple[dict[str, Entry], tuple[int, str]]:
+    """Write the pieces of tensors into one new file; return where they lie, and size and checksum of the file.
+
+    Raises:
+        OSError: it cannot be written; its `filename` is set.
+    """
+    entries = {}
+    with naming(path), HashedFile(path) as file:
+        for name, pieces in tensors.items():
+            places = []
+            for piece in pieces.pieces:
+                if piece.tensor.numel():
+                    places.append(Place(path.name, file.num_bytes, piece.offsets, tuple(piece.tensor.shape)))
+                    for content in _contents(piece.tensor):
+                        file.write(content)
+            entry = Entry.of(pieces)
+            entries[name] = Entry(entry.size, entry.dtype, tuple(places))
+    return entries, file.entry
+
+
+def _contents(tensor: torch.Tensor) -> Iterator[np.ndarray]:
+    """Yield the bytes of a tensor, some rows at a time."""
+    for rows in torch.atleast_1d(tensor).split(_rows_at_once(tensor.shape, tensor.dtype)):
+        yield rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def _rows_at_once(size: tuple[int, ...], dtype: torch.dtype) -> int:
+    return max(1, CHUNK_BYTES // max(1, math.prod(size[1:]) * dtype.itemsize))
+
+
+def read_tensors(folder: Path, entries: Mapping[str, Entry], targets: Mapping[str, Pieces]) -> None:
+    """Fill pieces of tensors from the files of a checkpoint, whatever pieces they were written in.
+
+    Args:
+        targets: by name in `entries`; numbers of another type are converted.
+
+    Raises:
+        UserError: a file cannot be read, or is shorter than it was.
+    """
+    try:
+        for name, pieces in targets.items():
+            for place in entries[name].places:
+                for piece in pieces.pieces:
+                    _read_common(folder / place.file, place, entries[name].torch_dtype, piece)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"checkpoint '{folder}' cannot be read: {reason}; take another one") from error
+
+
+def _read_common(path: Path, place: Place, dtype: torch.dtype, piece: Piece) -> None:
+    """Copy what a place and a piece of a tensor have in common, some rows at a time."""
+    target, sizes = torch.atleast_1d(piece.tensor.detach()), place.sizes or (1,)
+    there, here = place.offsets or (0,), piece.offsets or (0,)
+    sides = zip(there, sizes, here, target.shape, strict=True)
+    common = [(max(a, b), min(a + length, b + width)) for a, length, b, width in sides]
+    if any(start >= stop for start, stop in common):
+        return
+    (first, stop), *others = common
+    row_size, step = math.prod(sizes[1:]) * dtype.itemsize, _rows_at_once(sizes, dtype)
+    with path.open("rb") as file:
+        file.seek(place.start + (first - there[0]) * row_size)
+        for row in range(first, stop, step):
+            end = min(stop, row + step)
+            values = torch.from_numpy(np.fromfile(file, np.uint8, (end - row) * row_size)).view(dtype)
+            rows = values.reshape(end - row, *sizes[1:])[_within([(row, end), *others], (row, *there[1:]))]
+            target[_within([(row, end), *others], here)].copy_(rows)
+
+
+def _within(box: Iterable[tuple[int, int]], offsets: Iterable[int]) -> tuple[slice, ...]:
+    """Return the slices of a tensor that begins at `offsets` which lie in a box of (start, stop)."""
+    return tuple(slice(start - offset, stop - offset) for (start, stop), offset in zip(box, offsets, strict=True))
+
+
+def check_entries(entries: Mapping[str, Entry], file_sizes: Mapping[str, int]) -> None:
+    """Refuse places that are not all of a tensor, each element once, and the whole content of the files of tensors.
+
+    Args:
+        file_sizes: bytes of each file of the checkpoint by name.
+
+    Raises:
+        ValueError: names the tensor or the files.
+    """
+    spans: dict[str, list[tuple[int, int]]] = {name: [] for name in file_sizes if name.endswith(SUFFIX)}
+    for name, entry in entries.items():
+        if not _tile(entry.size, [(place.offsets, place.sizes) for place in entry.places]):
+            raise ValueError(f"the pieces of {name} do not cover it, each of its elements once")
+        for place in entry.places:
+            if place.file not in spans:
+                raise ValueError("it names a file that the checkpoint does not have")
+            spans[place.file].append((place.start, math.prod(place.sizes) * entry.torch_dtype.itemsize))
+    if wrong := [name for name in spans if not _follow(spans[name], file_sizes[name])]:
+        raise ValueError(f"what it describes is not all that lies in {', '.join(wrong)}, each once")
+
+
+def _whole(numbers: Any) -> tuple[int, ...]:
+    if not isinstance(numbers, list) or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{numbers!r} is no list of whole numbers")
+    return tuple(numbers)
+
+
+def _tile(size: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Return whether boxes of (offsets, sizes) cover a tensor, each element once, as cut by rows, and by columns."""
+    if any(len(side) != len(size) for box in boxes for side in box):
+        return False
+    if not size or 0 in size:
+        return len(boxes) == (0 not in size)
+    rows: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, int]]] = {}
+    for offsets, sizes in boxes:
+        rows.setdefault((offsets[1:], sizes[1:]), []).append((offsets[0], sizes[0]))
+    if len(size) == 2:
+        covered = _follow([(offset, width) for (offset,), (width,) in rows], size[1])
+    else:
+        covered = list(rows) == [((0,) * (len(size) - 1), size[1:])]
+    return covered and all(_follow(spans, size[0]) for spans in rows.values())
+
+
+def _follow(spans: Iterable[tuple[int, int]], end: int) -> bool:
+    """Return whether spans of (start, length) cover 0 … end, each number once."""
+    at = 0
+    for start, length in sorted(spans):
+        if start != at:
+            return False
+        at += length
+    return at == end
