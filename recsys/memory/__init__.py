@@ -3,4 +3,4 @@
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.measure import BudgetExceeded, Timeline, peak_rss
 from recsys.memory.predict import predict
-from recsys.memory.tensors import measure_dense, measure_tables, predict_dense, predict_tables
+from recsys.memory.tensors import measure_dense, predict_dense, table_entries

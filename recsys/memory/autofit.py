@@ -101,10 +101,10 @@ class Fitter:
             if not missing:
                 break
             best, least = None, missing
-            for change in lever(self._with(chosen), self._topology):
+            for change in lever(with_changes(self._config, chosen), self._topology):
                 if change.saver is not None and change.saver not in allowed:
                     continue
-                left = self.missing(self._with([*chosen, change]))
+                left = self.missing(with_changes(self._config, [*chosen, change]))
                 if left < least:
                     best, least = change, left
                 if not left:
@@ -114,7 +114,7 @@ class Fitter:
                 missing = least
         if not missing:
             chosen = self._without_needless(chosen)
-        config = self._with(chosen)
+        config = with_changes(self._config, chosen)
         return Fit(config, chosen, self.fullest(self._config), self.fullest(config), missing)
 
     def advice(self, num: int = 3) -> list[Offer]:
@@ -139,7 +139,7 @@ class Fitter:
         return list({str(offer.change): offer for offer in worth}.values())[:num]
 
     def _offer(self, change: Change) -> Offer:
-        config = self._with([change])
+        config = with_changes(self._config, [change])
         return Offer(change, self.fullest(self._config) - self.fullest(config), self.missing(config))
 
     def fullest(self, config: Config) -> int:
@@ -157,9 +157,9 @@ class Fitter:
             f"table {name}": each.device if where == "device" else each.device + each.host
             for name, each in rank.tables.items()
         }
-        others = {kind.replace("_", " "): size for kind, size in kinds.items() if not kind.startswith("table_")}
-        others |= {kind.replace("_", " "): size for kind, size in kinds.items() if kind.startswith("table_cache")}
-        return sorted((tables | others).items(), key=lambda pair: -pair[1])[:num]
+        others = {kind: size for kind, size in kinds.items() if kind not in ("table_weight", "table_optimizer")}
+        sizes = tables | {kind.replace("_", " "): size for kind, size in others.items()}
+        return sorted(sizes.items(), key=lambda pair: -pair[1])[:num]
 
     def _where(self, ranks: Sequence[RankMemory]) -> str:
         topology = self._topology
@@ -192,17 +192,14 @@ class Fitter:
 
     def missing(self, config: Config) -> int:
         """Return the bytes by which ranks and machines exceed what they have, less the margin."""
-        found = demands(self._ranks(config), self._topology)
-        return sum(max(0, size + self._beyond - int(there * (1 - MARGIN))) for _, size, there in found)
-
-    def _with(self, changes: Sequence[Change]) -> Config:
-        return with_changes(self._config, changes)
+        needs = demands(self._ranks(config), self._topology)
+        return sum(max(0, size + self._beyond - int(there * (1 - MARGIN))) for _, size, there in needs)
 
     def _without_needless(self, changes: list[Change]) -> list[Change]:
         """Leave out, the most expensive first, what the others do without."""
         for change in reversed(changes):
             others = [each for each in changes if each is not change]
-            if not self.missing(self._with(others)):
+            if not self.missing(with_changes(self._config, others)):
                 changes = others
         return changes
 

@@ -25,20 +25,24 @@ _PROCESS = Path("/proc/self")
 
 def rss() -> int:
     """Return this process's resident memory, in bytes."""
-    try:
-        return int((_PROCESS / "statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return int(psutil.Process().memory_info().rss)
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_rss() -> int:
     """Return the peak of this process's resident memory since it began or `reset_peak_rss`, in bytes."""
+    peak = _process_bytes("status", "VmHWM")
+    if peak is not None:
+        return peak
+    # Elsewhere than on Linux, where this would count what a launcher took before it became this program.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _process_bytes(file: str, key: str) -> int | None:
+    """Return a size that the kernel tells of this process, in bytes; None if it does not."""
     try:
-        status = (_PROCESS / "status").read_text()
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        return int((_PROCESS / file).read_text().partition(f"\n{key}:")[2].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
-        # Elsewhere than on Linux, where this would count what a launcher took before it became this program.
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return None
 
 
 def reset_peak_rss() -> None:
@@ -47,23 +51,6 @@ def reset_peak_rss() -> None:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError:
         return
-
-
-def pss() -> int | None:
-    """Return resident memory with pages of several processes shared out among them, in bytes; None if not known."""
-    try:
-        text = (_PROCESS / "smaps_rollup").read_text()
-        return int(text.partition("\nPss:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def locked() -> int | None:
-    """Return this process's locked memory in bytes; None if not known."""
-    try:
-        return int((_PROCESS / "status").read_text().partition("VmLck:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 class _MallInfo(ctypes.Structure):
@@ -192,6 +179,8 @@ class Timeline:
             reset_peak_rss()
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
+            if self.spans and self.spans[-1].phase == self._phases[-1]:
+                return  # which goes on
             if len(self.spans) >= _MOST_SPANS:
                 self._thin_spans()
             now = rss()
@@ -201,27 +190,15 @@ class Timeline:
         with self._lock:
             self._observe()
             self.spans[-1].stop_s = self._seconds()
-            if len(self.spans) > 1 and self.spans[-1].phase == self.spans[-2].phase:
-                self._merge()
             if self._device.type == "cuda":
                 phase, peak = self._phases[-1], torch.cuda.max_memory_allocated(self._device)
                 self.device_peaks[phase] = max(self.device_peaks.get(phase, 0), peak)
                 reserved = torch.cuda.max_memory_reserved(self._device)
                 self.device_reserved_peak = max(self.device_reserved_peak, reserved)
 
-    def _merge(self) -> None:
-        last = self.spans.pop()
-        before = self.spans[-1]
-        before.stop_s = last.stop_s
-        if last.peak_bytes > before.peak_bytes:
-            before.peak_bytes, before.step = last.peak_bytes, last.step
-
     def _thin_spans(self) -> None:
         """Leave out every second span of each phase, but for the highest."""
-        by_phase: dict[str, list[Span]] = {}
-        for span in self.spans:
-            by_phase.setdefault(span.phase, []).append(span)
-        highest = {phase: max(spans, key=lambda span: span.peak_bytes) for phase, spans in by_phase.items()}
+        highest = {span.phase: span for span in sorted(self.spans, key=lambda span: span.peak_bytes)}
         number, kept = dict.fromkeys(highest, 0), []
         for span in self.spans:
             number[span.phase] += 1
@@ -252,8 +229,8 @@ def process_memory(device: torch.device, timeline: Timeline) -> dict[str, Any]:
     return {
         "rss_bytes": now,
         "peak_rss_bytes": max(timeline.peak().peak_bytes, now),
-        "pss_bytes": pss(),
-        "locked_bytes": locked(),
+        "pss_bytes": _process_bytes("smaps_rollup", "Pss"),  # with pages of several processes shared out among them
+        "locked_bytes": _process_bytes("status", "VmLck"),
         "arrow_bytes": pa.default_memory_pool().bytes_allocated(),
         "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
         "device_peak_allocated_bytes": max(peaks, default=0) if on_gpu else None,

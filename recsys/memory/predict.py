@@ -49,8 +49,7 @@ def predict(
     by_rank: dict[int, list[Shard]] = {rank: [] for rank in range(topology.world_size)}
     for piece in pieces:
         by_rank[piece.rank].append(piece)
-    batch = _Batch(config, data, dense.rows)
-    return [_Rank(config, data, dense, topology, batch, own, rank).memory() for rank, own in by_rank.items()]
+    return [_Rank(config, data, dense, topology, own, rank).memory() for rank, own in by_rank.items()]
 
 
 def eval_share(config: Config) -> float:
@@ -59,40 +58,24 @@ def eval_share(config: Config) -> float:
     return (config.train.eval_batch_size or rows) / max(1, rows)
 
 
-class _Batch:
-    """Bytes of a rank's batch."""
-
-    def __init__(self, config: Config, data: DataFacts, rows: int) -> None:
-        features = config.features.values()
-        num_lists = sum(feature.type is FeatureType.id for feature in features)
-        self.rows = rows
-        self.ids = rows * sum(data.mean_ids.values())
-        weighted = any(feature.weights is not None for feature in features)
-        floats = len(config.features) - num_lists + 2
-        self.bytes = int(self.ids * (data.id_bytes + 4 * weighted) + rows * 4 * (num_lists + floats))
-
-
 class _Rank:
     """One rank's memory under construction; see `predict`."""
 
     def __init__(
-        self,
-        config: Config,
-        data: DataFacts,
-        dense: DenseFacts,
-        topology: Topology,
-        batch: _Batch,
-        pieces: list[Shard],
-        rank: int,
+        self, config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: list[Shard], rank: int
     ) -> None:
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
-        self._batch, self._pieces, self._rank = batch, pieces, rank
+        self._pieces, self._rank = pieces, rank
         self._tables = rank_tables(config, pieces, rank)
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
         features = {name: f for name, f in config.features.items() if f.type is FeatureType.id}
         dims = {name: config.tables[f.table or ""].embedding_dim for name, f in features.items()}
-        self._by_id = config.unpooled_tables()
-        self.pooled = int(sum(4 * dim * self._num_vectors(name, batch.rows) for name, dim in dims.items()))
+        self._by_id, rows = config.unpooled_tables(), dense.rows
+        self.pooled = int(sum(4 * dim * self._num_vectors(name, rows) for name, dim in dims.items()))
+        self.ids = rows * sum(data.mean_ids.values())
+        weighted = any(feature.weights is not None for feature in config.features.values())
+        per_row = 4 * (len(config.features) + 2)
+        self.batch_bytes = int(self.ids * (data.id_bytes + 4 * weighted) + rows * per_row)
         self.looked_up, self.reduced, self.exchanged_ids = self._lookups()
 
     def _num_vectors(self, feature: str, rows: int) -> float:
@@ -109,7 +92,7 @@ class _Rank:
             whole = self._config.tables[piece.table].num_embeddings
             own = piece.sharding_type == "data_parallel"
             split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
-            rows = self._batch.rows * (1 if own else ranks)
+            rows = self._dense.rows * (1 if own else ranks)
             for name, feature in self._config.features.items():
                 if feature.table == piece.table:
                     size = self._num_vectors(name, rows) * piece.size[1] * 4
@@ -202,7 +185,7 @@ class _Rank:
         ahead = batches_ahead(data.prefetch_batches, topology.device, topology.local_world_size)
         queued = ahead + _QUEUED_BATCHES if data.num_threads and ahead else 1
         queued += _BATCHES_ON_GPU - 1
-        batch = self._batch.bytes
+        batch = self.batch_bytes
         if self._topology.on_gpu:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
         return {
@@ -240,15 +223,15 @@ class _Rank:
 
     def _in_steps(self) -> Bytes:
         """Return what comes and goes with each step, at its highest moment."""
-        batch, dense, ranks = self._batch, self._dense, self._topology.world_size
+        dense, ranks = self._dense, self._topology.world_size
         sort = _SORT_BYTES[self._topology.device.type]
         in_flight = {
             # What the ids of two batches take on their way to the ranks that look them up, and there.
-            "collective_ids": int(2 * (batch.ids + self.exchanged_ids) * self._data.id_bytes),
+            "collective_ids": int(2 * (self.ids + self.exchanged_ids) * self._data.id_bytes),
             "lookup_ids": self.exchanged_ids * _WIRE_ID_BYTES,
         }
         if self._topology.on_gpu:
-            in_flight["batches"] = _BATCHES_ON_GPU * batch.bytes
+            in_flight["batches"] = _BATCHES_ON_GPU * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
@@ -303,11 +286,11 @@ class _Rank:
         return sum(table.weight + table.optimizer for table in self._tables.values())
 
     def _written_copies(self) -> int:
-        """Return the bytes that torch's writer copies from a GPU: of each tensor it keeps the last chunk to the end."""
+        """Return the bytes that are copied from a GPU to be written: two chunks of rows at once."""
         if not self._topology.on_gpu:
             return 0
         sizes = (piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in self._pieces)
-        return sum(min(part, CHUNK_BYTES) for size in sizes for part in (size.weight, size.optimizer))
+        return min(2 * CHUNK_BYTES, sum(size.weight + size.optimizer for size in sizes))
 
 
 def _present(kinds: Bytes) -> Bytes:

@@ -1,6 +1,6 @@
 """Bytes of the dense part and of tables: from shapes, and from the tensors that a rank holds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,35 @@ from recsys.tables.spec import Shard, local_pieces
 Bytes = dict[str, int]
 
 
-def predict_tables(pieces: Iterable[Shard], config: Config, rank: int) -> dict[str, Bytes]:
-    """Return, for each table with a piece on `rank`, its weight_bytes and optimizer_bytes there."""
-    found = rank_tables(config, pieces, rank)
-    return {name: {"weight_bytes": each.weight, "optimizer_bytes": each.optimizer} for name, each in found.items()}
+def table_entries(
+    config: Config, shards: Sequence[Shard], rank: int, weights: Mapping[str, Any], states: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the report's entry of each table with a shard on `rank`, with what was predicted and what is held.
+
+    Args:
+        weights: by table; states: by TABLE/STATE; ShardedTensors, or tensors that every rank holds.
+    """
+    entries = []
+    for name, predicted in rank_tables(config, shards, rank).items():
+        mine = [shard for shard in shards if shard.rank == rank and shard.table == name]
+        of_table = [value for state, value in states.items() if state.split("/")[0] == name]
+        entries.append(
+            {
+                "name": name,
+                "pieces": [{"offset": list(p.offset), "rows": p.size[0], "columns": p.size[1]} for p in mine],
+                "data_type": config.tables[name].data_type.name,
+                "optimizer": config.table_optimizer(name).name.name,
+                "sharding_type": mine[0].sharding_type,
+                "compute_kernel": mine[0].compute_kernel,
+                "predicted": {"weight_bytes": predicted.weight, "optimizer_bytes": predicted.optimizer},
+                "measured": {"weight_bytes": _held_bytes(weights[name]), "optimizer_bytes": _held_bytes(*of_table)},
+            }
+        )
+    return entries
+
+
+def _held_bytes(*values: Any) -> int:
+    return _num_bytes(tensor for value in values for tensor, _ in local_pieces(value))
 
 
 def predict_dense(dense: Any, config: Config, world_size: int) -> Bytes:
@@ -46,20 +71,6 @@ def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) ->
             return factors + 1
         case DenseOptimizer.sgd:
             return shape.numel() if optimizer.momentum else 0
-
-
-def measure_tables(weights: dict[str, Any], states: dict[str, Any]) -> dict[str, Bytes]:
-    """Return the same as `predict_tables` from the tensors that this rank holds.
-
-    Args:
-        weights: by table; states: by TABLE/STATE; ShardedTensors, or tensors that every rank holds.
-    """
-    measured: dict[str, Bytes] = {}
-    for kind, tensors in (("weight_bytes", weights), ("optimizer_bytes", states)):
-        for name, value in tensors.items():
-            entry = measured.setdefault(name.split("/")[0], {"weight_bytes": 0, "optimizer_bytes": 0})
-            entry[kind] += _num_bytes(tensor for tensor, _ in local_pieces(value))
-    return measured
 
 
 def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:

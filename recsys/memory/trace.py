@@ -39,15 +39,12 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
     with _fake_tensors():
         step = _fake_step(config)
         step.dense.model.rehearse(device)
-        size = predict_dense(step.dense, config, dist.get_world_size())
         step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
         evaluated = math.ceil(rows * eval_share(config))
         eval_bytes, _ = _traced(config, data, step.eval(), evaluated, (0, evaluated))
         return DenseFacts(
-            parameter_bytes=size["parameter_bytes"],
+            **predict_dense(step.dense, config, dist.get_world_size()),
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
-            gradient_bytes=size["gradient_bytes"],
-            optimizer_bytes=size["optimizer_bytes"],
             rows=rows,
             step_bytes=step_bytes,
             eval_bytes=eval_bytes,

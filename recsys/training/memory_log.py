@@ -10,9 +10,9 @@ from typing import Any
 
 from recsys.config.load import config_text
 from recsys.data.inputs import Inputs
-from recsys.memory import Timeline, measure_dense, measure_tables, predict_dense, predict_tables
+from recsys.memory import Timeline, measure_dense, predict_dense, table_entries
 from recsys.memory.data_facts import data_facts
-from recsys.memory.report import rank_report, table_entries, write_pages, write_rank
+from recsys.memory.report import SCHEMA_VERSION, rank_report, tensor_lines, write_pages, write_rank
 from recsys.memory.trace import Prediction, layer_page, predict_run
 from recsys.runtime.machine import topology_of
 from recsys.runtime.versions import installed_versions
@@ -35,9 +35,8 @@ class MemoryLog:
         world.from_rank_zero(lambda: _clear(folder))
         self._prediction, self._layers = world.from_rank_zero(self._predict)
         # While all ranks are there: their tables do not change any more.
-        predicted = predict_tables(built.pieces, config, world.rank)
-        measured = measure_tables(built.tensors.tables(), built.tensors.table_optimizer())
-        self._tables = table_entries(config, built.pieces, world.rank, predicted, measured)
+        weights, states = built.tensors.tables(), built.tensors.table_optimizer()
+        self._tables = table_entries(config, built.pieces, world.rank, weights, states)
 
     def _predict(self) -> tuple[Prediction, str]:
         config, topology = self._inputs.config, self._topology
@@ -70,7 +69,7 @@ class MemoryLog:
         identity = {
             "name": config.run.name,
             "status": status,
-            "step": self._trainer.step,
+            "step": self._trainer.state.step,
             "rank": world.rank,
             "world_size": world.world_size,
             "local_world_size": world.local_world_size,
@@ -85,17 +84,17 @@ class MemoryLog:
             "predicted": predict_dense(built.step.dense, config, world.world_size),
             "measured": measure_dense(built.dense_model, built.dense_optimizer),
         }
-        report = rank_report(
-            identity,
-            self._tables,
-            dense,
-            self._trainer.loader_bytes,
-            self._prediction.ranks[world.rank],
-            self._topology,
-            world.device,
-            self._timeline,
-        )
-        return report | {"growth": self._trainer.growth.report()}
+        loader = self._trainer.loader_bytes
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "identity": identity,
+            "tables": self._tables,
+            "dense": dense,
+            "lines": tensor_lines(self._tables, dense),
+            "loader": loader,
+            "growth": self._trainer.growth.report(),
+            **rank_report(self._prediction.ranks[world.rank], self._topology, self._timeline, loader),
+        }
 
 
 def _clear(folder: Path) -> None:

@@ -17,9 +17,10 @@ from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import Device, load_config
 from recsys.data.inputs import open_inputs
-from recsys.memory import predict_dense, predict_tables
+from recsys.memory import predict_dense
 from recsys.runtime.world import World, open_world
 from recsys.step.pipeline import build_pipeline
+from recsys.tables.bytes import rank_tables
 from recsys.tables.shard import _kernels
 from recsys.training.build import Built, build_model
 
@@ -75,11 +76,11 @@ def _train(config_path: str, overrides: list[str], world: World) -> dict:
     live = {pointer: size for pointer, size in _live().items() if pointer not in before}
     kinds = _kinds(built)
     dense = predict_dense(built.step.dense, config, world.world_size)
-    tables = predict_tables(built.pieces, config, world.rank).values()
+    tables = rank_tables(config, built.pieces, world.rank).values()
     return {
         "predicted": {
-            "weight": sum(entry["weight_bytes"] for entry in tables),
-            "state": sum(entry["optimizer_bytes"] for entry in tables),
+            "weight": sum(entry.weight for entry in tables),
+            "state": sum(entry.optimizer for entry in tables),
             "parameter": dense["parameter_bytes"],
             "gradient": dense["gradient_bytes"],
             "optimizer": dense["optimizer_bytes"],
