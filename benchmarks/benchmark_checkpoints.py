@@ -38,11 +38,11 @@ def block(inputs: Inputs, built: Built, steps: int, kind: str) -> float:
         timeline = Timeline(inputs.world.device)
         trainer = Trainer(inputs, built, Path(folder), timeline)
         start = time.monotonic()
-        fitted = trainer.fit()
+        stopped = trainer.fit()
         seconds = time.monotonic() - start
         timeline.close()
-    if fitted.stopped or fitted.state.step != steps:  # the request to stop stays with the model, so later ones end too
-        raise UserError(f"a block ended at step {fitted.state.step} of {steps}, so nothing was measured; run it again")
+    if stopped or trainer.state.step != steps:  # the request to stop stays with the model, so later ones end too
+        raise UserError(f"a block ended at step {trainer.state.step} of {steps}, so nothing was measured; run it again")
     return seconds
 
 

@@ -79,10 +79,12 @@ class Ours:
         torch.set_num_threads(self.num_threads)
         folder = self._world.from_rank_zero(tempfile.mkdtemp)
         timeline = Timeline(self._world.device)
-        fitted = Trainer(self._inputs, self._built, Path(folder), timeline).fit()
+        trainer = Trainer(self._inputs, self._built, Path(folder), timeline)
+        trainer.fit()
+        speed = trainer.progress.totals()
         timeline.close()
         self._world.from_rank_zero(lambda: shutil.rmtree(folder))
-        return {"rows_per_s": fitted.samples_per_s, "wait_share": fitted.wait_share}
+        return {"rows_per_s": speed["samples_per_s"], "wait_share": speed["wait_share"]}
 
     def batches_in_memory(self) -> list[BareBatch]:
         """Return batches of the same rows for the bare loop."""

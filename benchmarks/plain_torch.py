@@ -116,15 +116,15 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
         built = Built(step, [], optimizer, tensors, [], [])
         timeline = Timeline(world.device)
         trainer = Trainer(inputs, built, run_dir, timeline)
-        fitted = trainer.fit()
+        trainer.fit()
         timeline.close()
         kinds: dict[str, int] = {}
         for kind, module in (("table", tables), ("dense", half)):
             kinds |= {f"{kind}_{name}": size for name, size in measure_dense(module, optimizer).items()}
         return {
-            "metrics": fitted.metrics,
-            "steps": fitted.state.step,
-            "samples_per_s": fitted.samples_per_s,
+            "metrics": trainer.metrics,
+            "steps": trainer.state.step,
+            "samples_per_s": trainer.progress.totals()["samples_per_s"],
             "memory": kinds,
             "loader_bytes": sum(trainer.loader_bytes.values()),
             "peak_rss_bytes": timeline.peak().peak_bytes,

@@ -18,7 +18,7 @@ from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
 from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig
 from recsys.config.table_optimizers import optimizer_names
-from recsys.config.topology import check_memory, check_topology
+from recsys.config.topology import check_topology, num_bytes
 from recsys.errors import UserError, nearest
 
 _WIDEST_ROW = 2048  # of FBGEMM's kernels
@@ -40,7 +40,8 @@ def check_config(config: Config) -> None:
     _check_filter(config)
     _check_training(config)
     check_topology(config.topology)
-    check_memory(config.memory)
+    if config.memory.budget is not None:
+        num_bytes("memory.budget", config.memory.budget)
     check_init(config.train.init, config.train.init_from, list(config.tables))
 
 

@@ -12,6 +12,7 @@ from fnmatch import translate
 from typing import Any
 
 from recsys.config.choices import FeatureType, IdMappingType
+from recsys.config.features import float_features, id_features
 from recsys.config.initial import InitConfig, Take
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
@@ -24,27 +25,15 @@ FREE = (
     *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
     # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept
-    *(
-        "train.eval_batch_size",
-        "train.micro_batch_size",
-        "train.micro_batch_ids",
-        "train.epochs",
-        "train.max_*steps",
-        "train.*_every_*",
-    ),
+    *("train.eval_batch_size", "train.micro_batch_*", "train.epochs", "train.max_*steps", "train.*_every_*"),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
     *("train.init_from", "train.init.*", "train.early_stop.patience", "optimizer.schedule.*", "precision.*"),
     *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "beta1", "beta2", "momentum", "weight_decay")),
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
     # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest
     *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.storage_dir"),
-    *(
-        "tables.*.stochastic_rounding",
-        "tables.*.init_range",
-        "tables.*.l2",
-        "tables.*.vocabulary",
-        "tables.*.min_count",
-    ),
+    *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.l2", "tables.*.vocabulary"),
+    "tables.*.min_count",
 )
 # What a position in the data, and the best metric so far, stand for: nothing that another run takes.
 _OF_ONE_RUN = (
@@ -190,9 +179,7 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
 
 def _inputs(config: Config) -> dict[str, list[str]]:
     """Return the features that a layer reads side by side, by its parameter."""
-    ids = [name for name, feature in config.features.items() if feature.type is FeatureType.id]
-    floats = [name for name, feature in config.features.items() if feature.type is FeatureType.float]
-    return config.model.layer_inputs(ids, floats)
+    return config.model.layer_inputs(id_features(config), float_features(config))
 
 
 def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -22,10 +22,7 @@ MODELS = {
     "mmoe": "recsys.models.mmoe.MMoE",
     "two_tower": "recsys.models.two_tower.TwoTower",
 }
-LABEL_METRICS = {
-    LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"),
-    LabelLoss.squared: ("rmse", "mae"),
-}
+LABEL_METRICS = {LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"), LabelLoss.squared: ("rmse", "mae")}
 
 
 @dataclass(frozen=True)

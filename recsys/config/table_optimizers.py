@@ -41,11 +41,7 @@ class TableOptimizer(Enum):
     """Optimizers that update a table's rows inside the backward pass; a member's value is its rule."""
 
     rowwise_adagrad = UpdateRule(
-        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",
-        row_state=1,
-        on_cpu=True,
-        replicated=True,
-        decay_has_modes=True,
+        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad", row_state=1, on_cpu=True, replicated=True, decay_has_modes=True
     )
     adagrad = UpdateRule(
         f"{_OPTIMIZERS}.Adagrad",

@@ -59,12 +59,6 @@ def num_bytes(key: str, value: Any) -> int:
     return int(size)
 
 
-def check_memory(memory: MemoryConfig) -> None:
-    """Raise a UserError if the budget is no size."""
-    if memory.budget is not None:
-        num_bytes("memory.budget", memory.budget)
-
-
 def check_topology(topology: TopologyConfig) -> None:
     """Raise a UserError for machines that cannot be.
 

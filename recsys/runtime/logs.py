@@ -139,45 +139,27 @@ class Progress:
     """Training speed, loss, share of time spent waiting for data, and time left.
 
     Args:
-        loss, losses, tasks: as `window` was where the run goes on.
+        window: where sum and number of the losses since the last line are counted, by "" and by task.
     """
 
-    def __init__(
-        self,
-        num_steps: int,
-        first_step: int,
-        loss: float = 0.0,
-        losses: int = 0,
-        tasks: dict[str, list[float]] | None = None,
-    ) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_steps: int, first_step: int, window: dict[str, list[float]]) -> None:
+        self._num_steps, self._window = num_steps, window
         self._step = self._first_step = first_step
-        self._rows = self.total_rows = 0
-        self._loss, self._losses, self._tasks = loss, losses, dict(tasks or {})
-        self._wait = self.total_wait = 0.0
+        self._rows = self._total_rows = 0
+        self._wait = self._total_wait = 0.0
         self._start = self._mark = time.monotonic()
         self._paused = 0.0
 
-    def step(
-        self, rows: int, loss: float | None, wait_seconds: float, task_losses: dict[str, float] | None = None
-    ) -> None:
-        """Count one step of `rows` rows over all ranks; a step that was skipped has no loss."""
+    def step(self, rows: int, wait_seconds: float, losses: dict[str, float]) -> None:
+        """Count one step of `rows` rows over all ranks; a step that was skipped has no losses."""
         self._step += 1
         self._rows += rows
-        self.total_rows += rows
-        if loss is not None:
-            self._loss += loss
-            self._losses += 1
-            for name, value in (task_losses or {}).items():
-                total, count = self._tasks.get(name, (0.0, 0))
-                self._tasks[name] = [total + value, count + 1]
+        self._total_rows += rows
         self._wait += wait_seconds
-        self.total_wait += wait_seconds
-
-    @property
-    def window(self) -> tuple[float, int, dict[str, list[float]]]:
-        """Sum and number of the losses since the last line, and the same by task."""
-        return self._loss, self._losses, self._tasks
+        self._total_wait += wait_seconds
+        for name, loss in losses.items():
+            total, count = self._window.get(name, (0.0, 0))
+            self._window[name] = [total + loss, count + 1]
 
     def pause(self, seconds: float) -> None:
         """Leave time spent on evaluation or a checkpoint out of the speed."""
@@ -188,21 +170,28 @@ class Progress:
         """Return the time spent training so far."""
         return time.monotonic() - self._start - self._paused
 
+    def totals(self) -> dict[str, float]:
+        """Return the speed over all ranks, without evaluation and checkpoints, and the share of waiting for data."""
+        seconds = max(self.seconds(), 1e-9)
+        return {"samples_per_s": self._total_rows / seconds, "wait_share": min(1.0, self._total_wait / seconds)}
+
     def line(self) -> dict[str, Any]:
         """Return the figures of the steps since the last call; the loss is the mean over those that have one."""
         now = time.monotonic()
         elapsed = max(now - self._mark, 1e-9)
         speed = self.seconds() / max(1, self._step - self._first_step)
+        means = {name: total / count for name, (total, count) in self._window.items()}
         values: dict[str, Any] = {
             "step": self._step,
-            "loss": self._loss / self._losses if self._losses else math.nan,
+            "loss": means.pop("", math.nan),
             "samples_per_s": self._rows / elapsed,
             "wait_share": min(1.0, self._wait / elapsed),
             "seconds_left": speed * (self._num_steps - self._step),
         }
-        if self._tasks:
-            values["losses"] = {name: total / count for name, (total, count) in self._tasks.items()}
-        self._rows, self._losses, self._loss, self._wait, self._mark, self._tasks = 0, 0, 0.0, 0.0, now, {}
+        if means:
+            values["losses"] = means
+        self._rows, self._wait, self._mark = 0, 0.0, now
+        self._window.clear()
         return values
 
     def show(self, values: dict[str, Any]) -> str:

@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from recsys.errors import UserError
@@ -42,9 +41,7 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._path is None:
             return
         self._ended.set()

@@ -14,7 +14,6 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from recsys.errors import LostPeerError, StuckError, end_run
@@ -71,9 +70,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._stacks is None:
             return
         self._ended.set()

@@ -175,16 +175,6 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, RuntimeError(text)
 
 
-def world_size_from_environment() -> int:
-    """Return the number of processes as the launcher set it, 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def in_slurm_job() -> bool:
-    """Return whether Slurm has started this process."""
-    return "SLURM_JOB_ID" in os.environ
-
-
 def launch_identity() -> dict[str, Any]:
     """Return what stays the same when a launcher starts a run again, and the number of Slurm's starts."""
     torchrun = os.environ.get("TORCHELASTIC_RUN_ID")

@@ -25,12 +25,7 @@ from recsys.tables.shard import (
     table_optimizer_tensors,
     table_tensors,
 )
-from recsys.tables.spec import (
-    Shard,
-    fill_initial,
-    init_range,
-    local_pieces,
-)
+from recsys.tables.spec import Shard, fill_initial, init_range, local_pieces
 
 
 @dataclass

@@ -11,58 +11,57 @@ from typing import Any
 
 import psutil
 
+from recsys.checkpoint import TrainState
 from recsys.config import Config
 from recsys.data.inputs import Inputs
 from recsys.memory.page import size, when
 from recsys.runtime.logs import git_commit, show_metrics
 from recsys.runtime.versions import installed_versions
-from recsys.runtime.world import World, in_slurm_job
-from recsys.training.trainer import FitResult
+from recsys.runtime.world import World, launch_identity
+from recsys.training.trainer import Trainer
 
 _PLACE_KEYS = ("run.dir=", "run.resume=", "run.overwrite=")
 
 
-def run_result(inputs: Inputs, fitted: FitResult, reports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def run_result(
+    inputs: Inputs, trainer: Trainer, stopped: bool, reports: list[dict[str, Any]], seconds: float
+) -> dict[str, Any]:
     """Return the content of result.json.
 
     Args:
-        reports: of memory, of every rank.
+        trainer: when it has ended. reports: of memory, of every rank.
     """
-    config, world = inputs.config, inputs.world
-    peaks = [report["host"] for report in reports]
+    config, world, state = inputs.config, inputs.world, trainer.state
+    memory = ("peak_rss_bytes", "device_peak_allocated_bytes", "device_peak_reserved_bytes")
     return {
-        "status": "stopped" if fitted.stopped else "done",
+        "status": "stopped" if stopped else "done",
         "name": config.run.name,
-        "metrics": fitted.metrics,
-        "steps": fitted.state.step,
-        "best_step": fitted.state.best_step,
-        "bad_steps": fitted.state.bad_steps,
-        "overflows": fitted.state.overflows,
-        "rows_seen": sum(seen for seen, _, _ in fitted.state.epoch_rows),
-        "epochs": fitted.state.position.epoch,
-        "data": _data_report(inputs, fitted),
-        "samples_per_s": round(fitted.samples_per_s, 1),
-        "wait_share": round(fitted.wait_share, 4),
+        "metrics": trainer.metrics,
+        "steps": state.step,
+        "best_step": state.best_step,
+        "bad_steps": state.bad_steps,
+        "overflows": state.overflows,
+        "rows_seen": sum(seen for seen, _, _ in state.epoch_rows),
+        "epochs": state.position.epoch,
+        "data": _data_report(inputs, state),
+        **{name: round(value, 4) for name, value in trainer.progress.totals().items()},
         "seconds": round(seconds, 2),
         "world_size": world.world_size,
         "device": world.device.type,
-        "peak_rss_bytes": [peak["peak_rss_bytes"] for peak in peaks],
-        "device_peak_allocated_bytes": [peak["device_peak_allocated_bytes"] for peak in peaks],
-        "device_peak_reserved_bytes": [peak["device_peak_reserved_bytes"] for peak in peaks],
+        **{name: [report["host"][name] for report in reports] for name in memory},
         "versions": installed_versions(),
         "git_commit": git_commit(),
         "optimizer": {"tables": config.optimizer.tables.name.name, "dense": config.optimizer.dense.name.name},
-        "state": asdict(fitted.state),
+        "state": asdict(state),
     }
 
 
-def _data_report(inputs: Inputs, fitted: FitResult) -> dict[str, Any]:
+def _data_report(inputs: Inputs, state: TrainState) -> dict[str, Any]:
     """Return for each epoch the rows to be trained, those that were, and those that were not; and ids by feature."""
-    train, position = inputs.datasets["train"], fitted.state.position
+    train, position = inputs.datasets["train"], state.position
     epochs = []
-    for epoch, (seen, bad, skipped) in enumerate(fitted.state.epoch_rows):
-        unfinished = epoch == position.epoch
-        expected = position.num_rows - position.rows_before if unfinished else train.num_rows
+    for epoch, (seen, bad, skipped) in enumerate(state.epoch_rows):
+        expected = position.num_rows - position.rows_before if epoch == position.epoch else train.num_rows
         epochs.append({"expected": expected, "seen": seen, "bad": bad, "skipped": skipped})
     return {
         "rows": train.num_rows,
@@ -98,7 +97,7 @@ def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir
 def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
     """Return the command line that goes on with this run, as far as this process can know it."""
     place = ["run.dir=" + shlex.quote(str(run_dir)), "run.resume=true"]
-    if in_slurm_job() and config.run.stop_file is not None:
+    if launch_identity()["slurm_job"] is not None and config.run.stop_file is not None:
         return f"the same sbatch and {place[0]}, unless the job is requeued by itself"
     if world.world_size > world.local_world_size:
         return f"the same command on every machine, and {' '.join(place)}"

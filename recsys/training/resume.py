@@ -3,13 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from recsys.checkpoint import (
-    Source,
-    TableRows,
-    TrainState,
-    import_table,
-    load_tensors,
-)
+from recsys.checkpoint import Source, TableRows, TrainState, import_table, load_tensors
 from recsys.data.footer_cache import changed_files
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position

@@ -28,7 +28,7 @@ from recsys.runtime.files import copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
 from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.runtime.watchdog import Watchdog
-from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world, world_size_from_environment
+from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world
 from recsys.tables.shard import save_plan
 from recsys.training.build import build_model
 from recsys.training.learning import learn_facts
@@ -37,19 +37,8 @@ from recsys.training.result import closing_lines, how_to_go_on, run_result
 from recsys.training.trainer import Trainer
 
 _WRITTEN = (
-    "config.yaml",
-    "plan.json",
-    "loaded.json",
-    "metrics.jsonl",
-    "result.json",
-    "memory",
-    "checkpoints",
-    "logs",
-    "vocabulary",
-    "footers",
-    "bad_steps",
-    "evaluations",
-    "profile",
+    *("config.yaml", "plan.json", "loaded.json", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs"),
+    *("vocabulary", "footers", "bad_steps", "evaluations", "profile"),
 )
 _FOOTERS = "footers"
 _MARKER = ".recsys-run"
@@ -68,10 +57,10 @@ def run(config: Config) -> int:
         LostPeerError: another rank ended.
     """
     quiet_libraries()
-    if config.debug and world_size_from_environment() > 1:
-        raise UserError("--debug runs one process; start it without torchrun")
     timeout_s = max(DEFAULT_TIMEOUT_S, config.run.stuck_after_s + _WATCHDOG_LEAD_S)
     with open_world(config.run.device, config.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
+        if config.debug and world.world_size > 1:
+            raise UserError("--debug runs one process; start it without torchrun")
         timeline = Timeline(world.device, limit_memory(config, world))
         if config.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
@@ -148,18 +137,18 @@ def _run(opened: Inputs, session: _Session) -> int:
     give_unused_back()  # what planning and predicting took
     explained.write = memory.write_alone
     with timeline.phase("step"):
-        fitted = trainer.fit()
+        stopped = trainer.fit()
     session.watchdog.rest()
     session.lock.check(now=True)
-    report = memory.write("stopped" if fitted.stopped else "done")
+    report = memory.write("stopped" if stopped else "done")
     reports = world.gather({section: report[section] for section in ("identity", "peak", "host")})
-    result = run_result(inputs, fitted, reports, time.monotonic() - start)
+    result = run_result(inputs, trainer, stopped, reports, time.monotonic() - start)
     result |= {"instead": session.instead, "fitted": [str(change) for change in changes]}
     if world.rank == 0:
         replace_file(run_dir / "result.json", to_json(result, indent=1) + "\n")
         for line in closing_lines(result, reports, run_dir, how_to_go_on(inputs.config, run_dir, world)):
             logger.info("%s", line)
-    return STOPPED_STATUS if fitted.stopped else 0
+    return STOPPED_STATUS if stopped else 0
 
 
 def _log_start(inputs: Inputs, session: _Session) -> None:

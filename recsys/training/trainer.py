@@ -4,17 +4,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from recsys.checkpoint import (
-    Checkpoints,
-    Source,
-    TrainState,
-    load_tensors,
-    verify_checkpoint,
-)
+from recsys.checkpoint import Checkpoints, Source, load_tensors, verify_checkpoint
 from recsys.config.meaning import meaning
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs
@@ -55,22 +49,6 @@ class TimedIterator(Iterator[Batch]):
             self._enter_phase("the exchange of ids")
 
 
-@dataclass
-class FitResult:
-    """Result of training: metrics, state and speed.
-
-    Attributes:
-        metrics: of the last evaluation of each dataset; stopped: a signal ended it early.
-        samples_per_s: over all ranks, without evaluation and checkpoints; wait_share: of that time.
-    """
-
-    metrics: dict[str, dict[str, float]]
-    state: TrainState
-    stopped: bool
-    samples_per_s: float
-    wait_share: float
-
-
 class Trainer:
     """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal.
 
@@ -79,7 +57,8 @@ class Trainer:
         enter_phase: told what training comes to, which is progress: the phase, and with a new step its number.
 
     Attributes:
-        growth: of memory over the steps.
+        state: as of checkpoints; metrics: of the last evaluation of each dataset by this process.
+        progress: speed so far; growth: of memory over the steps.
     """
 
     def __init__(
@@ -108,12 +87,12 @@ class Trainer:
         self._stop = StopRequests(built.step.dense, stop_file)
         self._pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, config.debug)
         built.step.dense.enter_phase = enter_phase
-        self._metrics: dict[str, dict[str, float]] = {}
-        self._state = start_training(inputs, built, source, run_dir)
-        self._saved_at = self._state.step or None
-        self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self._state.step)
-        num_left = self._loader.steps_left(self._state.position, config.train.epochs)
-        self._num_steps = min(self._state.step + num_left, config.train.max_steps or self._state.step + num_left)
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.state = start_training(inputs, built, source, run_dir)
+        self._saved_at = self.state.step or None
+        self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self.state.step)
+        num_left = self._loader.steps_left(self.state.position, config.train.epochs)
+        self._num_steps = min(self.state.step + num_left, config.train.max_steps or self.state.step + num_left)
         per_epoch = self._loader.steps_left(Position(), 1)
         batch = config.train.global_batch_size
         logger.info(
@@ -124,39 +103,24 @@ class Trainer:
         ]
         self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
         self.growth = Growth(world.device, topology_of(config, world), self._num_steps)
-        state = self._state
-        window = state.window_loss, state.window_losses, state.window_tasks
-        self._progress = Progress(self._num_steps, state.step, *window)
+        self.progress = Progress(self._num_steps, self.state.step, self.state.window)
 
-    def fit(self) -> FitResult:
-        """Train, evaluate and save; return the result.
+    def fit(self) -> bool:
+        """Train, evaluate and save; return whether a signal ended it early.
 
         Raises:
             UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
         """
-        state = self._state
         trace = self._run_dir / "profile" / f"rank_{self._world.rank}.json"
         with self._stop.signals(), closing(self._writer):
             with traced_steps(self._config.run.profile_steps, trace, self._world.device) as self._step_traced:
                 stopped = self._train()
-            if self._saved_at != state.step:
+            if self._saved_at != self.state.step:
                 self._save()
             if not stopped:
                 stopped = self._final_evaluation()
             self._checkpoints.wait()
-        seconds = max(self._progress.seconds(), 1e-9)
-        return FitResult(
-            metrics=self._metrics,
-            state=state,
-            stopped=stopped,
-            samples_per_s=self._progress.total_rows / seconds,
-            wait_share=min(1.0, self._progress.total_wait / seconds),
-        )
-
-    @property
-    def step(self) -> int:
-        """Steps trained so far."""
-        return self._state.step
+        return stopped
 
     @property
     def loader_bytes(self) -> dict[str, int]:
@@ -165,7 +129,7 @@ class Trainer:
 
     def _train(self) -> bool:
         """Train to the end; return whether a signal ended it early."""
-        state, train = self._state, self._config.train
+        state, train = self.state, self._config.train
         self._enter_phase("data loading", state.step + 1)
         batches = self._loader.batches(state.position, train.epochs)
         with closing(batches):
@@ -182,7 +146,7 @@ class Trainer:
 
     def _at_boundary(self) -> bool:
         """Evaluate and save if it is time; return whether a signal came meanwhile (resuming evaluates then)."""
-        state = self._state
+        state = self.state
         try:
             if self._evaluation_is_due() and state.evaluated_step != state.step:
                 self._evaluate_and_compare()
@@ -193,21 +157,21 @@ class Trainer:
 
     def _next_evaluation(self) -> int:
         """Return the next step after which data.valid is evaluated, which may lie after the end."""
-        state, train = self._state, self._config.train
+        state, train = self.state, self._config.train
         if train.eval_every_epochs is not None:
             epochs = _next_multiple(state.position.epoch, train.eval_every_epochs)
             return state.step + self._loader.steps_left(state.position, epochs)
         return self._num_steps if train.eval_every_steps is None else _next_multiple(state.step, train.eval_every_steps)
 
     def _evaluation_is_due(self) -> bool:
-        position, every = self._state.position, self._config.train.eval_every_epochs
+        position, every = self.state.position, self._config.train.eval_every_epochs
         if every is None:
-            return _is_due(self._state.step, self._config.train.eval_every_steps)
+            return _is_due(self.state.step, self._config.train.eval_every_steps)
         # After the last row of an epoch the position is that before the first of the next one.
         return position.num_rows == position.rows_before and _is_due(position.epoch, every)
 
     def _run_until(self, boundary: int, batches: Iterator[Batch]) -> bool:
-        state, train = self._state, self._config.train
+        state, train = self.state, self._config.train
         timed = TimedIterator(islice(batches, boundary - state.step), self._enter_phase)
         while state.step < boundary:
             self._enter_phase("forward", state.step + 1)
@@ -230,7 +194,7 @@ class Trainer:
         return False
 
     def _advance(self, output: StepOutput, waited: float) -> None:
-        state = self._state
+        state = self.state
         while len(state.epoch_rows) <= state.position.epoch:
             state.epoch_rows.append([0, 0, 0])
         counts = state.epoch_rows[state.position.epoch]
@@ -240,7 +204,7 @@ class Trainer:
         state.step += 1
         self._timeline.step = state.step
         self._timeline.check()
-        self._progress.step(output.num_rows, None if output.skipped else output.loss, waited, output.losses)
+        self.progress.step(output.num_rows, waited, {} if output.skipped else {"": output.loss, **output.losses})
         self._check_bad_rows(counts[1])
         scale = self._built.step.dense.loss_scale
         state.loss_scale, state.loss_scale_good_steps = scale.value, scale.good_steps
@@ -252,7 +216,7 @@ class Trainer:
 
     def _count_bad_step(self, output: StepOutput) -> None:
         """Keep the rows that are to blame, and end the run where bad steps are more than it allows."""
-        state, most = self._state, self._config.train.max_bad_steps
+        state, most = self.state, self._config.train.max_bad_steps
         state.bad_steps += 1
         if not output.finite_here:
             path = self._run_dir / "bad_steps" / f"step-{state.step:09d}-rank-{self._world.rank}.pt"
@@ -270,17 +234,17 @@ class Trainer:
         if num_bad > most:  # the same number on every rank, so all of them end here
             raise UserError(
                 f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
-                f"up to step {self._state.step} (the files are named in the logs of the ranks); mend them, or raise it"
+                f"up to step {self.state.step} (the files are named in the logs of the ranks); mend them, or raise it"
             )
 
     def _tell(self) -> None:
-        warning = self.growth.sample(self._state.step, self.loader_bytes)
+        warning = self.growth.sample(self.state.step, self.loader_bytes)
         if warning is not None:
-            logger.warning("step %d: %s", self._state.step, warning)
-        values = self._progress.line()
-        logger.info(self._progress.show(values))
+            logger.warning("step %d: %s", self.state.step, warning)
+        values = self.progress.line()
+        logger.info(self.progress.show(values))
         self._writer.write(
-            "train", {**values, "epoch": self._state.position.epoch, "rows": self._state.position.num_rows}
+            "train", {**values, "epoch": self.state.position.epoch, "rows": self.state.position.num_rows}
         )
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
@@ -294,14 +258,14 @@ class Trainer:
             give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
             metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested)
             give_unused_back()
-        self._metrics[role] = self._state.metrics[role] = metrics
+        self.metrics[role] = self.state.metrics[role] = metrics
         logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
         self._writer.write(role, {"step": step, **metrics})
-        self._progress.pause(time.monotonic() - start)
+        self.progress.pause(time.monotonic() - start)
         return metrics
 
     def _evaluate_and_compare(self) -> None:
-        state, metric = self._state, self._config.train.early_stop.metric
+        state, metric = self.state, self._config.train.early_stop.metric
         value = self._evaluate("valid", state.step).get(metric or "")
         state.evaluated_step = state.step
         if metric is None or value is None:
@@ -320,11 +284,11 @@ class Trainer:
 
     def _should_stop_early(self) -> bool:
         stop = self._config.train.early_stop
-        return stop.metric is not None and self._state.bad_evaluations >= stop.patience
+        return stop.metric is not None and self.state.bad_evaluations >= stop.patience
 
     def _final_evaluation(self) -> bool:
         """Evaluate what the run is about, the best step or the last; return whether a signal ended it early."""
-        state, step = self._state, self._state.step
+        state, step = self.state, self.state.step
         if state.best_step is not None and state.best_step != step:
             step = state.best_step
             self._checkpoints.wait()
@@ -333,7 +297,7 @@ class Trainer:
             load_tensors(best, verify_checkpoint(best, self._world), tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
-            if "valid" in self._inputs.datasets and (state.evaluated_step != step or "valid" not in self._metrics):
+            if "valid" in self._inputs.datasets and (state.evaluated_step != step or "valid" not in self.metrics):
                 self._evaluate("valid", step)
             if "test" in self._inputs.datasets:
                 self._evaluate("test", step)
@@ -342,18 +306,16 @@ class Trainer:
         return False
 
     def _save_if_due(self) -> None:
-        if _is_due(self._state.step, self._config.train.checkpoint_every_steps) and self._saved_at != self._state.step:
+        if _is_due(self.state.step, self._config.train.checkpoint_every_steps) and self._saved_at != self.state.step:
             self._save()
 
     def _save(self) -> None:
         start = time.monotonic()
-        self._enter_phase("saving the checkpoint", self._state.step)
-        state = self._state
-        state.window_loss, state.window_losses, state.window_tasks = self._progress.window
+        self._enter_phase("saving the checkpoint", self.state.step)
         with self._timeline.phase("save"):
-            self._checkpoints.save(self._built.tensors, self._state)
-        self._saved_at = self._state.step
-        self._progress.pause(time.monotonic() - start)
+            self._checkpoints.save(self._built.tensors, self.state)
+        self._saved_at = self.state.step
+        self.progress.pause(time.monotonic() - start)
 
     def _stop_requested(self) -> bool:
         """Return whether this rank wants to end; the step's all-reduce carries its wish to the others."""
