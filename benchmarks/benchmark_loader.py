@@ -29,7 +29,6 @@ from recsys.data.convert import FloatColumn, IdColumn  # noqa: E402
 from recsys.data.loader import Loader, LoaderOptions  # noqa: E402
 from recsys.data.parquet import Dataset, ReadOptions, open_dataset  # noqa: E402
 from recsys.data.window import BatchSpec  # noqa: E402
-from recsys.datasets.writer import write_parquet  # noqa: E402
 from recsys.ids import HashMapping  # noqa: E402
 from recsys.memory import peak_rss  # noqa: E402
 from recsys.runtime.versions import installed_versions  # noqa: E402
@@ -71,7 +70,12 @@ def write_files(folder: Path, num_rows: int) -> None:
             offsets = np.concatenate([[0], np.cumsum(generator.poisson(10, rows))]).astype(np.int32)
             columns[name] = pa.ListArray.from_arrays(offsets, _ids(generator, int(offsets[-1]), 100 + i))
         table = pa.table(columns)
-        write_parquet(table, folder / f"part-{f:05d}.parquet", ROW_GROUP_ROWS)
+        _write(table, folder / f"part-{f:05d}.parquet")
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path, row_group_size=ROW_GROUP_ROWS, compression="zstd", write_page_checksum=True)
 
 
 def _ids(generator: np.random.Generator, count: int, field: int) -> np.ndarray:
@@ -238,7 +242,7 @@ def _many_files(folder: Path, count: int = 10_000) -> Path:
         small = folder.with_name("small")
         with pq.ParquetFile(next(folder.glob("*.parquet"))) as file:
             rows = pa.Table.from_batches([next(file.iter_batches(200))])
-        write_parquet(rows, small / "part.parquet")
+        _write(rows, small / "part.parquet")
         content = (small / "part.parquet").read_bytes()
         many.mkdir()
         for i in range(count):

@@ -3,34 +3,12 @@
 import numpy as np
 import pyarrow as pa
 
-_LISTS = {make(pa.null()).id for make in (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)} | {
-    pa.list_(pa.null(), 1).id
-}
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 
 
 def plain(array: pa.Array) -> pa.Array:
-    """Return the same values in a type whose nulls Arrow counts and for which it has kernels.
-
-    An extension type becomes its storage, a dictionary that holds a null its values, a column without a type int64,
-    and a view of strings or bytes these themselves. The elements of lists stay as they are.
-    """
-    while isinstance(array, pa.ExtensionArray):
-        array = array.storage
-    kind = array.type
-    if pa.types.is_dictionary(kind):
-        values = plain(array.dictionary)
-        if values.null_count:
-            return values.take(array.indices)
-        if values.type != kind.value_type:
-            return pa.DictionaryArray.from_arrays(array.indices, values)
-    if pa.types.is_null(kind):
-        return array.cast(pa.int64())  # some writers drop the type of a column without any value
-    if pa.types.is_string_view(kind):
-        return array.cast(pa.large_string())
-    if pa.types.is_binary_view(kind):
-        return array.cast(pa.large_binary())
-    return array
+    """Return the same values, of a column without a type as int64: some writers drop it where no row has a value."""
+    return array.cast(pa.int64()) if pa.types.is_null(array.type) else array
 
 
 def decoded(array: pa.Array) -> pa.Array:
@@ -69,34 +47,22 @@ def _without_validity(array: pa.Array) -> pa.Array:
 
 
 def is_list(kind: pa.DataType) -> bool:
-    """Tell whether a type is lists of any layout."""
-    return kind.id in _LISTS
-
-
-def is_nested(kind: pa.DataType) -> bool:
-    """Tell whether a type, or that of a dictionary's values, is made of others: lists, structs, maps, unions."""
-    return pa.types.is_nested(kind.value_type if pa.types.is_dictionary(kind) else kind)
+    """Tell whether a type is lists."""
+    return pa.types.is_list(kind)
 
 
 def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return where each list starts in `array.values`, int32 or int64 [rows], and how long it is, int32 [rows].
+    """Return where each list starts in `array.values`, and how long it is, both int32 [rows].
 
     A null list has length 0, whatever lies under it.
     """
-    kind = array.type
-    if pa.types.is_fixed_size_list(kind):
-        starts = (array.offset + np.arange(len(array), dtype=np.int64)) * kind.list_size
-        lengths = np.full(len(array), kind.list_size, np.int32)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        offsets = array.offsets.to_numpy()
-        starts, lengths = offsets[:-1], np.diff(offsets).astype(np.int32, copy=False)
-    else:
-        starts, lengths = array.offsets.to_numpy(), array.sizes.to_numpy().astype(np.int32)
-    return starts, lengths * valid(array) if array.null_count else lengths
+    offsets = array.offsets.to_numpy()
+    lengths = np.diff(offsets)
+    return offsets[:-1], lengths * valid(array) if array.null_count else lengths
 
 
 def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
-    """Return values[starts[i] : starts[i] + lengths[i]] of every i, end to end and `plain`.
+    """Return values[starts[i] : starts[i] + lengths[i]] of every i, in ascending order, end to end and `plain`.
 
     A view where they lie so already, else one copy.
     """
@@ -104,10 +70,6 @@ def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Ar
         return plain(values.slice(0, 0))
     ends = starts + lengths
     gaps = starts[1:] - ends[:-1]
-    if gaps.size and gaps.min() < 0:  # only list views may be out of order
-        first_out = np.cumsum(lengths, dtype=np.int64) - lengths
-        positions = np.repeat(starts - first_out, lengths)
-        return plain(values).take(pa.array(positions + np.arange(len(positions))))
     values = plain(values.slice(int(starts[0]), int(ends[-1] - starts[0])))
     if not gaps.any():
         return values

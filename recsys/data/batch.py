@@ -82,15 +82,8 @@ class Batch(Pipelineable):
         return self.weights if self.known_labels is None else self.weights * self.known_labels[:, label]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        copy = replace(
-            self,
-            ids=self.ids.to(device, non_blocking=non_blocking),
-            floats=self.floats.to(device, non_blocking=non_blocking),
-            labels=self.labels.to(device, non_blocking=non_blocking),
-            weights=self.weights.to(device, non_blocking=non_blocking),
-            known_labels=None if self.known_labels is None else self.known_labels.to(device, non_blocking=non_blocking),
-            lists=None if self.lists is None else self.lists.to(device, non_blocking=non_blocking),
-        )
+        moved = {name: value.to(device, non_blocking=non_blocking) for name, value in self._tensors().items()}
+        copy = replace(self, **moved)
         if device.type == "cuda" and self.floats.device.type == "cpu":
             self.fence.record()  # until then the loader must not write into the memory that is being copied
         return copy
@@ -107,19 +100,19 @@ class Batch(Pipelineable):
         jagged = {}
         for name, each in self.ids.to(torch.device("cpu")).to_dict().items():
             jagged[name] = {"values": each.values(), "lengths": each.lengths(), "weights": each.weights_or_none()}
-        tensors = {name: getattr(self, name) for name in ("floats", "labels", "weights", "known_labels")}
-        dense = {name: tensor.cpu() for name, tensor in tensors.items() if tensor is not None}
+        dense = {name: value.cpu() for name, value in self._tensors().items() if isinstance(value, torch.Tensor)}
         content = io.BytesIO()  # torch.save does not say what is wrong with a file
         torch.save({"ids": jagged, **dense}, content)
         replace_file(path, content.getvalue())
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.ids.record_stream(stream)
-        for tensor in (self.floats, self.labels, self.weights, self.known_labels):
-            if tensor is not None:
-                tensor.record_stream(stream)
-        if self.lists is not None:
-            self.lists.record_stream(stream)
+        for value in self._tensors().values():
+            value.record_stream(stream)
+
+    def _tensors(self) -> dict[str, Any]:
+        """What lies on a device, by name; nothing for what the batch does not have."""
+        names = ("ids", "floats", "labels", "weights", "known_labels", "lists")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class Block:

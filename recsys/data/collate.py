@@ -61,12 +61,8 @@ def collate(
     """Join pieces into a batch of `num_rows` rows; rows that no piece fills have weight 0 and empty lists.
 
     Args:
-        pieces: in ascending order of `at`.
-        num_rows: rows of the batch.
-        spec: the one that the columns were converted with.
-        position: where training stands after this batch.
-        pool: where the memory of the batch is taken from.
-        micro_batches: bounds of what the dense part computes together.
+        pieces: in ascending order of `at`. spec: the one that their columns were converted with.
+        position: where training stands after this batch. pool: where the memory of the batch is taken from.
         first_row: the place of the first row in the global batch.
     """
     rows = _Rows(pieces, num_rows)

@@ -224,17 +224,9 @@ def _of_values(column: pa.ChunkedArray, test: Callable[[pa.Array], pa.Array]) ->
     """Apply `test` to each chunk; of a dictionary-encoded one to each distinct value once."""
     chunks = column.chunks or [pa.array([], column.type)]
     return pa.chunked_array(
-        pc.take(test(_without_view(chunk.dictionary)), chunk.indices)
-        if pa.types.is_dictionary(chunk.type)
-        else test(_without_view(chunk))
+        pc.take(test(chunk.dictionary), chunk.indices) if pa.types.is_dictionary(chunk.type) else test(chunk)
         for chunk in chunks
     )
-
-
-def _without_view(array: pa.Array) -> pa.Array:
-    if pa.types.is_string_view(array.type):  # for which there are no kernels
-        return array.cast(pa.string())
-    return array.cast(pa.binary()) if pa.types.is_binary_view(array.type) else array
 
 
 def _may_hold(operator: str, known: Bounds, literal: pa.Scalar) -> np.ndarray:

@@ -119,8 +119,7 @@ def convert_ids(
     """Map a column of ids, or of lists of ids, to table rows.
 
     Args:
-        array: any type that the mapping takes, a dictionary of it, or a list of either.
-        part: how to convert it.
+        array: any type that the mapping takes, a dictionary of it, or a list of either. part: how to convert it.
         dtype: of the rows, int32 or int64.
         out: C-contiguous, of this dtype, shape [len(array)]. It becomes `values` where `lengths` is None, and is not
             written to otherwise.
@@ -142,7 +141,10 @@ def convert_ids(
         elif weights is not None and arrow.is_list(weights.type):
             raise UserError(f"one id a row goes with one weight a row, but column '{part.weights}' is {weights.type}")
         rows, present = _map(array, part, dtype, out if lengths is None and k == 1 else None, allocate)
-        numbers = None if weights is None else _id_weights(weights, present, part)
+        numbers = None
+        if weights is not None:
+            given = weights if present is None else arrow.select(arrow.decoded(weights), present)
+            numbers = convert_floats(given, FloatColumn("weights of its ids", part.weights, fill=None))
     except (UserError, TypeError) as error:
         raise UserError(f"column '{part.column}' (feature '{part.name}'): {error}") from error
     if present is not None:
@@ -202,7 +204,7 @@ def _map(
     """Return the rows of ids, and a mask [len(ids)] of the ids that have any, or None when all have."""
     if part.boundaries is not None:
         ids = _bucketise(ids, part.boundaries)
-    if arrow.is_nested(ids.type):
+    if pa.types.is_nested(ids.type):
         raise UserError(
             f"ids must be integers or strings, found {ids.type}; a column holds one of these a row, or one list of them"
         )
@@ -254,26 +256,6 @@ def _count(present: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
     before = np.zeros(len(present) + 1, np.int64)
     np.cumsum(present, out=before[1:])
     return np.diff(before[np.cumsum(lengths)], prepend=0).astype(np.int32)
-
-
-def _id_weights(weights: pa.Array, present: np.ndarray | None, part: IdColumn) -> np.ndarray:
-    weights = arrow.decoded(weights)
-    if not arrow.is_number(weights.type):
-        raise UserError(f"its weights in column '{part.weights}' must be numbers, found {weights.type}")
-    if present is not None:
-        weights = arrow.select(weights, present)
-    if weights.null_count:
-        raise UserError(f"its weights in column '{part.weights}' hold {weights.null_count} nulls, and may hold none")
-    numbers = arrow.to_numbers(weights)
-    out = np.empty(len(weights), np.float32)
-    _round(numbers, out)
-    finite = np.isfinite(out)
-    if not finite.all():
-        raise UserError(
-            f"its weights in column '{part.weights}' hold {numbers[~finite][0]}, and only finite numbers up to 3.4e38 "
-            f"train"
-        )
-    return out
 
 
 def _flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[pa.Array, pa.Array | None, np.ndarray]:
@@ -344,6 +326,6 @@ def _title(part: FloatColumn) -> str:
 
 
 def _remedy(kind: pa.DataType, part: FloatColumn) -> str:
-    if arrow.is_nested(kind):
+    if pa.types.is_nested(kind):
         return "; write one number a row, each position of a list as a column of its own"
     return "; write it as numbers" + ("" if part.fill is None else ", or for ids use a feature of type id")

@@ -29,7 +29,7 @@ class Dataset:
         key: the config key that names the files, for messages.
         row_groups: of all files, in order; those without a row (that matches the filter) left out.
         schema: Arrow schema of `columns`, with plain types (see `plain_type`) that hold those of every file. Readers
-            return such values as dictionaries, large lists and the like where a file has them so.
+            return strings as dictionaries where Arrow can.
         columns: names of the columns read.
         filter: expression that rows must match, or None.
         bad_files: left out, since their footers could not be read.

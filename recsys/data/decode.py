@@ -1,10 +1,11 @@
-"""Decoding of whole row groups: the columns asked for, in the dataset's types, of the rows that match the filter."""
+"""Decoding of row groups: the columns asked for, in the dataset's types, of the rows that match the filter."""
 
 import json
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -16,9 +17,12 @@ import pyarrow.parquet as pq
 from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
 from recsys.data.filters import parse_filter
-from recsys.data.footers import plain_type
+from recsys.data.footers import file_tail, footer_of, parsed_footer, plain_type
+from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_keys, reason
 
+CACHED_ROW_GROUPS = 2  # by a reader, of those that are read in parts
+_HEAD_BUFFER_BYTES, _HEAD_BATCH_ROWS = 1 << 16, 1 << 12  # of what is read and decoded at once, of all columns
 _KEPT_FOOTER_BYTES = 4 << 20  # as in the files; parsed they take ten times as much
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
 
@@ -55,79 +59,87 @@ class _Plan:
     leaves: dict[str, int]
 
 
-class Decoder:
-    """Decodes row groups of a dataset; safe to call from several threads.
+class SegmentReader:
+    """Decodes row groups of a dataset, and segments of them; safe to call from several threads.
+
+    The last few row groups that are read in parts are kept, because the streams of small files begin in the same one.
 
     Args:
-        columns: the columns to return, of those of the dataset.
+        columns: the columns to return; all of the dataset by default.
     """
 
-    def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
-        groups = dataset.row_groups
-        self._dataset, self._returned = dataset, list(columns)
-        self._crosses = {name: dataset.crosses[name] for name in columns if name in dataset.crosses}
+    def __init__(self, dataset: Dataset, columns: Sequence[str] | None = None) -> None:
+        self._dataset, self._returned = dataset, list(dataset.columns if columns is None else columns)
+        self._crosses = {name: dataset.crosses[name] for name in self._returned if name in dataset.crosses}
         of_crosses = [column for cross in self._crosses.values() for column in cross]
-        read = [name for name in columns if name not in self._crosses]
+        read = [name for name in self._returned if name not in self._crosses]
         self._columns = list(dict.fromkeys([*read, *of_crosses]))
-        self._file_of = {path: i for i, path in enumerate(groups.paths)}
-        self._keys = _keys(groups.file, groups.index)
         self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
         self._types = {each.name: each.type for each in (*dataset.filter_schema, *dataset.schema)}
         self._plans: dict[tuple[int, bool], _Plan] = {}
         self._footers: OrderedDict[tuple[str, int, int], pq.FileMetaData] = OrderedDict()
         self._footer_bytes = 0
+        self._recent: OrderedDict[int, Future[pa.Table]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def num_rows(self, path: str, index: int) -> int:
-        """Return how many rows of a row group match the filter, as counted before."""
-        return self._group(path, index).num_rows
-
-    def table(self, path: str, index: int) -> pa.Table:
-        """Return the columns of a row group, of the rows that match the filter.
+    def read(self, segment: Segment) -> pa.Table:
+        """Return the rows of a segment; rows are counted without those that the filter leaves out.
 
         Raises:
-            BadDataError: names the file, row group and column that cannot be read, or the file that has changed.
+            BadDataError: names file, row group and column that cannot be read, or the file that has changed.
         """
-        group = self._group(path, index)
+        is_whole = segment.num_rows == self._dataset.row_groups.num_rows[segment.number]  # no other one wants any of it
+        table = self.row_group(segment.number) if is_whole else self._shared_row_group(segment.number)
+        return table.slice(segment.start, segment.num_rows)
+
+    def row_group(self, number: int) -> pa.Table:
+        """Return the rows of a row group, by its number in the dataset, that match the filter. Errors as of `read`."""
+        group = self._group(number)
         is_filtered = self._condition is not None and group.num_rows < group.stored_rows
         table = self._matching(self._read(group, is_filtered), is_filtered)
         if table.num_rows < group.num_rows:
             raise _changed(group, f"{table.num_rows} rows match the filter, and {group.num_rows} did")
         return table
 
-    def count(self, path: str, index: int) -> int:
-        """Return how many rows of a row group match the filter. Raises BadDataError as `table`."""
-        table = self._read(self._group(path, index), is_filtered=True)
+    def count(self, number: int) -> int:
+        """Return how many rows of a row group match the filter. Errors as of `read`."""
+        table = self._read(self._group(number), is_filtered=True)
         return 0 if self._condition is None else pc.sum(self._condition.mask(table)).as_py() or 0
 
-    def head(self, path: str, index: int, num_rows: int) -> pa.Table:
-        """Return up to `num_rows` rows from the start of a row group, without decoding all of it.
-
-        Raises:
-            BadDataError: as `table`.
-        """
-        group, is_filtered = self._group(path, index), self._condition is not None
+    def head(self, number: int, num_rows: int) -> pa.Table:
+        """Return up to so many rows from the start of a row group, without decoding all of it. Errors as of `read`."""
+        group, is_filtered = self._group(number), self._condition is not None
 
         def read(plan: _Plan) -> pa.Table:
-            with self._open(group, plan) as file:
-                if is_filtered:
-                    return self._matching_head(file, group, plan, num_rows)
-                # One after another, as in `_stored`.
-                columns = {column: _head(file, index, column, num_rows) for column in plan.stored}
-            table = self._completed(pa.table(columns), group, plan, min(num_rows, group.stored_rows))
-            return self._matching(table, is_filtered)
+            tables: list[pa.Table] = []
+            with self._open(group, plan, _HEAD_BUFFER_BYTES) as file:
+                batches = file.iter_batches(
+                    min(num_rows, _HEAD_BATCH_ROWS), row_groups=[group.index], columns=plan.stored, use_threads=False
+                )
+                while sum(map(len, tables)) < num_rows and (batch := next(batches, None)) is not None:
+                    table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
+                    tables.append(self._matching(self._completed(table, group, plan), is_filtered))
+            return pa.concat_tables(tables, promote_options="permissive").slice(0, num_rows)
 
         if not self._plan(group, is_filtered).stored:
-            return self.table(path, index).slice(0, num_rows)
+            return self.row_group(number).slice(0, num_rows)
         return self._planned(group, is_filtered, read)
 
-    def _matching_head(self, file: pq.ParquetFile, group: _Group, plan: _Plan, num_rows: int) -> pa.Table:
-        pieces: list[pa.Table] = []
-        batches = file.iter_batches(num_rows, row_groups=[group.index], columns=plan.stored, use_threads=False)
-        while sum(map(len, pieces)) < num_rows and (batch := next(batches, None)) is not None:
-            table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
-            pieces.append(self._matching(self._completed(table, group, plan, len(batch)), is_filtered=True))
-        return pa.concat_tables(pieces, promote_options="permissive").slice(0, num_rows)
+    def _shared_row_group(self, number: int) -> pa.Table:
+        with self._lock:
+            is_first = number not in self._recent
+            future = self._recent.setdefault(number, Future())
+            while len(self._recent) > CACHED_ROW_GROUPS:
+                self._recent.popitem(last=False)
+        if is_first:
+            try:
+                future.set_result(self.row_group(number))
+                if len(self._dataset.row_groups) <= CACHED_ROW_GROUPS:
+                    # What that took is not wanted again, and may be several times the table.
+                    pa.default_memory_pool().release_unused()
+            except Exception as error:
+                future.set_exception(error)
+        return future.result()
 
     def _matching(self, table: pa.Table, is_filtered: bool) -> pa.Table:
         chosen = table.select(self._columns)
@@ -135,11 +147,11 @@ class Decoder:
             chosen = chosen.filter(self._condition.mask(table))
         return with_crosses(chosen, self._crosses).select(self._returned) if self._crosses else chosen
 
-    def _group(self, path: str, index: int) -> _Group:
-        file, dataset = self._file_of[path], self._dataset
-        i = int(np.searchsorted(self._keys, _keys(file, index)))
-        counts = int(dataset.row_groups.num_rows[i]), int(dataset.stored_rows[i])
-        return _Group(path, index, *counts, int(dataset.file_layouts[file]), int(dataset.file_sizes[file]))
+    def _group(self, number: int) -> _Group:
+        dataset, groups = self._dataset, self._dataset.row_groups
+        file, counts = groups.file[number], (int(groups.num_rows[number]), int(dataset.stored_rows[number]))
+        layout, size = int(dataset.file_layouts[file]), int(dataset.file_sizes[file])
+        return _Group(groups.paths[file], int(groups.index[number]), *counts, layout, size)
 
     def _plan(self, group: _Group, is_filtered: bool) -> _Plan:
         key = (group.layout, is_filtered)
@@ -180,7 +192,7 @@ class Decoder:
         plan, table = self._plan(group, is_filtered), pa.table({})
         if plan.stored:
             table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, plan.stored))
-        return self._completed(table, group, plan, group.stored_rows)
+        return self._completed(table, group, plan)
 
     def _stored(self, group: _Group, plan: _Plan, columns: list[str]) -> pa.Table:
         decoded: dict[str, pa.ChunkedArray] = {}
@@ -199,39 +211,40 @@ class Decoder:
         return table.replace_schema_metadata()
 
     @contextmanager
-    def _open(self, group: _Group, plan: _Plan) -> Iterator[pq.ParquetFile]:
+    def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
         storage = self._dataset.storage
         with storage.open(group.path) as source:
             size = source.size()
             if size != group.file_size >= 0:
                 raise _changed(group, f"it has {size:,} bytes, and had {group.file_size:,}")
             key = (group.path, size, 0 if storage.root else os.stat(group.path).st_mtime_ns)
-            known = self._footers.get(key)
+            footer = self._footers.get(key) or self._keep(key, footer_of(file_tail(size, source.read_at)))
             try:
                 file = pq.ParquetFile(
                     source,
-                    metadata=known,
+                    metadata=footer,
                     read_dictionary=plan.dictionaries,
+                    buffer_size=buffer_size,
                     pre_buffer=bool(storage.root),  # in few requests
                     page_checksum_verification=self._dataset.options.verify_checksums,
                 )
             except KeyError as error:  # of read_dictionary
                 raise _changed(group, "its columns are others") from error
-            if known is None:
-                self._keep(key, file.metadata)
-            rows = file.metadata.row_group(group.index).num_rows if group.index < file.metadata.num_row_groups else 0
+            rows = footer.row_group(group.index).num_rows if group.index < footer.num_row_groups else 0
             if rows != group.stored_rows:
                 raise _changed(group, f"it has {rows:,} rows there, and had {group.stored_rows:,}")
             yield file
 
-    def _keep(self, key: tuple[str, int, int], footer: pq.FileMetaData) -> None:
+    def _keep(self, key: tuple[str, int, int], content: bytes) -> pq.FileMetaData:
         # Parsing the footer of a file with many row groups takes longer than decoding one of them.
+        footer = parsed_footer(content)
         with self._lock:
             if key not in self._footers:
                 self._footers[key] = footer
                 self._footer_bytes += footer.serialized_size
             while self._footer_bytes > _KEPT_FOOTER_BYTES and len(self._footers) > 1:
                 self._footer_bytes -= self._footers.popitem(last=False)[1].serialized_size
+        return footer
 
     def _check(self, table: pa.Table, metadata: pq.FileMetaData, index: int, plan: _Plan) -> None:
         """Compare what was decoded with the footer: page headers have no checksum, and say how many values there are.
@@ -280,14 +293,16 @@ class Decoder:
         message = f"{what} cannot be read ({reason(why)}); write the file anew, or copy it again"
         return BadDataError(message, group.path, group.index)
 
-    def _completed(self, table: pa.Table, group: _Group, plan: _Plan, num_rows: int) -> pa.Table:
+    def _completed(self, table: pa.Table, group: _Group, plan: _Plan) -> pa.Table:
         """Cast columns to the types of the dataset, and add those whose value is in the path."""
-        for i, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
+        num_rows = table.num_rows if plan.stored else group.stored_rows
+        columns = dict(zip(table.column_names, table.columns, strict=True))
+        for name, column in columns.items():
             kind = self._types[name]
             if plain_type(column.type) == kind:
                 continue
             try:
-                table = table.set_column(i, name, column.cast(kind, safe=not pa.types.is_floating(kind)))
+                columns[name] = column.cast(kind, safe=not pa.types.is_floating(kind))
             except pa.ArrowException as error:
                 raise BadDataError(
                     f"column '{name}' of row group {group.index} of '{group.path}' is {column.type} and holds values "
@@ -296,15 +311,8 @@ class Decoder:
                     group.index,
                 ) from error
         keys = partition_keys(group.path) if plan.constant else {}
-        for name in plan.constant:
-            column = _constant(keys[name], self._types[name], num_rows)
-            table = table.append_column(name, column) if table.num_columns else pa.table({name: column})
-        return table
-
-
-def _keys(file: np.ndarray | int, index: np.ndarray | int) -> np.ndarray:
-    """Return one number for each (file, row group), int64, in the order of both."""
-    return (np.asarray(file, np.int64) << 32) | np.asarray(index, np.int64)
+        constant = {name: _constant(keys[name], self._types[name], num_rows) for name in plan.constant}
+        return pa.table(columns | constant)
 
 
 def _changed(group: _Group, how: str) -> BadDataError:
@@ -317,8 +325,7 @@ def _changed(group: _Group, how: str) -> BadDataError:
 
 
 def _is_plain_list(kind: pa.DataType) -> bool:
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-    return is_list and (pa.types.is_dictionary(kind.value_type) or not pa.types.is_nested(kind.value_type))
+    return pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type)
 
 
 def _is_in_dictionary(array: pa.Array) -> bool:
@@ -326,15 +333,6 @@ def _is_in_dictionary(array: pa.Array) -> bool:
     values = array.values if _is_plain_list(array.type) else array
     ends = pc.min_max(values.indices).as_py()
     return ends["max"] is None or (ends["min"] >= 0 and ends["max"] < len(values.dictionary))
-
-
-def _head(file: pq.ParquetFile, index: int, column: str, num_rows: int) -> pa.ChunkedArray:
-    pieces: list[pa.RecordBatch] = []
-    for batch in file.iter_batches(num_rows, row_groups=[index], columns=[column], use_threads=False):
-        pieces.append(batch)
-        if sum(map(len, pieces)) >= num_rows:
-            break
-    return pa.Table.from_batches(pieces).column(column).slice(0, num_rows)
 
 
 def _num_values(array: pa.Array) -> int:

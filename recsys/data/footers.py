@@ -95,7 +95,7 @@ class FooterParser:
     ) -> None:
         self.key, self.layouts = key, list(layouts)
         self.wanted = {**filtered, **columns}
-        self._columns, self._filtered = columns, filtered
+        self.columns, self.filtered = columns, filtered
         self._schemas: list[_Schema] = []
         self._lock = threading.Lock()
 
@@ -106,9 +106,8 @@ class FooterParser:
             UserError: a column is missing or there twice.
             OSError, pa.ArrowException: the footer is damaged.
         """
-        length = 8 + int.from_bytes(tail[-8:-4], "little")
-        content = tail[-length:-8]  # a FileMetaData of Parquet
-        digest = xxhash.xxh3_64_digest(tail[-max(length, _TAIL_BYTES) :])
+        content = footer_of(tail)
+        digest = xxhash.xxh3_64_digest(tail[-max(len(content) + 8, _TAIL_BYTES) :])
         known = self._rows_of_known(content)
         if known is None:
             with self._lock:  # so that others wait for what they can then use
@@ -116,7 +115,7 @@ class FooterParser:
         schema, num_rows = known
         self._check_missing(name, schema)
         count = len(num_rows)
-        numbers = [rows * len(self._columns) for rows in num_rows]  # partition keys, and lengths of lists, are such too
+        numbers = [rows * len(self.columns) for rows in num_rows]  # partition keys, and lengths of lists, are such too
         for path in schema.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
         found = {column: statistics(content, path, count, kind) for column, path, kind in schema.ordered}
@@ -136,7 +135,7 @@ class FooterParser:
         return (schema, num_rows) if sum(num_rows) == total else None
 
     def _rows_of_any(self, name: str, content: bytes) -> tuple[_Schema, list[int]]:
-        metadata = _parsed(content)
+        metadata = parsed_footer(content)
         num_rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
             raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
@@ -173,8 +172,8 @@ class FooterParser:
             arrow.names,
             [column for column in self.wanted if column not in paths],
             next((column.name for column in arrow if not pa.types.is_nested(column.type)), None),
-            [_names(path, column) for column in self._columns if column in nested for path in paths[column]],
-            [(name, [name], layout.field(name).type) for name in self._filtered if name in paths.keys() - nested],
+            [_names(path, column) for column in self.columns if column in nested for path in paths[column]],
+            [(name, [name], layout.field(name).type) for name in self.filtered if name in paths.keys() - nested],
         )
 
     def _check_missing(self, name: str, schema: _Schema) -> None:
@@ -191,30 +190,14 @@ class FooterParser:
 
 @lru_cache(maxsize=1024)
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return a type without what only says how its values are held.
-
-    Dictionaries, views, extensions, 64-bit offsets, fixed sizes of lists and names of time zones are left out. Readers
-    give the values as the file's Arrow schema has them.
-    """
+    """Return a type without what only says how its values are held: dictionaries, and names of lists' elements."""
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
-    if isinstance(kind, pa.BaseExtensionType):
-        return plain_type(kind.storage_type)
-    if pa.types.is_nested(kind) and hasattr(kind, "value_type"):  # a list of any kind
-        return pa.list_(plain_type(kind.value_type))
-    if pa.types.is_timestamp(kind) and kind.tz is not None:
-        return pa.timestamp(kind.unit, "UTC")
-    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-        return pa.string()
-    return pa.binary() if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind) else kind
+    return pa.list_(plain_type(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
 def _num_leaves(kind: pa.DataType) -> int:
-    if isinstance(kind, pa.BaseExtensionType):
-        return _num_leaves(kind.storage_type)
-    if pa.types.is_dictionary(kind) or not pa.types.is_nested(kind):
-        return 1
-    return sum(_num_leaves(kind.field(i).type) for i in range(kind.num_fields))
+    return sum(_num_leaves(kind.field(i).type) for i in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
 
 
 def _field(column: str, kind: pa.DataType, leaves: range, paths: list[str]) -> pa.Field:
@@ -308,22 +291,31 @@ def read_footer(storage: Storage, name: str, size: int) -> bytes:
         raise OSError("it is empty")
     if storage.root:
         with storage.open(name) as file:
-            return _tail(file.size(), file.read_at, _REMOTE_TAIL_BYTES)
+            return file_tail(file.size(), file.read_at, _REMOTE_TAIL_BYTES)
     with open(name, "rb", buffering=0) as local:
         number = local.fileno()
-        return _tail(size, lambda count, start: os.pread(number, count, start), _TAIL_BYTES)
+        return file_tail(size, lambda count, start: os.pread(number, count, start))
 
 
-def _parsed(content: bytes) -> pq.FileMetaData:
-    """Return what Arrow makes of a footer. Use only the schema and numbers of rows: see `recsys.data.thrift`."""
-    # What the schema that Arrow adds to Parquet's tells beyond it is how values are held (see `plain_type`), and
-    # decoding it takes as long as half of the rest. So its key is renamed: a string of 12 bytes, followed by a string.
+def parsed_footer(content: bytes) -> pq.FileMetaData:
+    """Return what Arrow makes of a footer, a FileMetaData of Parquet, by Parquet's own types.
+
+    Before a row group is decoded, use only the schema and numbers of rows: see `recsys.data.thrift`.
+    """
+    # What the schema that Arrow adds to Parquet's tells beyond it is how a writer held the values: as dictionaries,
+    # views, lists of fixed size, extension types. Decoding it takes as long as half of the rest. So its key is renamed:
+    # a string of 12 bytes, followed by a string.
     content = content.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18")
     return pq.read_metadata(pa.BufferReader(content + len(content).to_bytes(4, "little") + b"PAR1"))
 
 
-def _tail(size: int, read: Callable[[int, int], bytes], at_once: int) -> bytes:
-    """Return the end of a file, at least its footer."""
+def footer_of(tail: bytes) -> bytes:
+    """Return the footer at the end of a file's end."""
+    return tail[-8 - int.from_bytes(tail[-8:-4], "little") : -8]
+
+
+def file_tail(size: int, read: Callable[[int, int], bytes], at_once: int = _TAIL_BYTES) -> bytes:
+    """Return the end of a file, at least its footer. Errors as of `read_footer`."""
     tail = read(min(size, at_once), max(0, size - at_once))
     if tail[-4:] == b"PARE":
         raise OSError("it is encrypted")

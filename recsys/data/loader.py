@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +17,7 @@ from recsys.data.order import EpochOrder, Position, Share, Window, most_shares, 
 from recsys.data.parquet import Dataset, SegmentReader
 from recsys.data.window import BatchSpec, Columns, load_window
 
-WindowSource = Callable[["_Placed"], "Future[Columns]"]
+WindowSource = Callable[["_Placed"], Callable[[], Columns]]  # begins to read a window; returns what waits for it
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Loader:
         """
         position = position or Position()
         if self._options.num_threads == 0:
-            yield from self._produce(position, num_epochs, self._read_now, num_ahead=0)
+            yield from self._produce(position, num_epochs, lambda placed: lambda: self._read(placed), num_ahead=0)
             return
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
-        batches = self._produce(position, num_epochs, lambda placed: pool.submit(self._read, placed), num_ahead=1)
+        batches = self._produce(position, num_epochs, lambda placed: pool.submit(self._read, placed).result, 1)
         depth = self._options.prefetch_batches
         ahead = _ReadAhead(batches, depth, self._options.pin_device) if depth else None
         try:
@@ -136,13 +136,16 @@ class Loader:
         while position.epoch < num_epochs:
             following = self._advance(position)
             if self._steps(position):
-                # No name for the pieces, which would keep windows that are used up.
-                yield self._collate(self._pieces(readers, position), following)
+                yield collate(
+                    self._pieces(readers, position),  # without a name, which would keep windows that are used up
+                    self.batch_size,
+                    self._spec,
+                    following,
+                    self._batches,
+                    self._options.micro_batches,
+                    self.first_row,
+                )
             position = following
-
-    def _collate(self, pieces: list[Piece], position: Position) -> Batch:
-        micro_batches = self._options.micro_batches
-        return collate(pieces, self.batch_size, self._spec, position, self._batches, micro_batches, self.first_row)
 
     def _pieces(self, readers: "list[_StreamReader]", position: Position) -> list[Piece]:
         pieces: list[Piece] = []
@@ -174,11 +177,6 @@ class Loader:
         spec = self._spec if placed.counts else self._uncounted
         return load_window(placed.window, self._reader.read, spec, self._windows, self._options.skip_bad)
 
-    def _read_now(self, placed: "_Placed") -> "Future[Columns]":
-        future: Future[Columns] = Future()
-        future.set_result(self._read(placed))
-        return future
-
 
 class _Placed(NamedTuple):
     """A window of a stream, from row `start` to `stop` - 1 of it; `counts`: its ids go into the statistics."""
@@ -195,7 +193,7 @@ class _StreamReader:
     def __init__(self, windows: Iterator[_Placed], source: WindowSource, num_ahead: int) -> None:
         self._windows = windows
         self._source = source
-        self._pending: list[tuple[_Placed, Future[Columns]]] = []
+        self._pending: list[tuple[_Placed, Callable[[], Columns]]] = []
         self._num_ahead = num_ahead
         self._columns: Columns | None = None  # of the first that is pending, once rows of it are taken
         self._request(num_ahead)
@@ -218,7 +216,7 @@ class _StreamReader:
             self._drop()
         if self._columns is None:
             self._request(self._num_ahead + 1 - len(self._pending), row)
-            self._columns = self._pending[0][1].result()
+            self._columns = self._pending[0][1]()
         return self._pending[0][0], self._columns
 
     def _drop(self) -> None:

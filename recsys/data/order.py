@@ -48,17 +48,22 @@ class RowGroups:
     def segment(self, i: int, start: int = 0, stop: int | None = None) -> "Segment":
         """Return rows `start` … `stop` - 1 of the i-th row group, all of them by default."""
         stop = int(self.num_rows[i]) if stop is None else stop
-        return Segment(self.paths[self.file[i]], int(self.index[i]), start, stop)
+        return Segment(self.paths[self.file[i]], int(self.index[i]), start, stop, i)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `start` … `stop` - 1 of one row group."""
+    """Rows `start` … `stop` - 1 of one row group.
+
+    Attributes:
+        path: of the file; row_group: its number there. number: of the row group in the dataset.
+    """
 
     path: str
     row_group: int
     start: int
     stop: int
+    number: int = 0
 
     @property
     def num_rows(self) -> int:

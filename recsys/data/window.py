@@ -274,8 +274,7 @@ class _Conversion:
 def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
     if part.column is None or part.weights is not None:
         return False
-    kind = table.schema.field(part.column).type
-    return not pa.types.is_nested(kind) or pa.types.is_dictionary(kind)
+    return not pa.types.is_nested(table.schema.field(part.column).type)
 
 
 def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Array | None:

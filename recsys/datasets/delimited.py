@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,34 +14,32 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.data.conditions import KERNELS
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
     SPLITS,
     WHERE_HELP,
-    PartWriter,
+    check_bounds,
     check_column,
     hash_uniform,
+    is_true,
+    names,
     option,
-    part_paths,
     replacing,
     rows_where,
+    write_parts,
 )
 from recsys.errors import UserError
 from recsys.ids import hash_column
 
 TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}
 LABEL = "label"
+_SPLIT = "split of recsys prepare"  # a column that no file has
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
 
 
 def _unescape(text: str) -> str:
     return "\t" if text in ("\\t", "tab") else text
-
-
-def names(text: str) -> list[str]:
-    return text.split(",")
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -71,7 +69,7 @@ class CsvOptions:
 
     ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES;
     ``lists`` maps a column to (separator, key of TYPES). ``where`` filters the rows as
-    they are read. ``label`` is a condition as ``rating>=4``.
+    they are read. ``label`` is a condition, written as a filter.
     ``split`` holds one to three shares for SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
     """
 
@@ -89,7 +87,7 @@ class CsvOptions:
         metavar="NAME=SEP[:TYPE]",
     )
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
-    label: str | None = option(None, "add an int8 column 'label', as in 'rating>=4'", metavar="COND")
+    label: str | None = option(None, "add an int8 column 'label', written as --where: 'rating>=4'", metavar="FILTER")
     split: tuple[float, ...] = option((), "train,valid,test, as in 0.8,0.1,0.1", type=_shares, metavar="SHARES")
     split_by: str = option(
         "random",
@@ -98,8 +96,8 @@ class CsvOptions:
     )
     null_values: list[str] = option([], "read as null too", type=names, metavar="A,B")
     seed: int = option(0, "of the split")
-    row_group_rows: int = option(ROW_GROUP_ROWS, "rows a row group")
-    rows_per_file: int = option(16 * ROW_GROUP_ROWS, "rows a file")
+    row_group_rows: int = option(ROW_GROUP_ROWS, "rows a row group", least=1)
+    rows_per_file: int = option(16 * ROW_GROUP_ROWS, "rows a file", least=1)
 
 
 def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: bool = False) -> None:
@@ -122,29 +120,27 @@ def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: b
 
 
 def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -> dict[str, int]:
-    writers: dict[str, PartWriter] = {}
-    with ExitStack() as stack:
-        for name in cut.names:
-            writer = PartWriter(part_paths(folder / name), reader.schema, options.row_group_rows, options.rows_per_file)
-            writers[name] = stack.enter_context(writer)
-        first_row = 0
+    """Write all rows; return how many went to each split."""
+    counts, is_split = np.zeros(len(cut.names), np.int64), len(cut.names) > 1
+
+    def batches() -> Iterator[pa.RecordBatch]:
         for batch in reader.batches():
-            parts = cut(batch, first_row)
-            for index, name in enumerate(cut.names):
-                writers[name].write(batch if len(cut.names) == 1 else batch.filter(pa.array(parts == index)))
-            first_row += batch.num_rows
-    return {name: writer.num_rows for name, writer in writers.items()}
+            parts = cut(batch, int(counts.sum()))
+            counts[:] += np.bincount(parts, minlength=len(counts))
+            yield batch.append_column(_SPLIT, pa.array(np.array(cut.names)[parts])) if is_split else batch
+
+    below = folder if is_split else folder / cut.names[0]
+    write_parts(batches(), below, options.row_group_rows, options.rows_per_file, by=_SPLIT if is_split else None)
+    return dict(zip(cut.names, counts.tolist(), strict=True))
 
 
 def _check(options: CsvOptions) -> None:
+    check_bounds(options)
     if len(options.delimiter) != 1:
         raise UserError(f"--delimiter must be one character, got {options.delimiter!r}")
     for name, kind in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:
         if kind not in TYPES:
             raise UserError(f"type {kind!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")
-    for name, value in (("row-group-rows", options.row_group_rows), ("rows-per-file", options.rows_per_file)):
-        if value < 1:
-            raise UserError(f"--{name} must be at least 1, got {value}")
     if options.split and (len(options.split) > 3 or min(options.split) <= 0):
         raise UserError(f"--split takes up to three positive shares, got {options.split}")
     if options.split and abs(sum(options.split) - 1) > 1e-6:
@@ -165,7 +161,8 @@ class _Reader:
         self.names = head.names
         self._check_names(inputs[0])
         self.types = {column.name: self._type(inputs[0], column) for column in head}
-        self.label = _Label(options.label, self.names) if options.label else None
+        if options.label and LABEL in self.names:
+            raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")
         empty = pa.RecordBatch.from_pylist([], pa.schema(self.types))
         if options.where is not None:
             rows_where(empty, options.where)
@@ -228,8 +225,8 @@ class _Reader:
                 columns[name] = split_list(columns[name], separator, TYPES[kind])
             except pa.ArrowInvalid as error:
                 raise UserError(f"{path}: column {name!r} as list of {kind}: {error}") from None
-        if self.label:
-            columns[LABEL] = self.label(batch)
+        if self.options.label:
+            columns[LABEL] = is_true(batch, self.options.label, "--label").cast(pa.int8())
         return pa.RecordBatch.from_pydict(columns)
 
 
@@ -255,32 +252,6 @@ def split_list(column: pa.Array, separator: str, kind: pa.DataType) -> pa.ListAr
     before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
     offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens.filter(kept).cast(kind))
-
-
-class _Label:
-    """A condition on one column as an int8 column of 0 and 1, null where the column is null."""
-
-    def __init__(self, condition: str, names: list[str]):
-        match = re.fullmatch(r"\s*(.+?)\s*(>=|<=|==|!=|>|<)\s*(.+?)\s*", condition)
-        if not match:
-            raise UserError(f"--label {condition!r} is not COLUMN OPERATOR VALUE, as in rating>=4")
-        self.column, operator, self.value = match.groups()
-        self.compare = KERNELS[operator]
-        check_column(self.column, names)
-        if LABEL in names:
-            raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")
-
-    def __call__(self, batch: pa.RecordBatch) -> pa.Array:
-        column = batch[self.column]
-        value: str | float = self.value
-        if not pa.types.is_string(column.type):
-            try:
-                value = float(self.value)
-            except ValueError:
-                raise UserError(
-                    f"--label compares column {self.column!r} of type {column.type} with {self.value!r}"
-                ) from None
-        return self.compare(column, value).cast(pa.int8())
 
 
 class _Splitter:

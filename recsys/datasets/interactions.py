@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,103 +12,84 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.datasets.retrieval import Log, split_last, split_per_user, write_retrieval
-from recsys.datasets.writer import SPLITS, columns_where, replacing, rows_where
+from recsys.datasets.writer import WHERE_HELP, columns_where, names, option, replacing, rows_where
 from recsys.errors import UserError, nearest
 
 WRITTEN = ("history", "targets", "seen")
-HOLD_OUT = ("last", "random")
+_FILES_HELP = ": the log's rows of it, files or folders; INPUT is then all of train"
 _SPLIT_VALUES = {"train": 0, "valid": 1, "test": 2, "0": 0, "1": 1, "2": 2, "false": 0, "true": 2}
 
 
-class Columns(NamedTuple):
-    """What is what in a log: the names of its columns; `time` is None where the rows are in order."""
+@dataclass
+class LogOptions:
+    """What is what in a log, and which of its rows are held out: by a rule, or as the log, or its files, have it."""
 
-    user: str
-    item: str
-    time: str | None = None
-    user_features: Sequence[str] = ()
-    item_features: Sequence[str] = ()
-
-
-class HoldOut(NamedTuple):
-    """Which rows are held out.
-
-    Attributes:
-        rule: one of HOLD_OUT, where nothing else is given.
-        column: of the log, with train, valid or test in each row, or 0, 1 or 2, or whether it is of test.
-        valid, test: files, or folders of them, of the rows that are held out; the other inputs are all of train.
-    """
-
-    rule: str = HOLD_OUT[0]
-    column: str | None = None
-    valid: Sequence[Path] = ()
-    test: Sequence[Path] = ()
+    user: str = option("user_id", "column of users", metavar="COLUMN")
+    item: str = option("item_id", "column of items", metavar="COLUMN")
+    time: str | None = option(None, "without it, rows are taken to be in order", metavar="COLUMN")
+    user_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
+    item_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
+    where: str | None = option(None, WHERE_HELP, metavar="FILTER")
+    hold_out: str = option(
+        "last",
+        "last: each user's last item is of test, the one before of valid; random: a tenth of each user's items for "
+        "each, as RecBole does",
+        choices=("last", "random"),
+    )
+    split_column: str | None = option(
+        None, "with train, valid or test in each row, or 0, 1 or 2, or whether it is of test", metavar="COLUMN"
+    )
+    valid: list[Path] = option([], f"valid{_FILES_HELP}", type=Path, nargs="+", metavar="PATH")
+    test: list[Path] = option([], f"test{_FILES_HELP}", type=Path, nargs="+", metavar="PATH")
 
 
-def convert_log(
-    inputs: Sequence[Path],
-    out: Path,
-    columns: Columns,
-    hold_out: HoldOut,
-    where: str | None = None,
-    overwrite: bool = False,
-) -> None:
+def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrite: bool = False) -> None:
     """Write the interactions of Parquet files, or folders of them, below ``out`` as `write_retrieval` does.
 
     Of a user's rows with one item the first counts; of an existing split, the first of the first part. Features are
     those of the user's, or item's, last row. The columns are held in memory, histories too: some 900 bytes a row.
 
-    Args:
-        where: a filter of the log's rows, see ``parse_filter``.
-
     Raises:
         UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
     """
-    names = [columns.user, columns.item, *filter(None, [columns.time])]
-    features = [*columns.user_features, *columns.item_features]
-    repeated = {name for name in [*names, *features] if [*names, *features, *WRITTEN].count(name) > 1}
+    given = [options.valid or options.test, options.split_column, options.hold_out != LogOptions().hold_out]
+    if sum(map(bool, given)) > 1:
+        raise UserError(
+            "--valid and --test are a split by themselves, as are --split-column and --hold-out; give one of the three"
+        )
+    wanted = [options.user, options.item, *filter(None, [options.time])]
+    wanted += [*options.user_features, *options.item_features]
+    repeated = {name for name in wanted if [*wanted, *WRITTEN].count(name) > 1}
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
-    wanted = list(dict.fromkeys([*names, *features, *filter(None, [hold_out.column])]))
-    parts = [_read(paths, wanted, where) for paths in (inputs, hold_out.valid, hold_out.test) if paths]
+    wanted = list(dict.fromkeys([*wanted, *filter(None, [options.split_column])]))
+    parts = [_read(paths, wanted, options.where) for paths in (inputs, options.valid, options.test) if paths]
     table = _joined(parts)
-    log, split = _log(table, columns, _given_split(table, hold_out, [part.num_rows for part in parts]))
-    last = hold_out.rule == "last" if split is None else _held_out_last(log, split)
+    log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
+    last = options.hold_out == "last" if split is None else _held_out_last(log, split)
     if split is None:
         split = split_last(log.user, log.time) if last else split_per_user(log.user)
         if not (split == 1).any():
             raise UserError(f"no user has {3 if last else 10} different items, as many as it takes to hold some out")
-    marker = {
-        "kind": "retrieval",
-        "inputs": [str(path) for path in inputs],
-        "hold_out": _told(hold_out),
-        "where": where,
-    }
+    marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
         write_retrieval(folder, log, split, last)
 
 
-def _told(hold_out: HoldOut) -> str | dict[str, Any]:
-    if hold_out.column is not None:
-        return {"column": hold_out.column}
-    files = {name: [str(path) for path in getattr(hold_out, name)] for name in SPLITS[1:]}
-    return files if any(files.values()) else hold_out.rule
-
-
-def _given_split(table: pa.Table, hold_out: HoldOut, sizes: Sequence[int]) -> np.ndarray | None:
+def _given_split(table: pa.Table, options: LogOptions, sizes: Sequence[int]) -> np.ndarray | None:
     """Return the split that the log has already, int8 [rows], an index into SPLITS."""
-    if hold_out.column is not None:
-        values = pc.cast(table[hold_out.column], pa.string())
+    if options.split_column is not None:
+        values = pc.cast(table[options.split_column], pa.string())
         places = pc.index_in(values, pa.array(_SPLIT_VALUES))
         if places.null_count:
             other = values.filter(pc.is_null(places))[0]
             raise UserError(
-                f"column {hold_out.column!r} holds {other}; a split is train, valid and test, or 0, 1 "
+                f"column {options.split_column!r} holds {other}; a split is train, valid and test, or 0, 1 "
                 f"and 2, or whether a row is of test (true or false)"
             )
         split = np.array(list(_SPLIT_VALUES.values()))[places.to_numpy()]
-    elif hold_out.valid or hold_out.test:
-        numbers = [i for i, given in enumerate((True, hold_out.valid, hold_out.test)) if given]
+    elif options.valid or options.test:
+        numbers = [i for i, given in enumerate((True, options.valid, options.test)) if given]
         split = np.repeat(numbers, sizes)
     else:
         return None
@@ -146,7 +127,7 @@ def _joined(tables: Sequence[pa.Table]) -> pa.Table:
         raise UserError(f"the files' columns are of different types: {error}") from None
 
 
-def _log(table: pa.Table, columns: Columns, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
+def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
     """Return each user's first row with each item, and the split of these rows, where there is one."""
     user, users = _numbered(table, columns.user)
     item, items = _numbered(table, columns.item)
@@ -155,10 +136,10 @@ def _log(table: pa.Table, columns: Columns, split: np.ndarray | None) -> tuple[L
     first_order = order if split is None else order[np.argsort(split[order], kind="stable")]
     _, first = np.unique(user[first_order] * len(items[0]) + item[first_order], return_index=True)
     rows = np.sort(first_order[first])
-    for codes, known, names in ((user, users, columns.user_features), (item, items, columns.item_features)):
+    for codes, known, features in ((user, users, columns.user_features), (item, items, columns.item_features)):
         latest = np.empty(len(known[0]), np.int64)
         latest[codes[order]] = order  # of several the last stays
-        known += [table[name].take(pa.array(latest)) for name in names]
+        known += [table[name].take(pa.array(latest)) for name in features]
     kept = table.select([columns.time]).take(pa.array(rows)) if columns.time else None
     log = Log(
         user[rows],

@@ -13,14 +13,22 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from recsys.datasets.retrieval import Log, Timeline, shuffled, split_per_user, time_key, write_files, write_retrieval
+from recsys.datasets.retrieval import (
+    Log,
+    Timeline,
+    columns_of,
+    shuffled,
+    split_per_user,
+    time_key,
+    write_files,
+    write_retrieval,
+)
 from recsys.datasets.writer import SPLITS, read_marker, replacing
 from recsys.errors import UserError
 
@@ -33,18 +41,10 @@ SHA256 = {
     "user": "4f670007d9cfbeb9807e757209af1555b9bcc186bde25e767f67cb67c6dd5972",
 }
 LIKED = 4.0
+RATING_COLUMNS = ("user_id", "item_id", "timestamp", "rating")
 USER_COLUMNS = ("age", "gender", "occupation", "zip_code")
 ITEM_COLUMNS = ("release_year", "genres")
 DOWNLOAD_SECONDS = 300
-
-
-class Ratings(NamedTuple):
-    """The interactions in file order: arrays of one length, and one row of features for each."""
-
-    user: np.ndarray  # int64
-    item: np.ndarray  # int64
-    rating: np.ndarray  # float32
-    time: np.ndarray  # int64, seconds since 1970
 
 
 def prepare_movielens_100k(out: Path, cache: Path) -> bool:
@@ -60,8 +60,8 @@ def prepare_movielens_100k(out: Path, cache: Path) -> bool:
     ratings, users, items = read_wheel(wheel)
     earlier_version = marker is not None and marker.get("kind") == MARKER["kind"]
     with replacing(out, MARKER, overwrite=earlier_version) as folder:
-        _write_ctr(folder / "ctr", ratings, users, items)
-        log = _retrieval_log(ratings, users, items)
+        log = _log(ratings, users, items)
+        _write_ctr(folder / "ctr", ratings, log)
         write_retrieval(folder / "retrieval", log, split_per_user(log.user), last=False)
     return True
 
@@ -90,10 +90,11 @@ def fetch_wheel(cache: Path) -> Path:
     return path
 
 
-def read_wheel(wheel: Path) -> tuple[Ratings, pa.Table, pa.Table]:
-    """Ratings, users (user_id and USER_COLUMNS) and items (item_id and ITEM_COLUMNS), file order.
+def read_wheel(wheel: Path) -> tuple[pa.Table, pa.Table, pa.Table]:
+    """Ratings in file order, users (user_id and USER_COLUMNS) and items (item_id and ITEM_COLUMNS), sorted by id.
 
-    Every user and item of the ratings has a row in its table, of nulls if the wheel does not know it.
+    Ratings have user_id, item_id, timestamp (int64, seconds since 1970) and rating (float32). Every user and item of
+    theirs has a row in its table, of nulls if the wheel does not know it.
     Raises UserError if a file in the wheel is not byte for byte the one that the splits belong to.
     """
     content = {}
@@ -105,15 +106,10 @@ def read_wheel(wheel: Path) -> tuple[Ratings, pa.Table, pa.Table]:
                     raise UserError(f"{wheel}: {MEMBER}{name} is not the known file; delete the wheel")
     except (zipfile.BadZipFile, KeyError) as error:
         raise UserError(f"{wheel} is not the RecBole 1.2.1 wheel ({error}); delete it") from None
-    inter = _read_atomic(content["inter"])
-    ratings = Ratings(
-        inter["user_id"].to_numpy(),
-        inter["item_id"].to_numpy(),
-        inter["rating"].to_numpy().astype(np.float32),
-        inter["timestamp"].to_numpy(),
-    )
-    users = _complete(_read_atomic(content["user"]), "user_id", ratings.user)
-    return ratings, users, _complete(_parse_items(content["item"]), "item_id", ratings.item)
+    ratings = _read_atomic(content["inter"]).select(RATING_COLUMNS)
+    ratings = ratings.set_column(3, "rating", ratings["rating"].cast(pa.float32()))
+    users = _complete(_read_atomic(content["user"]).select(["user_id", *USER_COLUMNS]), ratings)
+    return ratings, users, _complete(_parse_items(content["item"]), ratings)
 
 
 def _read_atomic(content: bytes) -> pa.Table:
@@ -133,11 +129,12 @@ def _parse_items(content: bytes) -> pa.Table:
     return pa.table({"item_id": table["item_id"], "release_year": year, "genres": genres})
 
 
-def _complete(table: pa.Table, key: str, used: np.ndarray) -> pa.Table:
-    """The table with a row of nulls for every used id that it lacks, sorted by id."""
-    missing = np.setdiff1d(used, table[key].to_numpy())
-    extra = pa.table({key: missing})
-    return pa.concat_tables([table, extra], promote_options="default").sort_by(key)
+def _complete(table: pa.Table, ratings: pa.Table) -> pa.Table:
+    """The table with a row of nulls for every id of the ratings that it lacks, sorted by id, its first column."""
+    ids = ratings.select(table.column_names[:1])
+    missing = pc.invert(pc.is_in(ids.column(0), table.column(0)))
+    extra = ids.filter(missing).group_by(ids.column_names).aggregate([])
+    return pa.concat_tables([table, extra], promote_options="default").sort_by(ids.column_names[0])
 
 
 def split_random(num_rows: int) -> np.ndarray:
@@ -150,42 +147,26 @@ def split_random(num_rows: int) -> np.ndarray:
     return split
 
 
-def _features(table: pa.Table, key: str, ids: np.ndarray, names: tuple[str, ...]) -> dict[str, pa.Array]:
-    """Columns of a table sorted by ``key``, one row for each id."""
-    rows = np.searchsorted(table[key].to_numpy(), ids)
-    taken = table.select(names).take(pa.array(rows))
-    return {name: taken[name] for name in names}
-
-
-def _write_ctr(folder: Path, ratings: Ratings, users: pa.Table, items: pa.Table) -> None:
-    split = split_random(len(ratings.user))
-    liked = ratings.rating >= LIKED
-    timeline = Timeline(ratings.user, pa.array(ratings.item), ratings.time, liked & (split == 0))
-    # side="left": a like of the same second does not count as known beforehand.
-    ends = np.searchsorted(timeline.keys, time_key(ratings.user, ratings.time), side="left")
-    table = pa.table(
-        {
-            "user_id": ratings.user,
-            "item_id": ratings.item,
-            "timestamp": ratings.time,
-            "rating": ratings.rating,
-            "label": liked.astype(np.int8),
-            **_features(users, "user_id", ratings.user, USER_COLUMNS),
-            **_features(items, "item_id", ratings.item, ITEM_COLUMNS),
-            "history": timeline.history(ratings.user, ends),
-        }
-    )
-    for index, name in enumerate(SPLITS):
-        rows = table.filter(pa.array(split == index))
-        write_files(rows, folder / name, files=2 if index else 4)
-
-
-def _retrieval_log(ratings: Ratings, users: pa.Table, items: pa.Table) -> Log:
+def _log(ratings: pa.Table, users: pa.Table, items: pa.Table) -> Log:
     return Log(
-        np.searchsorted(users["user_id"].to_numpy(), ratings.user),
-        np.searchsorted(items["item_id"].to_numpy(), ratings.item),
-        ratings.time,
-        pa.table({"timestamp": ratings.time}),
-        users.select(("user_id", *USER_COLUMNS)),
-        items.select(("item_id", *ITEM_COLUMNS)),
+        np.searchsorted(users["user_id"].to_numpy(), ratings["user_id"].to_numpy()),
+        np.searchsorted(items["item_id"].to_numpy(), ratings["item_id"].to_numpy()),
+        ratings["timestamp"].to_numpy(),
+        ratings.select(["timestamp"]),
+        users,
+        items,
     )
+
+
+def _write_ctr(folder: Path, ratings: pa.Table, log: Log) -> None:
+    split = split_random(len(log.user))
+    liked = ratings["rating"].to_numpy() >= LIKED
+    item_ids = ratings["item_id"].combine_chunks()
+    timeline = Timeline(log.user, item_ids, log.time, liked & (split == 0))
+    # side="left": a like of the same second does not count as known beforehand.
+    ends = np.searchsorted(timeline.keys, time_key(log.user, log.time), side="left")
+    columns = columns_of(ratings) | {"label": pa.array(liked.astype(np.int8))}
+    columns |= columns_of(log.users.take(pa.array(log.user))) | columns_of(log.items.take(pa.array(log.item)))
+    table = pa.table(columns | {"history": timeline.history(log.user, ends)})
+    for index, name in enumerate(SPLITS):
+        write_files(table.filter(pa.array(split == index)), folder / name, files=2 if index else 4)

@@ -139,10 +139,10 @@ def write_retrieval(folder: Path, log: Log, split: np.ndarray, last: bool) -> No
     user = log.user[rows]
     history = train.history(user, position[rows]) if last else train.others(user, position[rows])
     users, items = log.users.take(pa.array(user)), log.items.take(pa.array(log.item[rows]))
-    columns = {**_columns(users.select([0])), **_columns(items.select([0]))}
+    columns = {**columns_of(users.select([0])), **columns_of(items.select([0]))}
     if log.kept is not None:
-        columns |= _columns(log.kept.take(pa.array(rows)))
-    columns |= {**_columns(users), **_columns(items), "history": history}
+        columns |= columns_of(log.kept.take(pa.array(rows)))
+    columns |= {**columns_of(users), **columns_of(items), "history": history}
     write_files(pa.table(columns), folder / "train", files=4)
     earlier = Timeline(log.user, item_ids, log.time, split < 2)
     for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
@@ -153,7 +153,8 @@ def write_retrieval(folder: Path, log: Log, split: np.ndarray, last: bool) -> No
     write_files(log.items, folder / "items", files=2)
 
 
-def _columns(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+def columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:
+    """The columns of a table by name."""
     return dict(zip(table.column_names, table.columns, strict=True))
 
 
@@ -166,7 +167,7 @@ def _queries(log: Log, held_out: Timeline, seen: Timeline, known: Timeline) -> p
     user = np.unique(log.user[held_out.rows])
     return pa.table(
         {
-            **_columns(log.users.take(pa.array(user))),
+            **columns_of(log.users.take(pa.array(user))),
             "history": known.history(user, known.starts(user + 1)),
             "targets": held_out.lists(held_out.starts(user), held_out.starts(user + 1)),
             "seen": seen.lists(seen.starts(user), seen.starts(user + 1)),

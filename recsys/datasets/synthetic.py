@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recsys.datasets.writer import SPLITS, hash_uniform, option, read_marker, replacing, write_parts
-from recsys.errors import UserError
+from recsys.datasets.writer import SPLITS, check_bounds, hash_uniform, option, read_marker, replacing, write_parts
 from recsys.ids import hash_integers
 
 VERSION = 1
@@ -38,19 +37,21 @@ NUM_CAT, NUM_INT = 26, 13
 class SyntheticOptions:
     """What to generate; the fields say what they are."""
 
-    rows: int = option(1_000_000, "training rows")
-    valid_rows: int = option(100_000, "validation rows")
-    test_rows: int = option(100_000, "test rows")
-    users: int = option(20_000, "user ids alive on a day (user-item shape)")
-    items: int = option(10_000, "item ids alive on a day; in the criteo shape the size of the largest field")
-    alpha: float = option(0.9, "popularity of an id is rank ** -alpha")
-    unseen: float = option(0.0, "share of the ids in valid and test that training never shows")
-    drift: float = option(0.0, "share of the ids replaced by new ones every day")
-    days: int = option(7, "days of training data; valid is the next day, test the one after")
+    rows: int = option(1_000_000, "training rows", least=1)
+    valid_rows: int = option(100_000, "validation rows", least=1)
+    test_rows: int = option(100_000, "test rows", least=1)
+    users: int = option(20_000, "user ids alive on a day (user-item shape)", least=1, most=2**40)
+    items: int = option(
+        10_000, "item ids alive on a day; in the criteo shape the size of the largest field", least=1, most=2**40
+    )
+    alpha: float = option(0.9, "popularity of an id is rank ** -alpha", least=0, most=5)
+    unseen: float = option(0.0, "share of the ids in valid and test that training never shows", least=0, most=1)
+    drift: float = option(0.0, "share of the ids replaced by new ones every day", least=0, most=1)
+    days: int = option(7, "days of training data; valid is the next day, test the one after", least=1)
     shape: str = option("user-item", "what a row is", choices=("user-item", "criteo"))
-    files: int = option(4, "files a split")
-    row_group_rows: int = option(65536, "rows a row group")
-    seed: int = option(0, "the same seed gives the same rows")
+    files: int = option(4, "files a split", least=1)
+    row_group_rows: int = option(65536, "rows a row group", least=1)
+    seed: int = option(0, "the same seed gives the same rows", least=0)
 
 
 def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = False) -> bool:
@@ -59,7 +60,7 @@ def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = Fals
     data/README.md lists the columns of both shapes. Raises UserError for an option out of range, and for
     a folder that holds something else.
     """
-    _check(options)
+    check_bounds(options)
     marker = {"kind": "synthetic", "version": VERSION, "options": asdict(options)}
     if read_marker(out) == marker:
         return False
@@ -73,19 +74,6 @@ def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = Fals
             teacher[SPLITS[split]] = ceiling.result()
         (folder / "teacher.json").write_text(json.dumps(teacher, indent=2) + "\n")
     return True
-
-
-def _check(options: SyntheticOptions) -> None:
-    if options.shape not in SHAPES:
-        raise UserError(f"--shape must be one of {', '.join(SHAPES)}, got {options.shape!r}")
-    least = {"rows": 1, "valid_rows": 1, "test_rows": 1, "users": 1, "items": 1, "days": 1, "files": 1}
-    for name, bound in {**least, "row_group_rows": 1, "alpha": 0, "unseen": 0, "drift": 0, "seed": 0}.items():
-        if getattr(options, name) < bound:
-            value = getattr(options, name)
-            raise UserError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
-    for name, bound in {"unseen": 1, "drift": 1, "alpha": 5, "users": 2**40, "items": 2**40}.items():
-        if getattr(options, name) > bound:
-            raise UserError(f"--{name} must be at most {bound}, got {getattr(options, name)}")
 
 
 def _tables(

@@ -8,24 +8,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import field
-from itertools import chain, count
+from dataclasses import field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from recsys.data.conditions import KEY
 from recsys.data.filters import parse_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import hash_integers
-from recsys.runtime.files import replacing as replacing_file
 
 MARKER = "prepared.json"
 ROW_GROUP_ROWS = 65536
@@ -35,93 +34,68 @@ WHERE_HELP = (
 )
 
 
+def names(text: str) -> list[str]:
+    """The type of an argument that is names separated by commas."""
+    return text.split(",")
+
+
 def option(default: Any, help: str, **settings: Any) -> Any:
-    """A field of a converter's options, with what its command line says of it: see ``ArgumentParser.add_argument``."""
+    """A field of a converter's options, with what its command line says of it: see ``ArgumentParser.add_argument``.
+
+    ``least`` and ``most`` bound a number: see ``check_bounds``.
+    """
     return field(default_factory=lambda: copy(default), metadata={"help": help, **settings})
 
 
-class PartWriter:
-    """Rows into Parquet files, ``rows_per_file`` in each: zstd, page checksums, row groups of equal size.
-
-    Row groups never cross files, so the last one of a file may be short. Used as a context manager; whoever gives the
-    paths drops the files if the block ends by an exception.
-    """
-
-    def __init__(self, paths: Iterable[Path], schema: pa.Schema, row_group_rows: int, rows_per_file: int = sys.maxsize):
-        self.schema, self.row_group_rows, self.rows_per_file = schema, row_group_rows, rows_per_file
-        self.num_rows = 0
-        self._paths = iter(paths)
-        self._pending: list[pa.Table] = []
-        self._pending_rows = 0
-        self._file: pq.ParquetWriter | None = None
-        self._room = 0  # for rows in the file
-
-    def write(self, rows: pa.Table | pa.RecordBatch) -> None:
-        """Append rows of ``schema``; whole row groups go to disk, the rest waits in memory."""
-        table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows], self.schema)
-        self._pending.append(table)
-        self._pending_rows += table.num_rows
-        self.num_rows += table.num_rows
-        while self._pending_rows >= min(self.row_group_rows, self._room or self.rows_per_file):
-            self._flush()
-
-    def _flush(self) -> None:
-        """Write a row group."""
-        if self._file is None:
-            path = next(self._paths)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = pq.ParquetWriter(path, self.schema, compression="zstd", write_page_checksum=True)
-            self._room = self.rows_per_file
-        table = pa.concat_tables(self._pending)
-        group = table.slice(0, min(self.row_group_rows, self._room))
-        self._file.write_table(group, self.row_group_rows)
-        self._pending, self._pending_rows = [table.slice(len(group))], len(table) - len(group)
-        self._room -= len(group)
-        if not self._room:
-            self._file = self._file.close()
-
-    def __enter__(self) -> PartWriter:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None and self._pending_rows:
-            self._flush()
-        if self._file is not None:
-            self._file.close()
-
-
-def part_paths(folder: Path) -> Iterator[Path]:
-    """Yield ``folder/part-00000.parquet``, ``part-00001.parquet`` …"""
-    return (folder / f"part-{number:05d}.parquet" for number in count())
-
-
-def write_parquet(
-    data: pa.Table | Iterable[pa.RecordBatch | pa.Table], path: Path, row_group_rows: int = ROW_GROUP_ROWS
-) -> int:
-    """Write a table, or a stream of batches of one schema, as one Parquet file; return its rows.
-
-    zstd, CRC32 on every page, ``row_group_rows`` rows a group (the last may be short). The name
-    appears only when the file is whole.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing_file(path) as aside:
-        return _write([data] if isinstance(data, pa.Table) else data, [aside], row_group_rows)
+def check_bounds(options: Any) -> None:
+    """Raise UserError for an option below its ``least`` or above its ``most``."""
+    for each in fields(options):
+        flag, value = f"--{each.name.replace('_', '-')}", getattr(options, each.name)
+        least, most = each.metadata.get("least"), each.metadata.get("most")
+        if least is not None and value < least:
+            raise UserError(f"{flag} must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise UserError(f"{flag} must be at most {most}, got {value}")
 
 
 def write_parts(
-    tables: Iterable[pa.Table | pa.RecordBatch], folder: Path, row_group_rows: int, rows_per_file: int
+    tables: Iterable[pa.Table | pa.RecordBatch],
+    folder: Path,
+    row_group_rows: int,
+    rows_per_file: int,
+    by: str | None = None,
 ) -> None:
-    """Write a stream of at least one table, all of one schema, as part files of ``folder``."""
-    _write(tables, part_paths(folder), row_group_rows, rows_per_file)
+    """Write a stream of tables of one schema, in order, as ``folder/part-00000.parquet``, ``part-00001.parquet`` …
 
+    zstd, CRC32 on every page, row groups of equal size. Row groups never cross files, so the last one of a file may be
+    short.
 
-def _write(tables: Iterable[pa.Table | pa.RecordBatch], paths: Iterable[Path], *sizes: int) -> int:
+    Args:
+        by: column of strings that is not written: rows go to the folder of that name below ``folder``.
+    """
     stream = iter(tables)
-    first = next(stream)
-    with PartWriter(paths, first.schema, *sizes) as writer:
-        for table in chain([first], stream):
-            writer.write(table)
-    return writer.num_rows
+    first = next(stream, None)
+    if first is None:
+        return
+    parquet, row_group_rows = ds.ParquetFileFormat(), min(row_group_rows, rows_per_file)
+    ds.write_dataset(
+        pa.RecordBatchReader.from_batches(first.schema, chain.from_iterable(map(_batches, chain([first], stream)))),
+        folder,
+        format=parquet,
+        file_options=parquet.make_write_options(compression="zstd", write_page_checksum=True),
+        basename_template="part-{i}.parquet",
+        partitioning=ds.partitioning(pa.schema([(by, pa.string())])) if by else None,
+        use_threads=False,  # which keeps the order
+        min_rows_per_group=row_group_rows,
+        max_rows_per_group=row_group_rows,
+        max_rows_per_file=rows_per_file,
+    )
+    for path in list(folder.rglob("part-*.parquet")):  # so that names sort as their numbers do
+        path.rename(path.with_name(f"part-{int(path.stem.removeprefix('part-')):05d}.parquet"))
+
+
+def _batches(table: pa.Table | pa.RecordBatch) -> list[pa.RecordBatch]:
+    return table.to_batches() if isinstance(table, pa.Table) else [table]
 
 
 def read_marker(out: Path) -> dict[str, Any] | None:
@@ -145,7 +119,7 @@ def replacing(out: Path, marker: dict[str, Any], overwrite: bool) -> Iterator[Pa
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        (temporary / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+        (temporary / MARKER).write_text(json.dumps(marker, indent=2, default=str) + "\n")
         if out.exists():
             shutil.rmtree(out)
         temporary.rename(out)
@@ -195,26 +169,31 @@ def check_column(name: str, names: list[str]) -> None:
 
 def columns_where(where: str | None) -> list[str]:
     """The columns that --where names, sorted. Raises UserError for what is no filter (see ``parse_filter``)."""
-    with _told_of_where():
+    with _told_of("--where"):
         return sorted(parse_filter(where).columns()) if where is not None else []
 
 
 def rows_where(rows: pa.Table | pa.RecordBatch, where: str) -> pa.Table | pa.RecordBatch:
     """The rows for which the filter --where is true. Raises UserError where it does not go with the columns."""
-    table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
-    with _told_of_where():
-        condition = parse_filter(where)
-        for name in sorted(condition.columns()):
+    return rows.filter(is_true(rows, where, "--where"))
+
+
+def is_true(rows: pa.Table | pa.RecordBatch, condition: str, flag: str) -> pa.BooleanArray:
+    """What a condition, written as a filter, is for each row; null as in SQL. Errors as of ``rows_where``, by flag."""
+    with _told_of(flag):
+        parsed = parse_filter(condition)
+        for name in sorted(parsed.columns()):
             check_column(name, rows.schema.names)
-        return rows.filter(condition.bind(rows.schema).mask(table).combine_chunks())
+        table = rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows])
+        return parsed.bind(rows.schema).mask(table).combine_chunks()
 
 
 @contextmanager
-def _told_of_where() -> Iterator[None]:
+def _told_of(flag: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace(KEY, "--where")) from None
+        raise UserError(str(error).replace(KEY, flag)) from None
 
 
 def hash_uniform(keys: np.ndarray, seed: int) -> np.ndarray:

@@ -79,7 +79,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
 
     Integers, booleans, dates, times and whole floats are numbers, a time by its integer value in the unit of its type.
     A decimal is a number where it is whole and fits int64, else the text of its digits. Of a dictionary, only entries
-    in use count; of an extension type, its storage.
+    in use count.
 
     Raises:
         UserError: floats that are not whole, or so big that neighbours have become one.
@@ -90,8 +90,6 @@ def read_keys(ids: pa.Array) -> IdKeys:
     if pa.types.is_integer(kind):
         _refuse_nulls(ids)
         return IdKeys(ids.to_numpy())
-    if isinstance(ids, pa.ExtensionArray):
-        return read_keys(ids.storage)
     if pa.types.is_dictionary(kind):
         values, indices = _split_dictionary(ids)
         keys = IdKeys(_NO_NUMBERS, _texts(values)) if is_text(values.type) else read_keys(values)

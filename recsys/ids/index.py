@@ -33,7 +33,7 @@ class IdIndex:
             seed: of the hashes by which they will be looked up.
 
         Raises:
-            UserError: an id is there twice, or decimals do not fit int64.
+            UserError: an id is there twice, two texts have one hash, or decimals do not fit int64.
             TypeError: the type is none of ids.
         """
         self._kind = ids.type
@@ -42,9 +42,11 @@ class IdIndex:
         order = np.argsort(hashes, kind="stable")
         self._hashes = np.append(hashes[order], _LAST)  # which ends every walk, and has number 0
         self._numbers = np.append(order + 1, 0).astype(f"i{_width(len(ids))}")
-        self._hidden: dict[bytes, int] = {}  # texts whose hash another text of the list has, before them
-        for place in (self._hashes[1:-1] == self._hashes[:-2]).nonzero()[0].tolist():
-            self._hide(place + 1)
+        for place in (self._hashes[1:-1] == self._hashes[:-2]).nonzero()[0][:1].tolist():
+            one, other = (self._shown(number - 1) for number in self._numbers[place : place + 2].tolist())
+            if one == other:
+                raise UserError(f"id {one} is there twice in a list of distinct ids; list it once")
+            raise UserError(f"ids {one} and {other} have one and the same 64-bit hash; rename one of them")
         self._shift = np.uint64(65 - _num_places(len(ids)).bit_length())
         ends = np.bincount((hashes >> self._shift).view(np.int64), minlength=_num_places(len(ids)))
         np.cumsum(ends, out=ends)
@@ -104,23 +106,16 @@ class IdIndex:
         numbers[(found != hashes).nonzero()[0]] = 0
         return numbers
 
-    def _hide(self, place: int) -> None:
-        """Keep an id apart that has the hash of the one before it."""
-        first = np.searchsorted(self._hashes, self._hashes[place])
-        number, number_of_first = self._numbers[[place, first]].tolist()
+    def _shown(self, i: int) -> object:
         if len(self._keys.numbers):
-            raise _twice(self._keys.numbers[number - 1])
-        text = self._keys.texts[number - 1].as_py()
-        if text in self._hidden or text == self._keys.texts[number_of_first - 1].as_py():
-            raise _twice(text.decode(errors="replace"))
-        self._hidden[text] = number
+            return self._keys.numbers[i]
+        return self._keys.texts[i].as_py().decode(errors="replace")
 
     def _compare_texts(self, texts: pa.Array, numbers: np.ndarray) -> None:
-        """Correct the numbers, in place, of texts that are another than the one with their hash."""
+        """Make 0, in place, the numbers of texts that are another than the one with their hash."""
         found = numbers.nonzero()[0]
         same = pc.equal(texts.take(pa.array(found)), self._keys.texts.take(pa.array(numbers[found] - 1)))
-        for i in found[~same.to_numpy(zero_copy_only=False)].tolist():
-            numbers[i] = self._hidden.get(texts[i].as_py(), 0)
+        numbers[found[~same.to_numpy(zero_copy_only=False)]] = 0
 
 
 def _in_order(ids: pa.Array) -> IdKeys:
@@ -133,10 +128,6 @@ def _in_order(ids: pa.Array) -> IdKeys:
     if len(keys.numbers):
         return IdKeys(keys.numbers[keys.indices])
     return IdKeys(keys.numbers, keys.texts.take(pa.array(keys.indices)))
-
-
-def _twice(shown: object) -> UserError:
-    return UserError(f"id {shown} is there twice in a list of distinct ids; list it once")
 
 
 def _num_places(num_ids: int) -> int:

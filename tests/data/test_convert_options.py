@@ -56,7 +56,7 @@ def weighted(ids: pa.Array, weights: pa.Array, **settings: Any) -> list[list[tup
     return [list(zip(*pair, strict=True)) for pair in zip(rows, each, strict=True)]
 
 
-@pytest.mark.parametrize("kind", [*LISTS[:4], pa.list_(pa.float64()), pa.large_list(pa.float16())], ids=str)
+@pytest.mark.parametrize("kind", [*LISTS[:2], pa.list_(pa.float64()), pa.list_(pa.float16())], ids=str)
 @pytest.mark.parametrize("null", [RESERVED, EMPTY])
 @pytest.mark.parametrize(("max_length", "keep"), [(None, Keep.last), (3, Keep.last), (3, Keep.first)])
 def test_weights_follow_their_ids(kind, null, max_length, keep):
@@ -95,12 +95,12 @@ def test_weights_of_several_rows_per_id():
         ([[1], [], [3, 4]], [[1], [2], [3]], "row 1 has 0 ids, but 1 weights in column 'w'"),
         ([[1], [2]], [1, 2], "lists of ids go with lists of weights, but column 'w' is int64"),
         ([1, 2], [[1], [2]], "one id a row goes with one weight a row, but column 'w' is list<"),
-        ([[1], [2]], [["a"], ["b"]], "weights in column 'w' must be numbers, found string"),
-        ([1, 2], ["a", "b"], "weights in column 'w' must be numbers, found string"),
-        ([[1], [2, 3]], [[1], [2, None]], "weights in column 'w' hold 1 nulls"),
-        ([[1], [2]], [[1.0], [math.nan]], "weights in column 'w' hold nan, and only finite numbers"),
-        ([1, 2], [1.0, -math.inf], "weights in column 'w' hold -inf, and only finite numbers"),
-        ([1, 2], [1.0, 1e39], "weights in column 'w' hold 1e+39, and only finite numbers"),
+        ([[1], [2]], [["a"], ["b"]], "column 'w' (weights of its ids) must hold numbers, found string"),
+        ([1, 2], ["a", "b"], "column 'w' (weights of its ids) must hold numbers, found string"),
+        ([[1], [2, 3]], [[1], [2, None]], "column 'w' (weights of its ids) holds 1 nulls, and may hold none"),
+        ([[1], [2]], [[1.0], [math.nan]], "column 'w' (weights of its ids) holds nan, and only finite numbers"),
+        ([1, 2], [1.0, -math.inf], "column 'w' (weights of its ids) holds -inf, and only finite numbers"),
+        ([1, 2], [1.0, 1e39], "column 'w' (weights of its ids) holds 1e+39, and only finite numbers"),
     ],
 )
 def test_weights_that_do_not_fit(ids, weights, said):

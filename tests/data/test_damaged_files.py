@@ -24,7 +24,6 @@ from recsys.data.parquet import (
     read_head,
 )
 from recsys.data.thrift import read_fields
-from recsys.datasets.writer import write_parquet
 from recsys.errors import UserError
 
 USERS = pa.table({"user": list(range(100)), "name": [f"n{i % 7}" for i in range(100)]})
@@ -250,7 +249,9 @@ class Flipped:
             "list": pa.ListArray.from_arrays(offsets, ids),
             "names": pa.ListArray.from_arrays(offsets, ids.cast(pa.string())),
         }
-        write_parquet(pa.table(table), path, row_group_rows)
+        pq.write_table(
+            pa.table(table), path, row_group_size=row_group_rows, compression="zstd", write_page_checksum=True
+        )
         self.path, self.content = path, path.read_bytes()
         self.pages = list(pages(self.content, pq.read_metadata(path)))
         self.dataset = open_columns(path, *table)
@@ -317,4 +318,4 @@ def test_flipped_bits_in_footers_end_no_process(tmp_path):
             continue
         retyped += dataset.schema != flipped.dataset.schema
         assert dataset.schema != flipped.dataset.schema or table.to_pydict() == whole.to_pydict()
-    assert found > 150 and retyped < 10
+    assert found > 120 and retyped < 10  # of Arrow's schema, which is a good part of a footer, nothing is read

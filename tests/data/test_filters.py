@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.data.decode import Decoder
 from recsys.data.filters import parse_filter
 from recsys.data.parquet import Dataset, SegmentReader, open_dataset, read_column, read_head
 from recsys.errors import UserError
@@ -144,7 +143,7 @@ def test_row_groups_of_one_row_are_decided_by_statistics(tmp_path, monkeypatch):
         def none(*_) -> int:
             raise AssertionError(f"'{text}' is counted")  # noqa: B023
 
-        monkeypatch.setattr(Decoder, "count", none)
+        monkeypatch.setattr(SegmentReader, "count", none)
         open_filtered(tmp_path, text)
 
 
@@ -272,14 +271,14 @@ def test_random_filters(tmp_path, monkeypatch):
         everything += [dict(zip(table, values, strict=True)) for values in zip(*table.values(), strict=True)]
     found = counted = 0
 
-    original = Decoder.count
+    original = SegmentReader.count
 
     def count(*group) -> int:
         nonlocal counted
         counted += 1
         return original(*group)
 
-    monkeypatch.setattr(Decoder, "count", count)
+    monkeypatch.setattr(SegmentReader, "count", count)
     for _ in range(80):
         text, model = random_filter(rng)
         expected = [row["row"] for row in everything if model(row) is True]

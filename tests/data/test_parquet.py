@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data import decode
-from recsys.data.decode import Decoder
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
 from recsys.errors import UserError
 
@@ -180,13 +179,13 @@ def test_streams_in_one_row_group_decode_it_once(tmp_path, monkeypatch):
     file = write(tmp_path / "a.parquet", {"user": list(range(80))})
     decoded = []
     start = threading.Barrier(8)
-    original = Decoder.table
+    original = SegmentReader.row_group
 
-    def count(decoder: Decoder, path: str, index: int) -> pa.Table:
-        decoded.append((path, index))
-        return original(decoder, path, index)
+    def count(reader: SegmentReader, number: int) -> pa.Table:
+        decoded.append(number)
+        return original(reader, number)
 
-    monkeypatch.setattr(Decoder, "table", count)
+    monkeypatch.setattr(SegmentReader, "row_group", count)
     dataset = open_users(file)
     reader = SegmentReader(dataset)
 
@@ -197,7 +196,7 @@ def test_streams_in_one_row_group_decode_it_once(tmp_path, monkeypatch):
     with ThreadPoolExecutor(8) as pool:
         pieces = list(pool.map(read, range(8)))
     assert [user for piece in pieces for user in piece] == list(range(80))
-    assert decoded == [(str(file), 0)]
+    assert decoded == [0]
 
 
 def test_reader_keeps_few_row_groups(tmp_path):
@@ -208,7 +207,7 @@ def test_reader_keeps_few_row_groups(tmp_path):
     assert len(reader._recent) == 2
     for i in range(50):  # nobody else wants rows of these
         reader.read(dataset.row_groups.segment(i))
-    assert list(reader._recent) == [(dataset.row_groups.paths[0], i) for i in (28, 29)]
+    assert list(reader._recent) == [28, 29]
 
 
 def test_reader_keeps_few_footers_and_parses_them_once(tmp_path, monkeypatch):
@@ -219,9 +218,9 @@ def test_reader_keeps_few_footers_and_parses_them_once(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "_KEPT_FOOTER_BYTES", 3 * pq.read_metadata(tmp_path / "00.parquet").serialized_size)
     values = [reader.read(dataset.row_groups.segment(i)).column("user")[0].as_py() for i in range(60)]
     assert values == [i // 2 for i in range(60)]
-    kept = reader._decoder._footers
+    kept = reader._footers
     assert [os.path.basename(path) for path, _, _ in kept] == ["27.parquet", "28.parquet", "29.parquet"]
-    assert reader._decoder._footer_bytes == sum(footer.serialized_size for footer in kept.values())
+    assert reader._footer_bytes == sum(footer.serialized_size for footer in kept.values())
 
 
 def test_damaged_row_group_is_named(tmp_path):
@@ -326,7 +325,7 @@ def test_types_that_differ(tmp_path, arrays, kind, values):
     for i, array in enumerate(arrays):
         found = SegmentReader(dataset).read(dataset.row_groups.segment(i)).schema.field("user").type
         assert decode.plain_type(found) == kind
-        assert Decoder(dataset, ["user"]).head(dataset.row_groups.paths[i], 0, 9).num_rows == len(array)
+        assert SegmentReader(dataset, ["user"]).head(i, 9).num_rows == len(array)
 
 
 INCOMPATIBLE = [
@@ -366,8 +365,8 @@ def test_a_row_group_takes_little_beyond_itself_while_it_is_decoded(tmp_path, wh
     before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
     try:
-        decoder, path = Decoder(dataset, names), str(tmp_path / "a.parquet")
-        decoded = (decoder.table(path, 0) if whole else decoder.head(path, 0, 20_000)).nbytes
+        reader = SegmentReader(dataset, names)
+        decoded = (reader.row_group(0) if whole else reader.head(0, 20_000)).nbytes
     finally:
         pa.set_memory_pool(before)
     assert decoded < pool.max_memory() < 1.5 * decoded

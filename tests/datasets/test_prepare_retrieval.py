@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.datasets.interactions import Columns, HoldOut, convert_log
+from recsys.datasets.interactions import LogOptions, convert_log
 from recsys.errors import UserError
 
 START = datetime.datetime(2026, 1, 1)
@@ -42,8 +42,8 @@ ROWS = [
 
 
 def test_the_last_are_held_out_by_time(tmp_path: Path) -> None:
-    columns = Columns("who", "what", "at", ["age"], ["kind"])
-    convert_log([log(tmp_path / "log", ROWS)], tmp_path / "out", columns, HoldOut())
+    options = LogOptions("who", "what", "at", ["age"], ["kind"])
+    convert_log([log(tmp_path / "log", ROWS)], tmp_path / "out", options)
     train = sorted(read(tmp_path / "out/train"), key=lambda row: row["at"])
     assert [(row["who"], row["what"], row["history"]) for row in train] == [
         ("ann", "a", []),
@@ -64,9 +64,7 @@ def test_the_last_are_held_out_by_time(tmp_path: Path) -> None:
 def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
     rows = [{"user_id": user, "item_id": 1000 - item} for item in range(20) for user in range(3)]
     rows += [{"user_id": 99, "item_id": 3000 + item} for item in range(9)]
-    convert_log(
-        [log(tmp_path / "log", rows, files=1)], tmp_path / "out", Columns("user_id", "item_id"), HoldOut("random")
-    )
+    convert_log([log(tmp_path / "log", rows, files=1)], tmp_path / "out", LogOptions(hold_out="random"))
     train, valid, test = (read(tmp_path / "out" / name) for name in ("train", "valid", "test"))
     assert len(train) == 3 * 16 + 9 and [row["user_id"] for row in valid] == [row["user_id"] for row in test] == [
         0,
@@ -85,24 +83,23 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "hold_out", "message"),
+    ("options", "message"),
     [
         (
-            Columns("who", "wat"),
-            "last",
+            LogOptions("who", "wat"),
             "0.parquet has no column 'wat', only who, what, at, age, kind, some; did you mean 'what'?",
         ),
-        (Columns("who", "what", "kind"), "last", "column 'kind' is list<element: string>; a time is a number"),
-        (Columns("who", "kind"), "last", "column 'kind' is list<element: string>; an id is an integer or a string"),
-        (Columns("who", "some"), "last", "column 'some' holds 6 nulls; every row needs an id"),
-        (Columns("who", "what", "who"), "last", "column 'who' is named twice"),
-        (Columns("who", "what"), "random", "no user has 10 different items"),
+        (LogOptions("who", "what", "kind"), "column 'kind' is list<element: string>; a time is a number"),
+        (LogOptions("who", "kind"), "column 'kind' is list<element: string>; an id is an integer or a string"),
+        (LogOptions("who", "some"), "column 'some' holds 6 nulls; every row needs an id"),
+        (LogOptions("who", "what", "who"), "column 'who' is named twice"),
+        (LogOptions("who", "what", hold_out="random"), "no user has 10 different items"),
     ],
 )
-def test_mistakes_are_told(columns: Columns, hold_out: str, message: str, tmp_path: Path) -> None:
+def test_mistakes_are_told(options: LogOptions, message: str, tmp_path: Path) -> None:
     source = log(tmp_path / "log", [ROWS[0] | {"some": 1}, *ROWS[1:]], files=1)
     with pytest.raises(UserError) as error:
-        convert_log([source], tmp_path / "out", columns, HoldOut(hold_out))
+        convert_log([source], tmp_path / "out", options)
     assert message in str(error.value) and not (tmp_path / "out").exists()
 
 
@@ -111,7 +108,7 @@ def test_other_files_and_none(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, message in (("log.csv", "cannot be read as Parquet"), ("empty", "there is no .parquet file in")):
         with pytest.raises(UserError, match=message):
-            convert_log([tmp_path / source], tmp_path / "out", Columns("user_id", "item_id"), HoldOut())
+            convert_log([tmp_path / source], tmp_path / "out", LogOptions())
 
 
 def test_a_split_that_is_there_is_kept(tmp_path: Path) -> None:
@@ -119,15 +116,14 @@ def test_a_split_that_is_there_is_kept(tmp_path: Path) -> None:
     words = ["train", "train", "train", "test", "test", "test", "valid"]  # ann: a, b | d | c; a again is seen
     rows = [row | {"part": word} for row, word in zip(ROWS, words, strict=True)]
     numbers = [row | {"part": ("train", "valid", "test").index(row["part"])} for row in rows]
-    columns = Columns("who", "what", "at")
-    convert_log([log(tmp_path / "words", rows)], tmp_path / "a", columns, HoldOut(column="part"))
-    convert_log([log(tmp_path / "numbers", numbers)], tmp_path / "b", columns, HoldOut(column="part"))
+    given: dict[str, Any] = {"user": "who", "item": "what", "time": "at"}
+    convert_log([log(tmp_path / "words", rows)], tmp_path / "a", LogOptions(**given, split_column="part"))
+    convert_log([log(tmp_path / "numbers", numbers)], tmp_path / "b", LogOptions(**given, split_column="part"))
     parts = {
         name: [log(tmp_path / name, [r for r in rows if r["part"] == name], files=1)]
         for name in ("train", "valid", "test")
     }
-    files = HoldOut(valid=parts["valid"], test=parts["test"])
-    convert_log(parts["train"], tmp_path / "c", columns, files)
+    convert_log(parts["train"], tmp_path / "c", LogOptions(**given, valid=parts["valid"], test=parts["test"]))
     for out in ("a", "b", "c"):
         found = {name: sorted(read(tmp_path / out / name), key=str) for name in ("train", "valid", "test")}
         assert [(row["who"], row["what"], row["history"]) for row in found["train"]] == [
@@ -144,9 +140,7 @@ def test_a_split_that_is_there_is_kept(tmp_path: Path) -> None:
 
 def test_a_split_in_the_middle_of_time_shows_train_rows_what_came_after(tmp_path: Path) -> None:
     rows = [{"user_id": 1, "item_id": item, "part": item == 5} for item in range(3, 9)]
-    convert_log(
-        [log(tmp_path / "log", rows, 1)], tmp_path / "out", Columns("user_id", "item_id"), HoldOut(column="part")
-    )
+    convert_log([log(tmp_path / "log", rows, 1)], tmp_path / "out", LogOptions(split_column="part"))
     assert {row["item_id"]: row["history"] for row in read(tmp_path / "out/train")}[3] == [4, 6, 7, 8]
     assert [row["targets"] for row in read(tmp_path / "out/test")] == [[5]] and not (tmp_path / "out/valid").exists()
 
@@ -158,14 +152,15 @@ def test_a_split_in_the_middle_of_time_shows_train_rows_what_came_after(tmp_path
 def test_a_split_that_is_none(part: str, message: str, tmp_path: Path) -> None:
     source = log(tmp_path / "log", [row | {"part": part} for row in ROWS], files=1)
     with pytest.raises(UserError, match=message):
-        convert_log([source], tmp_path / "out", Columns("who", "what"), HoldOut(column="part"))
+        convert_log([source], tmp_path / "out", LogOptions("who", "what", split_column="part"))
 
 
 def test_only_some_rows_of_a_log(tmp_path: Path) -> None:
     source = log(tmp_path / "log", ROWS)
-    columns = Columns("who", "what", "at")
-    convert_log([source], tmp_path / "out", columns, HoldOut(), "age <= 4 and what != 'a' or what == 'd'")
+    given: dict[str, Any] = {"user": "who", "item": "what", "time": "at"}
+    options = LogOptions(**given, where="age <= 4 and what != 'a' or what == 'd'")
+    convert_log([source], tmp_path / "out", options)
     assert [row["targets"] for row in read(tmp_path / "out/test")] == [["d"]]  # of ann's b, c, d
     for where, message in (("aeg < 3", "no column 'aeg'.*did you mean 'age'"), ("age < 'x'", "^--where: column 'age'")):
         with pytest.raises(UserError, match=message):
-            convert_log([source], tmp_path / "other", columns, HoldOut(), where)
+            convert_log([source], tmp_path / "other", LogOptions(**given, where=where))

@@ -15,13 +15,9 @@ from recsys.errors import UserError
 RESERVED, EMPTY, REFUSE = NullPolicy.reserved, NullPolicy.empty, NullPolicy.refuse
 LISTS = [
     pa.list_(pa.int64()),
-    pa.large_list(pa.int64()),
     pa.list_(pa.int16()),
-    pa.list_view(pa.int64()),
-    pa.large_list_view(pa.uint32()),
     pa.list_(pa.dictionary(pa.int32(), pa.int64())),
     pa.list_(pa.string()),
-    pa.list_(pa.string_view()),
 ]
 
 
@@ -126,8 +122,7 @@ def as_type(rows: list[Any], kind: pa.DataType) -> pa.Array:
     """Rows of numbers, or of lists of numbers, as any type."""
     value = kind.value_type if pa.types.is_nested(kind) else kind
     plain = value.value_type if pa.types.is_dictionary(value) else value
-    text = pa.types.is_string(plain) or pa.types.is_string_view(plain) or pa.types.is_large_string(plain)
-    if text:
+    if pa.types.is_string(plain):
         rows = [r if r is None else [None if i is None else str(i) for i in r] for r in rows]
     if not pa.types.is_dictionary(value):
         return pa.array(rows, kind)

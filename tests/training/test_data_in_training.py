@@ -13,7 +13,6 @@ from launch import ROOT, fork_train
 
 from recsys.config import Device, load_config
 from recsys.data.inputs import open_inputs
-from recsys.datasets.writer import write_parquet
 from recsys.errors import UserError
 from recsys.runtime.world import open_world
 
@@ -35,6 +34,11 @@ def losses(run_dir: Path) -> list[float]:
 
 # Rounding of FP16 tables would hide, or look like, other rows; dropout goes by the row of the global batch.
 TWO_EPOCHS = ("train.epochs=2", "tables.item.data_type=FP32", "model.dropout=0.1", "data.test=data/sample/test")
+
+
+def write(table: pa.Table, path: Path, row_group_rows: int = 1000) -> None:
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(table, path, row_group_size=row_group_rows, write_page_checksum=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +113,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         path = folder / "rows" / f"day=2026-11-0{day}"
         path.mkdir(parents=True)
-        write_parquet(table, path / "part-0.parquet", row_group_rows=250)
+        write(table, path / "part-0.parquet", 250)
     (folder / "logs.yaml").write_text(
         f"data: {{train: {folder}/rows, label_column: clicked}}\n"
         "features:\n"
@@ -180,7 +184,7 @@ def test_a_filter_by_row_keeps_steps_equal(logs: Path, tmp_path: Path) -> None:
 
 def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_path: Path) -> None:
     table = pq.read_table(logs / "rows" / "day=2026-11-01" / "part-0.parquet", partitioning=None)
-    write_parquet(table, tmp_path / "part-0.parquet", row_group_rows=250)
+    write(table, tmp_path / "part-0.parquet", 250)
     path = tmp_path / "part-0.parquet"
     column = pq.read_metadata(path).row_group(3).column(0)
     content = bytearray(path.read_bytes())
@@ -198,8 +202,8 @@ def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_pat
 def test_one_filter_is_for_all_data_sets_of_rows(tmp_path: Path) -> None:
     for i, role in enumerate(("train", "valid", "test")):
         columns = {"u": range(20), "label": [0, 1] * 10, "day": [i] * 5 + [9] * 15}
-        write_parquet(pa.table(columns), tmp_path / role / "a.parquet")
-    write_parquet(pa.table({"u": range(20), "label": [0, 1] * 10}), tmp_path / "late" / "a.parquet")
+        write(pa.table(columns), tmp_path / role / "a.parquet")
+    write(pa.table({"u": range(20), "label": [0, 1] * 10}), tmp_path / "late" / "a.parquet")
     (tmp_path / "config.yaml").write_text(
         f"data: {{train: {tmp_path}/train, valid: {tmp_path}/valid, test: {tmp_path}/test, label_column: label}}\n"
         "features: {u: {table: u}}\ntables: {u: {num_embeddings: 100, embedding_dim: 4}}\n"
