@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
     SPLITS,
     WHERE_HELP,
+    PartWriter,
     check_bounds,
     check_column,
     hash_uniform,
@@ -26,14 +27,12 @@ from recsys.datasets.writer import (
     option,
     replacing,
     rows_where,
-    write_parts,
 )
 from recsys.errors import UserError
 from recsys.ids import hash_column
 
 TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}
 LABEL = "label"
-_SPLIT = "split of recsys prepare"  # a column that no file has
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
 
@@ -121,17 +120,17 @@ def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: b
 
 def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -> dict[str, int]:
     """Write all rows; return how many went to each split."""
-    counts, is_split = np.zeros(len(cut.names), np.int64), len(cut.names) > 1
-
-    def batches() -> Iterator[pa.RecordBatch]:
+    writers = {name: PartWriter(folder / name, options.row_group_rows, options.rows_per_file) for name in cut.names}
+    with ExitStack() as stack:
+        for writer in writers.values():
+            stack.callback(writer.close)
+        first_row = 0
         for batch in reader.batches():
-            parts = cut(batch, int(counts.sum()))
-            counts[:] += np.bincount(parts, minlength=len(counts))
-            yield batch.append_column(_SPLIT, pa.array(np.array(cut.names)[parts])) if is_split else batch
-
-    below = folder if is_split else folder / cut.names[0]
-    write_parts(batches(), below, options.row_group_rows, options.rows_per_file, by=_SPLIT if is_split else None)
-    return dict(zip(cut.names, counts.tolist(), strict=True))
+            parts = cut(batch, first_row)
+            for index, writer in enumerate(writers.values()):
+                writer.write(batch if len(writers) == 1 else batch.filter(pa.array(parts == index)))
+            first_row += batch.num_rows
+    return {name: writer.num_rows for name, writer in writers.items()}
 
 
 def _check(options: CsvOptions) -> None:

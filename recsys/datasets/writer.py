@@ -9,16 +9,15 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from copy import copy
 from dataclasses import field, fields
-from itertools import chain
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from recsys.data.conditions import KEY
@@ -58,44 +57,52 @@ def check_bounds(options: Any) -> None:
             raise UserError(f"{flag} must be at most {most}, got {value}")
 
 
-def write_parts(
-    tables: Iterable[pa.Table | pa.RecordBatch],
-    folder: Path,
-    row_group_rows: int,
-    rows_per_file: int,
-    by: str | None = None,
-) -> None:
-    """Write a stream of tables of one schema, in order, as ``folder/part-00000.parquet``, ``part-00001.parquet`` …
+class PartWriter:
+    """Rows into ``folder/part-00000.parquet``, ``part-00001.parquet`` …: zstd, page checksums, equal row groups.
 
-    zstd, CRC32 on every page, row groups of equal size. Row groups never cross files, so the last one of a file may be
-    short.
-
-    Args:
-        by: column of strings that is not written: rows go to the folder of that name below ``folder``.
+    Row groups never cross files, so the last one of a file may be short. Whole ones go to disk at once.
     """
-    stream = iter(tables)
-    first = next(stream, None)
-    if first is None:
-        return
-    parquet, row_group_rows = ds.ParquetFileFormat(), min(row_group_rows, rows_per_file)
-    ds.write_dataset(
-        pa.RecordBatchReader.from_batches(first.schema, chain.from_iterable(map(_batches, chain([first], stream)))),
-        folder,
-        format=parquet,
-        file_options=parquet.make_write_options(compression="zstd", write_page_checksum=True),
-        basename_template="part-{i}.parquet",
-        partitioning=ds.partitioning(pa.schema([(by, pa.string())])) if by else None,
-        use_threads=False,  # which keeps the order
-        min_rows_per_group=row_group_rows,
-        max_rows_per_group=row_group_rows,
-        max_rows_per_file=rows_per_file,
-    )
-    for path in list(folder.rglob("part-*.parquet")):  # so that names sort as their numbers do
-        path.rename(path.with_name(f"part-{int(path.stem.removeprefix('part-')):05d}.parquet"))
+
+    def __init__(self, folder: Path, row_group_rows: int, rows_per_file: int):
+        self._paths = (folder / f"part-{number:05d}.parquet" for number in count())
+        self._row_group_rows, self._rows_per_file = row_group_rows, rows_per_file
+        self.num_rows = 0
+        self._pending: list[pa.Table] = []
+        self._file: pq.ParquetWriter | None = None
+        self._room = rows_per_file  # for rows in the file
+
+    def write(self, rows: pa.Table | pa.RecordBatch) -> None:
+        """Append rows, always of the same schema."""
+        self._pending.append(rows if isinstance(rows, pa.Table) else pa.Table.from_batches([rows]))
+        self.num_rows += rows.num_rows
+        while sum(map(len, self._pending)) >= min(self._row_group_rows, self._room):
+            self._write_row_group()
+
+    def close(self) -> None:
+        """Write the rest."""
+        if any(map(len, self._pending)):
+            self._write_row_group()
+        if self._file is not None:
+            self._file.close()
+
+    def _write_row_group(self) -> None:
+        table = pa.concat_tables(self._pending)
+        if self._file is None:
+            path = next(self._paths)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = pq.ParquetWriter(path, table.schema, compression="zstd", write_page_checksum=True)
+        group = table.slice(0, min(self._row_group_rows, self._room))
+        self._file.write_table(group, self._row_group_rows)
+        self._pending, self._room = [table.slice(len(group))], self._room - len(group)
+        if not self._room:
+            self._file, self._room = self._file.close(), self._rows_per_file
 
 
-def _batches(table: pa.Table | pa.RecordBatch) -> list[pa.RecordBatch]:
-    return table.to_batches() if isinstance(table, pa.Table) else [table]
+def write_parts(tables: Iterable[pa.Table], folder: Path, row_group_rows: int, rows_per_file: int) -> None:
+    """Write a stream of tables of one schema as part files of ``folder``."""
+    with closing(PartWriter(folder, row_group_rows, rows_per_file)) as writer:
+        for table in tables:
+            writer.write(table)
 
 
 def read_marker(out: Path) -> dict[str, Any] | None:
