@@ -44,7 +44,7 @@ from recsys.training.build import build_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP_STEPS, STEPS = 4, 8
-DATA = (pa.Table, pa.RecordBatch, pa.Array, pa.ChunkedArray, np.ndarray, torch.Tensor, Batch, Columns)
+DATA: tuple[type, ...] = (pa.Table, pa.RecordBatch, pa.Array, pa.ChunkedArray, np.ndarray, torch.Tensor, Batch, Columns)
 DATA += (JaggedTensor, KeyedJaggedTensor, KeyedTensor)
 
 

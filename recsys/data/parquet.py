@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from recsys.data.conditions import BY_DATASET, KEY, Condition
 from recsys.data.dataset import Dataset, ReadOptions
-from recsys.data.decode import SegmentReader
+from recsys.data.decode import CACHED_ROW_GROUPS, SegmentReader
 from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import Known, load_footers, save_footers
 from recsys.data.footers import Footer, FooterParser, file_keys, read_footers
@@ -22,7 +22,16 @@ from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Files
 from recsys.errors import UserError
 
-__all__ = ["BadDataError", "Dataset", "ReadOptions", "SegmentReader", "open_dataset", "read_column", "read_head"]
+__all__ = [
+    "CACHED_ROW_GROUPS",
+    "BadDataError",
+    "Dataset",
+    "ReadOptions",
+    "SegmentReader",
+    "open_dataset",
+    "read_column",
+    "read_head",
+]
 
 logger = logging.getLogger("recsys")
 

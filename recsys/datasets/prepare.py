@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from recsys.datasets import delimited, interactions, movielens, synthetic, writer
 from recsys.errors import UserError
@@ -114,7 +114,7 @@ def _add_converter(
     inputs: str,
     options: type,
     convert: Callable[..., bool | None],
-    **texts: str,
+    **texts: Any,
 ) -> None:
     """Add a command that calls `convert(inputs, out, options, overwrite)`; inputs that need no help are none."""
     parser = commands.add_parser(name, **texts)
