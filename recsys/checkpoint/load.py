@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.checkpoint.state import Marker
-from recsys.checkpoint.tensor_files import Entry, read_tensors
+from recsys.checkpoint.tensor_files import Entry, Piece, Pieces, read_tensors
 from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, IDS, RNG, TABLE_OPTIMIZER, TABLES, Tensors, set_rank_rng
 from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
@@ -79,12 +78,12 @@ def load_tensors(
         UserError: the checkpoint differs from what is here in what `init` does not allow, or cannot be read.
     """
     saved = marker.tensors
-    world.agree(lambda: _check_names(saved, path, marker))
+    world.agree(lambda: _check_names(path, marker))
     targets = tensors.to_load()
     forms = {name: Entry.of(pieces) for name, pieces in targets.items()}
     # A rank knows of no state of a table that it holds no piece of.
     here = {name: form for by_rank in world.gather(forms) for name, form in by_rank.items()}
-    choice = _Choice(path, marker, here, saved, config, kept_ids or {})
+    choice = _Choice(path, marker, here, config, kept_ids or {})
     choice.tables()
     choice.dense(type(tensors.dense_optimizer).__name__)
     report = choice.report
@@ -106,9 +105,9 @@ def load_tensors(
     return report
 
 
-def _check_names(saved: Mapping[str, Entry], path: Path, marker: Marker) -> None:
-    for name in saved:
-        if not _belongs(name, saved, marker):
+def _check_names(path: Path, marker: Marker) -> None:
+    for name in marker.tensors:
+        if not _belongs(name, marker):
             raise UserError(f"checkpoint '{path}' is corrupt: it has {name}, of nothing else in it; take another one")
 
 
@@ -142,15 +141,9 @@ class _Choice:
     """Decides for each tensor whether it is loaded, from both sides' forms alone, so that all ranks decide alike."""
 
     def __init__(
-        self,
-        path: Path,
-        marker: Marker,
-        wanted: dict[str, Entry],
-        saved: dict[str, Entry],
-        config: Config | None,
-        kept_ids: Mapping[str, int],
+        self, path: Path, marker: Marker, wanted: dict[str, Entry], config: Config | None, kept_ids: Mapping[str, int]
     ) -> None:
-        self._path, self._marker, self._wanted, self._saved = path, marker, wanted, saved
+        self._path, self._marker, self._wanted, self._saved = path, marker, wanted, marker.tensors
         self._config, self._init, self._kept_ids = config, config.train.init if config else InitConfig(), kept_ids
         self._other_inputs = changed_inputs(marker.meaning, config) if config else set()
         self._other_optimizers = changed_optimizers(marker.meaning, config) if config else set()
@@ -172,9 +165,10 @@ class _Choice:
                 f"was trained with {self._marker.optimizer} for the dense part, and the config asks for {optimizer}",
                 "optimizers=none",
             )
+        all_dense = all(name in self.report.loaded for name in self._wanted if name.startswith(DENSE))
         for name in names:
             owner = name.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
-            is_loaded = DENSE + owner in self.report.loaded or (owner.startswith("group") and self._all_dense())
+            is_loaded = DENSE + owner in self.report.loaded or (owner.startswith("group") and all_dense)
             if same and is_loaded and self._init.optimizers is not Take.none:
                 self.report.loaded[name] = ""
             else:
@@ -192,9 +186,6 @@ class _Choice:
         first, num_shared = 1 + self._kept_ids[table], self._config.tables[table].num_buckets
         return [(0, 0, first), (here - num_shared, first, min(there - first, num_shared))]
 
-    def _all_dense(self) -> bool:
-        return all(name in self.report.loaded for name in self._wanted if name.startswith(DENSE))
-
     def _sides(self, prefix: str, take: Take, key: str, decide: Any) -> None:
         here = [name for name in self._wanted if name.startswith(prefix)]
         saved = [name for name in self._saved if name.startswith(prefix)]
@@ -210,12 +201,10 @@ class _Choice:
                 self._missing(name, take, key, f"has {name}, which the config does not have", self.report.left)
 
     def _missing(self, name: str, take: Take, key: str, text: str, into: dict[str, str]) -> None:
-        if take is Take.all and not self._of_table_not_taken(name):
+        of_table_not_taken = name.startswith(TABLE_OPTIMIZER) and TABLES + _owner(name) not in self.report.loaded
+        if take is Take.all and not of_table_not_taken:
             raise self._differs(text, f"{key}=matching")
         into[name] = ""
-
-    def _of_table_not_taken(self, name: str) -> bool:
-        return name.startswith(TABLE_OPTIMIZER) and TABLES + _owner(name) not in self.report.loaded
 
     def _table(self, name: str, here: Entry, there: Entry) -> None:
         table, remarks = name.removeprefix(TABLES), []
@@ -277,11 +266,11 @@ class _Choice:
         )
 
 
-def _belongs(name: str, saved: Mapping[str, Entry], marker: Marker) -> bool:
+def _belongs(name: str, marker: Marker) -> bool:
     """Return whether a tensor is a table, a dense weight, or of one of these or of a rank."""
     for prefix, owners in ((TABLE_OPTIMIZER, TABLES), (DENSE_OPTIMIZER, DENSE)):
         if name.startswith(prefix):
-            return owners + name.removeprefix(prefix).rpartition("/")[0] in saved
+            return owners + name.removeprefix(prefix).rpartition("/")[0] in marker.tensors
     if match := re.match(rf"({RNG}|{IDS})(\d+)/", name):
         return int(match[2]) < marker.world_size
     return name.startswith((TABLES, DENSE))

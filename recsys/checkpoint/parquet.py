@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 import torch
 
 from recsys.checkpoint.files import file_problem
-from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.checkpoint.source import check_facts, facts_of
 from recsys.checkpoint.state import Marker, find_checkpoint
-from recsys.checkpoint.tensor_files import Entry, read_tensors
+from recsys.checkpoint.tensor_files import Entry, Piece, Pieces, read_tensors
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest

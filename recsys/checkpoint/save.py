@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from recsys.checkpoint.files import write_file
-from recsys.checkpoint.pieces import Pieces
 from recsys.checkpoint.state import (
     Marker,
     OtherFormatError,
@@ -24,7 +23,7 @@ from recsys.checkpoint.state import (
     refused_of,
     verify_checkpoint,
 )
-from recsys.checkpoint.tensor_files import SUFFIX, Entry, write_tensors
+from recsys.checkpoint.tensor_files import SUFFIX, Entry, Pieces, write_tensors
 from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
 from recsys.runtime.files import replace_file, sync

@@ -1,21 +1,65 @@
-"""Tensors in the files of a checkpoint, byte for byte: a file a rank, and where each part of a tensor lies in it."""
+"""Tensors in pieces as ranks hold them, and byte for byte in files: a file a rank, and where each part lies in it."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from recsys.checkpoint.files import HashedFile
-from recsys.checkpoint.pieces import Piece, Pieces
 from recsys.errors import UserError
 from recsys.runtime.files import naming
 from recsys.tables.bytes import CHUNK_BYTES
+from recsys.tables.spec import local_pieces
 
 SUFFIX = ".bin"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a tensor that this rank holds: `tensor` begins at `offsets`."""
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One tensor of a checkpoint: the pieces that this rank holds.
+
+    Attributes:
+        size: of the whole tensor.
+        pieces: this rank's; when loading they may cover a part only, and the same rows twice.
+        replicated: every rank holds all of it.
+    """
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    replicated: bool = False
+
+    @classmethod
+    def of(cls, value: Any) -> "Pieces":
+        """Wrap a ShardedTensor, or a tensor that every rank holds; nothing is copied."""
+        pieces = tuple(Piece(tensor.detach(), offsets) for tensor, offsets in local_pieces(value))
+        if isinstance(value, ShardedTensor):
+            metadata = value.metadata()
+            return cls(tuple(metadata.size), metadata.tensor_properties.dtype, pieces)
+        return cls(tuple(value.shape), value.dtype, pieces, replicated=True)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that this rank holds of the tensor."""
+        return sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
+
+    def copy(self) -> "Pieces":
+        """Return a copy in host memory."""
+        to_host = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
+        return replace(self, pieces=tuple(Piece(piece.tensor.to(**to_host), piece.offsets) for piece in self.pieces))
 
 
 @dataclass(frozen=True)

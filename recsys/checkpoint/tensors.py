@@ -5,6 +5,7 @@ optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, 
 `ids/R/F`, what has been counted of the ids of features, by both.
 """
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,21 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from recsys.checkpoint.pieces import Piece, Pieces
-from recsys.checkpoint.rng import rng_tensors, set_rng
+from recsys.checkpoint.tensor_files import Piece, Pieces
 from recsys.ids import IdStatistics
 from recsys.runtime.world import World
 from recsys.tables.module_names import parameter_name
 from recsys.tables.spec import local_pieces
 
-TABLES, TABLE_OPTIMIZER, DENSE, DENSE_OPTIMIZER, RNG, IDS = (
-    "tables/",
-    "table_optimizer/",
-    "dense/",
-    "dense_optimizer/",
-    "rng/",
-    "ids/",
-)
+TABLES, TABLE_OPTIMIZER, RNG, IDS = "tables/", "table_optimizer/", "rng/", "ids/"
+DENSE, DENSE_OPTIMIZER = "dense/", "dense_optimizer/"
 _SCALARS = (int, float, str, type(None))
 
 
@@ -164,10 +158,37 @@ def _check_state(name: str, state: dict[str, Any], parameter: torch.Tensor, opti
                 raise ValueError(f"{name}/{key} has another shape or type than the optimizer's")
 
 
+def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the states of torch's generators (host, and `device` if it is a GPU), of NumPy's and of Python's.
+
+    What trains draws from counters (`runtime.counter_random`); the generators are kept for whatever else draws. Of
+    NumPy's and Python's, the second number of a pair from the normal distribution is not kept.
+
+    Returns:
+        uint8 of torch's; int64 [625] of NumPy's and Python's: the words of the Mersenne Twister and its position.
+    """
+    numpy_state = np.random.get_state(legacy=False)["state"]
+    _, state, _ = random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor([*numpy_state["key"].tolist(), numpy_state["pos"]]),
+        "python": torch.tensor(state),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
 def set_rank_rng(tensors: dict[str, torch.Tensor], world: World) -> None:
     """Restore this rank's generators from the tensors `rng/R/G`."""
-    prefix = f"{RNG}{world.rank}/"
-    set_rng({n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}, world.device)
+    prefix, device = f"{RNG}{world.rank}/", world.device
+    tensors = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    torch.set_rng_state(tensors["torch"])
+    *words, position = tensors["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(words, np.uint32), position, 0, 0.0))
+    random.setstate((3, tuple(tensors["python"].tolist()), None))
+    if "cuda" in tensors and device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
 def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple[int, int]]:

@@ -42,7 +42,9 @@ def check_config(config: Config) -> None:
     check_topology(config.topology)
     if config.memory.budget is not None:
         num_bytes("memory.budget", config.memory.budget)
-    check_init(config.train.init, config.train.init_from, list(config.tables))
+    for table in config.train.init.from_parquet:
+        one_of("train.init.from_parquet", table, config.tables, "table")
+    check_init(config.train.init, config.train.init_from)
 
 
 def _check_numbers(config: Config) -> None:

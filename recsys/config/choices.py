@@ -6,8 +6,7 @@ from enum import Enum
 class FeatureType(Enum):
     """Type of a feature: `id`, one id or a list of ids a row, looked up in a table; `float`, one number a row."""
 
-    id = "id"
-    float = "float"
+    id, float = "id", "float"
 
 
 class NullPolicy(Enum):
@@ -17,17 +16,13 @@ class NullPolicy(Enum):
     `fill` (`reserved`), the mean of data.train (`mean`), or an error (`refuse`).
     """
 
-    reserved = "reserved"
-    empty = "empty"
-    mean = "mean"
-    refuse = "refuse"
+    reserved, empty, mean, refuse = "reserved", "empty", "mean", "refuse"
 
 
 class Keep(Enum):
     """End of a list longer than `max_length` that is kept."""
 
-    first = "first"
-    last = "last"
+    first, last = "first", "last"
 
 
 class IdMappingType(Enum):
@@ -38,18 +33,13 @@ class IdMappingType(Enum):
     numbers, each the sum of two rows (Shi et al. 2020, arXiv:1909.02107).
     """
 
-    hash = "hash"
-    identity = "identity"
-    vocabulary = "vocabulary"
-    quotient_remainder = "quotient_remainder"
+    hash, identity, vocabulary, quotient_remainder = "hash", "identity", "vocabulary", "quotient_remainder"
 
 
 class DataType(Enum):
     """Storage type of a table's weights; optimizer state stays FP32. FP8 (e4m3, FBGEMM's NFP8) trains on GPUs only."""
 
-    FP32 = "FP32"
-    FP16 = "FP16"
-    FP8 = "FP8"
+    FP32, FP16, FP8 = "FP32", "FP16", "FP8"
 
 
 class ComputeKernel(Enum):
@@ -59,10 +49,7 @@ class ComputeKernel(Enum):
     rows in device memory, `cache_load_factor` of the table. `key_value`: on disk, with a cache.
     """
 
-    fused = "fused"
-    fused_uvm = "fused_uvm"
-    fused_uvm_caching = "fused_uvm_caching"
-    key_value = "key_value"
+    fused, fused_uvm, fused_uvm_caching, key_value = "fused", "fused_uvm", "fused_uvm_caching", "key_value"
 
 
 class LabelLoss(Enum):
@@ -71,37 +58,31 @@ class LabelLoss(Enum):
     `binary`: the cross-entropy of the model's logit and a label of 0 or 1. `squared`: the squared error of its output.
     """
 
-    binary = "binary"
-    squared = "squared"
+    binary, squared = "binary", "squared"
 
 
 class LabelNulls(Enum):
     """Null labels: an error (`refuse`), or `unknown`, so that the row does not count for this label."""
 
-    refuse = "refuse"
-    unknown = "unknown"
+    refuse, unknown = "refuse", "unknown"
 
 
 class FloatType(Enum):
     """Type of numbers that are computed or sent, not kept."""
 
-    FP32 = "FP32"
-    FP16 = "FP16"
-    BF16 = "BF16"
+    FP32, FP16, BF16 = "FP32", "FP16", "BF16"
 
 
 class StateType(Enum):
     """Type that an optimizer of tables keeps its state for each element in; state for each row is FP32."""
 
-    FP32 = "FP32"
-    FP16 = "FP16"
+    FP32, FP16 = "FP32", "FP16"
 
 
 class Pooling(Enum):
     """Pooling of a feature's list into one vector."""
 
-    sum = "sum"
-    mean = "mean"
+    sum, mean = "sum", "mean"
 
 
 class ShardingChoice(Enum):
@@ -132,20 +113,13 @@ ROW_SPLITS = (ShardingChoice.row_wise, ShardingChoice.table_row_wise, ShardingCh
 class DenseOptimizer(Enum):
     """Optimizers of the dense (data-parallel) part."""
 
-    adam = "adam"
-    adamw = "adamw"
-    adagrad = "adagrad"
-    sgd = "sgd"
-    adafactor = "adafactor"
-    lamb = "lamb"
+    adam, adamw, adagrad, sgd, adafactor, lamb = "adam", "adamw", "adagrad", "sgd", "adafactor", "lamb"
 
 
 class Schedule(Enum):
     """Shape of the learning rate after the warm-up: unchanged, straight down or half a cosine."""
 
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
+    constant, linear, cosine = "constant", "linear", "cosine"
 
 
 class Saver(Enum):
@@ -164,21 +138,16 @@ class Saver(Enum):
 class Device(Enum):
     """Device of a run: `auto` takes CUDA where there is a GPU, the CPU otherwise."""
 
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+    auto, cpu, cuda = "auto", "cpu", "cuda"
 
 
 class Autocast(Enum):
     """Type in which the dense part multiplies matrices; weights, losses and what tables get stay FP32."""
 
-    none = "none"
-    bf16 = "bf16"
-    fp16 = "fp16"
+    none, bf16, fp16 = "none", "bf16", "fp16"
 
 
 class Interaction(Enum):
     """Input of DLRM's top MLP beside the pairwise dots: the bottom output, or every vector too."""
 
-    dot = "dot"
-    dot_and_embeddings = "dot_and_embeddings"
+    dot, dot_and_embeddings = "dot", "dot_and_embeddings"

@@ -1,4 +1,9 @@
-"""Settings that a device has no kernel for: refused where something else would be learned, otherwise replaced."""
+"""Checks of a config against its device and the number of ranks.
+
+What a device has no kernel for is refused where something else would be learned, and otherwise replaced.
+"""
+
+import math
 
 from recsys.config.choices import ComputeKernel, DataType, FloatType
 from recsys.config.schema import Config, TableOptimizerConfig
@@ -6,12 +11,13 @@ from recsys.config.table_optimizers import optimizer_names
 from recsys.errors import UserError
 
 
-def check_device(config: Config, on_gpu: bool) -> list[str]:
+def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]:
     """Return a sentence for each setting that the device has no kernel for, saying what replaces it.
 
     Raises:
-        UserError: what would be done in its place would learn something else.
+        UserError: what would be done in its place would learn something else, or a batch has fewer rows than ranks.
     """
+    check_ranks(config, world_size)
     if on_gpu:
         return []
     instead = []
@@ -45,3 +51,32 @@ def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:
             f"config key '{key}.weight_decay': FBGEMM's CPU kernels leave it out without a word, found "
             f"{settings.weight_decay}; set it to 0"
         )
+
+
+def check_ranks(config: Config, world_size: int) -> None:
+    """Refuse a global batch with fewer rows than ranks.
+
+    Raises:
+        UserError: a batch has fewer rows than there are ranks.
+    """
+    for key in ("global_batch_size", "eval_batch_size"):
+        size = getattr(config.train, key)
+        if size is not None and size < world_size:
+            raise UserError(
+                f"config key 'train.{key}' is {size}, so that {world_size - size} of {world_size} ranks would have no "
+                f"row of a step; use at least {world_size}, or start at most {size} ranks"
+            )
+
+
+def repeated_decoding(config: Config, world_size: int) -> str | None:
+    """Return a sentence if several ranks decode the same stream of data.train; else None."""
+    streams = config.data.num_streams
+    if streams % world_size == 0:
+        return None
+    # Laid beside each other, streams and ranks have so many pieces in common.
+    times = (streams + world_size - math.gcd(streams, world_size)) / streams
+    better = world_size * min(-(-streams // world_size), config.train.global_batch_size // world_size)
+    return (
+        f"data.num_streams={streams} is no multiple of {world_size} ranks, so streams are shared, and rows are decoded "
+        f"{times:.3g} times; for a new run, data.num_streams={better} avoids that (rows then come in another order)"
+    )

@@ -1,10 +1,9 @@
 """Section `train.init`: how a run may differ from the one whose weights it starts from."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from recsys.errors import UserError, nearest
+from recsys.errors import UserError
 
 
 class Take(Enum):
@@ -14,9 +13,7 @@ class Take(Enum):
     alone is initialised, what is there alone is skipped. `none`: all is initialised.
     """
 
-    all = "all"
-    matching = "matching"
-    none = "none"
+    all, matching, none = "all", "matching", "none"
 
 
 @dataclass
@@ -37,14 +34,8 @@ class InitConfig:
     from_parquet: dict[str, str] = field(default_factory=dict)
 
 
-def check_init(init: InitConfig, init_from: str | None, tables: Iterable[str]) -> None:
-    """Refuse settings of a start from another run where there is none, and files of unknown tables."""
-    for name in init.from_parquet:
-        if name not in tables:
-            raise UserError(
-                f"config key 'train.init.from_parquet': there is no table '{name}'{nearest(name, tables)} "
-                f"(known: {', '.join(tables)})"
-            )
+def check_init(init: InitConfig, init_from: str | None) -> None:
+    """Refuse settings of a start from another run where there is none."""
     initial = InitConfig(from_parquet=init.from_parquet)
     changed = [name for name, value in vars(init).items() if value != getattr(initial, name)]
     if changed and init_from is None:

@@ -5,7 +5,7 @@ Every key of a config counts unless it is listed here as free, so that a key tha
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from enum import Enum
 from fnmatch import translate
@@ -14,6 +14,7 @@ from typing import Any
 from recsys.config.choices import FeatureType, IdMappingType
 from recsys.config.features import float_features, id_features
 from recsys.config.initial import InitConfig, Take
+from recsys.config.names import flat
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
@@ -64,7 +65,7 @@ def meaning(config: Config) -> dict[str, Any]:
     if isinstance(config.data.filter, dict):
         content["data"]["filter"] = config.data.filter.get("train")
     content["model"] = config.model.meaning(config)
-    settings = dict(_flat("", content))
+    settings = {key: _plain(value) for key, value in flat("", content)}
     is_free = _pattern([*FREE, *(f"model.{key}" for key in config.model.free)])
     return {key: value for key, value in settings.items() if not is_free.match(key)} | {
         f"{_INPUTS}{layer}": names for layer, names in _inputs(config).items()
@@ -180,14 +181,6 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
 def _inputs(config: Config) -> dict[str, list[str]]:
     """Return the features that a layer reads side by side, by its parameter."""
     return config.model.layer_inputs(id_features(config), float_features(config))
-
-
-def _flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _flat(f"{key}.{name}" if key else str(name), item)
-    else:
-        yield key, _plain(value)
 
 
 def _plain(value: Any) -> Any:

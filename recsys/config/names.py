@@ -38,9 +38,12 @@ def check_names(config: Config) -> None:
             f"config key 'run.name': {_shown(config.run.name or '')} is no name for a run; use letters, digits, '_', "
             f"'-' and '.', {_MOST_BYTES} bytes at most, and a letter or digit first (run.dir may be any path)"
         )
-    for key, text in _texts("", asdict(config)):
-        if "\0" in text:
-            raise UserError(f"config key '{key}' holds the character NUL, which no path and no name may; remove it")
+    for key, value in flat("", asdict(config)):
+        texts = {f"{key}.{i}": item for i, item in enumerate(value)} if isinstance(value, list) else {key: value}
+        if wrong := [name for name, text in texts.items() if isinstance(text, str) and "\0" in text]:
+            raise UserError(
+                f"config key '{wrong[0]}' holds the character NUL, which no path and no name may; remove it"
+            )
 
 
 def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
@@ -65,9 +68,10 @@ def _shown(name: str) -> str:
     return repr(name) if len(name) <= 40 else f"{name[:40]!r} … of {len(name)} characters"
 
 
-def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
+def flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield all that is below a section, by full key."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from flat(f"{key}.{name}" if key else str(name), item)
+    else:
         yield key, value
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, item in items:
-        yield from _texts(f"{key}.{name}".lstrip("."), item)

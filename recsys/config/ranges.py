@@ -39,7 +39,10 @@ def without_ranges(layer: dict[str, Any]) -> list[dict[str, Any]]:
                 ranged.append({section: dict(zip(names, values, strict=True))})
     model = layer.get("model")
     if isinstance(model, dict):
-        plain["model"] = {key: _longer(f"model.{key}", value) for key, value in model.items()}
+        plain["model"] = {
+            key: [name for item in value for name in _names(f"model.{key}", item)] if isinstance(value, list) else value
+            for key, value in model.items()
+        }
     return [entry for entry in (order, *ranged, plain) if entry]
 
 
@@ -84,7 +87,3 @@ def _taken(key: str, value: Any, index: int, count: int) -> Any:
     if isinstance(value, list):
         return [_taken(key, item, index, count) for item in value]
     return _RANGE.sub(number, value) if isinstance(value, str) else value
-
-
-def _longer(key: str, value: Any) -> Any:
-    return [name for item in value for name in _names(key, item)] if isinstance(value, list) else value

@@ -112,8 +112,10 @@ class Fitter:
             if best is not None:
                 chosen = [each for each in chosen if not best.settings.keys() >= each.settings.keys()] + [best]
                 missing = least
-        if not missing:
-            chosen = self._without_needless(chosen)
+        for change in reversed(chosen if not missing else []):  # the dearest first that the others do without
+            others = [each for each in chosen if each is not change]
+            if not self.missing(with_changes(self._config, others)):
+                chosen = others
         config = with_changes(self._config, chosen)
         return Fit(config, chosen, self.fullest(self._config), self.fullest(config), missing)
 
@@ -194,14 +196,6 @@ class Fitter:
         """Return the bytes by which ranks and machines exceed what they have, less the margin."""
         needs = demands(self._ranks(config), self._topology)
         return sum(max(0, size + self._beyond - int(there * (1 - MARGIN))) for _, size, there in needs)
-
-    def _without_needless(self, changes: list[Change]) -> list[Change]:
-        """Leave out, the most expensive first, what the others do without."""
-        for change in reversed(changes):
-            others = [each for each in changes if each is not change]
-            if not self.missing(with_changes(self._config, others)):
-                changes = others
-        return changes
 
 
 def with_changes(config: Config, changes: Sequence[Change]) -> Config:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from recsys.config import Config
-from recsys.config.device import check_device
-from recsys.config.ranks import check_ranks, repeated_decoding
+from recsys.config.device import check_device, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError
 from recsys.memory.autofit import Fitter, pieces_of
@@ -78,8 +77,7 @@ def dry_run(config: Config) -> int:
 def rehearse_run(config: Config) -> DryRun:
     """Plan and predict, for the machines of `topology`."""
     start, topology = time.monotonic(), topology_of(config)
-    instead = check_device(config, topology.on_gpu)
-    check_ranks(config, topology.world_size)
+    instead = check_device(config, topology.on_gpu, topology.world_size)
     with rehearse_world(topology.world_size, topology.local_world_size, topology.device) as world:
         inputs, why_not = _open(config, world)
         data = data_facts(config, inputs, topology.world_size)

@@ -5,7 +5,7 @@ Nothing here allocates or looks at other ranks, so that it can be called some do
 
 from collections.abc import Iterable
 
-from recsys.config import Config, FeatureType
+from recsys.config import Config, DataType, FeatureType
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.tensors import Bytes
@@ -197,7 +197,9 @@ class _Rank:
     def _init(self) -> tuple[Bytes, Bytes]:
         fill = {"fill_temporaries": _FILL_BYTES}
         cached = sum(piece.size[0] for piece in self._pieces if piece.compute_kernel == "fused_uvm_caching")
-        widest = max((4 * p.size[0] * p.size[1] for p in self._pieces if self._is_fp8(p)), default=0)
+        tables = self._config.tables
+        in_fp8 = [piece for piece in self._pieces if tables[piece.table].data_type is DataType.FP8]
+        widest = max((4 * piece.size[0] * piece.size[1] for piece in in_fp8), default=0)
         device = {**fill, "fp8_temporaries": widest, "collective_copies": self._replica_copies()}
         return device, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
 
@@ -210,9 +212,6 @@ class _Rank:
         sizes = [piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in replicas]
         weights = sum(size.weight for size in sizes)
         return max(0, min(weights, _SYNCHRONISED_BYTES) - sum(size.optimizer for size in sizes))
-
-    def _is_fp8(self, piece: Shard) -> bool:
-        return self._config.tables[piece.table].data_type.name == "FP8"
 
     def _step(self) -> tuple[Bytes, Bytes]:
         copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
@@ -233,6 +232,8 @@ class _Rank:
         if self._topology.on_gpu:
             in_flight["batches"] = _BATCHES_ON_GPU * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
+        # Gradients by tables that every rank holds are summed over ranks in FP32.
+        replicated = 4 * sum(p.size[0] * p.size[1] for p in self._pieces if p.sharding_type == "data_parallel")
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
             {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes},
@@ -247,16 +248,12 @@ class _Rank:
             {
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
-                "replicated_gradient": self._replicated_gradient(),
+                "replicated_gradient": replicated,
                 "dense_gradient": dense.gradient_bytes,
             },
         ]
         highest = max(moments, key=lambda kinds: sum(kinds.values()))
         return {**in_flight, **highest}
-
-    def _replicated_gradient(self) -> int:
-        """Return the bytes of the gradients by tables that every rank holds, which are summed over ranks in FP32."""
-        return 4 * sum(p.size[0] * p.size[1] for p in self._pieces if p.sharding_type == "data_parallel")
 
     def _gloo_copies(self) -> int:
         """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""

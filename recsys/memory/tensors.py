@@ -7,7 +7,6 @@ import torch
 
 from recsys.config import Config
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
-from recsys.memory.live import storage_bytes
 from recsys.tables.bytes import rank_tables
 from recsys.tables.spec import Shard, local_pieces
 
@@ -86,3 +85,8 @@ def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> B
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def storage_bytes(tensors: Any) -> int:
+    """Return the bytes of the storages of tensors, each once."""
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())

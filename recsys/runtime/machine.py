@@ -1,6 +1,7 @@
 """Topology: the machines of a plan, with their ranks, devices and memory."""
 
 import resource
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,13 +141,6 @@ def cgroup_limit() -> int | None:
             # Limits of the groups above hold too; inside a container the path may not exist, and its root is ours.
             for parent in (folder, *folder.parents):
                 if parent.is_relative_to(Path("/sys/fs/cgroup", root)):
-                    limits.append(_read_limit(parent / name))
-    return min((limit for limit in limits if limit is not None and limit < UNLIMITED), default=None)
-
-
-def _read_limit(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return None if text == "max" else int(text)
+                    with suppress(OSError, ValueError):  # no such file, and the text `max`
+                        limits.append(int((parent / name).read_text()))
+    return min((limit for limit in limits if limit < UNLIMITED), default=None)

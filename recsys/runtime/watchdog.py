@@ -132,17 +132,14 @@ class Watchdog:
         if age is None or age < limit / 2:
             self._seen.clear()
             return None
-        beats = self._beats()
+        keys = [f"{_KEY}/{rank}" for rank in range(self._world.world_size)]
+        beats = [Beat(**json.loads(value)) for value in self._store.multi_get(keys)]
         silent = self._silent(beats, now)
         if age < limit:
             return None
         if silent:
             return LostPeerError(self._describe_silent(silent, beats))
         return self._slowest(beats, age)
-
-    def _beats(self) -> list[Beat]:
-        keys = [f"{_KEY}/{rank}" for rank in range(self._world.world_size)]
-        return [Beat(**json.loads(value)) for value in self._store.multi_get(keys)]
 
     def _silent(self, beats: list[Beat], now: float) -> dict[int, float]:
         """Return the ranks that have told nothing new for half of the limit, and for how many seconds."""

@@ -13,7 +13,6 @@ from recsys.config import Config, OptimizerConfig, TableOptimizerConfig, load_co
 from recsys.config.choices import DenseOptimizer
 from recsys.config.device import check_device
 from recsys.config.initial import InitConfig, Take
-from recsys.config.ranks import check_ranks
 from recsys.config.schema import DenseOptimizerConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.data.inputs import Inputs, open_inputs
@@ -78,8 +77,7 @@ def evaluate(config: Config, checkpoint: Path, roles: Sequence[str]) -> int:
     with open_world(config.run.device, config.run.num_threads) as world:
         start = time.monotonic()
         torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
-        instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
-        world.from_rank_zero(lambda: check_ranks(config, world.world_size))
+        instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
         source = Source(checkpoint, verify_checkpoint(checkpoint, world), init=None)
         inputs = open_inputs(config, world, known=run_dir / "footers", roles=[*roles, "items"])
         folder = world.from_rank_zero(lambda: _new_folder(Path(config.run.dir or run_dir) / "evaluations"))

@@ -14,8 +14,7 @@ import torch
 
 from recsys.checkpoint import Source, find_source
 from recsys.config import Config, TableConfig, config_text
-from recsys.config.device import check_device
-from recsys.config.ranks import check_ranks, repeated_decoding
+from recsys.config.device import check_device, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
 from recsys.memory import Timeline
@@ -69,13 +68,13 @@ def run(config: Config) -> int:
         if world.from_rank_zero(lambda: store.check([_BEGUN])):
             begun = store.get(_BEGUN).decode()
             config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
-        instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda"))
-        world.from_rank_zero(lambda: check_ranks(config, world.world_size))
+        instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
         # The data first: a mistake in them leaves no run directory behind.
         footers = Path(scratch) / _FOOTERS
         earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
         with RunLock() as lock, Explained(config, world, timeline) as explained:
-            explained.inputs = inputs = open_inputs(config, world, footers, _kept_footers(config))
+            known = Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
+            explained.inputs = inputs = open_inputs(config, world, footers, known)
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
             if world.rank == 0:
                 store.set(_LOCK, lock.id)
@@ -188,11 +187,6 @@ def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, 
     content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **sections}
     with suppress(OSError):  # the failure itself is what is to be told
         write_rank(folder, content)
-
-
-def _kept_footers(config: Config) -> Path | None:
-    """Return where the run that is resumed keeps what the footers say."""
-    return Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
 
 
 def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) -> Path:

@@ -18,7 +18,7 @@ from checkpoints import load_tables
 from launch import ROOT, fork_train
 
 from recsys.checkpoint import Checkpoints, TableRows, TrainState, export_table, load_tensors, tensor_files
-from recsys.checkpoint.pieces import Piece, Pieces
+from recsys.checkpoint.tensor_files import Piece, Pieces
 from recsys.config import IdMappingType, TableConfig, load_config
 from recsys.config.schema import Device
 from recsys.data.inputs import open_inputs

@@ -17,8 +17,7 @@ from launch import fork_train
 
 from recsys.checkpoint import Checkpoints, Source, TrainState, load_tensors
 from recsys.checkpoint.load import _moved
-from recsys.checkpoint.pieces import Piece, Pieces
-from recsys.checkpoint.tensor_files import Entry
+from recsys.checkpoint.tensor_files import Entry, Piece, Pieces
 from recsys.config import Config, load_config
 from recsys.config.meaning import meaning
 from recsys.config.schema import Device

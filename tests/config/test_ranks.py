@@ -5,7 +5,7 @@ import re
 import pytest
 
 from recsys.config import load_config
-from recsys.config.ranks import check_ranks, repeated_decoding
+from recsys.config.device import check_ranks, repeated_decoding
 from recsys.errors import UserError
 
 SAMPLE = "configs/dlrm_sample.yaml"

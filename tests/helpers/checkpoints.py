@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from recsys.checkpoint import Marker
-from recsys.checkpoint.pieces import Pieces
-from recsys.checkpoint.tensor_files import read_tensors
+from recsys.checkpoint.tensor_files import Pieces, read_tensors
 
 
 def load_tables(checkpoint: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:

@@ -17,8 +17,8 @@ from recsys.errors import UserError
 from recsys.memory import trace
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import as_json, format_dry_run, rehearse_run
-from recsys.memory.live import LivePeak, storage_bytes
-from recsys.memory.trace import rehearse
+from recsys.memory.tensors import storage_bytes
+from recsys.memory.trace import LivePeak, rehearse
 from recsys.models.two_tower import TwoTower
 from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import rehearse_world

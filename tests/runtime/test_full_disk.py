@@ -167,7 +167,7 @@ def at_step(step: int, action: Callable[[], None]) -> None:
 
     def advance(self: Trainer, *arguments: Any) -> None:
         whole(self, *arguments)
-        if self._state.step == step and self._world.rank == 0:
+        if self.state.step == step and self._world.rank == 0:
             action()
 
     Trainer._advance = advance  # type: ignore[method-assign]
