@@ -44,9 +44,7 @@ class IdStatistics:
         self._limit = _RANGE
         self._hashes = np.zeros(0, np.uint64)  # ascending, all below the limit
         self._new: list[np.ndarray] = []  # not yet among `_hashes`; a few of them several times
-        self._num_new = 0
-        # Most of the hashes taken in, each in one of two places by its bits, so that an id that has been seen costs a
-        # look or two. What stands there is forgotten when another needs its second place.
+        # Most of `_hashes`, each in one of two places by its bits: an id that has been seen costs a look or two.
         self._seen = np.zeros(_FEWEST_PLACES, np.uint64)
         self._lock = threading.Lock()
 
@@ -73,7 +71,9 @@ class IdStatistics:
         unseen = unseen[seen[_second_place(unseen, seen)] != unseen]
         if len(unseen):
             with self._lock:
-                self._take(np.unique(unseen))
+                self._new.append(np.unique(unseen))
+                if sum(map(len, self._new)) > len(self._hashes):
+                    self._merge()
 
     def state(self) -> np.ndarray:
         """Return what has been counted, for `add_state`: uint64 [5 + distinct ids kept], up to 512 KiB."""
@@ -88,7 +88,7 @@ class IdStatistics:
         self.add(*counts)
         with self._lock:
             self._limit = min(self._limit, last + 1)
-            self._take(state[len(_COUNTS) + 1 :])
+            self._new.append(state[len(_COUNTS) + 1 :])
             self._merge()
 
     def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
@@ -120,36 +120,19 @@ class IdStatistics:
             "out_of_vocabulary_share": self.num_out_of_vocabulary / max(1, self.num_ids),
         }
 
-    # The methods below are called with the lock held.
-
-    def _take(self, hashes: np.ndarray) -> None:
-        self._new.append(hashes)
-        self._num_new += len(hashes)
-        if self._num_new >= self._size:
-            self._merge()
-        needed = _num_places(min(self._size, len(self._hashes) + self._num_new))
-        if needed > len(self._seen):
-            before, self._seen = self._seen, np.zeros(needed, np.uint64)
-            self._remember(before[before != 0])
-        self._remember(hashes)
-
-    def _remember(self, hashes: np.ndarray) -> None:
-        first = (hashes & np.uint64(len(self._seen) - 1)).view(np.int64)
-        is_free = self._seen[first] == 0
-        self._seen[first[is_free]] = hashes[is_free]
-        self._seen[_second_place(hashes[~is_free], self._seen)] = hashes[~is_free]
-
     def _merge(self) -> None:
+        """Take in what is new; called with the lock held."""
         hashes = np.unique(np.concatenate([self._hashes, *self._new]))
-        self._new, self._num_new = [], 0
-        if self._limit < _RANGE:
-            hashes = hashes[: np.searchsorted(hashes, np.uint64(self._limit))]
+        hashes = hashes[hashes <= np.uint64(self._limit - 1)]
         while len(hashes) > self._size:
             self._limit //= 2
             hashes = hashes[: np.searchsorted(hashes, np.uint64(self._limit))]
-            self._seen = np.zeros_like(self._seen)  # what is above the limit is not looked for any more
-        self._hashes = hashes
-        self._remember(hashes)
+        seen = np.zeros(_num_places(len(hashes)), np.uint64)
+        first = (hashes & np.uint64(len(seen) - 1)).view(np.int64)
+        seen[first] = hashes
+        second = hashes[seen[first] != hashes]
+        seen[_second_place(second, seen)] = second
+        self._hashes, self._new, self._seen = hashes, [], seen
 
 
 def _num_places(num_hashes: int) -> int:
