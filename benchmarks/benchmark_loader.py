@@ -25,10 +25,13 @@ import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from recsys.data.convert import FloatColumn, IdColumn  # noqa: E402
 from recsys.data.loader import Loader, LoaderOptions  # noqa: E402
 from recsys.data.parquet import Dataset, ReadOptions, open_dataset  # noqa: E402
-from recsys.data.window import BatchSpec  # noqa: E402
+from recsys.data.spec import (  # noqa: E402
+    BatchSpec,
+    FloatColumn,
+    IdColumn,
+)
 from recsys.ids import HashMapping  # noqa: E402
 from recsys.memory import peak_rss  # noqa: E402
 from recsys.runtime.versions import installed_versions  # noqa: E402

@@ -16,5 +16,5 @@ A room may import from those above it:
     serving/     what is done with a finished run
     datasets/    public and synthetic data to Parquet; for scripts only
 
-A batch travels: data/loader → data/window → data/collate → step/pipeline → step/step → models/… → its loss.
+A batch travels: data/loader → data/decode → data/window → data/batch → step/pipeline → step/step → models/… → its loss.
 """

@@ -1,17 +1,12 @@
-"""The batch that travels from the loader to the model, and blocks of memory that batches and windows lie in.
-
-A block is used again when nothing views it any more, neither an array nor a tensor, and its last copy to the GPU is
-done. So whoever keeps a batch keeps its values, and a loop that lets go of them runs in constant memory.
-"""
+"""The batch that travels from the loader to the model, and how it is made: every value of the windows is copied once,
+into one block of memory that is used again."""
 
 import io
-import math
-import mmap
-import sys
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,27 +14,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from recsys.data.order import Position
+from recsys.data.pool import Block, BlockPool, Fence, padded
+from recsys.data.spec import BatchSpec
+from recsys.data.window import Columns, Ragged
 from recsys.runtime.files import replace_file
-
-_ALIGNMENT = 64
-
-
-class Fence:
-    """Marks the end of the last copy out of a block."""
-
-    def __init__(self) -> None:
-        self._event: torch.cuda.Event | None = None
-
-    def record(self) -> None:
-        """Note that the block is read by what has been queued on the current CUDA stream so far."""
-        self._event = torch.cuda.Event()
-        self._event.record()
-
-    def wait(self) -> None:
-        """Return when the copy is done."""
-        if self._event is not None:
-            self._event.synchronize()
-            self._event = None
 
 
 @dataclass
@@ -115,104 +93,223 @@ class Batch(Pipelineable):
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
-class Block:
-    """Cuts arrays out of one piece of memory.
+class Piece(NamedTuple):
+    """Rows `start` … `stop` - 1 of some columns, which go to rows `at` … of a batch."""
+
+    columns: Columns
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """How many rows, and how many ids in their lists, the dense part computes together at most; None: any number."""
+
+    max_rows: int | None = None
+    max_ids: int | None = None
+
+    def bounds(self, lengths: np.ndarray) -> tuple[int, ...]:
+        """Return the bounds of micro-batches in order, as few as can be; a row with more ids is one of its own.
+
+        Args:
+            lengths: ids of each feature and row, [features, rows].
+        """
+        num_rows = lengths.shape[1]
+        if self.max_ids is None:
+            step = self.max_rows or num_rows
+            return (*range(0, num_rows, step), num_rows)
+        ends, bounds = np.cumsum(lengths.sum(axis=0), dtype=np.int64), [0]
+        while bounds[-1] < num_rows:
+            start = bounds[-1]
+            before = int(ends[start - 1]) if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, before + self.max_ids, side="right")))
+            bounds.append(min(stop, num_rows, start + (self.max_rows or num_rows)))
+        return tuple(bounds)
+
+
+def collate(
+    pieces: Sequence[Piece],
+    num_rows: int,
+    spec: BatchSpec,
+    position: Position,
+    pool: BlockPool,
+    micro_batches: MicroBatches,
+    first_row: int = 0,
+) -> Batch:
+    """Join pieces into a batch of `num_rows` rows; rows that no piece fills have weight 0 and empty lists.
 
     Args:
-        memory: uint8 [bytes]. fence: of its copies.
+        pieces: in ascending order of `at`. spec: the one that their columns were converted with.
+        position: where training stands after this batch. pool: where the memory of the batch is taken from.
+        first_row: the place of the first row in the global batch.
+    """
+    rows = _Rows(pieces, num_rows)
+    ids = _Jagged([part.name for part in spec.ids], [p.columns.ids for p in pieces], rows, spec.dtype, spec.weighted)
+    lists = None
+    if spec.lists:
+        lists = _Jagged([part.name for part in spec.lists], [p.columns.lists for p in pieces], rows, spec.dtype, False)
+    widths = [len(spec.floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
+    num_bytes = sum(padded(4 * num_rows * width) for width in widths)
+    block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
+    floats, labels, *known, weights = map(torch.from_numpy, _copy_numbers(rows, widths, block))
+    num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
+    keyed = ids.build(block)
+    lengths = keyed.lengths().numpy().reshape(len(spec.ids), num_rows)
+    bounds = micro_batches.bounds(lengths)
+    return Batch(
+        ids=keyed,
+        floats=floats,
+        labels=labels,
+        weights=weights[:, 0],
+        known_labels=known[0] if known else None,
+        lists=lists.build(block) if lists else None,
+        num_rows=rows.num_filled - num_bad,
+        num_bad_rows=num_bad,
+        micro_batches=bounds,
+        position=position,
+        fence=block.fence,
+        id_bounds=_id_bounds(lengths, bounds) if len(bounds) > 2 else (),
+        first_row=first_row,
+    )
+
+
+def _copy_numbers(rows: "_Rows", widths: list[int], block: Block) -> list[np.ndarray]:
+    """Return the numbers of the pieces' columns as arrays [rows, width], cut at these widths, 0 where no piece is."""
+    numbers = [block.array((rows.num_rows, width), np.float32) for width in widths]
+    if rows.num_filled < rows.num_rows:
+        for array in numbers:
+            array[:] = 0
+    if rows.pieces:
+        # Joined first, which takes far fewer calls; each holds the lock of Python, which training waits for.
+        joined = np.concatenate([p.columns.floats[:, p.start : p.stop] for p in rows.pieces], axis=1)
+        for array, columns in zip(numbers, np.split(joined, np.cumsum(widths)[:-1]), strict=True):
+            array[rows.places] = columns.T
+    return numbers
+
+
+def _id_bounds(lengths: np.ndarray, bounds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    sizes = np.add.reduceat(lengths, bounds[:-1], axis=1, dtype=np.int64)
+    return tuple((0, *ends) for ends in np.cumsum(sizes, axis=1).tolist())
+
+
+class _Rows:
+    """Which rows of a batch its pieces fill.
+
+    Attributes:
+        num_rows: of the batch; num_filled: of the pieces.
+        places: of the pieces' rows in the batch, in order; an index of an array. Of no use without pieces.
     """
 
-    def __init__(self, memory: np.ndarray, fence: Fence) -> None:
-        self._memory = memory
-        self._used = 0
-        self.fence = fence
-
-    def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """Return the next part of the block as an array of this shape and type, not initialised."""
-        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-        start, self._used = self._used, self._used + padded(num_bytes)
-        assert start + num_bytes <= len(self._memory)
-        return self._memory[start : start + num_bytes].view(dtype).reshape(shape)
+    def __init__(self, pieces: Sequence[Piece], num_rows: int) -> None:
+        self.pieces, self.num_rows = pieces, num_rows
+        self.num_filled = sum(piece.stop - piece.start for piece in pieces)
+        self.places: slice | np.ndarray = slice(num_rows)
+        if pieces and self.num_filled < num_rows:
+            self.places = np.concatenate([np.arange(p.at, p.at + p.stop - p.start) for p in pieces])
 
 
-def padded(num_bytes: int) -> int:
-    """Return what an array of so many bytes takes of a block."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+class _Jagged:
+    """A KeyedJaggedTensor under construction.
 
-
-class BlockPool:
-    """Gives out blocks, free ones again before new ones; safe to call from several threads.
-
-    Args:
-        pin: page-locked memory of a GPU machine.
+    It is feature-major: all rows of the first key, then of the second … Neighbouring features that have one id in
+    every row of the batch are copied as one.
     """
 
-    def __init__(self, pin: bool = False) -> None:
-        self._pin = pin
-        self._held: dict[int, list[_Held]] = {}  # by size
-        self._most_used = 0
-        self._lock = threading.Lock()
-        self._unused = _num_references(_Held(np.empty(0, np.uint8)))
+    def __init__(
+        self,
+        keys: list[str],
+        columns: Sequence[Sequence[int | Ragged]],
+        rows: _Rows,
+        dtype: np.dtype,
+        weighted: bool,
+    ) -> None:
+        self._keys, self._columns, self._rows, self._dtype, self._weighted = keys, columns, rows, dtype, weighted
+        kinds = {tuple([type(part) is int for part in parts]) for parts in columns}
+        self._scalar = tuple(map(all, zip(*kinds, strict=True))) if columns else (True,) * len(keys)
+        self._runs = _find_runs(self._scalar)
+        self._total = sum(self._num_values(run) for run in self._runs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all blocks, in use or free."""
-        with self._lock:
-            return self._total()
+        """What `build` takes of a block."""
+        weights = padded(4 * self._total) if self._weighted else 0
+        return padded(self._dtype.itemsize * self._total) + padded(4 * len(self._keys) * self._rows.num_rows) + weights
 
-    def take(self, num_bytes: int) -> Block:
-        """Return a block of at least `num_bytes` bytes."""
-        # What is asked for differs a little from time to time. CUDA's allocator locks a power of two anyway; of other
-        # memory, pages that were never written to take none.
-        size = 1 << max(12, (num_bytes - 1).bit_length())
-        with self._lock:
-            held = self._free_one(size)
-            if held is None:
-                self._make_room(size)
-                held = _Held(self._allocate(size))
-                self._held.setdefault(size, []).append(held)
-            held.fence.wait()
-            return Block(held.memory, held.fence)
+    def build(self, block: Block) -> KeyedJaggedTensor:
+        rows = self._rows
+        values = block.array((self._total,), self._dtype)
+        lengths = block.array((len(self._keys), rows.num_rows), np.int32)
+        weights = block.array((self._total,), np.float32) if self._weighted else None
+        if rows.num_filled < rows.num_rows:
+            lengths[:] = 0
+        at = 0
+        for run in self._runs if rows.pieces else ():
+            stop = at + self._num_values(run)
+            if self._scalar[run.start]:
+                self._copy_scalars(run, values[at:stop].reshape(len(run), rows.num_filled))
+                lengths[run.start : run.stop, rows.places] = 1
+                if weights is not None:
+                    weights[at:stop] = 1
+            else:
+                lengths[run.start, rows.places] = self._copy_lists(
+                    run.start, values[at:stop], None if weights is None else weights[at:stop]
+                )
+            at = stop
+        return KeyedJaggedTensor(
+            keys=self._keys,
+            values=torch.from_numpy(values),
+            lengths=torch.from_numpy(lengths.reshape(-1)),
+            weights=None if weights is None else torch.from_numpy(weights),
+        )
 
-    def _free_one(self, size: int) -> "_Held | None":
-        for fitting in (size, 2 * size, 4 * size):
-            for held in self._held.get(fitting, ()):
-                if self._is_free(held):
-                    return held
-        return None
+    def _num_values(self, run: range) -> int:
+        if self._scalar[run.start]:
+            return len(run) * self._rows.num_filled
+        total = 0
+        for piece, columns in zip(self._rows.pieces, self._columns, strict=True):
+            part = columns[run.start]
+            if isinstance(part, int):
+                total += piece.stop - piece.start
+            else:
+                total += int(part.offsets[piece.stop] - part.offsets[piece.start])
+        return total
 
-    def _total(self) -> int:
-        return sum(size * len(held) for size, held in self._held.items())
+    def _copy_scalars(self, run: range, values: np.ndarray) -> None:
+        sources = []
+        for piece, columns in zip(self._rows.pieces, self._columns, strict=True):
+            first = columns[run.start]
+            assert isinstance(first, int)
+            sources.append(piece.columns.scalars[first : first + len(run), piece.start : piece.stop])
+        np.concatenate(sources, axis=1, out=values)
 
-    def _is_free(self, held: "_Held") -> bool:
-        return _num_references(held) <= self._unused
-
-    def _make_room(self, size: int) -> None:
-        """Drop free blocks, small ones first, unless no more bytes are held than have been in use at once."""
-        free = [(each, held) for each in sorted(self._held) for held in self._held[each] if self._is_free(held)]
-        total = self._total() + size
-        self._most_used = max(self._most_used, total - sum(each for each, _ in free))
-        for each, held in free:
-            if total > self._most_used:
-                held.fence.wait()
-                self._held[each].remove(held)
-                total -= each
-
-    def _allocate(self, size: int) -> np.ndarray:
-        if self._pin:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        # Outside malloc's heaps, where blocks that come and go leave holes.
-        return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-
-
-class _Held:
-    """Memory of a pool, and the fence of its copies."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory, self.fence = memory, Fence()
+    def _copy_lists(self, k: int, values: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
+        """Fill in the values of a feature, and its weights; return the lengths of its lists."""
+        found = [_lists(columns[k], piece) for piece, columns in zip(self._rows.pieces, self._columns, strict=True)]
+        sources, lengths, given = zip(*found, strict=True)
+        np.concatenate(sources, out=values)
+        if weights is not None:
+            each = [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, given, strict=True)]
+            np.concatenate(each, out=weights)
+        return np.concatenate(lengths)
 
 
-def _num_references(held: _Held) -> int:
-    # Every array that is cut out of a block refers to its memory; how many references there are without any is measured
-    # in the same way, since Python's versions count differently.
-    return sys.getrefcount(held.memory)
+def _lists(part: int | Ragged, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the ids of a piece's rows, the lengths of their lists, and the ids' weights if they have any."""
+    rows = slice(piece.start, piece.stop)
+    if isinstance(part, int):
+        return piece.columns.scalars[part, rows], np.ones(piece.stop - piece.start, np.int32), None
+    inside = slice(part.offsets[piece.start], part.offsets[piece.stop])
+    return part.values[inside], part.lengths[rows], None if part.weights is None else part.weights[inside]
+
+
+@lru_cache(maxsize=64)
+def _find_runs(scalar: tuple[bool, ...]) -> list[range]:
+    """Return the features that are copied together."""
+    runs: list[range] = []
+    for k in range(len(scalar)):
+        if runs and scalar[k] and scalar[k - 1]:
+            runs[-1] = range(runs[-1].start, k + 1)
+        else:
+            runs.append(range(k, k + 1))
+    return runs

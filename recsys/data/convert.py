@@ -11,97 +11,20 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config import Keep, NullPolicy
-from recsys.data import arrow
-from recsys.data.conditions import Condition
+from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
-from recsys.ids import NULL_ROW, IdMapping, IdStatistics
+from recsys.ids import NULL_ROW
 
 # Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64
-
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
 @dataclass(frozen=True)
-class IdColumn:
-    """How a column of ids, or of lists of ids, becomes table rows.
-
-    Attributes:
-        name: of the feature, for messages.
-        column: name in the data; None: no row has an id.
-        mapping: ids to rows.
-        null: what a null id becomes. A null list is an empty one.
-        max_length: most ids of a list, nulls among them.
-        keep: which end of a longer list.
-        weights: column with a number for each id.
-        boundaries: ascending; the column holds numbers, and the id of x is how many boundaries are <= x. NaN is null.
-        statistics: counts the ids that are mapped, and the nulls.
-    """
-
-    name: str
-    column: str | None
-    mapping: IdMapping
-    null: NullPolicy = NullPolicy.reserved
-    max_length: int | None = None
-    keep: Keep = Keep.last
-    weights: str | None = None
-    boundaries: tuple[float, ...] | None = None
-    statistics: IdStatistics | None = None
-
-
-@dataclass(frozen=True)
-class Transform:
-    """What becomes of a float, in this order and in float64: `clip` (least, greatest), log(1 + x), (x - mean) / std.
-
-    An end of clip that is None cuts nothing. A std of 0 divides by 1, so that a constant column becomes 0.
-    """
-
-    clip: tuple[float | None, float | None] | None = None
-    log1p: bool = False
-    mean: float | None = None
-    std: float | None = None
-
-
-@dataclass(frozen=True)
-class FloatColumn:
-    """How a column of numbers becomes float32.
-
-    Attributes:
-        name: of the feature, for messages.
-        column: name in the data; None: always `fill`.
-        fill: raw value of a null, which is transformed like any other; None refuses nulls.
-        binary: takes 0 and 1 only.
-        condition: in place of a column, which is then None: 1 where it is true, null where it is null.
-        may_be_unknown: of a label, a null is no error; batches say which labels are known.
-        finite: refuses NaN and infinity, also as the result of the transform.
-        transform: of the raw values.
-    """
-
-    name: str
-    column: str | None
-    fill: float | None = 0.0
-    binary: bool = False
-    finite: bool = True
-    transform: Transform | None = None
-    may_be_unknown: bool = False
-    condition: Condition | None = None
-
-    def columns(self) -> set[str]:
-        """Return the columns to read."""
-        if self.condition is not None:
-            return self.condition.columns()
-        return set() if self.column is None else {self.column}
-
-
-@dataclass(frozen=True)
 class Ids:
-    """Table rows of one column.
-
-    Attributes:
-        values: int32 or int64 [total], those of a row of data next to each other.
-        lengths: int32 [rows], how many values each row of data has; None: one each.
-        weights: float32 [total], or None.
-    """
+    """Table rows of one column: `values` int32 or int64 [total], those of a row of data next to each other; how many
+    each row of data has, `lengths` int32 [rows], or one each; their `weights` float32 [total], or none."""
 
     values: np.ndarray
     lengths: np.ndarray | None
@@ -133,17 +56,17 @@ def convert_ids(
     if part.statistics is not None:
         part.statistics.add(rows=len(array))
     try:
-        array = arrow.plain(array)
-        weights = None if weights is None else arrow.plain(weights)
+        array = plain(array)
+        weights = None if weights is None else plain(weights)
         lengths = None
-        if arrow.is_list(array.type):
+        if pa.types.is_list(array.type):
             array, weights, lengths = _flatten(array, weights, part)
-        elif weights is not None and arrow.is_list(weights.type):
+        elif weights is not None and pa.types.is_list(weights.type):
             raise UserError(f"one id a row goes with one weight a row, but column '{part.weights}' is {weights.type}")
         rows, present = _map(array, part, dtype, out if lengths is None and k == 1 else None, allocate)
         numbers = None
         if weights is not None:
-            given = weights if present is None else arrow.select(arrow.decoded(weights), present)
+            given = weights if present is None else select(decoded(weights), present)
             numbers = convert_floats(given, FloatColumn("weights of its ids", part.weights, fill=None))
     except (UserError, TypeError) as error:
         raise UserError(f"column '{part.column}' (feature '{part.name}'): {error}") from error
@@ -164,13 +87,13 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     Raises:
         UserError: names the column whose type or values do not fit.
     """
-    array = arrow.decoded(array)
-    if not arrow.is_number(array.type):
-        raise UserError(f"{_title(part)} must hold numbers, found {array.type}{_remedy(array.type, part)}")
+    array = decoded(array)
+    if not is_number(array.type):
+        raise UserError(f"{part.title} must hold numbers, found {array.type}{_remedy(array.type, part)}")
     if array.null_count and part.fill is None:
-        raise UserError(f"{_title(part)} holds {array.null_count} nulls, and may hold none; drop such rows")
-    numbers = arrow.to_numbers(array)
-    nulls = np.flatnonzero(~arrow.valid(array)) if array.null_count else None
+        raise UserError(f"{part.title} holds {array.null_count} nulls, and may hold none; drop such rows")
+    numbers = to_numbers(array)
+    nulls = np.flatnonzero(~valid(array)) if array.null_count else None
     if out is None:
         out = np.empty(len(array), np.float32)
     _round(numbers, out)
@@ -179,7 +102,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     finite = np.isfinite(out)
     if part.finite and not finite.all():
         raise UserError(
-            f"{_title(part)} holds {numbers[~finite][0]}, and only finite numbers up to 3.4e38 train; "
+            f"{part.title} holds {numbers[~finite][0]}, and only finite numbers up to 3.4e38 train; "
             f"{'write null for an unknown number' if part.fill is not None else 'drop such rows'}"
         )
     if part.binary:
@@ -191,11 +114,8 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
         transform_numbers(numbers, part.transform, part)
         _round(numbers, out)
         if part.finite and not np.isfinite(out).all():
-            raise UserError(f"{_title(part)} is beyond 3.4e38 after its transform; set a clip")
+            raise UserError(f"{part.title} is beyond 3.4e38 after its transform; set a clip")
     return out
-
-
-# Ids
 
 
 def _map(
@@ -217,9 +137,9 @@ def _map(
         raise UserError(f"{nulls} nulls found where nulls: refuse allows none; use reserved or empty")
     if part.statistics is not None:
         part.statistics.add(nulls=nulls)
-    present = arrow.valid(ids)
+    present = valid(ids)
     mapped = allocate(((len(ids) - nulls) * k,), dtype)
-    part.mapping.map(arrow.drop_nulls(ids), mapped, part.statistics)
+    part.mapping.map(drop_nulls(ids), mapped, part.statistics)
     if part.null is NullPolicy.empty:
         return mapped, present
     rows = allocate((len(ids) * k,), dtype) if out is None else out
@@ -232,10 +152,10 @@ def _map(
 
 
 def _bucketise(array: pa.Array, boundaries: tuple[float, ...]) -> pa.Array:
-    array = arrow.decoded(array)
-    if not arrow.is_number(array.type):
+    array = decoded(array)
+    if not is_number(array.type):
         raise UserError(f"boundaries take numbers, found {array.type}; write the column as numbers")
-    numbers = arrow.to_numbers(array).astype(np.float64, copy=False)
+    numbers = to_numbers(array).astype(np.float64, copy=False)
     if len(boundaries) <= _FEW_BOUNDARIES:
         counts = np.zeros(len(numbers), np.uint8)
         for boundary in boundaries:
@@ -245,7 +165,7 @@ def _bucketise(array: pa.Array, boundaries: tuple[float, ...]) -> pa.Array:
         buckets = np.searchsorted(boundaries, numbers, side="right")
     nulls = np.isnan(numbers)
     if array.null_count:
-        nulls |= ~arrow.valid(array)
+        nulls |= ~valid(array)
     return pa.array(buckets, mask=nulls if nulls.any() else None)
 
 
@@ -260,32 +180,25 @@ def _count(present: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
 
 def _flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple[pa.Array, pa.Array | None, np.ndarray]:
     """Return the elements of lists cut to `max_length`, the weights of the same elements, and int32 lengths."""
-    starts, lengths = arrow.list_bounds(array)
-    weight_starts = starts if weights is None else _weight_starts(weights, lengths, part)
+    starts, lengths = list_bounds(array)
+    weight_starts = starts
+    if weights is not None and not pa.types.is_list(weights.type):
+        raise UserError(f"lists of ids go with lists of weights, but column '{part.weights}' is {weights.type}")
+    if weights is not None:
+        weight_starts, found = list_bounds(weights)
+        if len(rows := np.flatnonzero(found != lengths)):
+            raise UserError(
+                f"row {rows[0]} has {lengths[rows[0]]} ids, but {found[rows[0]]} weights in column '{part.weights}'; "
+                f"write one weight for each id"
+            )
     if part.max_length is not None and lengths.size and lengths.max() > part.max_length:
         kept = np.minimum(lengths, np.int32(part.max_length))
         if part.keep is Keep.last:
             starts = starts + (lengths - kept)
             weight_starts = weight_starts + (lengths - kept)
         lengths = kept
-    ids = arrow.elements(array.values, starts, lengths)
-    return ids, None if weights is None else arrow.elements(weights.values, weight_starts, lengths), lengths
-
-
-def _weight_starts(weights: pa.Array, lengths: np.ndarray, part: IdColumn) -> np.ndarray:
-    if not arrow.is_list(weights.type):
-        raise UserError(f"lists of ids go with lists of weights, but column '{part.weights}' is {weights.type}")
-    starts, found = arrow.list_bounds(weights)
-    if not np.array_equal(found, lengths):
-        row = int(np.flatnonzero(found != lengths)[0])
-        raise UserError(
-            f"row {row} has {lengths[row]} ids, but {found[row]} weights in column '{part.weights}'; "
-            f"write one weight for each id"
-        )
-    return starts
-
-
-# Numbers
+    ids = elements(array.values, starts, lengths)
+    return ids, None if weights is None else elements(weights.values, weight_starts, lengths), lengths
 
 
 def _round(numbers: np.ndarray, out: np.ndarray) -> None:
@@ -299,7 +212,7 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
         np.clip(x, *transform.clip, out=x)
     if transform.log1p:
         if x.size and x.min() <= -1:
-            raise UserError(f"{_title(part)} holds {x.min():.10g}, and log1p takes numbers above -1; clip them to such")
+            raise UserError(f"{part.title} holds {x.min():.10g}, and log1p takes numbers above -1; clip them to such")
         if transform.std is None:
             # NumPy's log1p takes twice as long. What it saves is the rounding of 1 + x, 1.1e-16 where x is small.
             x += 1
@@ -316,16 +229,122 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
     other = (numbers != 0) & (numbers != 1) & ~(np.isnan(numbers) & (not part.finite))
     if other.any():
         raise UserError(
-            f"{_title(part)} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; write such a "
+            f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; write such a "
             f"column, as `python -m recsys prepare csv --label 'rating>=4'` does"
         )
-
-
-def _title(part: FloatColumn) -> str:
-    return f"column '{part.column}' ({part.name})"
 
 
 def _remedy(kind: pa.DataType, part: FloatColumn) -> str:
     if pa.types.is_nested(kind):
         return "; write one number a row, each position of a list as a column of its own"
     return "; write it as numbers" + ("" if part.fill is None else ", or for ids use a feature of type id")
+
+
+# Arrow arrays as NumPy sees them: whole columns, few copies
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Return the same values, of a column without a type as int64: some writers drop it where no row has a value."""
+    return array.cast(pa.int64()) if pa.types.is_null(array.type) else array
+
+
+def decoded(array: pa.Array) -> pa.Array:
+    """Return `plain(array)`, of a dictionary its values."""
+    array = plain(array)
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def valid(array: pa.Array) -> np.ndarray:
+    """Return a mask [len(array)] of what is not null, of a `plain` array that has nulls."""
+    start, bit = divmod(array.offset, 8)
+    packed = np.frombuffer(array.buffers()[0], np.uint8, (bit + len(array) + 7) // 8, start)
+    return np.unpackbits(packed, count=bit + len(array), bitorder="little")[bit:].view(bool)
+
+
+def drop_nulls(array: pa.Array) -> pa.Array:
+    """Return what is not null, of a `plain` array that has nulls and is not nested."""
+    if pa.types.is_dictionary(array.type):
+        return pa.DictionaryArray.from_arrays(drop_nulls(array.indices), array.dictionary)
+    # Three times as fast as Arrow's own, which looks for nulls among what it keeps.
+    mask = pa.Array.from_buffers(pa.bool_(), len(array), [None, array.buffers()[0]], offset=array.offset)
+    return _without_validity(array).filter(mask)
+
+
+def select(array: pa.Array, mask: np.ndarray) -> pa.Array:
+    """Return the elements of a `plain` array for which a boolean mask [len(array)] is true."""
+    packed = pa.py_buffer(np.packbits(mask, bitorder="little"))
+    return array.filter(pa.Array.from_buffers(pa.bool_(), len(mask), [None, packed]))
+
+
+def _without_validity(array: pa.Array) -> pa.Array:
+    return pa.Array.from_buffers(array.type, len(array), [None, *array.buffers()[1:]], offset=array.offset)
+
+
+def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each list starts in `array.values`, and how long it is, both int32 [rows].
+
+    A null list has length 0, whatever lies under it.
+    """
+    offsets = array.offsets.to_numpy()
+    lengths = np.diff(offsets)
+    return offsets[:-1], lengths * valid(array) if array.null_count else lengths
+
+
+def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
+    """Return values[starts[i] : starts[i] + lengths[i]] of every i, in ascending order, end to end and `plain`.
+
+    A view where they lie so already, else one copy.
+    """
+    if not len(starts):
+        return plain(values.slice(0, 0))
+    ends = starts + lengths
+    gaps = starts[1:] - ends[:-1]
+    values = plain(values.slice(int(starts[0]), int(ends[-1] - starts[0])))
+    if not gaps.any():
+        return values
+    # A mask, made run by run (list, gap, list …), is faster than positions.
+    runs = np.empty(2 * len(starts) - 1, np.int64)
+    runs[::2], runs[1::2] = lengths, gaps
+    inside = np.zeros(len(runs), bool)
+    inside[::2] = True
+    return select(values, np.repeat(inside, runs))
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Tell whether `to_numbers` takes a type."""
+    return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
+
+
+def to_numbers(array: pa.Array) -> np.ndarray:
+    """Return a `decoded` array of numbers, [len(array)], as a view where NumPy has such; anything may lie under a null.
+
+    Decimals become float64, and are off by 1 in the last place at most where they have more than 18 digits. Points and
+    lengths of time become seconds in float64: of a date or timestamp since 1970 in UTC, of a time since midnight.
+    """
+    kind = array.type
+    if pa.types.is_decimal(kind):
+        return _decimals(array)
+    if pa.types.is_temporal(kind):
+        raw = _without_validity(array).view(pa.int32() if kind.bit_width == 32 else pa.int64()).to_numpy()
+        if pa.types.is_date(kind):
+            return raw * 86400.0 if kind.bit_width == 32 else raw / 1000.0
+        return raw / float(_PER_SECOND[kind.unit])
+    # Without nulls, or Arrow would make floats of integers. Booleans are copied, since they are bits.
+    return _without_validity(array).to_numpy(zero_copy_only=False)
+
+
+def _decimals(array: pa.Array) -> np.ndarray:
+    # Arrow's own cast makes 0.09999999999999999 of 0.1, on the wrong side of a boundary; a division rounds once.
+    if array.type.bit_width < 128:
+        array = array.cast(pa.decimal128(array.type.precision, array.type.scale))
+    array, kind = _without_validity(array), array.type
+    if not len(array):
+        return np.zeros(0)
+    size = kind.bit_width // 64
+    words = np.frombuffer(array.buffers()[1], np.int64, len(array) * size, array.offset * size * 8).reshape(-1, size)
+    low = words[:, 0]
+    numbers = low / 10.0**kind.scale
+    large = (words[:, 1:] != (low >> 63)[:, None]).any(axis=1)  # the words above are more than the sign of the lowest
+    if large.any():
+        numbers[large] = array.cast(pa.float64()).to_numpy()[large]
+    return numbers

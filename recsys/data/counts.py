@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from recsys.data.convert import IdColumn
 from recsys.data.parquet import Dataset, SegmentReader
-from recsys.data.window import BatchSpec, Ragged, convert_table
+from recsys.data.spec import BatchSpec, IdColumn
+from recsys.data.window import Ragged, convert_table
 
 
 def count_ids(dataset: Dataset, part: IdColumn, num_embeddings: int, rank: int, world_size: int) -> np.ndarray:

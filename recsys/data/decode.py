@@ -171,16 +171,16 @@ class SegmentReader:
 
     def _planned(self, group: _Group, is_filtered: bool, read: Callable[[_Plan], pa.Table]) -> pa.Table:
         """Return what `read` returns, remote with retries. Raises BadDataError for what it cannot read."""
-        plan, retrying = self._plan(group, is_filtered), self._dataset.storage.retrying
+        plan, read = self._plan(group, is_filtered), self._dataset.storage.retried(read)
         try:
             try:
-                return retrying(lambda: read(plan))
+                return read(plan)
             except _UNREADABLE as error:
                 if not plan.dictionaries or "Not yet implemented" not in str(error):
                     raise
             # Arrow cannot read strings as dictionaries from some encodings, such as DELTA_BYTE_ARRAY.
             plain = replace(plan, dictionaries=[])
-            table = retrying(lambda: read(plain))
+            table = read(plain)
             self._plans[(group.layout, is_filtered)] = plain
             return table
         except MemoryError:  # Arrow's is one of its exceptions, and no fault of the file

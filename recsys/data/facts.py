@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from recsys.data.arrow import decoded, drop_nulls, is_list, plain, to_numbers
-from recsys.data.convert import FloatColumn, Transform, convert_floats, transform_numbers
+from recsys.data.convert import convert_floats, decoded, drop_nulls, plain, to_numbers, transform_numbers
 from recsys.data.parquet import Dataset, SegmentReader
+from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
 from recsys.ids import IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
 from recsys.runtime.files import replace_file
@@ -146,7 +146,7 @@ def _pass(
 
 def _flat(ids: pa.Array) -> pa.Array:
     ids = plain(ids)
-    while is_list(ids.type):
+    while pa.types.is_list(ids.type):
         ids = plain(ids.flatten())
     return drop_nulls(ids) if ids.null_count else ids
 

@@ -264,7 +264,7 @@ def _read_all(files: Files, parser: FooterParser, numbers: list[int]) -> Iterato
     def read(i: int) -> Footer | Exception:
         name, size = files.names[i], int(files.sizes[i])
         try:
-            return parser.parse(name, files.storage.retrying(lambda: read_footer(files.storage, name, size)))
+            return parser.parse(name, files.storage.retried(read_footer)(files.storage, name, size))
         except MemoryError:  # Arrow's is one of its exceptions, and no fault of the file
             raise
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:

@@ -8,12 +8,12 @@ import pyarrow as pa
 
 from recsys.config import Config, IdMappingType
 from recsys.config.features import float_features, id_features
-from recsys.data.collate import MicroBatches
-from recsys.data.convert import FloatColumn, IdColumn
+from recsys.data.batch import MicroBatches
 from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
+from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.wanted import (
     column_of,
     crosses,
@@ -24,7 +24,7 @@ from recsys.data.wanted import (
     role_features,
     role_lists,
 )
-from recsys.data.window import BatchSpec, Ragged, convert_table
+from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
 from recsys.ids import (
     HashMapping,

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from recsys.data.batch import Batch, BlockPool
-from recsys.data.collate import MicroBatches, Piece, collate
+from recsys.data.batch import Batch, MicroBatches, Piece, collate
 from recsys.data.order import EpochOrder, Position, Share, Window, most_shares, shares, slice_bounds, stream_bounds
 from recsys.data.parquet import Dataset, SegmentReader
-from recsys.data.window import BatchSpec, Columns, load_window
+from recsys.data.pool import BlockPool
+from recsys.data.spec import BatchSpec
+from recsys.data.window import Columns, load_window
 
 WindowSource = Callable[["_Placed"], Callable[[], Columns]]  # begins to read a window; returns what waits for it
 

@@ -85,7 +85,7 @@ def _split(key: str, path: str) -> tuple[str, str]:
 def _expand(key: str, storage: Storage, path: str) -> list[_Found]:
     try:
         if storage.root:
-            return storage.retrying(lambda: _expand_remote(key, storage, path))
+            return storage.retried(_expand_remote)(key, storage, path)
         return _expand_local(key, path)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"config key '{key}': '{path}' cannot be listed ({reason(error)})") from error

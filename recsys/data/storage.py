@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow.fs as fs
 
 from recsys.errors import UserError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _FIRST_WAIT_SECONDS = 0.1
@@ -72,16 +73,20 @@ class Storage:
         """Open a file for reading at any place. Raises OSError."""
         return self.remote[0].open_input_file(self.path(name)) if self.root else pa.OSFile(name)
 
-    def retrying(self, action: Callable[[], T]) -> T:
-        """Return what `action` returns; remote, an OSError is retried after 0.1, 0.2, 0.4 … seconds."""
-        for attempt in range(self.retries if self.root else 0):
-            try:
-                return action()
-            except FileNotFoundError:
-                raise
-            except OSError:
-                time.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
-        return action()
+    def retried(self, action: Callable[P, T]) -> Callable[P, T]:
+        """Return `action`; of a remote file system, as it is with an OSError retried after 0.1, 0.2, 0.4 … seconds."""
+
+        def retry(*args: P.args, **kwargs: P.kwargs) -> T:
+            for attempt in range(self.retries):
+                try:
+                    return action(*args, **kwargs)
+                except FileNotFoundError:
+                    raise
+                except OSError:
+                    time.sleep(_FIRST_WAIT_SECONDS * 2**attempt)
+            return action(*args, **kwargs)
+
+        return retry if self.root else action
 
 
 def filesystem_of(root: str, retries: int) -> tuple[fs.FileSystem, str]:

@@ -10,9 +10,9 @@ from recsys.config.choices import LabelLoss, LabelNulls
 from recsys.config.features import float_features
 from recsys.data.conditions import KEY as FILTER_KEY
 from recsys.data.conditions import Condition
-from recsys.data.convert import FloatColumn, Transform
 from recsys.data.facts import Facts, FloatFacts
 from recsys.data.filters import parse_filter
+from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
 
 

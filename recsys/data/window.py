@@ -2,10 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
 
 import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
@@ -13,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from recsys.data.batch import BlockPool
-from recsys.data.convert import FloatColumn, IdColumn, Ids, convert_floats, convert_ids
+from recsys.data.convert import Ids, convert_floats, convert_ids
 from recsys.data.order import Segment, Window
+from recsys.data.pool import BlockPool
+from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.storage import BadDataError
 from recsys.errors import UserError
 
@@ -24,49 +24,6 @@ _PERMUTED_AT_ONCE = 1 << 16  # lists
 _JOINED_ROWS = 1 << 14  # fewer are converted together with those of other segments
 
 _Lists = tuple[np.ndarray, np.ndarray | None]  # values, and their weights
-
-
-@dataclass(frozen=True)
-class BatchSpec:
-    """What a batch is made of. The weight of rows is 1 where the data have none; labels that the data lack are 0."""
-
-    ids: Sequence[IdColumn]
-    floats: Sequence[FloatColumn]
-    labels: Sequence[FloatColumn] = ()
-    weight: FloatColumn | None = None
-    lists: Sequence[IdColumn] = ()
-
-    def columns(self) -> list[str]:
-        """Return the names of the columns to read, each once."""
-        weight = [self.weight] if self.weight else []
-        numbers = [name for part in (*self.floats, *self.labels, *weight) for name in sorted(part.columns())]
-        ids = [name for part in (*self.ids, *self.lists) for name in (part.column, part.weights)]
-        return list(dict.fromkeys(name for name in (*ids, *numbers) if name is not None))
-
-    def uncounted(self) -> "BatchSpec":
-        """Return the same without statistics of ids."""
-        return replace(self, ids=[replace(part, statistics=None) for part in self.ids])
-
-    @cached_property
-    def has_unknown_labels(self) -> bool:
-        """Whether a label may be null, so that batches say for each label which rows have it."""
-        return any(part.may_be_unknown for part in self.labels)
-
-    @cached_property
-    def numbers(self) -> int:
-        """How many rows of numbers windows have: floats, labels, whether each label is known, the weight."""
-        return len(self.floats) + (1 + self.has_unknown_labels) * len(self.labels) + 1
-
-    @cached_property
-    def weighted(self) -> bool:
-        """Whether any id has a weight."""
-        return any(part.weights is not None for part in self.ids)
-
-    @cached_property
-    def dtype(self) -> np.dtype:
-        """The narrowest type that holds all table rows: windows and batches are held in it."""
-        rows = max((part.mapping.num_rows for part in (*self.ids, *self.lists)), default=0)
-        return np.dtype(np.int32 if rows <= np.iinfo(np.int32).max else np.int64)
 
 
 @dataclass(frozen=True)

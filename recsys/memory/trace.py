@@ -16,8 +16,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from recsys.config import Config
 from recsys.config.features import float_features, id_features
-from recsys.data.batch import Batch, Fence
+from recsys.data.batch import Batch
 from recsys.data.order import Position
+from recsys.data.pool import Fence
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.page import size as shown

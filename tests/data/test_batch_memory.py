@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import torch
 
-from recsys.data.batch import BlockPool, padded
+from recsys.data.pool import BlockPool, padded
 
 
 def filled(pool: BlockPool, value: int, size: int = 5000) -> np.ndarray:

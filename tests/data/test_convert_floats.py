@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 from conversion import floats, refusal
 
-from recsys.data.arrow import to_numbers
-from recsys.data.convert import FloatColumn, Transform, convert_floats
+from recsys.data.convert import convert_floats, to_numbers
+from recsys.data.spec import FloatColumn, Transform
 
 # Numbers
 

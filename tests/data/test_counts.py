@@ -6,9 +6,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.config import NullPolicy
-from recsys.data.convert import IdColumn
 from recsys.data.counts import count_ids
 from recsys.data.parquet import open_dataset
+from recsys.data.spec import IdColumn
 from recsys.ids import IdentityMapping
 
 HISTORIES = [[n % 7] * (n % 5) + [None] * (n % 2) for n in range(40)]

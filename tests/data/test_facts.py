@@ -9,9 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.data.convert import FloatColumn, Transform, convert_floats
+from recsys.data.convert import convert_floats
 from recsys.data.facts import FloatFacts, measure
 from recsys.data.parquet import open_dataset
+from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
 
 RANDOM = np.random.default_rng(18)

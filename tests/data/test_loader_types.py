@@ -6,10 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys.data.convert import IdColumn
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import open_dataset
-from recsys.data.window import BatchSpec
+from recsys.data.spec import BatchSpec, IdColumn
 from recsys.ids import HashMapping, IdentityMapping
 
 

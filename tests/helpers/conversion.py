@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 
 from recsys.config import Keep, NullPolicy
-from recsys.data.convert import FloatColumn, IdColumn, Ids, Transform, convert_floats, convert_ids
+from recsys.data.convert import Ids, convert_floats, convert_ids
+from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
 
 RESERVED, EMPTY, REFUSE = NullPolicy.reserved, NullPolicy.empty, NullPolicy.refuse

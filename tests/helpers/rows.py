@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.data.batch import Batch
-from recsys.data.convert import FloatColumn, IdColumn
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.parquet import Dataset, open_dataset
-from recsys.data.window import BatchSpec
+from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.ids import IdentityMapping
 
 IDENTITY = IdentityMapping(1 << 20)

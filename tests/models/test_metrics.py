@@ -11,8 +11,9 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device, LabelConfig
-from recsys.data.batch import Batch, Fence
+from recsys.data.batch import Batch
 from recsys.data.order import Position
+from recsys.data.pool import Fence
 from recsys.models import metrics
 from recsys.models.metrics import (
     LabelEvaluator,

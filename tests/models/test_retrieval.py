@@ -11,8 +11,9 @@ import torch
 from launch import evaluate, fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.data.batch import Batch, Fence
+from recsys.data.batch import Batch
 from recsys.data.order import Position
+from recsys.data.pool import Fence
 from recsys.models import DenseInputs, two_tower
 from recsys.runtime.world import open_world
 

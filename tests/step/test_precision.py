@@ -15,8 +15,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.checkpoint import Marker
 from recsys.config import Device, LabelConfig, PrecisionConfig
-from recsys.data.batch import Batch, Fence
+from recsys.data.batch import Batch
 from recsys.data.order import Position
+from recsys.data.pool import Fence
 from recsys.models import DenseInputs, Model
 from recsys.models.base import Vectors
 from recsys.models.blocks import checkpoint_mlps

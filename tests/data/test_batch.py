@@ -10,13 +10,13 @@ import torch
 
 import recsys.data.window as window_module
 from recsys.config import NullPolicy
-from recsys.data.batch import Batch, BlockPool
-from recsys.data.collate import MicroBatches, Piece
-from recsys.data.collate import collate as collate_into
-from recsys.data.convert import FloatColumn, IdColumn
+from recsys.data.batch import Batch, MicroBatches, Piece
+from recsys.data.batch import collate as collate_into
 from recsys.data.order import Position, Segment, Window
+from recsys.data.pool import BlockPool
+from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.storage import BadDataError
-from recsys.data.window import BatchSpec, Columns, Ragged, convert_table, load_window
+from recsys.data.window import Columns, Ragged, convert_table, load_window
 from recsys.errors import UserError
 from recsys.ids import HashMapping, IdentityMapping, IndexMapping
 from recsys.ids.hashing import hash_integers

@@ -1,0 +1,137 @@
+"""Blocks of memory that batches and windows lie in, used again.
+
+A block is used again when nothing views it any more, neither an array nor a tensor, and its last copy to the GPU is
+done. So whoever keeps a batch keeps its values, and a loop that lets go of them runs in constant memory.
+"""
+
+import math
+import mmap
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 64
+
+
+class Fence:
+    """Marks the end of the last copy out of a block."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+
+    def record(self) -> None:
+        """Note that the block is read by what has been queued on the current CUDA stream so far."""
+        self._event = torch.cuda.Event()
+        self._event.record()
+
+    def wait(self) -> None:
+        """Return when the copy is done."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+
+
+class Block:
+    """Cuts arrays out of one piece of memory.
+
+    Args:
+        memory: uint8 [bytes]. fence: of its copies.
+    """
+
+    def __init__(self, memory: np.ndarray, fence: Fence) -> None:
+        self._memory = memory
+        self._used = 0
+        self.fence = fence
+
+    def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Return the next part of the block as an array of this shape and type, not initialised."""
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        start, self._used = self._used, self._used + padded(num_bytes)
+        assert start + num_bytes <= len(self._memory)
+        return self._memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def padded(num_bytes: int) -> int:
+    """Return what an array of so many bytes takes of a block."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class BlockPool:
+    """Gives out blocks, free ones again before new ones; safe to call from several threads.
+
+    Args:
+        pin: page-locked memory of a GPU machine.
+    """
+
+    def __init__(self, pin: bool = False) -> None:
+        self._pin = pin
+        self._held: dict[int, list[_Held]] = {}  # by size
+        self._most_used = 0
+        self._lock = threading.Lock()
+        self._unused = _num_references(_Held(np.empty(0, np.uint8)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks, in use or free."""
+        with self._lock:
+            return self._total()
+
+    def take(self, num_bytes: int) -> Block:
+        """Return a block of at least `num_bytes` bytes."""
+        # What is asked for differs a little from time to time. CUDA's allocator locks a power of two anyway; of other
+        # memory, pages that were never written to take none.
+        size = 1 << max(12, (num_bytes - 1).bit_length())
+        with self._lock:
+            held = self._free_one(size)
+            if held is None:
+                self._make_room(size)
+                held = _Held(self._allocate(size))
+                self._held.setdefault(size, []).append(held)
+            held.fence.wait()
+            return Block(held.memory, held.fence)
+
+    def _free_one(self, size: int) -> "_Held | None":
+        for fitting in (size, 2 * size, 4 * size):
+            for held in self._held.get(fitting, ()):
+                if self._is_free(held):
+                    return held
+        return None
+
+    def _total(self) -> int:
+        return sum(size * len(held) for size, held in self._held.items())
+
+    def _is_free(self, held: "_Held") -> bool:
+        return _num_references(held) <= self._unused
+
+    def _make_room(self, size: int) -> None:
+        """Drop free blocks, small ones first, unless no more bytes are held than have been in use at once."""
+        free = [(each, held) for each in sorted(self._held) for held in self._held[each] if self._is_free(held)]
+        total = self._total() + size
+        self._most_used = max(self._most_used, total - sum(each for each, _ in free))
+        for each, held in free:
+            if total > self._most_used:
+                held.fence.wait()
+                self._held[each].remove(held)
+                total -= each
+
+    def _allocate(self, size: int) -> np.ndarray:
+        if self._pin:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        # Outside malloc's heaps, where blocks that come and go leave holes.
+        return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+class _Held:
+    """Memory of a pool, and the fence of its copies."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory, self.fence = memory, Fence()
+
+
+def _num_references(held: _Held) -> int:
+    # Every array that is cut out of a block refers to its memory; how many references there are without any is measured
+    # in the same way, since Python's versions count differently.
+    return sys.getrefcount(held.memory)

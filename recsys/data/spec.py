@@ -1,0 +1,130 @@
+"""What a batch is made of: which columns become ids, numbers and labels, and how."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from recsys.config import Keep, NullPolicy
+from recsys.data.conditions import Condition
+from recsys.ids import IdMapping, IdStatistics
+
+
+@dataclass(frozen=True)
+class IdColumn:
+    """How a column of ids, or of lists of ids, becomes table rows.
+
+    Attributes:
+        name: of the feature, for messages.
+        column: name in the data; None: no row has an id.
+        mapping: ids to rows.
+        null: what a null id becomes. A null list is an empty one.
+        max_length: most ids of a list, nulls among them.
+        keep: which end of a longer list.
+        weights: column with a number for each id.
+        boundaries: ascending; the column holds numbers, and the id of x is how many boundaries are <= x. NaN is null.
+        statistics: counts the ids that are mapped, and the nulls.
+    """
+
+    name: str
+    column: str | None
+    mapping: IdMapping
+    null: NullPolicy = NullPolicy.reserved
+    max_length: int | None = None
+    keep: Keep = Keep.last
+    weights: str | None = None
+    boundaries: tuple[float, ...] | None = None
+    statistics: IdStatistics | None = None
+
+
+@dataclass(frozen=True)
+class Transform:
+    """What becomes of a float, in this order and in float64: `clip` (least, greatest), log(1 + x), (x - mean) / std.
+
+    An end of clip that is None cuts nothing. A std of 0 divides by 1, so that a constant column becomes 0.
+    """
+
+    clip: tuple[float | None, float | None] | None = None
+    log1p: bool = False
+    mean: float | None = None
+    std: float | None = None
+
+
+@dataclass(frozen=True)
+class FloatColumn:
+    """How a column of numbers becomes float32.
+
+    Attributes:
+        name: of the feature, for messages.
+        column: name in the data; None: always `fill`.
+        fill: raw value of a null, which is transformed like any other; None refuses nulls.
+        binary: takes 0 and 1 only.
+        condition: in place of a column, which is then None: 1 where it is true, null where it is null.
+        may_be_unknown: of a label, a null is no error; batches say which labels are known.
+        finite: refuses NaN and infinity, also as the result of the transform.
+        transform: of the raw values.
+    """
+
+    name: str
+    column: str | None
+    fill: float | None = 0.0
+    binary: bool = False
+    finite: bool = True
+    transform: Transform | None = None
+    may_be_unknown: bool = False
+    condition: Condition | None = None
+
+    @property
+    def title(self) -> str:
+        """How messages name it."""
+        return f"column '{self.column}' ({self.name})"
+
+    def columns(self) -> set[str]:
+        """Return the columns to read."""
+        if self.condition is not None:
+            return self.condition.columns()
+        return set() if self.column is None else {self.column}
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """What a batch is made of. The weight of rows is 1 where the data have none; labels that the data lack are 0."""
+
+    ids: Sequence[IdColumn]
+    floats: Sequence[FloatColumn]
+    labels: Sequence[FloatColumn] = ()
+    weight: FloatColumn | None = None
+    lists: Sequence[IdColumn] = ()
+
+    def columns(self) -> list[str]:
+        """Return the names of the columns to read, each once."""
+        weight = [self.weight] if self.weight else []
+        numbers = [name for part in (*self.floats, *self.labels, *weight) for name in sorted(part.columns())]
+        ids = [name for part in (*self.ids, *self.lists) for name in (part.column, part.weights)]
+        return list(dict.fromkeys(name for name in (*ids, *numbers) if name is not None))
+
+    def uncounted(self) -> "BatchSpec":
+        """Return the same without statistics of ids."""
+        return replace(self, ids=[replace(part, statistics=None) for part in self.ids])
+
+    @cached_property
+    def has_unknown_labels(self) -> bool:
+        """Whether a label may be null, so that batches say for each label which rows have it."""
+        return any(part.may_be_unknown for part in self.labels)
+
+    @cached_property
+    def numbers(self) -> int:
+        """How many rows of numbers windows have: floats, labels, whether each label is known, the weight."""
+        return len(self.floats) + (1 + self.has_unknown_labels) * len(self.labels) + 1
+
+    @cached_property
+    def weighted(self) -> bool:
+        """Whether any id has a weight."""
+        return any(part.weights is not None for part in self.ids)
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """The narrowest type that holds all table rows: windows and batches are held in it."""
+        rows = max((part.mapping.num_rows for part in (*self.ids, *self.lists)), default=0)
+        return np.dtype(np.int32 if rows <= np.iinfo(np.int32).max else np.int64)
