@@ -35,16 +35,11 @@ class Fence:
 
 
 class Block:
-    """Cuts arrays out of one piece of memory.
+    """Cuts arrays out of a piece of memory of a pool."""
 
-    Args:
-        memory: uint8 [bytes]. fence: of its copies.
-    """
-
-    def __init__(self, memory: np.ndarray, fence: Fence) -> None:
-        self._memory = memory
+    def __init__(self, held: "_Held") -> None:
+        self._memory, self.fence = held.memory, held.fence
         self._used = 0
-        self.fence = fence
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return the next part of the block as an array of this shape and type, not initialised."""
@@ -91,7 +86,7 @@ class BlockPool:
                 held = _Held(self._allocate(size))
                 self._held.setdefault(size, []).append(held)
             held.fence.wait()
-            return Block(held.memory, held.fence)
+            return Block(held)
 
     def _free_one(self, size: int) -> "_Held | None":
         for fitting in (size, 2 * size, 4 * size):
