@@ -1,10 +1,8 @@
 """Batches in canonical order, decoded and mapped by threads ahead of training."""
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -105,15 +103,15 @@ class Loader:
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
         batches = self._produce(position, num_epochs, lambda placed: pool.submit(self._read, placed).result, 1)
-        depth = self._options.prefetch_batches
-        ahead = _ReadAhead(batches, depth, self._options.pin_device) if depth else None
+        depth, device = self._options.prefetch_batches, self._options.pin_device
+        pinning = (None, ()) if device is None else (torch.cuda.set_device, (device,))  # else a context on GPU 0 starts
+        thread = ThreadPoolExecutor(1, "read-ahead", *pinning)
         try:
-            yield from batches if ahead is None else ahead
+            yield from _read_ahead(batches, thread, depth) if depth else batches
         finally:
             # The pool first, so that nobody waits for windows that nobody needs any more.
             pool.shutdown(wait=False, cancel_futures=True)
-            if ahead is not None:
-                ahead.close()
+            thread.shutdown(cancel_futures=True)
             pool.shutdown()
 
     def _steps(self, position: Position) -> int:
@@ -230,41 +228,10 @@ class _StreamReader:
             self._pending.append((placed, self._source(placed)))
 
 
-class _ReadAhead:
-    """Runs an iterator of batches in a thread, up to `depth` batches ahead."""
-
-    def __init__(self, batches: Iterator[Batch], depth: int, pin_device: torch.device | None) -> None:
-        self._batches = batches
-        self._pin_device = pin_device
-        self._queue: queue.Queue[Batch | Exception | None] = queue.Queue(depth)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self._thread.start()
-
-    def __iter__(self) -> Iterator[Batch]:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-            del item  # its memory is used again as soon as nobody holds it
-
-    def close(self) -> None:
-        """End the thread; batches not taken are dropped."""
-        self._stopped.set()
-        while self._thread.is_alive():
-            with suppress(queue.Empty):
-                self._queue.get(timeout=0.05)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            if self._pin_device is not None:
-                torch.cuda.set_device(self._pin_device)  # else pinning starts a context on GPU 0
-            for batch in self._batches:
-                self._queue.put(batch)
-                del batch
-                if self._stopped.is_set():
-                    return
-            self._queue.put(None)
-        except Exception as error:
-            self._queue.put(error)
+def _read_ahead(batches: Iterator[Batch], thread: Executor, depth: int) -> Iterator[Batch]:
+    """Yield batches that a thread makes: `depth` lie ready, and one more is on its way."""
+    futures = deque(thread.submit(next, batches, None) for _ in range(depth + 1))
+    while (batch := futures.popleft().result()) is not None:
+        futures.append(thread.submit(next, batches, None))
+        yield batch
+        del batch  # its memory is used again as soon as nobody holds it

@@ -66,7 +66,7 @@ class BlockPool:
         self._held: dict[int, list[_Held]] = {}  # by size
         self._most_used = 0
         self._lock = threading.Lock()
-        self._unused = _num_references(_Held(np.empty(0, np.uint8)))
+        self._unused = _num_references(_Held(mmap.PAGESIZE, pin=False))
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +83,7 @@ class BlockPool:
             held = self._free_one(size)
             if held is None:
                 self._make_room(size)
-                held = _Held(self._allocate(size))
+                held = _Held(size, self._pin)
                 self._held.setdefault(size, []).append(held)
             held.fence.wait()
             return Block(held)
@@ -112,18 +112,16 @@ class BlockPool:
                 self._held[each].remove(held)
                 total -= each
 
-    def _allocate(self, size: int) -> np.ndarray:
-        if self._pin:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
-        # Outside malloc's heaps, where blocks that come and go leave holes.
-        return np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
-
 
 class _Held:
     """Memory of a pool, and the fence of its copies."""
 
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory, self.fence = memory, Fence()
+    def __init__(self, size: int, pin: bool) -> None:
+        self.fence = Fence()
+        if pin:
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+        else:  # outside malloc's heaps, where blocks that come and go leave holes
+            self.memory = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def _num_references(held: _Held) -> int:

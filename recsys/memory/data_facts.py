@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType
 from recsys.config.features import id_features
+from recsys.data.arrow import is_list
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import CACHED_ROW_GROUPS, Dataset, read_head
@@ -130,7 +131,7 @@ class _Sample:
         """
         for column in self._raw:
             ids = pa.chunked_array([], pa.int64()) if column is None else column
-            while pa.types.is_list(ids.type):
+            while is_list(ids.type):
                 ids = pc.list_flatten(ids)
             counts = ids.value_counts().field("counts").to_numpy()
             once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
@@ -140,7 +141,7 @@ class _Sample:
 
 def _sizes(column: pa.ChunkedArray) -> tuple[int, int]:
     """Return the bytes of a column's dictionary, which is that of its whole row group, and of the rest."""
-    arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
+    arrays = [chunk.values if is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
     once = sum(array.dictionary.nbytes for array in arrays if pa.types.is_dictionary(array.type))
     return once, max(0, column.nbytes - once * column.num_chunks)
 
