@@ -34,6 +34,7 @@ from recsys.runtime.logs import quiet_libraries, start_logging  # noqa: E402
 from recsys.runtime.world import open_world  # noqa: E402
 from recsys.step.build import build_dense_half  # noqa: E402
 from recsys.tables.spec import fill_initial, init_range  # noqa: E402
+from recsys.tables.updates import TableUpdates  # noqa: E402
 from recsys.training.build import Built, log_shares  # noqa: E402
 from recsys.training.learning import learn_facts  # noqa: E402
 from recsys.training.trainer import Trainer  # noqa: E402
@@ -113,7 +114,7 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
         step = PlainStep(tables, half)
         optimizer = torch.optim.Adam(step.parameters(), config.optimizer.dense.learning_rate)
         tensors = Tensors(tables=dict, table_optimizer=dict, dense=step, dense_optimizer=optimizer)
-        built = Built(step, [], optimizer, tensors, [], [])
+        built = Built(step, [], optimizer, TableUpdates(step, inputs.config, on_gpu=False), tensors)
         timeline = Timeline(world.device)
         trainer = Trainer(inputs, built, run_dir, timeline)
         trainer.fit()

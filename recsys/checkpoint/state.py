@@ -37,6 +37,7 @@ class TrainState:
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
         fingerprints: of the files of data.train, and of those that early stopping compares by.
+        rate_factor: what a plateau schedule has multiplied the learning rates by.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
         window: of the losses since the last line of metrics.jsonl sum and number, by "" and, of several tasks, by task.
         metrics: of the last evaluation of each dataset.
@@ -50,6 +51,7 @@ class TrainState:
     loss_scale_good_steps: int = 0
     epoch_rows: list[list[int]] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)
+    rate_factor: float = 1.0
     evaluated_step: int | None = None
     best_metric: float | None = None
     best_step: int | None = None

@@ -12,11 +12,11 @@ from recsys.config.choices import (
     IdMappingType,
     NullPolicy,
     ShardingChoice,
-    StateType,
 )
 from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
-from recsys.config.schema import Config, FeatureConfig, TableConfig, TableOptimizerConfig
+from recsys.config.optimizer_checks import check_optimizers
+from recsys.config.schema import Config, FeatureConfig, TableConfig
 from recsys.config.table_optimizers import optimizer_names
 from recsys.config.topology import check_topology, num_bytes
 from recsys.errors import UserError, nearest
@@ -36,6 +36,7 @@ def check_config(config: Config) -> None:
     _check_features(config)
     _check_model(config)
     _check_tables(config)
+    check_optimizers(config)
     _check_paths(config)
     _check_filter(config)
     _check_training(config)
@@ -190,16 +191,7 @@ def _check_tables(config: Config) -> None:
                 f"found {table.embedding_dim}"
             )
         _check_mapping(config, name, table)
-        _check_state(config.table_optimizer(name), config.table_optimizer_key(name))
         check_sharding(config, name, table)
-
-
-def _check_state(optimizer: TableOptimizerConfig, key: str) -> None:
-    if optimizer.state_dtype is StateType.FP16 and not optimizer.name.value.fp16_state:
-        raise UserError(
-            f"config key '{key}.state_dtype': FBGEMM keeps FP16 state for {optimizer_names('fp16_state')} alone, found "
-            f"{key}.name={optimizer.name.name}; use FP32, or that"
-        )
 
 
 def check_sharding(config: Config, name: str, table: TableConfig) -> None:
@@ -217,25 +209,25 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
         raise UserError(
             f"config key 'tables.{name}.storage_dir' is not set, and compute_kernel: key_value needs a folder on a disk"
         )
+    if optimizer.name.value.path is None and table.compute_kernel is not ComputeKernel.fused:
+        raise UserError(
+            f"config key 'tables.{name}.compute_kernel': {optimizer.name.name} trains tables in device memory, found "
+            f"{table.compute_kernel.name}; use fused, or another {key}.name"
+        )
     if choice is ShardingChoice.data_parallel and table.compute_kernel is not ComputeKernel.fused:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
             f"{table.compute_kernel.name}; use fused, or another sharding_type"
-        )
-    if optimizer.weight_decay and not optimizer.name.value.reads_decay:
-        raise UserError(
-            f"config key '{key}.weight_decay': FBGEMM's kernels of {optimizer.name.name} leave it out without a word, "
-            f"found {optimizer.weight_decay}; set it to 0, or use {key}.name=rowwise_adagrad"
         )
     if choice is ShardingChoice.data_parallel and optimizer.weight_decay:
         raise UserError(
             f"config key '{key}.weight_decay': tables that every rank holds are trained without, found "
             f"{optimizer.weight_decay}; set it to 0, or tables.{name}.sharding_type to another"
         )
-    if choice is ShardingChoice.data_parallel and not optimizer.name.value.replicated:
+    if choice is ShardingChoice.data_parallel and not optimizer.name.value.in_torch:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': tables that every rank holds are trained by "
-            f"{optimizer_names('replicated')}, found "
+            f"{optimizer_names('in_torch')}, found "
             f"{key}.name={optimizer.name.name}; use another sharding_type"
         )
 

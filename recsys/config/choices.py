@@ -117,9 +117,13 @@ class DenseOptimizer(Enum):
 
 
 class Schedule(Enum):
-    """Shape of the learning rate after the warm-up: unchanged, straight down or half a cosine."""
+    """Shape of the learning rate after the warm-up.
 
-    constant, linear, cosine = "constant", "linear", "cosine"
+    `constant`: unchanged. `linear`, `cosine`: straight down, or half a cosine. `plateau`: times `plateau_factor` each
+    time `train.early_stop.metric` has not improved for `plateau_patience` evaluations.
+    """
+
+    constant, linear, cosine, plateau = "constant", "linear", "cosine", "plateau"
 
 
 class Saver(Enum):

@@ -41,9 +41,9 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
 
 
 def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:
-    if not settings.name.value.on_cpu:
+    if not settings.name.value.trains_on_cpu:
         raise UserError(
-            f"config key '{key}.name': FBGEMM trains tables on CPU by {optimizer_names('on_cpu')} only, found "
+            f"config key '{key}.name': tables are trained on CPU by {optimizer_names('trains_on_cpu')} only, found "
             f"{settings.name.name}; the nearest is {key}.name={settings.name.nearest_on_cpu.name}"
         )
     if settings.weight_decay:

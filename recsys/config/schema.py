@@ -134,6 +134,7 @@ class TableOptimizerConfig:
     name: TableOptimizer = TableOptimizer.rowwise_adagrad
     learning_rate: float = bounded(0.05, 0, LARGE)  # of sgd: grows with train.global_batch_size, see above
     eps: float = bounded(1e-8, 1e-30, LARGE)  # of all but sgd; 0 / 0 would be the step of a row without gradient
+    l1: float = bounded(0.0, 0, LARGE)  # of ftrl: elements whose gradients add up to no more are exactly 0
     beta1: float = bounded(0.9, 0, 1)  # of adam and lamb
     beta2: float = bounded(0.999, 0, 1)
     weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, of all but sgd and adagrad; times the rate, as AdamW's
@@ -188,6 +189,8 @@ class ScheduleConfig:
     name: Schedule = Schedule.constant
     warmup_steps: int = bounded(0, 0)
     final_factor: float = bounded(0.0, 0, LARGE)  # factor at the last step of linear and cosine
+    plateau_factor: float = bounded(0.5, 0, 1)
+    plateau_patience: int = bounded(1, 1)
 
 
 @dataclass

@@ -6,31 +6,41 @@ from enum import Enum
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Facts of an optimizer of tables, as FBGEMM runs it in the backward pass.
+    """Facts of an optimizer of tables, as FBGEMM runs it in the backward pass, or a rule in torch.
 
     Attributes:
-        path: of torchrec's class that stands for it.
+        path: of torchrec's class that stands for it; None: FBGEMM has no kernel for it.
         numbers: keys of TableOptimizerConfig that it takes beside the learning rate.
         row_state, element_state: numbers of state that it keeps for a row, and for an element of a row.
         counts_updates: its step depends on how many updates there were.
         on_cpu: FBGEMM has a kernel for CPUs.
-        replicated: tables that every rank holds can be trained by it (`recsys.tables.replicated`).
+        in_torch: `recsys.tables.rules` has it under its name. It then trains tables that every rank holds and, if it
+            keeps no state of whole rows, all tables where FBGEMM has no kernel.
         reads_decay: its GPU kernels read weight decay. decay_has_modes: they take none unless told which kind.
         fp16_state: state of elements may be FP16.
         row_wise: name of its kind that keeps less, a number for a row in place of one for each element.
     """
 
-    path: str
+    path: str | None
     numbers: tuple[str, ...] = ("eps",)
     row_state: int = 0
     element_state: int = 0
     counts_updates: bool = False
     on_cpu: bool = False
-    replicated: bool = False
+    in_torch: bool = False
     reads_decay: bool = True
     decay_has_modes: bool = False
     fp16_state: bool = False
     row_wise: str | None = None
+
+    def in_fbgemm(self, on_gpu: bool) -> bool:
+        """Return whether FBGEMM has a kernel for it on a device."""
+        return self.path is not None and (on_gpu or self.on_cpu)
+
+    @property
+    def trains_on_cpu(self) -> bool:
+        """Whether tables that are split can be trained by it on CPUs."""
+        return self.in_fbgemm(on_gpu=False) or (self.in_torch and not self.row_state)
 
 
 _ADAM = ("eps", "beta1", "beta2")
@@ -41,19 +51,24 @@ class TableOptimizer(Enum):
     """Optimizers that update a table's rows inside the backward pass; a member's value is its rule."""
 
     rowwise_adagrad = UpdateRule(
-        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad", row_state=1, on_cpu=True, replicated=True, decay_has_modes=True
+        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad", row_state=1, on_cpu=True, in_torch=True, decay_has_modes=True
     )
     adagrad = UpdateRule(
         f"{_OPTIMIZERS}.Adagrad",
         element_state=1,
         on_cpu=True,
-        replicated=True,
+        in_torch=True,
         reads_decay=False,
         row_wise="rowwise_adagrad",
     )
-    sgd = UpdateRule(f"{_OPTIMIZERS}.SGD", (), on_cpu=True, replicated=True, reads_decay=False)
+    sgd = UpdateRule(f"{_OPTIMIZERS}.SGD", (), on_cpu=True, in_torch=True, reads_decay=False)
     adam = UpdateRule(
-        f"{_OPTIMIZERS}.Adam", _ADAM, element_state=2, counts_updates=True, row_wise="partial_rowwise_adam"
+        f"{_OPTIMIZERS}.Adam",
+        _ADAM,
+        element_state=2,
+        counts_updates=True,
+        in_torch=True,
+        row_wise="partial_rowwise_adam",
     )
     partial_rowwise_adam = UpdateRule(
         f"{_OPTIMIZERS}.PartialRowWiseAdam", _ADAM, row_state=1, element_state=1, counts_updates=True, fp16_state=True
@@ -64,6 +79,7 @@ class TableOptimizer(Enum):
     partial_rowwise_lamb = UpdateRule(
         f"{_OPTIMIZERS}.PartialRowWiseLAMB", _ADAM, row_state=1, element_state=1, counts_updates=True
     )
+    ftrl = UpdateRule(None, ("eps", "l1"), element_state=2, in_torch=True, reads_decay=False)
 
     @property
     def is_row_wise(self) -> bool:
@@ -72,11 +88,11 @@ class TableOptimizer(Enum):
 
     @property
     def nearest_on_cpu(self) -> "TableOptimizer":
-        """The optimizer with a kernel for CPUs that keeps state for rows or for elements as this one does."""
+        """The optimizer for CPUs that keeps state for rows or for elements as this one does."""
         return next(
             other
             for other in TableOptimizer
-            if other.value.on_cpu
+            if other.value.trains_on_cpu
             and other.is_row_wise == self.is_row_wise
             and (other.value.element_state > 0) == (self.value.element_state > 0 and not self.is_row_wise)
         )

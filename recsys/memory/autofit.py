@@ -311,8 +311,9 @@ def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
     settings: dict[str, Any] = {}
     optimizers = {config.table_optimizer_key(table): config.table_optimizer(table) for table in config.tables}
     for key, optimizer in {"optimizer.tables": config.optimizer.tables, **optimizers}.items():
-        if optimizer.name.value.row_wise is not None:
-            settings[f"{key}.name"] = TableOptimizer[optimizer.name.value.row_wise]
+        row_wise = optimizer.name.value.row_wise
+        if row_wise is not None and (topology.on_gpu or TableOptimizer[row_wise].value.trains_on_cpu):
+            settings[f"{key}.name"] = TableOptimizer[row_wise]
     if settings:
         yield Change(settings, "one step size for a whole row", Saver.row_wise_state)
 

@@ -233,7 +233,8 @@ class _Rank:
             in_flight["batches"] = _BATCHES_ON_GPU * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         # Gradients by tables that every rank holds are summed over ranks in FP32.
-        replicated = 4 * sum(p.size[0] * p.size[1] for p in self._pieces if p.sharding_type == "data_parallel")
+        # Gradients, and a mark for each row.
+        replicated = 4 * sum(p.size[0] * (p.size[1] + 1) for p in self._pieces if p.sharding_type == "data_parallel")
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
             {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes},

@@ -6,15 +6,16 @@ dense part         forward and backward, micro-batch by micro-batch        nothi
 gradients          of the dense part, in buckets, as they become ready     with the last micro-batch
   └ totals         ride in the last bucket: see `Totals`, `LastInBackward`
 gradients          by looked-up vectors, to the ranks that hold the rows   while the last bucket is under way
-totals are read: is the step finite everywhere? Then, and on all ranks alike:
+totals are read (`agree`): is the step finite everywhere? Then, and on all ranks alike:
 updates            of the dense part, of replicated tables, of tables      nothing is exchanged but for the second
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from recsys.data.batch import Batch
@@ -89,3 +90,19 @@ class LastInBackward(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return what the call gives."""
         return ctx.gradient(), None
+
+
+def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Totals:
+    """Return the sums over all ranks; the gradients of the dense part, of all ranks, count among what is bad."""
+    assert sums.grad is not None
+    totals = sums.grad * dist.get_world_size()  # DistributedDataParallel gives means
+    # One tensor, for one copy from the GPU:
+    *numbers, is_bad = torch.cat([totals, (~all_finite(dense_gradients)).float()[None]]).tolist()
+    unpacked = Totals.unpack(numbers)
+    return replace(unpacked, num_bad=unpacked.num_bad + is_bad)
+
+
+def all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return whether all values are finite, as a bool tensor of no dimensions."""
+    # A sum of absolute values is finite exactly if all values are (and it does not overflow).
+    return torch.isfinite(torch.stack(torch._foreach_norm(tensors, 1))).all()

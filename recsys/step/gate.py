@@ -1,10 +1,10 @@
 """The gate between the gradients that come back to a rank's tables and the update of these."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from recsys.tables.torch_update import Cut
 
 
 class UpdateGate:
@@ -27,7 +27,7 @@ class UpdateGate:
             return found
         gradients: list[torch.Tensor] = []
         self._waiting.append((get_gradient_edge(found), gradients))
-        cut: torch.Tensor = _Cut.apply(found.new_empty(0, requires_grad=True), found.detach(), gradients)
+        cut: torch.Tensor = Cut.apply(found.new_empty(0, requires_grad=True), found.detach(), gradients.append)
         return cut
 
     def open(self, scale: float) -> None:
@@ -44,19 +44,3 @@ class UpdateGate:
     def close(self) -> None:
         """Forget the gradients that have come in."""
         self._waiting = []
-
-
-class _Cut(torch.autograd.Function):
-    """A tensor as it is, whose gradient goes into a list and no further."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, found: torch.Tensor, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Return `found`; the first argument is to require a gradient, so that autograd comes here."""
-        ctx.gradients = gradients
-        return found.view_as(found)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        """Keep the gradient."""
-        ctx.gradients.extend(gradients)
-        return None, None, None

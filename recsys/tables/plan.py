@@ -203,6 +203,6 @@ def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[Sh
     if not optimizer.name.is_row_wise or optimizer.allow_column_split:
         types += COLUMN_SPLITS
     small = settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS
-    if small and optimizer.name.value.replicated and not optimizer.weight_decay:
+    if small and optimizer.name.value.in_torch and not optimizer.weight_decay:
         types.append(ShardingChoice.data_parallel)
     return [choice for choice in types if choice in UNPOOLED] if table in config.unpooled_tables() else types

@@ -1,18 +1,16 @@
 """Sharding: plans from files, and the model wrapped to run on a plan."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed import _remote_device
-from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import calculate_shard_sizes_and_offsets
@@ -24,7 +22,6 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
-from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import Config, ShardingChoice
 from recsys.config.checks import check_sharding
@@ -35,8 +32,8 @@ from recsys.runtime.machine import Topology
 from recsys.runtime.world import World
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.plan import make_plan, table_constraints
-from recsys.tables.replicated import ReplicatedTable, ReplicatedTables
 from recsys.tables.spec import Shard
+from recsys.tables.updates import attach_table_optimizers, is_table, lookups, table_of
 
 _WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatType.BF16: CommType.BF16}
 
@@ -99,8 +96,8 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
         if wrong := _wrong_pieces(by_table.get(name, []), name, config, topology):
             raise UserError(f"{key} has table '{name}' {wrong}; drop it, to have a plan made")
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
-    for key in filter(_is_table, dict(step.named_parameters())):
-        module, name = modules.setdefault(key.split(".")[0], EmbeddingModuleShardingPlan()), _table_of(key)
+    for key in filter(is_table, dict(step.named_parameters())):
+        module, name = modules.setdefault(key.split(".")[0], EmbeddingModuleShardingPlan()), table_of(key)
         module[module_name(name)] = _parameter_sharding(by_table[name], config, topology)
     return ShardingPlan(dict(modules))
 
@@ -202,6 +199,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     part is left out, because it would hook the tables' backward too.
     """
     step.dense.to(world.device)
+    attach_table_optimizers(_table_parameters(step), config, world.device.type == "cuda")
     _place(plan, world)
     model = DistributedModelParallel(
         step,
@@ -212,7 +210,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
         init_data_parallel=False,
     )
     dense: Any = model.module.dense
-    for lookup in _lookups(model):
+    for lookup in lookups(model):
         dense.gate.guard(lookup)
     if world.world_size > 1:
         dense.replicate(world.device)
@@ -228,90 +226,6 @@ def _place(plan: ShardingPlan, world: World) -> None:
                     shard.placement = _remote_device(f"rank:{world.rank}/{world.device}")
 
 
-def table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:
+def _table_parameters(step: nn.Module) -> dict[str, nn.Parameter]:
     """Return the weights of the tables by name, before they are sharded."""
-    return {_table_of(key): weights for key, weights in step.named_parameters() if _is_table(key)}
-
-
-def table_tensors(model: DistributedModelParallel) -> dict[str, Any]:
-    """Return the weights of the tables by name: a ShardedTensor, or a tensor of a replicated table."""
-    return {_table_of(key): value for key, value in model.state_dict().items() if _is_table(key)}
-
-
-def _is_table(key: str) -> bool:
-    return not key.startswith("dense.")
-
-
-def _table_of(key: str) -> str:
-    return config_name(key.removesuffix(".weight").rpartition(".")[2])
-
-
-def table_optimizer_tensors(model: DistributedModelParallel, replicated: ReplicatedTables) -> dict[str, Any]:
-    """Return the state of the tables' optimizers by `TABLE/STATE`, as `table_tensors` does."""
-    tensors: dict[str, Any] = {}
-    for key, states in model.fused_optimizer.state_dict()["state"].items():
-        table = _table_of(key)
-        for name, value in states.items():
-            if hasattr(value, "local_shards"):
-                tensors[f"{table}/{name.rpartition('.')[2]}"] = value
-    return tensors | replicated.tensors()
-
-
-def replicated_tables(model: DistributedModelParallel, config: Config) -> ReplicatedTables:
-    """Take the tables that every rank holds out of autograd, and return what trains them."""
-    weights, tables = table_tensors(model), []
-    for kernel in _kernels(model, BatchedDenseEmbeddingBag):
-        kernel.emb_module.weights.requires_grad_(False)
-        for table in kernel.config.embedding_tables:
-            name = config_name(table.name)
-            optimizer = config.table_optimizer(name)
-            tables.append(ReplicatedTable(name, weights[name].detach(), table.feature_names, optimizer))
-    return ReplicatedTables(tables)
-
-
-def learning_rate_setters(
-    model: DistributedModelParallel, replicated: ReplicatedTables
-) -> list[tuple[str, Callable[[float], None]]]:
-    """Return setters of the learning rate of the tables on this rank, each with a table's name."""
-    setters: list[tuple[str, Callable[[float], None]]] = [
-        (table.name, table.set_learning_rate) for table in replicated.tables
-    ]
-    for kernel in _kernels(model, FusedOptimizerModule):
-        setters.append((_first_table(kernel), kernel.emb_module.set_learning_rate))
-    return setters
-
-
-def iteration_setters(model: DistributedModelParallel, config: Config) -> list[Callable[[int], None]]:
-    """Return setters of the update count, for each kernel on this rank whose optimizer corrects by it.
-
-    FBGEMM counts its own forward passes, and takes those of evaluations and of steps that were left out for updates.
-    """
-    return [
-        partial(_set_iteration, kernel.emb_module)
-        for kernel in _kernels(model, FusedOptimizerModule)
-        if config.table_optimizer(_first_table(kernel)).name.value.counts_updates
-    ]
-
-
-def _first_table(kernel: Any) -> str:
-    """Return a kernel's first table, which stands for all, since they have one optimizer."""
-    return config_name(kernel.config.embedding_tables[0].name)
-
-
-def _set_iteration(kernel: Any, number: int) -> None:
-    # Where the counter on the host is 0, FBGEMM takes the one that checkpoints hold.
-    kernel.iter_cpu = kernel.iter_cpu.cpu().fill_(number)
-    kernel.iter.fill_(number)
-
-
-def _kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
-    """Yield the kernels of a kind on this rank; torchrec keeps them in a plain list, out of sight of `modules()`."""
-    for lookup in _lookups(model):
-        yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))
-
-
-def _lookups(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what looks ids up in the tables on this rank, one for each sharding type."""
-    for sharded in model.modules():
-        if isinstance(sharded, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
-            yield from sharded._lookups
+    return {table_of(key): weights for key, weights in step.named_parameters() if is_table(key)}

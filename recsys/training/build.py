@@ -1,6 +1,5 @@
 """Building the sharded model with its optimizers from a config and its datasets."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,17 +14,9 @@ from recsys.data.inputs import Inputs
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
 from recsys.step.optim import build_dense_optimizer
-from recsys.tables.shard import (
-    iteration_setters,
-    learning_rate_setters,
-    plan_tables,
-    replicated_tables,
-    shard_model,
-    shards,
-    table_optimizer_tensors,
-    table_tensors,
-)
+from recsys.tables.shard import plan_tables, shard_model, shards
 from recsys.tables.spec import Shard, fill_initial, init_range, local_pieces
+from recsys.tables.updates import TableUpdates, table_tensors
 
 
 @dataclass
@@ -34,16 +25,13 @@ class Built:
 
     Attributes:
         pieces: every piece of every table, on any rank.
-        set_learning_rates: what sets the learning rate of each group of tables, after the name of one of them.
-        set_iterations: what sets the number of updates done, of groups whose optimizer corrects by it.
     """
 
     model: DistributedModelParallel
     pieces: list[Shard]
     dense_optimizer: torch.optim.Optimizer
+    table_updates: TableUpdates
     tensors: Tensors
-    set_learning_rates: list[tuple[str, Callable[[float], None]]]
-    set_iterations: list[Callable[[int], None]]
 
     @property
     def step(self) -> Any:
@@ -69,20 +57,17 @@ def build_model(inputs: Inputs) -> Built:
     for table, weights in table_tensors(model).items():
         for shard, (row, column) in local_pieces(weights):
             fill_initial(shard, row, column, config.seed, table, init_range(config.tables[table]))
-    replicated = replicated_tables(model, config)
-    if replicated.tables:
-        step.dense.replicated = replicated
+    updates = TableUpdates(model, config, world.device.type == "cuda")
+    step.dense.replicated = updates.replicated
     optimizer = build_dense_optimizer(dense, config.optimizer)
     tensors = Tensors(
         tables=lambda: table_tensors(model),
-        table_optimizer=lambda: table_optimizer_tensors(model, replicated),
+        table_optimizer=updates.state,
         dense=dense,
         dense_optimizer=optimizer,
         statistics=inputs.statistics,
     )
-    pieces = list(shards(plan, config, world.world_size))
-    rates, iterations = learning_rate_setters(model, replicated), iteration_setters(model, config)
-    return Built(model, pieces, optimizer, tensors, rates, iterations)
+    return Built(model, list(shards(plan, config, world.world_size)), optimizer, updates, tensors)
 
 
 def log_shares(inputs: Inputs) -> torch.Tensor:

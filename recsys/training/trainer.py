@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from recsys.checkpoint import Checkpoints, Source, load_tensors, verify_checkpoint
+from recsys.config import Schedule
 from recsys.config.meaning import meaning
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs
@@ -22,7 +23,7 @@ from recsys.runtime.logs import MetricsWriter, Progress, logger, show_metrics
 from recsys.runtime.machine import topology_of
 from recsys.runtime.profiling import traced_steps
 from recsys.runtime.signals import StopRequests
-from recsys.step.optim import LearningRate
+from recsys.step.optim import schedule_factor, set_learning_rate
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import build_pipeline
 from recsys.step.step import ignore_phase
@@ -98,10 +99,6 @@ class Trainer:
         logger.info(
             "an epoch has %s steps of %s rows, the run %s", *(f"{n:,}" for n in (per_epoch, batch, self._num_steps))
         )
-        rates = [
-            (config.table_optimizer(table).learning_rate, set_rate) for table, set_rate in built.set_learning_rates
-        ]
-        self._learning_rate = LearningRate(config.optimizer, self._num_steps, rates, built.dense_optimizer)
         self.growth = Growth(world.device, topology_of(config, world), self._num_steps)
         self.progress = Progress(self._num_steps, self.state.step, self.state.window)
 
@@ -176,9 +173,7 @@ class Trainer:
         while state.step < boundary:
             self._enter_phase("forward", state.step + 1)
             self._stop_requested()
-            self._learning_rate.set(state.step)
-            for set_iteration in self._built.set_iterations:
-                set_iteration(state.step - state.bad_steps - state.overflows)
+            self._begin_updates()
             waited = timed.seconds
             output = self._pipeline.progress(timed)
             self._step_traced()
@@ -192,6 +187,12 @@ class Trainer:
             if state.step < boundary:  # there an evaluation comes first, which belongs into the checkpoint
                 self._save_if_due()
         return False
+
+    def _begin_updates(self) -> None:
+        state, config = self.state, self._config.optimizer
+        factor = schedule_factor(config.schedule, self._num_steps, state.step) * state.rate_factor
+        set_learning_rate(self._built.dense_optimizer, config.dense.learning_rate * factor)
+        self._built.table_updates.begin(factor, state.step - state.bad_steps - state.overflows)
 
     def _advance(self, output: StepOutput, waited: float) -> None:
         state = self.state
@@ -281,6 +282,13 @@ class Trainer:
             self._save()
         else:
             state.bad_evaluations += 1
+            self._slow_down(metric)
+
+    def _slow_down(self, metric: str) -> None:
+        state, schedule = self.state, self._config.optimizer.schedule
+        if schedule.name is Schedule.plateau and state.bad_evaluations % schedule.plateau_patience == 0:
+            state.rate_factor *= schedule.plateau_factor
+            logger.info("%s has not improved: learning rates times %g from here on", metric, state.rate_factor)
 
     def _should_stop_early(self) -> bool:
         stop = self._config.train.early_stop

@@ -54,9 +54,9 @@ KEYS = {
         ["'optimizer.tables.state_dtype'", "use FP32"],
     ),
     "rows split by columns": ("tables.user.sharding_type=column_wise", ["'tables.user.sharding_type'", "insist"]),
-    "replicated adam": (
-        "tables.user={sharding_type: data_parallel, optimizer: {name: adam}}",
-        ["'tables.user.sharding_type'", "rowwise_adagrad, adagrad, sgd, found tables.user.optimizer.name=adam"],
+    "replicated lamb": (
+        "tables.user={sharding_type: data_parallel, optimizer: {name: lamb}}",
+        ["'tables.user.sharding_type'", "adagrad, sgd, adam, ftrl, found tables.user.optimizer.name=lamb"],
     ),
     "key of a table's optimizer": ("tables.user.optimizer.nme=sgd", ["did you mean 'tables.user.optimizer.name'?"]),
     "rate of a table": ("tables.user.optimizer.learning_rate=-1", ["'tables.user.optimizer.learning_rate' must be"]),

@@ -21,7 +21,7 @@ from recsys.memory import predict_dense
 from recsys.runtime.world import World, open_world
 from recsys.step.pipeline import build_pipeline
 from recsys.tables.bytes import rank_tables
-from recsys.tables.shard import _kernels
+from recsys.tables.updates import _kernels
 from recsys.training.build import Built, build_model
 
 
@@ -110,10 +110,10 @@ def _kinds(built: Built) -> dict[str, dict[int, int]]:
     names = ("momentum1_host", "momentum2_host")
     # Where an optimizer has no state, FBGEMM keeps placeholders of one number.
     states = [s for module in modules for n in names if (s := getattr(module, n)).numel() > 1]
-    replicated = built.step.dense.replicated
-    for table in replicated.tables if replicated is not None else ():
+    for table in built.table_updates.replicated.tables:
         weights.append(table.weights)
-        states += table.state.values()
+        states += table.state
+    states += (values for shard in built.table_updates._shards for values in shard.state)
     parameters = list(built.dense_model.parameters())
     optimizer = [v for entry in built.dense_optimizer.state.values() for v in entry.values()]
     return {

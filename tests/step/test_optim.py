@@ -19,34 +19,16 @@ from recsys.config.device import check_device
 from recsys.config.schema import ScheduleConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
-from recsys.step.optim import LearningRate, attach_table_optimizers, build_dense_optimizer
-
-
-class Fused:
-    """Stands for two groups of tables: what their rates were set to last."""
-
-    def __init__(self) -> None:
-        self.rates = [99.0, 99.0]
-
-    def setters(self, rate: float):
-        return [(rate * (i + 1), lambda value, i=i: self.rates.__setitem__(i, value)) for i in range(2)]
+from recsys.step.optim import build_dense_optimizer, schedule_factor, set_learning_rate
+from recsys.tables.updates import attach_table_optimizers
 
 
 def parameters(count: int = 1) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(2, 4)) for _ in range(count)]
 
 
-def build(num_steps: int, **schedule) -> tuple[LearningRate, Fused, torch.optim.Optimizer]:
-    config = OptimizerConfig(schedule=ScheduleConfig(**schedule))
-    config.tables.learning_rate, config.dense.learning_rate = 0.5, 0.01
-    fused = Fused()
-    dense = torch.optim.Adam([{"params": [each]} for each in parameters(2)], lr=99.0)
-    return LearningRate(config, num_steps, fused.setters(0.5), dense), fused, dense
-
-
 def factors(num_steps: int, count: int, **schedule) -> list[float]:
-    rate = build(num_steps, **schedule)[0]
-    return [rate.factor(step) for step in range(count)]
+    return [schedule_factor(ScheduleConfig(**schedule), num_steps, step) for step in range(count)]
 
 
 def test_constant():
@@ -76,24 +58,10 @@ def test_short_runs(name):
     assert factors(3, 3, name=name, warmup_steps=3) == pytest.approx([1 / 3, 2 / 3, 1])
 
 
-def test_set_reaches_every_group_of_both_optimizers():
-    rate, fused, dense = build(5, name=Schedule.linear)
-    rate.set(1)
-    assert fused.rates == pytest.approx([0.375, 0.75])
-    assert [group["lr"] for group in dense.param_groups] == pytest.approx([0.0075, 0.0075])
-
-
-def test_set_depends_on_the_step_alone():
-    rate, fused, dense = build(9, name=Schedule.cosine, warmup_steps=2)
-    uninterrupted = []
-    for step in range(9):
-        rate.set(step)
-        uninterrupted.append((list(fused.rates), [group["lr"] for group in dense.param_groups]))
-    for step in reversed(range(9)):
-        resumed, other_fused, other_dense = build(9, name=Schedule.cosine, warmup_steps=2)
-        for each, fused_part, dense_part in ((rate, fused, dense), (resumed, other_fused, other_dense)):
-            each.set(step)
-            assert (fused_part.rates, [group["lr"] for group in dense_part.param_groups]) == uninterrupted[step]
+def test_the_rate_of_every_group_is_set():
+    dense = torch.optim.Adam([{"params": [each]} for each in parameters(2)], lr=99.0)
+    set_learning_rate(dense, 0.0075)
+    assert [group["lr"] for group in dense.param_groups] == [0.0075, 0.0075]
 
 
 ADAM = {"lr": 0.2, "eps": 1e-3, "beta1": 0.8, "beta2": 0.9}
@@ -105,6 +73,7 @@ TABLE_OPTIMIZERS = {
     TableOptimizer.partial_rowwise_adam: (table_optimizers.PartialRowWiseAdam, ADAM),
     TableOptimizer.lamb: (table_optimizers.LAMB, ADAM),
     TableOptimizer.partial_rowwise_lamb: (table_optimizers.PartialRowWiseLAMB, ADAM),
+    TableOptimizer.ftrl: (table_optimizers.SGD, {"lr": 0.0}),  # FBGEMM gets no gradient of it
 }
 
 
@@ -118,11 +87,11 @@ def test_table_optimizer_of_each_table(name):
     settings = TableOptimizerConfig(name=name, learning_rate=0.2, eps=1e-3, beta1=0.8, beta2=0.9, weight_decay=0.5)
     one, other = parameters(2)
     config = config_of(settings, one=None, other=TableOptimizerConfig(TableOptimizer.sgd, 0.1))
-    attach_table_optimizers({"one": one, "other": other}, config)
+    attach_table_optimizers({"one": one, "other": other}, config, on_gpu=True)
     # What torchrec reads when it shards the tables.
     kind, expected = TABLE_OPTIMIZERS[name]
     assert vars(one)["_optimizer_classes"] == [kind]
-    decay = {"weight_decay": 0.5}
+    decay = {} if name is TableOptimizer.ftrl else {"weight_decay": 0.5}
     if name is TableOptimizer.rowwise_adagrad:
         decay["weight_decay_mode"] = WeightDecayMode.DECOUPLE
     assert vars(one)["_optimizer_kwargs"] == [expected | decay]
@@ -135,7 +104,7 @@ def test_state_in_fp16_reaches_fbgemm_grouped_with_its_like():
     half = TableOptimizerConfig(TableOptimizer.partial_rowwise_adam, state_dtype=StateType.FP16)
     tables = dict(zip("abc", parameters(3), strict=True))
     config = config_of(half, a=None, b=None, c=TableOptimizerConfig(TableOptimizer.partial_rowwise_adam))
-    attach_table_optimizers(tables, config)
+    attach_table_optimizers(tables, config, on_gpu=True)
     given = {name: vars(weight)["_optimizer_kwargs"][0] for name, weight in tables.items()}
     assert given["a"]["optimizer_state_dtypes"]["momentum1"].as_dtype() is torch.float16
     keys = [tuple(sorted(given[name].items())) for name in "abc"]  # as torchrec's group_tables makes them
@@ -146,7 +115,7 @@ def test_what_fbgemm_lacks_on_cpu_is_refused():
     for name in TableOptimizer:
         config = config_of(TableOptimizerConfig(), item=TableOptimizerConfig(name))
         assert check_device(config, on_gpu=True) == []
-        if name in (TableOptimizer.rowwise_adagrad, TableOptimizer.adagrad, TableOptimizer.sgd):
+        if name.value.on_cpu or name in (TableOptimizer.adam, TableOptimizer.ftrl):
             assert check_device(config, on_gpu=False) == []
             continue
         with pytest.raises(UserError, match=rf"tables.item.optimizer.name.*{name.name}.*nearest is .*name="):
@@ -160,16 +129,22 @@ def test_what_fbgemm_lacks_on_cpu_is_refused():
     [
         (
             "optimizer.tables={name: sgd, weight_decay: 0.1}",
-            "'optimizer.tables.weight_decay': .* of sgd leave it",
+            "'optimizer.tables.weight_decay': sgd leaves it out",
         ),
         (
             "tables.user.optimizer={name: adagrad, weight_decay: 0.1}",
-            "'tables.user.optimizer.weight_decay': .* of adag",
+            "'tables.user.optimizer.weight_decay': adagrad leaves",
         ),
         (
             "tables.user={sharding_type: data_parallel, optimizer: {weight_decay: 0.1}}",
             "'tables.user.optimizer.weight_decay': tables that every rank holds are trained without, found 0.1",
         ),
+        ("optimizer.tables.l1=0.1", "'optimizer.tables.l1' is for .*ftrl, found rowwise_adagrad"),
+        (
+            "tables.user={compute_kernel: fused_uvm, optimizer: {name: ftrl}}",
+            "'tables.user.compute_kernel': ftrl trains tables in device memory, found fused_uvm",
+        ),
+        ("optimizer.schedule.name=plateau", "'optimizer.schedule.name': plateau goes by train.early_stop.metric"),
         ("optimizer.tables.name=lars_sgd", "'optimizer.tables.name' must be one of .*, found 'lars_sgd'"),
     ],
 )

@@ -14,7 +14,7 @@ from launch import fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from recsys.checkpoint import Marker
-from recsys.config import Device, LabelConfig, PrecisionConfig
+from recsys.config import Config, Device, LabelConfig
 from recsys.data.batch import Batch
 from recsys.data.order import Position
 from recsys.data.pool import Fence
@@ -202,7 +202,7 @@ def test_four_micro_batches_keep_a_quarter(kind: str, checkpointing: bool) -> No
     peaks, gradients = [], []
     with open_world(Device.cpu, 1):
         for parts in (1, 4):
-            half = DenseHalf(model, 1, None, PrecisionConfig())
+            half = DenseHalf(model, Config(model=config if kind == "dlrm" else tower, features={}, tables={}))
             model.zero_grad()
             pooled, batch = made_up(rows, names, tuple(range(0, rows + 1, rows // parts)))
             live = LiveBytes(model.parameters())
@@ -245,7 +245,7 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
 
     monkeypatch.setattr(Lookup, "vectors", vectors)
     with open_world(Device.cpu, 1):
-        half = DenseHalf(model, 1, None, PrecisionConfig())
+        half = DenseHalf(model, Config(model=config, features={}, tables={}))
         pooled, batch = made_up(4 * part_rows, names, tuple(range(0, 4 * part_rows + 1, part_rows)))
         tables, rows = torch.nn.Identity(), pooled.values().requires_grad_()
         half.gate.guard(tables)

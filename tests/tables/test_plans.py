@@ -18,7 +18,7 @@ from checkpoints import load_tables
 from launch import fork_train
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, load_config
+from recsys.config import Config, DataType, Device, Pooling, ShardingChoice, TableOptimizerConfig, load_config
 from recsys.config.choices import COLUMN_SPLITS, DenseOptimizer
 from recsys.config.features import float_features, id_features
 from recsys.config.table_optimizers import TableOptimizer
@@ -79,7 +79,8 @@ class Reference:
             dtype = torch.float16 if table.data_type is DataType.FP16 else torch.float32
             self.tables[name] = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype)
             fill_initial(self.tables[name], 0, 0, config.seed, name, init_range(table))
-            self.state[name] = torch.zeros(table.num_embeddings, table.embedding_dim)
+            self.state[name] = torch.zeros(2, table.num_embeddings, table.embedding_dim)
+        self.num_updates = 0
 
     def step(self, batch: Batch) -> float:
         leaves = {name: weights.float().clone().requires_grad_() for name, weights in self.tables.items()}
@@ -105,8 +106,15 @@ class Reference:
         if self.config.optimizer.dense.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.dense.parameters(), self.config.optimizer.dense.clip_norm)
         self.optimizer.step()
+        self.num_updates += 1
         for name, leaf in leaves.items():
-            self.tables[name].copy_(leaf.detach() - self._change(name, leaf.grad))
+            features = [feature for feature in id_features(self.config) if self.config.features[feature].table == name]
+            rows = torch.cat([batch.ids[feature].values() for feature in features]).unique()
+            state = [each[rows] for each in self.state[name]]
+            self.tables[name][rows] = self._updated(name, leaf.detach()[rows], leaf.grad[rows], state).to(
+                self.tables[name].dtype
+            )
+            self.state[name][:, rows] = torch.stack(state)
         return loss.item()
 
     def _penalty(self, leaves: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
@@ -122,15 +130,47 @@ class Reference:
             total = total + self.config.tables[table].l2 / 2 * squares.sum()
         return total / batch.weights.sum()
 
-    def _change(self, table: str, gradient: torch.Tensor) -> torch.Tensor:
-        settings, state = self.config.table_optimizer(table), self.state[table]
+    def _updated(
+        self, table: str, weights: torch.Tensor, gradient: torch.Tensor, state: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return rows that the batch looked up after their update, and change their state."""
+        settings, (first, second) = self.config.table_optimizer(table), state
+        rate, eps = settings.learning_rate, settings.eps
         if settings.name is TableOptimizer.sgd:
-            return settings.learning_rate * gradient
+            return weights - rate * gradient
+        if settings.name is TableOptimizer.adam:
+            first += (1 - settings.beta1) * (gradient - first)
+            second += (1 - settings.beta2) * (gradient**2 - second)
+            mean, squares = (
+                each / (1 - beta**self.num_updates)
+                for each, beta in ((first, settings.beta1), (second, settings.beta2))
+            )
+            return weights - rate * mean / (squares.sqrt() + eps)
+        if settings.name is TableOptimizer.ftrl:
+            return self._ftrl(settings, weights, gradient, first, second)
         rowwise = settings.name is TableOptimizer.rowwise_adagrad
-        state += (gradient**2).mean(dim=1, keepdim=True) if rowwise else gradient**2
-        step = settings.learning_rate * gradient / (state.sqrt() + settings.eps)
+        first += (gradient**2).mean(dim=1, keepdim=True) if rowwise else gradient**2
+        step = rate * gradient / (first.sqrt() + eps)
         # FBGEMM's Adagrad on CPU rounds the step to the weights' type before it subtracts it.
-        return step if rowwise else step.to(self.tables[table].dtype)
+        return weights - (step if rowwise else step.to(self.tables[table].dtype))
+
+    @staticmethod
+    def _ftrl(
+        settings: TableOptimizerConfig,
+        weights: torch.Tensor,
+        gradient: torch.Tensor,
+        z: torch.Tensor,
+        n: torch.Tensor,
+    ) -> torch.Tensor:
+        """Algorithm 1 of McMahan et al. 2013, with lambda2 of 0, and z such that it begins at the initial weights."""
+        alpha, beta, l1 = settings.learning_rate, settings.eps, settings.l1
+        begins = (n == 0) & (gradient != 0)
+        z -= begins * beta / alpha * weights
+        sigma = ((n + gradient**2).sqrt() - n.sqrt()) / alpha
+        z += gradient - sigma * weights
+        n += gradient**2
+        solved = torch.where(z.abs() <= l1, 0.0, -(z - z.sign() * l1) / ((beta + n.sqrt()) / alpha))
+        return torch.where(n > 0, solved, weights)
 
 
 @cache
@@ -213,6 +253,31 @@ def test_each_table_with_a_plan_and_an_optimizer_of_its_own(folder: Path) -> Non
     torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
     for name, weights in expected_tables.items():
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+
+
+MIXED = {"user": "row_wise", "item": "column_wise", "category": "table_wise", "hour": "data_parallel"}
+
+
+def mixed(optimizer: str) -> tuple[str, ...]:
+    # So wide that torchrec's planner splits columns.
+    plan = (f"tables.{table}={{sharding_type: {kind}, embedding_dim: 256}}" for table, kind in MIXED.items())
+    l1 = "optimizer.tables.l1=2e-3" if optimizer == "ftrl" else "optimizer.tables.learning_rate=0.01"
+    return f"optimizer.tables.name={optimizer}", l1, "optimizer.tables.eps=1e-4", *plan
+
+
+@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 2])
+@pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
+def test_what_fbgemm_lacks_is_trained_in_torch(optimizer: str, world_size: int, folder: Path) -> None:
+    """On every plan as on plain tensors, beside a table of FBGEMM's and lists looked up id by id; then resumed."""
+    options = (*mixed(optimizer), *ATTENTION, "tables.category.optimizer={name: sgd, learning_rate: 0.3}")
+    losses, tables = trained(folder, world_size, options)
+    expected, expected_tables = reference(folder, *options)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+        zeros = int((weights == 0).sum())
+        assert (zeros > weights.numel() / 20) == (optimizer == "ftrl" and name != "category")
+        assert abs(int((tables[name] == 0).sum()) - zeros) <= 2  # the threshold itself is met up to rounding
 
 
 L2 = ("tables.user.l2=0.3", "tables.item.l2=0.1", "tables.category.l2=0.2", "tables.category.pooling=mean")

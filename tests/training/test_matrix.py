@@ -36,7 +36,7 @@ REFUSED = {
         ["model.attention={history: user_id}", "tables.user.embedding_dim=4"],
         "'model.attention.history': its table has embedding_dim 8, and that of 'user_id' 4",
     ),
-    "adam": (["optimizer.tables.name=adam"], "'optimizer.tables.name': FBGEMM trains tables on CPU by"),
+    "lamb": (["optimizer.tables.name=lamb"], "'optimizer.tables.name': tables are trained on CPU by"),
 }
 
 

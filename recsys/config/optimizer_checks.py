@@ -1,0 +1,45 @@
+"""Checks of the optimizers' settings: numbers that nothing reads, and a schedule that nothing drives."""
+
+from recsys.config.choices import Schedule, StateType
+from recsys.config.schema import Config, TableOptimizerConfig
+from recsys.config.table_optimizers import optimizer_names
+from recsys.errors import UserError
+
+
+def check_optimizers(config: Config) -> None:
+    """Raise a UserError for a setting of an optimizer, or of the schedule, that would do nothing."""
+    for name in config.tables:
+        _check_table_optimizer(config.table_optimizer(name), config.table_optimizer_key(name))
+    _check_plateau(config)
+
+
+def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
+    rule, name = optimizer.name.value, optimizer.name.name
+    if optimizer.state_dtype is StateType.FP16 and not rule.fp16_state:
+        raise UserError(
+            f"config key '{key}.state_dtype': FBGEMM keeps FP16 state for {optimizer_names('fp16_state')} alone, found "
+            f"{key}.name={name}; use FP32, or that"
+        )
+    if optimizer.l1 and "l1" not in rule.numbers:
+        raise UserError(f"config key '{key}.l1' is for {key}.name=ftrl, found {name}; set it to 0, or the name")
+    if optimizer.weight_decay and not rule.reads_decay:
+        raise UserError(
+            f"config key '{key}.weight_decay': {name} leaves it out without a word, found {optimizer.weight_decay}; "
+            f"set it to 0, or use {key}.name=rowwise_adagrad"
+        )
+
+
+def _check_plateau(config: Config) -> None:
+    schedule, stop = config.optimizer.schedule, config.train.early_stop
+    if schedule.name is not Schedule.plateau:
+        return
+    if stop.metric is None:
+        raise UserError(
+            "config key 'optimizer.schedule.name': plateau goes by train.early_stop.metric, which is not set; set it, "
+            "or another schedule"
+        )
+    if stop.patience <= schedule.plateau_patience:
+        raise UserError(
+            f"config key 'optimizer.schedule.plateau_patience' must be less than train.early_stop.patience="
+            f"{stop.patience}, with which the run ends, found {schedule.plateau_patience}"
+        )

@@ -1,0 +1,124 @@
+"""Updates of tables by rules in torch, where FBGEMM lacks the optimizer: in the backward pass of its kernel."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys.config import TableOptimizerConfig
+from recsys.tables import rules
+from recsys.tables.rules import Touched
+
+# Of rows that are updated: on CPU so few that what it takes besides stays in the cache.
+_ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
+
+
+@dataclass
+class TorchTable:
+    """A table, or a shard of one, in this rank's memory, with the state of its optimizer.
+
+    Attributes:
+        weights: [rows, columns] FP32 or FP16, the lookup's own memory.
+        offset: row and column of the table where it begins.
+        features: of a replicated table, those that it is looked up for.
+        learning_rate: of the next update; num_updates: done before it.
+        state: FP32, [rows] or [rows, columns] each.
+    """
+
+    name: str
+    weights: torch.Tensor
+    settings: TableOptimizerConfig
+    offset: tuple[int, ...] = (0, 0)
+    features: Sequence[str] = ()
+    learning_rate: float = 0.0
+    num_updates: int = 0
+    state: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shape, rule = self.weights.shape, self.settings.name.value
+        shapes = [shape[:1]] * rule.row_state + [shape] * rule.element_state
+        self.state = [torch.zeros(each, device=self.weights.device) for each in shapes]
+
+    def update(self, rows: torch.Tensor, gradient: torch.Tensor, places: torch.Tensor) -> None:
+        """Update the rows of a batch; no other changes.
+
+        Args:
+            rows: [n], each once. gradient: of the mean loss, [m, columns] FP32; places: [n], where in it the rows' are.
+        """
+        rule = getattr(rules, self.settings.name.name)
+        at_once = max(1, _ELEMENTS_AT_ONCE[rows.device.type] // self.weights.shape[1])
+        for some, where in zip(rows.split(at_once), places.split(at_once), strict=True):
+            state = [values[some] for values in self.state]
+            touched = Touched(
+                self.weights[some], gradient[where], state, self.settings, self.learning_rate, self.num_updates + 1
+            )
+            self.weights[some] = rule(touched).to(self.weights.dtype)
+            for values, changed in zip(self.state, state, strict=True):
+                values[some] = changed
+
+
+class Cut(torch.autograd.Function):
+    """A tensor as it is, whose gradient is handed to a function and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, vectors: torch.Tensor, take: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Return `vectors`; the first argument is to require a gradient, so that autograd comes here."""
+        ctx.take = take
+        return vectors.view_as(vectors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        """Hand the gradient over."""
+        ctx.take(gradients[0])
+        return None, None, None
+
+
+def update_in_torch(kernel: Any, tables: list[TorchTable]) -> None:
+    """Have the backward pass of an FBGEMM kernel update its tables by rules in torch; FBGEMM gets no gradient.
+
+    Args:
+        kernel: torchrec's module around FBGEMM's. tables: its tables, in their order.
+    """
+
+    def cut(_: Any, inputs: tuple[KeyedJaggedTensor], vectors: torch.Tensor) -> torch.Tensor:
+        if not (torch.is_grad_enabled() and vectors.requires_grad):
+            return vectors
+        take = partial(_update, kernel.emb_module, tables, inputs[0])
+        trained: torch.Tensor = Cut.apply(vectors.new_empty(0, requires_grad=True), vectors.detach(), take)
+        return trained
+
+    kernel.register_forward_hook(cut)
+
+
+@torch.no_grad()
+def _update(fbgemm: Any, tables: list[TorchTable], ids: KeyedJaggedTensor, gradient: torch.Tensor) -> None:
+    """Update tables by the gradient by what they gave: [rows, columns of all features], or [ids, columns]."""
+    owners, counts = fbgemm.feature_table_map, ids.length_per_key()
+    if fbgemm.pooling_mode is PoolingMode.NONE:
+        by_id = gradient.float().split(counts)
+    else:
+        columns = gradient.split([tables[owner].weights.shape[1] for owner in owners], dim=1)
+        lengths = ids.lengths().view(len(owners), -1)
+        weights = ids.weights_or_none()
+        weights_by_feature = [None] * len(owners) if weights is None else weights.split(counts)
+        by_id = tuple(map(gradient_by_id, columns, lengths, weights_by_feature, counts))
+    values = ids.values().split(counts)
+    for number, table in enumerate(tables):
+        features = [feature for feature, owner in enumerate(owners) if owner == number]
+        rows, places = torch.cat([values[feature] for feature in features]).unique(return_inverse=True)
+        sums = torch.zeros(len(rows), table.weights.shape[1], device=rows.device)
+        for feature, where in zip(features, places.split([counts[feature] for feature in features]), strict=True):
+            sums.index_add_(0, where, by_id[feature])
+        table.update(rows, sums, torch.arange(len(rows), device=rows.device))
+
+
+def gradient_by_id(
+    gradient: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, num_ids: int
+) -> torch.Tensor:
+    """Return the gradient by the vector of each id, [ids, columns] FP32, of that by sums over the lists of rows."""
+    by_id = gradient.float().repeat_interleave(lengths, dim=0, output_size=num_ids)
+    return by_id if weights is None else by_id * weights[:, None]

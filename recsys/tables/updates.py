@@ -1,0 +1,172 @@
+"""What updates the tables on a rank: FBGEMM's kernels, and rules in torch where it has none."""
+
+import pydoc
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, TensorProperties
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.optimizers import SGD
+
+from recsys.config import Config, TableOptimizerConfig
+from recsys.config.choices import StateType
+from recsys.tables.module_names import config_name
+from recsys.tables.replicated import ReplicatedTables
+from recsys.tables.torch_update import TorchTable, update_in_torch
+
+
+class _StateTypes(dict[str, SparseType]):
+    """Types by name of the state, as FBGEMM takes them, that torchrec can group tables by."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted((name, kind.value) for name, kind in self.items())))
+
+
+def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Config, on_gpu: bool) -> None:
+    """Mark the tables, before they are sharded, to be updated in the backward pass by FBGEMM.
+
+    Args:
+        parameters: weights by table.
+    """
+    for table, parameter in parameters.items():
+        settings = config.table_optimizer(table)
+        rule = settings.name.value
+        if rule.path is None or not rule.in_fbgemm(on_gpu):
+            # FBGEMM has to have some optimizer, and its gradients end before it (`update_in_torch`).
+            apply_optimizer_in_backward(SGD, [parameter], {"lr": 0.0})
+            continue
+        arguments: dict[str, Any] = {name: getattr(settings, name) for name in rule.numbers}
+        arguments["lr"] = settings.learning_rate
+        if settings.weight_decay:
+            arguments["weight_decay"] = settings.weight_decay
+        if settings.state_dtype is StateType.FP16:
+            arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.FP16)
+        apply_optimizer_in_backward(pydoc.locate(rule.path), [parameter], arguments)
+        if settings.weight_decay and rule.decay_has_modes:
+            # FBGEMM has three kinds for it and takes none by default. torchrec hands on what stands here when it
+            # shards; its own class knows no such argument.
+            arguments["weight_decay_mode"] = WeightDecayMode.DECOUPLE
+
+
+class TableUpdates:
+    """Updates of the tables on this rank, of a model that is sharded.
+
+    Attributes:
+        replicated: what trains the tables that every rank holds whole; they are taken out of autograd.
+    """
+
+    def __init__(self, model: DistributedModelParallel, config: Config, on_gpu: bool) -> None:
+        self._model = model
+        self._fbgemm: list[tuple[TableOptimizerConfig, Any]] = []
+        self._shards: list[TorchTable] = []
+        for kernel in _kernels(model, FusedOptimizerModule):
+            tables = [config_name(table.name) for table in kernel.config.embedding_tables]
+            if all(config.table_optimizer(table).name.value.in_fbgemm(on_gpu) for table in tables):
+                self._fbgemm.append((config.table_optimizer(tables[0]), kernel.emb_module))  # they have one optimizer
+            else:
+                shards = _torch_tables(kernel, config)
+                update_in_torch(kernel, shards)
+                self._shards += shards
+        replicas: list[TorchTable] = []
+        for kernel in _kernels(model, BatchedDenseEmbeddingBag):
+            kernel.emb_module.weights.requires_grad_(False)
+            replicas += _torch_tables(kernel, config)
+        self.replicated = ReplicatedTables(replicas)
+
+    def begin(self, factor: float, num_updates: int) -> None:
+        """Begin a step, before which there were so many updates; `factor` is of the learning rates of the config.
+
+        FBGEMM counts its own forward passes, those of evaluations and of steps that were left out among them.
+        """
+        for settings, fbgemm in self._fbgemm:
+            fbgemm.set_learning_rate(settings.learning_rate * factor)
+            if settings.name.value.counts_updates:
+                # Where the counter on the host is 0, FBGEMM takes the one that checkpoints hold.
+                fbgemm.iter_cpu = fbgemm.iter_cpu.cpu().fill_(num_updates)
+                fbgemm.iter.fill_(num_updates)
+        for table in (*self._shards, *self.replicated.tables):
+            table.learning_rate, table.num_updates = table.settings.learning_rate * factor, num_updates
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the optimizers by `TABLE/STATE`: ShardedTensors, and tensors of replicated tables."""
+        tensors: dict[str, Any] = {}
+        for key, states in self._model.fused_optimizer.state_dict()["state"].items():
+            table = table_of(key)
+            for name, value in states.items():
+                if hasattr(value, "local_shards"):
+                    tensors[f"{table}/{name.rpartition('.')[2]}"] = value
+        shards = {(shard.name, shard.offset): shard.state for shard in self._shards}
+        weights = table_tensors(self._model) if shards else {}
+        for table in sorted({name for name, _ in shards}):
+            tensors |= _sharded_state(table, weights[table], shards)
+        for replica in self.replicated.tables:
+            tensors |= {_state_name(replica.name, number): values for number, values in enumerate(replica.state)}
+        return tensors
+
+
+def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
+    """Wrap the tables of a kernel, in their order."""
+    tables = []
+    for table, weights in zip(kernel.config.embedding_tables, kernel.emb_module.split_embedding_weights(), strict=True):
+        name, shard = config_name(table.name), table.local_metadata  # None of a table that every rank holds
+        offset = (0, 0) if shard is None else tuple(shard.shard_offsets)
+        tables.append(TorchTable(name, weights, config.table_optimizer(name), offset, table.feature_names))
+    return tables
+
+
+def _sharded_state(
+    table: str, weights: ShardedTensor, shards: Mapping[tuple[str, tuple[int, ...]], list[torch.Tensor]]
+) -> dict[str, ShardedTensor]:
+    """Return the states of a table that is updated in torch, sharded as its weights are."""
+    by_shard = [
+        (shard.metadata, shards[table, tuple(shard.metadata.shard_offsets)]) for shard in weights.local_shards()
+    ]
+    metadata = replace(weights.metadata(), tensor_properties=TensorProperties(torch.float32))
+    return {
+        _state_name(table, number): ShardedTensor._init_from_local_shards_and_global_metadata(
+            [Shard(states[number], place) for place, states in by_shard], metadata
+        )
+        for number in range(len(by_shard[0][1]))
+    }
+
+
+def _state_name(table: str, number: int) -> str:
+    return f"{table}/momentum{number + 1}"  # as FBGEMM names its own
+
+
+def table_tensors(model: DistributedModelParallel) -> dict[str, Any]:
+    """Return the weights of the tables by name: a ShardedTensor, or a tensor of a replicated table."""
+    return {table_of(key): value for key, value in model.state_dict().items() if is_table(key)}
+
+
+def is_table(key: str) -> bool:
+    """Return whether a key of a step's state dict is of a table."""
+    return not key.startswith("dense.")
+
+
+def table_of(key: str) -> str:
+    """Return the table of such a key."""
+    return config_name(key.removesuffix(".weight").rpartition(".")[2])
+
+
+def _kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
+    """Yield the kernels of a kind on this rank; torchrec keeps them in a plain list, out of sight of `modules()`."""
+    for lookup in lookups(model):
+        yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))
+
+
+def lookups(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what looks ids up in the tables on this rank, one for each sharding type."""
+    for sharded in model.modules():
+        if isinstance(sharded, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+            yield from sharded._lookups
