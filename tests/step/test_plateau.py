@@ -13,7 +13,7 @@ CONFIG = "configs/dlrm_sample.yaml"
 # Rates so high that what is learned soon fits no other rows.
 OPTIONS = (
     "train.epochs=9", "train.log_every_steps=1", "train.eval_every_steps=2", "train.keep_checkpoints=99",
-    "train.checkpoint_every_steps=2", "train.early_stop={metric: log_loss, patience: 99}", "data.test=null",
+    "train.checkpoint_every_steps=2", "train.early_stop={metric: auc, patience: 99}", "data.test=null",
     "optimizer.tables.learning_rate=2.0", "optimizer.dense.learning_rate=0.5", "run.num_threads=1", "data.max_rows=600",
 )  # fmt: skip
 PLATEAU = "optimizer.schedule={name: plateau, plateau_factor: 0.25, plateau_patience: 2}"
@@ -32,9 +32,9 @@ def lines(run_dir: Path, kind: str, key: str = "loss") -> list[float]:
 
 def test_rates_fall_on_a_plateau(tmp_path: Path) -> None:
     losses = train(tmp_path / "run", PLATEAU)
-    factors, best, since = [], float("inf"), 0
-    for value in lines(tmp_path / "run", "valid", "log_loss")[:8]:
-        best, since = (value, 0) if value < best else (best, since + 1)
+    factors, best, since = [], 0.0, 0
+    for value in lines(tmp_path / "run", "valid", "auc")[:8]:
+        best, since = (value, 0) if value > best else (best, since + 1)
         factors.append((factors[-1] if factors else 1.0) * (0.25 if since and since % 2 == 0 else 1))
     states = [Marker.read(tmp_path / f"run/checkpoints/step-{2 * i + 2:09d}").state for i in range(8)]
     assert [state.rate_factor for state in states] == factors and factors[-1] < 1
