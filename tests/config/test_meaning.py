@@ -78,11 +78,14 @@ FREE = {
     "how large a step is, and which way: what is there goes on from where it is": (
         *(f"optimizer.dense.{name}" for name in ("learning_rate", "momentum", "weight_decay", "clip_norm")),
         "tables.*.l2",
-        *(f"optimizer.schedule.{name}" for name in ("name", "warmup_steps", "final_factor")),
+        *(
+            f"optimizer.schedule.{name}"
+            for name in ("name", "warmup_steps", "final_factor", "plateau_factor", "plateau_patience")
+        ),
         *(
             f"{section}.{name}"
             for section in ("optimizer.tables", "tables.user.optimizer")
-            for name in ("learning_rate", "eps", "beta1", "beta2", "weight_decay", "state_dtype")
+            for name in ("learning_rate", "eps", "l1", "beta1", "beta2", "weight_decay", "state_dtype")
         ),
         *("optimizer.tables.allow_column_split", "tables.user.optimizer.allow_column_split"),
         *("model.dropout", "model.embedding_dropout"),
