@@ -28,6 +28,7 @@ ROOMS = (
     "datasets",
     "__main__",
 )
+LONGEST_FILE, LONGEST_FUNCTION = 350, 45
 PLACES = {room: place for place, room in enumerate(ROOMS)}
 
 RANK_VARIABLES = {
@@ -113,12 +114,20 @@ def import_effects(path: str, tree: ast.Module) -> Iterator[str]:
         yield f"{path}:{node.lineno}: importing the module must have no effect"
 
 
+def long_functions(path: str, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if lines > LONGEST_FUNCTION:
+                yield f"{path}:{node.lineno}: {node.name} has {lines} lines; make a function of a part of it"
+
+
 def sources(*patterns: str) -> dict[str, ast.Module]:
     paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     return {str(p.relative_to(ROOT)): ast.parse(p.read_text(encoding="utf-8")) for p in paths}
 
 
-@pytest.mark.parametrize("rule", [wrong_imports, environment_reads, import_effects])
+@pytest.mark.parametrize("rule", [wrong_imports, environment_reads, import_effects, long_functions])
 def test_package(rule):
     problems = [line for path, tree in sources("recsys/**/*.py").items() for line in rule(path, tree)]
     assert not problems, "\n".join(problems)
@@ -151,10 +160,11 @@ def test_train_reads_no_environment():
 def test_files_stay_short():
     folders = [path for folder in ("recsys", "tests", "scripts", "benchmarks") for path in ROOT.glob(f"{folder}/**/*")]
     limits = {path: 400 for path in folders if path.suffix in (".py", ".sh")}
+    limits |= dict.fromkeys(ROOT.glob("recsys/**/*.py"), LONGEST_FILE)
     limits |= {path: 100 for path in ROOT.glob("train.py")}
     for path, limit in limits.items():
         lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines < limit, f"{path.relative_to(ROOT)} has {lines} lines: split it before it has {limit}"
+        assert lines <= limit, f"{path.relative_to(ROOT)} has {lines} lines, and may have {limit}: split it"
 
 
 # What each rule must find, so that none of them is true of everything.
@@ -177,6 +187,7 @@ CAUGHT = [
     (environment_reads, "train.py", "import os\nx = os.getenv('LOCAL_RANK')"),
     (import_effects, "recsys/training/trainer.py", "import torch\ntorch.manual_seed(0)"),
     (import_effects, "recsys/training/trainer.py", "for i in range(3):\n    pass"),
+    (long_functions, "recsys/data/order.py", "class C:\n  def f(self):\n" + LONGEST_FUNCTION * "    pass\n"),
 ]
 ALLOWED = [
     (wrong_imports, "recsys/config/load.py", "from recsys.config.schema import Config\nfrom . import checks"),
@@ -186,6 +197,7 @@ ALLOWED = [
     (environment_reads, "recsys/runtime/world.py", "import os\nx = os.environ['RANK']"),
     (environment_reads, "recsys/errors.py", "import os\nx = os.environ.get('TORCHELASTIC_ERROR_FILE')"),
     (import_effects, "recsys/training/trainer.py", "'''Doc.'''\nX = 1\nif __name__ == '__main__':\n    main()"),
+    (long_functions, "recsys/data/order.py", "def f():\n" + (LONGEST_FUNCTION - 1) * "    pass\n"),
 ]
 
 
