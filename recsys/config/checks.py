@@ -201,7 +201,7 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
     if choice in COLUMN_SPLITS and optimizer.name.is_row_wise and not optimizer.allow_column_split:
         raise UserError(
             f"config key 'tables.{name}.sharding_type': {choice.name} splits the rows that {optimizer.name.name} "
-            f"averages over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
+            f"sums over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
             f"with {key}.allow_column_split=true"
         )
     _check_unpooled(config, name, table)

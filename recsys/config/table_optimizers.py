@@ -12,7 +12,7 @@ class UpdateRule:
         path: of torchrec's class that stands for it; None: FBGEMM has no kernel for it.
         numbers: keys of TableOptimizerConfig that it takes beside the learning rate.
         row_state, element_state: numbers of state that it keeps for a row, and for an element of a row.
-        counts_updates: its step depends on how many updates there were.
+        counts_updates: its step depends on how many updates there were. norms_rows: on the norms of whole rows.
         on_cpu: FBGEMM has a kernel for CPUs.
         in_torch: `recsys.tables.rules` has it under its name. It then trains tables that every rank holds and, if it
             keeps no state of whole rows, all tables where FBGEMM has no kernel.
@@ -26,6 +26,7 @@ class UpdateRule:
     row_state: int = 0
     element_state: int = 0
     counts_updates: bool = False
+    norms_rows: bool = False
     on_cpu: bool = False
     in_torch: bool = False
     reads_decay: bool = True
@@ -74,28 +75,29 @@ class TableOptimizer(Enum):
         f"{_OPTIMIZERS}.PartialRowWiseAdam", _ADAM, row_state=1, element_state=1, counts_updates=True, fp16_state=True
     )
     lamb = UpdateRule(
-        f"{_OPTIMIZERS}.LAMB", _ADAM, element_state=2, counts_updates=True, row_wise="partial_rowwise_lamb"
+        f"{_OPTIMIZERS}.LAMB",
+        _ADAM,
+        element_state=2,
+        counts_updates=True,
+        norms_rows=True,
+        row_wise="partial_rowwise_lamb",
     )
     partial_rowwise_lamb = UpdateRule(
-        f"{_OPTIMIZERS}.PartialRowWiseLAMB", _ADAM, row_state=1, element_state=1, counts_updates=True
+        f"{_OPTIMIZERS}.PartialRowWiseLAMB", _ADAM, row_state=1, element_state=1, counts_updates=True, norms_rows=True
     )
     ftrl = UpdateRule(None, ("eps", "l1"), element_state=2, in_torch=True, reads_decay=False)
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether it keeps a number for a whole row, so that rows split by columns learn otherwise."""
-        return self.value.row_state > 0
+        """Whether a number of a whole row goes into its step, so that rows split by columns learn otherwise."""
+        return self.value.row_state > 0 or self.value.norms_rows
 
     @property
     def nearest_on_cpu(self) -> "TableOptimizer":
         """The optimizer for CPUs that keeps state for rows or for elements as this one does."""
-        return next(
-            other
-            for other in TableOptimizer
-            if other.value.trains_on_cpu
-            and other.is_row_wise == self.is_row_wise
-            and (other.value.element_state > 0) == (self.value.element_state > 0 and not self.is_row_wise)
-        )
+        wanted = self.value.row_state > 0, self.value.element_state > 0 and not self.value.row_state
+        rules = {optimizer: optimizer.value for optimizer in TableOptimizer if optimizer.value.trains_on_cpu}
+        return next(o for o, rule in rules.items() if (rule.row_state > 0, rule.element_state > 0) == wanted)
 
 
 def optimizer_names(attribute: str) -> str:

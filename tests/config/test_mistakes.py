@@ -54,6 +54,10 @@ KEYS = {
         ["'optimizer.tables.state_dtype'", "use FP32"],
     ),
     "rows split by columns": ("tables.user.sharding_type=column_wise", ["'tables.user.sharding_type'", "insist"]),
+    "norms of rows split by columns": (
+        "tables.user={sharding_type: column_wise, optimizer: {name: lamb}}",
+        ["'tables.user.sharding_type'", "lamb", "insist"],
+    ),
     "replicated lamb": (
         "tables.user={sharding_type: data_parallel, optimizer: {name: lamb}}",
         ["'tables.user.sharding_type'", "adagrad, sgd, adam, ftrl, found tables.user.optimizer.name=lamb"],
