@@ -10,7 +10,7 @@ totals are read (`agree`): is the step finite everywhere? Then, and on all ranks
 updates            of the dense part, of replicated tables, of tables      nothing is exchanged but for the second
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,24 +72,6 @@ class Replica(nn.Module):
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> Any:
         """Return what the model gives."""
         return self.model(vectors, floats)
-
-
-class LastInBackward(torch.autograd.Function):
-    """A zero whose backward runs last and calls `gradient`; starts the exchange when all other gradients are ready.
-
-    Autograd goes backward in the order of the forward pass, as far as dependencies leave it a choice.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return 0; `gradient` is called in the backward pass, and gives a tensor in the shape of `parameter`."""
-        ctx.gradient = gradient
-        return parameter.new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return what the call gives."""
-        return ctx.gradient(), None
 
 
 def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Totals:

@@ -1,6 +1,6 @@
 """Forward and backward passes of the dense part, one micro-batch's activations at a time, and their loss."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from recsys.config import LabelConfig
 from recsys.config.choices import LabelNulls
 from recsys.data.batch import Batch
 from recsys.models.base import Model
-from recsys.step.exchange import LastInBackward, Totals, all_finite
+from recsys.step.exchange import Totals, all_finite
 from recsys.step.lookup import Lookup, Part, joined
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
@@ -62,6 +62,24 @@ def _task_factors(weights: Mapping[str, float], batch: Batch) -> torch.Tensor:
     sums = torch.stack([batch.weights.sum(), *(batch.label_weights(task).sum() for task in range(len(weights)))])
     dist.all_reduce(sums)
     return torch.where(sums[1:] > 0, sums.new_tensor(list(weights.values())) * sums[0] / sums[1:], 0.0)
+
+
+class LastInBackward(torch.autograd.Function):
+    """A zero whose backward runs last and calls `gradient`; starts the exchange when all other gradients are ready.
+
+    Autograd goes backward in the order of the forward pass, as far as dependencies leave it a choice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return 0; `gradient` is called in the backward pass, and gives a tensor in the shape of `parameter`."""
+        ctx.gradient = gradient
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return what the call gives."""
+        return ctx.gradient(), None
 
 
 class MicroBatches:

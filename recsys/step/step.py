@@ -26,11 +26,11 @@ from recsys.data.batch import Batch
 from recsys.models.base import Model
 from recsys.models.blocks import set_dropout_keys
 from recsys.step.exchange import Replica, Totals, agree
-from recsys.step.gate import UpdateGate
 from recsys.step.lookup import Lookup, Part
 from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import MicroBatches, Outputs, StepLoss, task_weights
 from recsys.step.output import StepOutput
+from recsys.tables.gate import UpdateGate
 from recsys.tables.replicated import ReplicatedTables
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}

@@ -1,6 +1,6 @@
 """Updates of tables by rules in torch, where FBGEMM lacks the optimizer: in the backward pass of its kernel."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import TableOptimizerConfig
 from recsys.tables import rules
+from recsys.tables.gate import Cut
 from recsys.tables.rules import Touched
 
 # Of rows that are updated: on CPU so few that what it takes besides stays in the cache.
@@ -59,22 +60,6 @@ class TorchTable:
             self.weights[some] = rule(touched).to(self.weights.dtype)
             for values, changed in zip(self.state, state, strict=True):
                 values[some] = changed
-
-
-class Cut(torch.autograd.Function):
-    """A tensor as it is, whose gradient is handed to a function and goes no further."""
-
-    @staticmethod
-    def forward(ctx: Any, _: torch.Tensor, vectors: torch.Tensor, take: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """Return `vectors`; the first argument is to require a gradient, so that autograd comes here."""
-        ctx.take = take
-        return vectors.view_as(vectors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
-        """Hand the gradient over."""
-        ctx.take(gradients[0])
-        return None, None, None
 
 
 def update_in_torch(kernel: Any, tables: list[TorchTable]) -> None:

@@ -1,10 +1,27 @@
 """The gate between the gradients that come back to a rank's tables and the update of these."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from recsys.tables.torch_update import Cut
+
+class Cut(torch.autograd.Function):
+    """A tensor as it is, whose gradient is handed to a function and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, vectors: torch.Tensor, take: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Return `vectors`; the first argument is to require a gradient, so that autograd comes here."""
+        ctx.take = take
+        return vectors.view_as(vectors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None]:
+        """Hand the gradient over."""
+        ctx.take(gradients[0])
+        return None, None, None
 
 
 class UpdateGate:
