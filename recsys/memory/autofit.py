@@ -271,7 +271,8 @@ def _kernels(kernel: ComputeKernel, cost: str) -> Callable[[Config, Topology], I
             return
         room = topology.world_size * topology.device_bytes + on_disk * topology.num_machines * topology.host_bytes
         excess = sum(_weight_bytes(table) for table in config.tables.values()) - room
-        movables = {name: table for name, table in config.tables.items() if movable(table)}
+        in_fbgemm = {name for name in config.tables if config.table_optimizer(name).name.value.path}
+        movables = {name: table for name, table in config.tables.items() if name in in_fbgemm and movable(table)}
         least = 0  # as many as must go, before anything else is counted
         for table in sorted(movables.values(), key=_weight_bytes, reverse=True):
             if excess <= 0:

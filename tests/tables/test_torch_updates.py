@@ -4,11 +4,16 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from checkpoints import load_tables
 from launch import fork_train
+
+from recsys.config import load_config
+from recsys.memory.autofit import LEVERS
 
 CONFIG = "configs/dlrm_sample.yaml"
 OPTIONS = (
@@ -66,3 +71,11 @@ def test_resumed_is_uninterrupted(nproc: int, plan: tuple[str, ...], whole: Path
             torch.testing.assert_close(saved[1][name], value, rtol=0, atol=0 if exact else 1e-3)
     report = json.loads((run_dir / "memory/rank_0.json").read_text())
     assert all(line["predicted_bytes"] == line["measured_bytes"] for line in report["lines"])
+
+
+def test_memory_fit_leaves_them_in_device_memory() -> None:
+    config = load_config(CONFIG, ["tables.user.optimizer={name: ftrl}"])
+    topology: Any = SimpleNamespace(on_gpu=True, world_size=1, device_bytes=1, num_machines=1, host_bytes=1)
+    levers = [lever for lever in LEVERS if lever.__name__ == "changes"]
+    keys = {key for lever in levers for change in lever(config, topology) for key in change.settings}
+    assert "tables.item.compute_kernel" in keys and "tables.user.compute_kernel" not in keys
