@@ -48,7 +48,7 @@ _WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
 
 
-def run(config: Config) -> int:
+def run(asked: Config) -> int:
     """Train as the config says; return the exit status: 0 when done, 143 when a signal stopped it (after saving).
 
     Raises:
@@ -56,18 +56,17 @@ def run(config: Config) -> int:
         LostPeerError: another rank ended.
     """
     quiet_libraries()
-    timeout_s = max(DEFAULT_TIMEOUT_S, config.run.stuck_after_s + _WATCHDOG_LEAD_S)
-    with open_world(config.run.device, config.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
-        if config.debug and world.world_size > 1:
+    timeout_s = max(DEFAULT_TIMEOUT_S, asked.run.stuck_after_s + _WATCHDOG_LEAD_S)
+    with open_world(asked.run.device, asked.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
+        if asked.debug and world.world_size > 1:
             raise UserError("--debug runs one process; start it without torchrun")
-        timeline = Timeline(world.device, limit_memory(config, world))
-        if config.memory.snapshot and world.device.type == "cuda":
+        timeline = Timeline(world.device, limit_memory(asked, world))
+        if asked.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         store = world.launch_store
-        # Whether torchrun has started the ranks of this run once more.
-        if world.from_rank_zero(lambda: store.check([_BEGUN])):
-            begun = store.get(_BEGUN).decode()
-            config = replace(config, run=replace(config.run, dir=begun, resume=True, overwrite=False))
+        again = world.from_rank_zero(lambda: store.check([_BEGUN]))  # torchrun has started this run's ranks once more
+        begun = replace(asked.run, dir=store.get(_BEGUN).decode(), resume=True, overwrite=False) if again else asked.run
+        config = replace(asked, run=begun)
         instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
         # The data first: a mistake in them leaves no run directory behind.
         footers = Path(scratch) / _FOOTERS
@@ -221,10 +220,9 @@ def _save_config(config: Config, run_dir: Path, asked: Mapping[str, TableConfig]
     # With the rows that tables may have, not those that vocabularies take so far: these may grow in another run.
     bounds = {name: table.num_embeddings for name, table in (asked or config.tables).items()}
     tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
-    config = replace(config, tables=tables)
     # What to do with an earlier run is asked each time, and is no part of what this run is.
-    config = replace(config, run=replace(config.run, resume=False, overwrite=False))
-    replace_file(run_dir / "config.yaml", config_text(config))
+    settings = replace(config.run, resume=False, overwrite=False)
+    replace_file(run_dir / "config.yaml", config_text(replace(config, tables=tables, run=settings)))
 
 
 def _clear(run_dir: Path, overwrite: bool) -> None:
