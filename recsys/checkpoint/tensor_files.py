@@ -58,8 +58,9 @@ class Pieces:
 
     def copy(self) -> "Pieces":
         """Return a copy in host memory."""
-        to_host = {"device": "cpu", "copy": True, "memory_format": torch.contiguous_format}
-        return replace(self, pieces=tuple(Piece(piece.tensor.to(**to_host), piece.offsets) for piece in self.pieces))
+        tensors = [p.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) for p in self.pieces]
+        copied = zip(tensors, self.pieces, strict=True)
+        return replace(self, pieces=tuple(Piece(tensor, piece.offsets) for tensor, piece in copied))
 
 
 @dataclass(frozen=True)
