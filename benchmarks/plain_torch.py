@@ -127,7 +127,7 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
             "steps": trainer.state.step,
             "samples_per_s": trainer.progress.totals()["samples_per_s"],
             "memory": kinds,
-            "loader_bytes": sum(trainer.loader_bytes.values()),
+            "loader_bytes": sum(trainer.loader.host_bytes.values()),
             "peak_rss_bytes": timeline.peak().peak_bytes,
         }
 

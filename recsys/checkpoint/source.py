@@ -8,7 +8,6 @@ from recsys.checkpoint.save import Checkpoints
 from recsys.checkpoint.state import Marker, find_checkpoint, verify_checkpoint
 from recsys.config import Config
 from recsys.config.initial import InitConfig
-from recsys.config.meaning import refuse_differences
 from recsys.errors import UserError
 from recsys.runtime.world import World
 
@@ -36,10 +35,6 @@ class Source:
     def grows(self) -> bool:
         """Whether vocabularies may have more ids than the checkpoint's."""
         return self.init is not None and self.init.grow_vocabularies
-
-    def refuse_differences(self, config: Config) -> None:
-        """Raise a UserError where rows and numbers of the checkpoint would stand for something else in a config."""
-        refuse_differences(config, self.marker.meaning, self.path, self.init)
 
 
 def find_source(config: Config, run_dir: Path, world: World) -> Source | None:

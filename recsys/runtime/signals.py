@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from recsys.runtime.logs import logger
 
@@ -13,21 +13,15 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _POLL_SECONDS = 1.0
 
 
-class Stoppable(Protocol):
-    """An object with a stop flag."""
-
-    stop_requested: bool
-
-
 class StopRequests:
     """Sets the stop flag of an object on a signal or a file; ranks then agree on their last step.
 
     Args:
-        target: whose flag is set.
+        target: whose flag `stop_requested` is set.
         file: that asks for the end by being there; None on ranks that do not look.
     """
 
-    def __init__(self, target: Stoppable, file: Path | None) -> None:
+    def __init__(self, target: Any, file: Path | None) -> None:
         self._target, self._file = target, file
         self._next_look = 0.0
 

@@ -7,6 +7,7 @@ one that the others wait for has begun the fewest collectives, or does not answe
 
 import faulthandler
 import json
+import math
 import socket
 import sys
 import threading
@@ -43,11 +44,11 @@ class Watchdog:
     """Watches this rank's main thread, between the first `enter` and `rest`, and the other ranks.
 
     Args:
-        stuck_after_s: seconds without progress after which a rank is stuck; None: never.
+        stuck_after_s: seconds without progress after which a rank is stuck; infinite: nothing is watched.
         log: file of this rank's log, to which the Python stacks of all threads are appended.
     """
 
-    def __init__(self, world: World, stuck_after_s: float | None, log: Path) -> None:
+    def __init__(self, world: World, stuck_after_s: float, log: Path) -> None:
         self._world, self._limit_s, self._log = world, stuck_after_s, log
         self._store = world.store.clone()  # type: ignore[attr-defined]
         self._phase, self._step, self._mark = "", 0, 0.0
@@ -57,12 +58,12 @@ class Watchdog:
         self._unanswered_since: float | None = None
         self._ended = threading.Event()
         self._main = threading.get_ident()
-        self._interval_s = min(1.0, (stuck_after_s or 10.0) / 10)
+        self._interval_s = min(1.0, stuck_after_s / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> "Watchdog":
-        if self._limit_s is not None:
+        if math.isfinite(self._limit_s):
             self._stacks = self._log.open("a")
             self._store.set_timeout(timedelta(seconds=max(1.0, self._limit_s / 4)))
             self._tell()
@@ -104,7 +105,7 @@ class Watchdog:
 
     def _rearm(self) -> None:
         # This thread needs the interpreter's lock. Where other code keeps it, faulthandler still dumps and ends.
-        if self._watched and self._limit_s is not None:
+        if self._watched:
             wait = self._limit_s + self._interval_s + _FAILURE_GRACE_S
             faulthandler.dump_traceback_later(wait, exit=True, file=self._stacks or sys.stderr)
         else:
@@ -126,7 +127,6 @@ class Watchdog:
     def _judge(self, now: float) -> Exception | None:
         """Return the error that ends this rank, if it is time for one."""
         age, limit = self._age_s(), self._limit_s
-        assert limit is not None
         if age is not None and age > _FAILURE_GRACE_S and (failure := self._store.get(FAILURE_KEY).decode()):
             return LostPeerError(f"another rank ended: {failure}")
         if age is None or age < limit / 2:
@@ -143,7 +143,6 @@ class Watchdog:
 
     def _silent(self, beats: list[Beat], now: float) -> dict[int, float]:
         """Return the ranks that have told nothing new for half of the limit, and for how many seconds."""
-        assert self._limit_s is not None
         silent = {}
         for rank, beat in enumerate(beats):
             number, since = self._seen.get(rank, (0, now))
@@ -163,7 +162,6 @@ class Watchdog:
 
     def _slowest(self, beats: list[Beat], age: float) -> Exception | None:
         """Judge the ranks that have begun the fewest collectives, which the others wait for."""
-        assert self._limit_s is not None
         fewest = min(beat.num_collectives for beat in beats if not beat.finished)
         rank = next(r for r, beat in enumerate(beats) if beat.num_collectives == fewest and not beat.finished)
         if beats[self._world.rank].num_collectives == fewest:
@@ -193,7 +191,6 @@ class Watchdog:
 
     def _judge_store(self, now: float, broken: RuntimeError) -> Exception | None:
         """Return the error that ends this rank when the store has been away for long, and there is no progress."""
-        assert self._limit_s is not None
         self._unanswered_since = self._unanswered_since or now
         age = self._age_s()
         if age is None or age < self._limit_s or now - self._unanswered_since < self._limit_s / 2:

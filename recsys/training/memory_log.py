@@ -84,7 +84,7 @@ class MemoryLog:
             "predicted": predict_dense(built.step.dense, config, world.world_size),
             "measured": measure_dense(built.dense_model, built.dense_optimizer),
         }
-        loader = self._trainer.loader_bytes
+        loader = self._trainer.loader.host_bytes
         return {
             "schema_version": SCHEMA_VERSION,
             "identity": identity,

@@ -1,5 +1,6 @@
 """A run from its config to its result: the run directory, training, the reports."""
 
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ import torch
 from recsys.checkpoint import Source, find_source
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
+from recsys.config.meaning import refuse_differences
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
 from recsys.memory import Timeline
@@ -79,7 +81,7 @@ def run(asked: Config) -> int:
                 store.set(_LOCK, lock.id)
             store.set(_BEGUN, str(run_dir))
             log = start_logging(run_dir / "logs", world.rank)
-            with Watchdog(world, None if config.debug else config.run.stuck_after_s, log) as watchdog:
+            with Watchdog(world, math.inf if config.debug else config.run.stuck_after_s, log) as watchdog:
                 return _run(inputs, _Session(run_dir, footers, instead, timeline, explained, watchdog, lock))
 
 
@@ -169,12 +171,12 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     """
     asked = opened.config
     if source is not None and not asked.memory.fit:
-        source.refuse_differences(asked)
+        refuse_differences(asked, source.marker.meaning, source.path, source.init)
     with session.timeline.phase("vocabularies"):
         learned = learn_facts(opened, session.run_dir, source)
     inputs, changes = fit_inputs(learned) if asked.memory.fit else (learned, [])
     if source is not None and asked.memory.fit:
-        source.refuse_differences(inputs.config)
+        refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
     opened.world.from_rank_zero(lambda: _save_config(inputs.config, session.run_dir, asked.tables))
     return inputs, changes
 

@@ -59,7 +59,7 @@ class Trainer:
 
     Attributes:
         state: as of checkpoints; metrics: of the last evaluation of each dataset by this process.
-        progress: speed so far; growth: of memory over the steps.
+        loader: of data.train; progress: speed so far; growth: of memory over the steps.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Trainer:
         config, world = inputs.config, inputs.world
         self._inputs, self._config, self._built, self._world = inputs, config, built, world
         self._run_dir, self._timeline, self._enter_phase = run_dir, timeline, enter_phase
-        self._loader = inputs.loader("train")
+        self.loader = inputs.loader("train")
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints",
             world,
@@ -92,9 +92,9 @@ class Trainer:
         self.state = start_training(inputs, built, source, run_dir)
         self._saved_at = self.state.step or None
         self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self.state.step)
-        num_left = self._loader.steps_left(self.state.position, config.train.epochs)
+        num_left = self.loader.steps_left(self.state.position, config.train.epochs)
         self._num_steps = min(self.state.step + num_left, config.train.max_steps or self.state.step + num_left)
-        per_epoch = self._loader.steps_left(Position(), 1)
+        per_epoch = self.loader.steps_left(Position(), 1)
         batch = config.train.global_batch_size
         logger.info(
             "an epoch has %s steps of %s rows, the run %s", *(f"{n:,}" for n in (per_epoch, batch, self._num_steps))
@@ -119,16 +119,11 @@ class Trainer:
             self._checkpoints.wait()
         return stopped
 
-    @property
-    def loader_bytes(self) -> dict[str, int]:
-        """Host memory of this rank's loader of data.train, by kind."""
-        return self._loader.host_bytes
-
     def _train(self) -> bool:
         """Train to the end; return whether a signal ended it early."""
         state, train = self.state, self._config.train
         self._enter_phase("data loading", state.step + 1)
-        batches = self._loader.batches(state.position, train.epochs)
+        batches = self.loader.batches(state.position, train.epochs)
         with closing(batches):
             if self._at_boundary():
                 return True
@@ -157,7 +152,7 @@ class Trainer:
         state, train = self.state, self._config.train
         if train.eval_every_epochs is not None:
             epochs = _next_multiple(state.position.epoch, train.eval_every_epochs)
-            return state.step + self._loader.steps_left(state.position, epochs)
+            return state.step + self.loader.steps_left(state.position, epochs)
         return self._num_steps if train.eval_every_steps is None else _next_multiple(state.step, train.eval_every_steps)
 
     def _evaluation_is_due(self) -> bool:
@@ -239,7 +234,7 @@ class Trainer:
             )
 
     def _tell(self) -> None:
-        warning = self.growth.sample(self.state.step, self.loader_bytes)
+        warning = self.growth.sample(self.state.step, self.loader.host_bytes)
         if warning is not None:
             logger.warning("step %d: %s", self.state.step, warning)
         values = self.progress.line()
