@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
@@ -186,25 +186,23 @@ class _Choice:
         first, num_shared = 1 + self._kept_ids[table], self._config.tables[table].num_buckets
         return [(0, 0, first), (here - num_shared, first, min(there - first, num_shared))]
 
-    def _sides(self, prefix: str, take: Take, key: str, decide: Any) -> None:
-        here = [name for name in self._wanted if name.startswith(prefix)]
-        saved = [name for name in self._saved if name.startswith(prefix)]
-        for name in here:
-            if name not in self._saved:
-                self._missing(name, take, key, f"does not have {name}, which the config has", self.report.new)
+    def _sides(self, prefix: str, take: Take, key: str, decide: Callable[[str, Entry, Entry], None]) -> None:
+        """Decide on the tensors with a prefix: `decide` on those that both sides have."""
+        names = [name for name in dict.fromkeys([*self._wanted, *self._saved]) if name.startswith(prefix)]
+        for name in names:
+            here, there = self._wanted.get(name), self._saved.get(name)
+            if here is None or there is None:
+                missing = f"has {name}, which the config does not have"
+                if there is None:
+                    missing = f"does not have {name}, which the config has"
+                of_table_not_taken = prefix == TABLE_OPTIMIZER and TABLES + _owner(name) not in self.report.loaded
+                if take is Take.all and not of_table_not_taken:
+                    raise self._differs(missing, f"{key}=matching")
+                (self.report.new if there is None else self.report.left)[name] = ""
             elif take is Take.none:
                 self.report.kept[name] = f"train.init.{key}=none"
             else:
-                decide(name, self._wanted[name], self._saved[name])
-        for name in saved:
-            if name not in self._wanted:
-                self._missing(name, take, key, f"has {name}, which the config does not have", self.report.left)
-
-    def _missing(self, name: str, take: Take, key: str, text: str, into: dict[str, str]) -> None:
-        of_table_not_taken = name.startswith(TABLE_OPTIMIZER) and TABLES + _owner(name) not in self.report.loaded
-        if take is Take.all and not of_table_not_taken:
-            raise self._differs(text, f"{key}=matching")
-        into[name] = ""
+                decide(name, here, there)
 
     def _table(self, name: str, here: Entry, there: Entry) -> None:
         table, remarks = name.removeprefix(TABLES), []
