@@ -1,4 +1,4 @@
-"""The command `recsys`, also `python -m recsys`: train, dry-run, evaluate, prepare, tables.
+"""The command `recsys`, also `python -m recsys`: train, dry-run, evaluate, predict, recommend, prepare, tables.
 
 how to start it:
   torchrun --standalone --nproc_per_node 8 train.py CONFIG
@@ -44,6 +44,8 @@ _COMMANDS = {
     "train": "train a model from a YAML config",
     "dry-run": "plan, and predict the memory of every rank, without GPUs and without training",
     "evaluate": "evaluate the model of a finished run on other data",
+    "predict": "write a finished run's scores of rows as Parquet",
+    "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -68,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parser.parse_args(words[:1]).command
     if command == "prepare":
         return prepare(words[1:])
+    if command in ("predict", "recommend"):
+        return predict(words[1:], command)
     return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
 
 
@@ -90,9 +94,11 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
 
         try:
             if words.command == "evaluate":
-                from recsys.serving.evaluate import evaluate, find_run
+                from recsys.serving.evaluate import evaluate, roles_of
+                from recsys.serving.finished import find_run
 
                 run_to_evaluate = find_run(words.config, words.overrides, words.trust_code)
+                roles = roles_of(run_to_evaluate)
             else:
                 config = load_config(words.config, words.overrides, words.debug)
         except UserError as error:
@@ -100,7 +106,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
                 raise
             raise EchoError(*error.args) from error
         if words.command == "evaluate":
-            return evaluate(*run_to_evaluate)
+            return evaluate(run_to_evaluate, roles)
         if words.command == "dry-run":
             from recsys.memory.dry_run import dry_run
 
@@ -116,6 +122,45 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
     from recsys.datasets.prepare import prepare as run_converter
 
     return run_converter(arguments, prog)
+
+
+def predict(arguments: Sequence[str], command: str) -> int:
+    """Predict or recommend; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    parser = _Parser(f"recsys {command}", description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.")
+    parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; an unfinished one is gone on with")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.filter")
+    parser.add_argument(
+        "--keep", metavar="COLUMNS", help="columns to write beside, with commas; default: ids that it reads"
+    )
+    if command == "recommend":
+        parser.add_argument("--k", type=_positive, default=20, help="items for each row (20)")
+    parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
+    with _mistakes_told():
+        words = parser.parse_intermixed_args(arguments)
+        prepare_environment()
+        check_versions()
+        from recsys.serving import predict as serving
+        from recsys.serving.finished import find_run
+
+        try:
+            run = find_run(words.run, words.overrides, words.trust_code)
+        except UserError as error:
+            if is_first_rank():
+                raise
+            raise EchoError(*error.args) from error
+        keep = None if words.keep is None else [name for name in words.keep.split(",") if name]
+        if command == "recommend":
+            return serving.recommend(run, words.data, words.out, words.k, keep)
+        return serving.predict(run, words.data, words.out, keep)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
 
 
 def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:

@@ -25,6 +25,7 @@ FREE = (
     # which files, since these are told by their footers; how they are read
     *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
+    "data.candidates_column",
     # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept
     *("train.eval_batch_size", "train.micro_batch_*", "train.epochs", "train.max_*steps", "train.*_every_*"),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),

@@ -78,6 +78,7 @@ class DataConfig:
     weight_column: str | None = None
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
+    candidates_column: str | None = None  # of `recsys recommend`: items to choose from, a list of raw ids
     shuffle: bool = True
     # A step takes rows of each; no row is decoded twice if it is a multiple of the ranks.
     num_streams: int = bounded(8, 1, 2**20)

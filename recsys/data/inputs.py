@@ -1,8 +1,9 @@
 """From a config to datasets, what is known of them, and loaders."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 import pyarrow as pa
 
@@ -40,6 +41,23 @@ from recsys.runtime.world import World, batches_ahead
 ROLES = ("train", "valid", "test", "items")
 
 
+@dataclass(frozen=True)
+class Given:
+    """Rows to be scored, which no config names.
+
+    Attributes:
+        role: `rows` of all features, or `users` of a retrieval model.
+        paths: as of data.test. kept: columns to be read beside those that the model needs. filter: as data.filter.
+    """
+
+    role: str
+    paths: str | list[str]
+    kept: tuple[str, ...] = ()
+    filter: str | None = None
+
+    key: ClassVar = "DATA"
+
+
 class Inputs:
     """The datasets of a config, with loaders for them.
 
@@ -66,8 +84,8 @@ class Inputs:
         self._positions = None if corpus is None else IndexMapping(corpus)
         self.statistics = {name: IdStatistics() for name in id_features(config)}
 
-    def loader(self, role: str) -> Loader:
-        """Return this rank's loader of a dataset: shuffled for training, in file order otherwise."""
+    def loader(self, role: str, dataset: Dataset | None = None) -> Loader:
+        """Return this rank's loader of a dataset, or of a part of it: shuffled for training, else in file order."""
         config, world, train = self.config, self.world, role == "train"
         size = config.train.global_batch_size if train else config.train.eval_batch_size
         options = LoaderOptions(
@@ -83,7 +101,7 @@ class Inputs:
             micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_ids),
         )
         size = size or config.train.global_batch_size
-        return Loader(self.datasets[role], self.spec(role), options, size, world.rank, world.world_size)
+        return Loader(dataset or self.datasets[role], self.spec(role), options, size, world.rank, world.world_size)
 
     def spec(self, role: str) -> BatchSpec:
         """Return what the batches of a dataset are made of."""
@@ -145,6 +163,7 @@ def open_inputs(
     cache: Path | None = None,
     known: Path | None = None,
     roles: Sequence[str] = ROLES,
+    given: Given | None = None,
 ) -> Inputs:
     """Read the footers and the first rows of the config's datasets, on rank 0 for all ranks.
 
@@ -152,16 +171,22 @@ def open_inputs(
         cache: folder to keep what the footers say in, so that it need not be read again.
         known: such a folder of an earlier start, which may not exist.
         roles: the datasets to open; without train, their ids have to be of the types that `known` tells of train's.
+        given: rows beside them; the columns that are kept of these are not in their batches.
 
     Raises:
         UserError: on every rank, for files or columns that are missing or do not fit.
     """
-    datasets, corpus = world.from_rank_zero(lambda: _read(config, world, cache, known, roles))
+    datasets, corpus = world.from_rank_zero(lambda: _read(config, world, cache, known, roles, given))
     return Inputs(config, datasets, corpus, world)
 
 
 def _read(
-    config: Config, world: World, cache: Path | None, known: Path | None, roles: Sequence[str]
+    config: Config,
+    world: World,
+    cache: Path | None,
+    known: Path | None,
+    roles: Sequence[str],
+    given: Given | None,
 ) -> tuple[dict[str, Dataset], pa.Array | None]:
     """Return the datasets by role, and the corpus; arguments and errors as of `open_inputs`, on one rank."""
     data = config.data
@@ -181,6 +206,11 @@ def _read(
         for role in roles
         if getattr(data, role) is not None
     }
+    if given is not None:
+        needed = needed_columns(config, given.role)
+        columns = {**dict.fromkeys(given.kept, "--keep"), **needed}
+        opened = open_dataset(given.key, given.paths, columns, None, given.filter, options)
+        datasets[given.role] = replace(opened, columns=tuple(needed))
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
     schemas = {role: dataset.schema for role, dataset in datasets.items()}
     if "train" not in roles and known is not None:

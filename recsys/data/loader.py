@@ -10,7 +10,17 @@ from typing import NamedTuple
 import torch
 
 from recsys.data.batch import Batch, MicroBatches, Piece, collate
-from recsys.data.order import EpochOrder, Position, Share, Window, most_shares, shares, slice_bounds, stream_bounds
+from recsys.data.order import (
+    EpochOrder,
+    Position,
+    Segment,
+    Share,
+    Window,
+    most_shares,
+    shares,
+    slice_bounds,
+    stream_bounds,
+)
 from recsys.data.parquet import Dataset, SegmentReader
 from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec
@@ -81,6 +91,13 @@ class Loader:
         """Return for each stream of the rank that reads most the rows of its windows in the first epoch, in order."""
         order, read = self._order(0), most_shares(self._slots, self._world_size)
         return [[window.num_rows for window in order.windows(share.stream)] for share in read]
+
+    def segments(self) -> Iterator[Segment]:
+        """Yield what the first epoch's rows of the streams that this rank reads are cut from, in order."""
+        order = self._order(0)
+        for share in self._shares:
+            for window in order.windows(share.stream):
+                yield from window.segments
 
     def steps_left(self, position: Position, num_epochs: int) -> int:
         """Return how many batches lie between a position and the end of the epochs."""

@@ -28,6 +28,7 @@ __all__ = [
     "Dataset",
     "ReadOptions",
     "SegmentReader",
+    "narrowed",
     "open_dataset",
     "read_column",
     "read_head",
@@ -80,7 +81,7 @@ def open_dataset(
         save_footers(cache, list(columns), filter, Known(found, dataset.layouts, dataset.filter_schema))
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
-    return _narrowed(dataset, matching, max_rows)
+    return narrowed(dataset, matching, max_rows)
 
 
 def _counted(
@@ -165,7 +166,7 @@ def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterP
     return types
 
 
-def _narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None) -> Dataset:
+def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None) -> Dataset:
     """Return a dataset of so many rows of each row group, `max_rows` at most, of the row groups and files with any."""
     if max_rows is not None:
         num_rows = np.clip(max_rows - (np.cumsum(num_rows) - num_rows), 0, num_rows)

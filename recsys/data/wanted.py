@@ -15,13 +15,16 @@ from recsys.data.filters import parse_filter
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
 
+# Datasets of a retrieval model that hold users, without the items.
+_OF_USERS = ("valid", "test", "users")
+
 
 def role_features(config: Config, role: str) -> list[str]:
     """Return the features that a dataset of this role has columns for; the others stay empty in its batches."""
     needs = config.model.needs()
     if needs.item_id is not None and role == "items":
         return list(needs.item_features)
-    if needs.item_id is not None and role in ("valid", "test"):
+    if needs.item_id is not None and role in _OF_USERS:
         return [name for name in config.features if name not in needs.item_features]
     return list(config.features)
 
@@ -33,17 +36,16 @@ def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
         return {}
     if role == "items":
         return {"position": (column_of(config, item_id), f"features.{item_id}.column")}
-    if role in ("valid", "test"):
-        lists = {"targets": (config.data.targets_column, "data.targets_column")}
-        if config.data.seen_column is not None:
-            lists["seen"] = (config.data.seen_column, "data.seen_column")
-        return lists
-    return {}
+    columns = {"targets": None if role == "users" else config.data.targets_column, "seen": config.data.seen_column}
+    if role == "users":
+        columns["candidates"] = config.data.candidates_column
+    named = columns.items() if role in _OF_USERS else ()
+    return {name: (column, f"data.{name}_column") for name, column in named if column is not None}
 
 
 def has_labels(config: Config, role: str) -> bool:
     """Return whether batches of this role have labels and weights; without labels in the config, weights alone."""
-    return role == "train" or config.model.needs().labels
+    return role == "train" or (config.model.needs().labels and role in ("valid", "test"))
 
 
 def column_of(config: Config, feature: str) -> str:

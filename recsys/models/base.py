@@ -83,6 +83,21 @@ class Model(nn.Module):
             for i, ((name, label), column) in enumerate(zip(self.labels.items(), columns, strict=True))
         }
 
+    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        """Return what a finished run tells of rows, by the name of its column: each [rows] float32.
+
+        By default `score` for one label, and `score_LABEL` for each of several: the probability that a binary one is 1,
+        and the number that another is.
+        """
+        assert isinstance(outputs, torch.Tensor)
+        columns = outputs.float().view(len(outputs), len(self.labels)).unbind(1)
+        names = [f"score_{name}" for name in self.labels] if len(self.labels) > 1 else ["score"]
+        is_binary = [label.loss is LabelLoss.binary for label in self.labels.values()]
+        return {
+            name: column.sigmoid() if binary else column
+            for name, column, binary in zip(names, columns, is_binary, strict=True)
+        }
+
     def evaluator(self, items: torch.Tensor | None) -> Evaluator:
         """Return what collects outputs and gives metrics; by default those of the labels.
 

@@ -117,6 +117,38 @@ class LabelEvaluator:
         return metrics
 
 
+def best_items(
+    users: torch.Tensor, items: torch.Tensor, k: int, batch: Batch, rows: slice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scores and positions of the best items for some rows of a batch, best first: each [rows, k].
+
+    Items that a row has in `seen`, and where there are `candidates` those that are none, have a score of -inf. Of fewer
+    than k items all come.
+
+    Args:
+        users: [rows, dim]. items: [items, dim].
+    """
+    scores, lists = users @ items.T, batch.lists
+    if lists is not None and "candidates" in lists.keys():  # noqa: SIM118
+        barred = torch.ones_like(scores, dtype=torch.bool)
+        barred[_members(batch, "candidates", rows)] = False
+        scores.masked_fill_(barred, -torch.inf)
+    if lists is not None and "seen" in lists.keys():  # noqa: SIM118
+        scores[_members(batch, "seen", rows)] = -torch.inf
+    values, best = scores.topk(min(k, len(items)), dim=1)
+    return values, best
+
+
+def _members(batch: Batch, key: str, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and position of each item in the lists of some rows of a batch."""
+    jagged = batch.lists[key]  # type: ignore[index]
+    lengths, offsets = jagged.lengths()[rows].long(), jagged.offsets().long()
+    values = jagged.values()[offsets[rows.start] : offsets[min(rows.stop, len(offsets) - 1)]]
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    known = values >= 0
+    return row[known], values[known]
+
+
 class RetrievalEvaluator:
     """Recall@K and NDCG@K of users against every item, items in `seen` left out.
 
@@ -155,24 +187,12 @@ class RetrievalEvaluator:
 
     def _hits(self, vectors: torch.Tensor, batch: Batch, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether each of the best items is a target, [rows, max K] bool, and the number of targets."""
-        scores = vectors @ self._items.T
-        if "seen" in batch.lists.keys():  # type: ignore[union-attr] # noqa: SIM118
-            scores[self._members(batch, "seen", rows)] = -torch.inf
-        relevant = torch.zeros_like(scores, dtype=torch.bool)
-        relevant[self._members(batch, "targets", rows)] = True
-        values, best = scores.topk(min(max(self._top_k), scores.shape[1]), dim=1)
+        values, best = best_items(vectors, self._items, max(self._top_k), batch, rows)
+        relevant = torch.zeros(len(vectors), len(self._items), dtype=torch.bool, device=vectors.device)
+        relevant[_members(batch, "targets", rows)] = True
         # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
         hits = relevant.gather(1, best) & (values > -torch.inf)
         return hits, batch.lists["targets"].lengths()[rows]  # type: ignore[index]
-
-    @staticmethod
-    def _members(batch: Batch, key: str, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        jagged = batch.lists[key]  # type: ignore[index]
-        lengths, offsets = jagged.lengths()[rows].long(), jagged.offsets().long()
-        values = jagged.values()[offsets[rows.start] : offsets[min(rows.stop, len(offsets) - 1)]]
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-        known = values >= 0
-        return row[known], values[known]
 
     def _add(self, hits: torch.Tensor, num_targets: torch.Tensor, weights: torch.Tensor) -> None:
         counted = (num_targets > 0) & (weights > 0)

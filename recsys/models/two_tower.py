@@ -146,6 +146,10 @@ class TwoTower(Model):
         loss = _SoftmaxLoss.apply(*columns, self._scores or _SCORES[users.device.type], self._most_pieces)
         return {"softmax": loss}
 
+    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        users, items = outputs
+        return {"score": (users * items).float().sum(dim=1)}
+
     def evaluator(self, items: torch.Tensor | None) -> Evaluator:
         assert items is not None
         return RetrievalEvaluator(items, self.config.top_k)

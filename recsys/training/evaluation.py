@@ -7,6 +7,7 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.data.inputs import Inputs
+from recsys.data.loader import Loader
 from recsys.data.order import Position
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import build_pipeline
@@ -33,30 +34,40 @@ def evaluate_dataset(
     model.eval()
     try:
         with torch.no_grad():
-            items = _item_vectors(inputs, model, stop_requested) if is_retrieval else None
+            items = item_vectors(inputs, model, stop_requested) if is_retrieval else None
             evaluator = model.module.dense.model.evaluator(items)
-            for output in _outputs(inputs, model, role, stop_requested):
+            for output in outputs_of(inputs, model, inputs.loader(role), stop_requested):
                 evaluator.update(output.outputs, output.batch)
             return evaluator.compute(inputs.world)
     finally:
         model.train()
 
 
-def _item_vectors(inputs: Inputs, model: DistributedModelParallel, stop_requested: Callable[[], bool]) -> torch.Tensor:
+def item_vectors(
+    inputs: Inputs, model: DistributedModelParallel, stop_requested: Callable[[], bool] = lambda: False
+) -> torch.Tensor:
     """Return the vectors of the whole corpus, [items, vector_dim], on every rank."""
     assert inputs.corpus is not None
     vectors = torch.zeros(len(inputs.corpus), inputs.config.model.needs().vector_dim)
-    for output in _outputs(inputs, model, "items", stop_requested):
+    for output in outputs_of(inputs, model, inputs.loader("items"), stop_requested):
         positions = output.batch.lists["position"]  # type: ignore[index]
         real = positions.lengths() > 0  # the fill of the last batch has none
         vectors[positions.values().cpu()] = output.outputs[1][real].float().cpu()
     return inputs.world.sum(vectors).to(inputs.world.device)
 
 
-def _outputs(
-    inputs: Inputs, model: DistributedModelParallel, role: str, stop_requested: Callable[[], bool]
+def outputs_of(
+    inputs: Inputs,
+    model: DistributedModelParallel,
+    loader: Loader,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> Iterator[StepOutput]:
-    loader, world = inputs.loader(role), inputs.world
+    """Yield what a model in eval mode gives for the batches of a loader; collective.
+
+    Raises:
+        EvaluationStopped: as `evaluate_dataset`.
+    """
+    world = inputs.world
     # The pipeline asks for an optimizer, and leaves it alone in eval mode.
     pipeline = build_pipeline(model, torch.optim.SGD([torch.zeros(1)]), world.device, inputs.config.debug)
     with closing(loader.batches()) as batches:

@@ -47,6 +47,7 @@ def fork_train(
     timeout: float = 120,
     before: Callable[[], None] | None = None,
     cwd: Path = ROOT,
+    program: str = "train.py",
 ) -> subprocess.CompletedProcess[str]:
     """Run train.py as `run_train` does, in processes forked off one that has imported everything.
 
@@ -54,7 +55,8 @@ def fork_train(
     of Python's hashes, so some tests on two ranks stay with torchrun.
 
     Args:
-        before: called in each process before train.py; of a module's top level.
+        before: called in each process before the program; of a module's top level.
+        program: `recsys` runs that command in place of train.py.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -66,7 +68,9 @@ def fork_train(
         ranks = []
         for rank in range(nproc):
             variables = {} if nproc == 1 else _variables(rank, nproc, port)
-            process = context.Process(target=_main, args=(list(arguments), variables, f"{folder}/{rank}", before, cwd))
+            process = context.Process(
+                target=_main, args=(list(arguments), variables, f"{folder}/{rank}", before, cwd, program)
+            )
             process.start()
             ranks.append(process)
         for process in ranks:
@@ -109,9 +113,14 @@ def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
 
 
 def _main(
-    arguments: list[str], variables: dict[str, str], outputs: str, before: Callable[[], None] | None, cwd: Path
+    arguments: list[str],
+    variables: dict[str, str],
+    outputs: str,
+    before: Callable[[], None] | None,
+    cwd: Path,
+    program: str,
 ) -> None:
-    """What a forked process does: train.py, as if started from the shell."""
+    """What a forked process does: a program, as if started from the shell."""
     for stream, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{outputs}.{kind}", os.O_WRONLY | os.O_CREAT), stream)
     for name in _RANK_VARIABLES:
@@ -119,8 +128,11 @@ def _main(
     os.environ.update(variables)
     os.chdir(cwd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["train.py", *arguments]
+    sys.argv = [program, *arguments]
     sys.path[0] = str(ROOT)
     if before is not None:
         before()
-    runpy.run_path(f"{ROOT}/train.py", run_name="__main__")
+    if program == "recsys":
+        runpy.run_module(program, run_name="__main__", alter_sys=False)
+    else:
+        runpy.run_path(f"{ROOT}/{program}", run_name="__main__")

@@ -3,12 +3,10 @@
 import json
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from launch import evaluate, fork_train
+from retrieval import NUM_USERS, write_retrieval
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.data.batch import Batch
@@ -17,51 +15,10 @@ from recsys.data.pool import Fence
 from recsys.models import DenseInputs, two_tower
 from recsys.runtime.world import open_world
 
-NUM_USERS, NUM_ITEMS = 40, 60
-CONFIG = """
-data: {train: DIR/train.parquet, valid: DIR/valid.parquet, test: DIR/valid.parquet, items: DIR/items.parquet}
-features:
-  user: {table: user}
-  history: {table: item, max_length: 5}
-  item: {table: item}
-  year: {type: float}
-tables:
-  user: {num_embeddings: 200, embedding_dim: 8}
-  item: {num_embeddings: 500, embedding_dim: 8, pooling: mean}
-model:
-  name: two_tower
-  user_features: [user, history]
-  item_features: [item, year]
-  item_id: item
-  user_mlp: []
-  item_mlp: []
-  output_dim: 8
-  dropout: 0.1
-  top_k: [5, 10]
-train: {global_batch_size: 64, epochs: 12, log_every_steps: 1}
-"""
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Users of two kinds, each of which takes items of its own half; ids are strings."""
-    folder = tmp_path_factory.mktemp("retrieval")
-    generator = np.random.default_rng(0)
-    items = [f"item-{i}" for i in range(NUM_ITEMS)]
-    rows, users = [], []
-    for user in range(NUM_USERS):
-        liked = generator.permutation(np.arange(user % 2, NUM_ITEMS, 2))[:20]
-        for n, item in enumerate(liked[:15]):
-            history = [items[i] for i in liked[max(0, n - 5) : n]]
-            rows.append({"user": user, "item": items[item], "history": history, "year": float(item % 7)})
-        held_out = [items[i] for i in liked[15:]]
-        seen = [items[i] for i in liked[:15]]
-        users.append({"user": user, "history": seen[-5:], "targets": held_out, "seen": seen})
-    corpus = [{"item": name, "year": float(i % 7)} for i, name in enumerate(items)]
-    for name, content in (("train", rows), ("valid", users), ("items", corpus)):
-        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet", row_group_size=37)
-    (folder / "config.yaml").write_text(CONFIG.replace("DIR", str(folder)))
-    return folder / "config.yaml"
+    return write_retrieval(tmp_path_factory.mktemp("retrieval"))
 
 
 def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:

@@ -11,7 +11,7 @@ import torch
 from launch import ROOT, evaluate, fork_train
 
 from recsys.errors import UserError
-from recsys.serving.evaluate import find_run
+from recsys.serving.finished import find_run
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,114 @@
+"""A finished run, opened to be used: its config, its checkpoint, and its model with the weights of that."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torchrec.distributed.model_parallel import DistributedModelParallel
+
+from recsys.checkpoint import Source, find_checkpoint, load_tensors, verify_checkpoint
+from recsys.config import Config, OptimizerConfig, TableOptimizerConfig, load_config
+from recsys.config.choices import DenseOptimizer
+from recsys.config.device import check_device
+from recsys.config.initial import InitConfig, Take
+from recsys.config.schema import DenseOptimizerConfig
+from recsys.config.table_optimizers import TableOptimizer
+from recsys.data.inputs import Given, Inputs, open_inputs
+from recsys.errors import UserError, nearest
+from recsys.runtime.logs import logger
+from recsys.runtime.world import World
+from recsys.training.build import build_model
+from recsys.training.learning import learn_facts
+
+_NO_TRAINING = ("train.early_stop.metric=null", "train.eval_every_steps=null", "train.eval_every_epochs=null")
+_CHANGEABLE = ("data.", "run.", "train.eval_batch_size", "model.top_k")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run, as a config and a checkpoint.
+
+    Attributes:
+        config: of the run, with what the user changes of it, and without what only training needs.
+        changed: the keys that the user changes.
+    """
+
+    config: Config
+    checkpoint: Path
+    changed: tuple[str, ...]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.checkpoint.parent.parent
+
+
+def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) -> Finished:
+    """Find a run and its checkpoint.
+
+    Args:
+        run: a run directory, whose best checkpoint is taken, or its newest without early stopping; or a checkpoint.
+        overrides: `key=value` over the run's config, of what does not change the model.
+        trust_code: a class that the run names as its model may be imported.
+
+    Raises:
+        UserError: no such run, or an override that would change the model.
+    """
+    checkpoint = find_checkpoint(run, "--evaluate")
+    keys = tuple(text.partition("=")[0].strip() for text in overrides)
+    for key in keys:
+        if not key.startswith(_CHANGEABLE):
+            raise UserError(
+                f"config key '{key}' is a part of what the run has trained; what may be others are "
+                f"{', '.join(f'{prefix}*' if prefix.endswith('.') else prefix for prefix in _CHANGEABLE)} alone"
+                f"{nearest(key, ['data.valid', 'data.test', 'data.items'])}"
+            )
+    changes = [*_NO_TRAINING, *overrides]
+    config = _without_training(load_config(checkpoint / "config.yaml", changes, trust_code=trust_code))
+    directory = config.run.dir if "run.dir" in keys else str(checkpoint.parent.parent)
+    config = replace(config, run=replace(config.run, plan=None, dir=directory))
+    return Finished(config, checkpoint, keys)
+
+
+def _without_training(config: Config) -> Config:
+    """Return a config whose tables have no optimizer's state, and train by what every device has."""
+    tables = {name: replace(table, optimizer=None, stochastic_rounding=False) for name, table in config.tables.items()}
+    sgd = OptimizerConfig(TableOptimizerConfig(TableOptimizer.sgd), DenseOptimizerConfig(DenseOptimizer.sgd))
+    train = replace(config.train, init=InitConfig(optimizers=Take.none))
+    return replace(config, tables=tables, optimizer=sgd, train=train)
+
+
+class OpenRun:
+    """The model of a finished run with its weights, on all ranks, and datasets for it; collective.
+
+    Args:
+        roles: datasets of the config to open. given: rows to be scored.
+
+    Raises:
+        UserError: data that do not fit the model, or a checkpoint that is corrupt.
+    """
+
+    def __init__(self, run: Finished, world: World, roles: Sequence[str], given: Given | None = None) -> None:
+        self.run, self.world = run, world
+        config = run.config
+        torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
+        is_cuda = world.device.type == "cuda"
+        self._instead = world.from_rank_zero(lambda: check_device(config, is_cuda, world.world_size))
+        self.source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
+        self.inputs = self.open(roles, given)
+        built = build_model(self.inputs)
+        load_tensors(self.source.path, self.source.marker, built.tensors, world, self.inputs.config)
+        self.model: DistributedModelParallel = built.model
+
+    def open(self, roles: Sequence[str], given: Given | None = None) -> Inputs:
+        """Return datasets for the model; arguments and errors as of the class."""
+        footers = self.run.run_dir / "footers"
+        inputs = open_inputs(self.run.config, self.world, known=footers, roles=roles, given=given)
+        return learn_facts(inputs, self.run.run_dir, self.source)
+
+    def introduce(self) -> None:
+        """Tell in the log what runs where, and what of the config is done otherwise on this device."""
+        step, world = self.source.marker.state.step, self.world
+        logger.info("%s at step %d, on %d × %s", self.run.run_dir, step, world.world_size, world.device.type)
+        for sentence in self._instead:
+            logger.warning("%s", sentence)

@@ -1,0 +1,137 @@
+"""`recsys predict` and `recsys recommend`: every row once and in order, on any number of ranks, with raw ids."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT, evaluate, fork_train
+
+from recsys.models.metrics import auc
+from recsys.serving import predict as predict_module
+
+BLOCK_ROWS = 60
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    """The test rows of the sample, as ten files of unequal length; the schema's metadata name their folder."""
+    folder = tmp_path_factory.mktemp("rows")
+    table = pq.read_table(ROOT / "data/sample/test")
+    ends = np.sort(np.random.default_rng(0).choice(np.arange(1, len(table)), 9, replace=False))
+    for i, (start, end) in enumerate(zip([0, *ends], [*ends, len(table)], strict=True)):
+        pq.write_table(table.slice(start, end - start), folder / f"{i:02d}.parquet", row_group_size=50)
+    return table.replace_schema_metadata({"folder": str(folder)})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose training data are gone."""
+    folder = tmp_path_factory.mktemp("ranker")
+    shutil.copytree(ROOT / "data/sample/train", folder / "train")
+    done = fork_train("configs/dlrm_sample.yaml", f"data.train={folder}/train", f"run.dir={folder}/run",
+                      "train.max_steps=30", "tables.user={mapping: vocabulary, min_count: 2}")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    shutil.rmtree(folder / "train")
+    return folder / "run"
+
+
+def small_blocks() -> None:
+    predict_module._BLOCK_ROWS = BLOCK_ROWS
+
+
+def small_blocks_and_an_end() -> None:
+    """End the process with the second block half written."""
+    small_blocks()
+    whole = predict_module._tables
+
+    def ended(*arguments: Any) -> Any:
+        progress = arguments[-1]
+        for table in whole(*arguments):
+            yield table
+            if progress.done == 1:
+                raise KeyboardInterrupt
+
+    predict_module._tables = ended
+
+
+def recsys(*arguments: Any, nproc: int = 1, before: Any = small_blocks) -> Any:
+    return fork_train(*map(str, arguments), nproc=nproc, before=before, program="recsys")
+
+
+def predicted(*arguments: Any, nproc: int = 1) -> pa.Table:
+    done = recsys(*arguments, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return pq.read_table(arguments[3])
+
+
+def folder_of(rows: pa.Table) -> str:
+    return rows.schema.metadata[b"folder"].decode()
+
+
+def test_scores_are_those_of_the_rows_on_any_number_of_ranks(run: Path, rows: pa.Table, tmp_path: Path) -> None:
+    alone = predicted("predict", run, folder_of(rows), tmp_path / "one", "--keep", "user_id,label,price")
+    assert alone.column_names == ["user_id", "label", "price", "score"]
+    assert alone.select(["user_id", "label", "price"]).equals(rows.select(["user_id", "label", "price"]))
+    scores = alone["score"].to_numpy()
+    metrics = evaluate(run, f"data.test={folder_of(rows)}")["test"]
+    labels, weights = rows["label"].to_numpy(), rows["weight"].to_numpy()
+    assert auc(labels, scores, weights) == pytest.approx(metrics["auc"], abs=1e-6)
+    assert ((scores > 0) & (scores < 1)).all()
+
+    on_three = predicted("predict", run, folder_of(rows), tmp_path / "three", nproc=3)
+    assert on_three.column_names[-1] == "score" and "user_id" in on_three.column_names
+    assert on_three["user_id"].equals(alone["user_id"])
+    np.testing.assert_allclose(on_three["score"].to_numpy(), scores, rtol=0, atol=1e-6)
+    assert len(list((tmp_path / "three").glob("part-*"))) > 3
+
+
+def test_an_interrupted_prediction_goes_on(run: Path, rows: pa.Table, tmp_path: Path) -> None:
+    whole = predicted("predict", run, folder_of(rows), tmp_path / "whole", nproc=2)
+    arguments = ("predict", run, folder_of(rows), tmp_path / "parts")
+    done = recsys(*arguments, nproc=2, before=small_blocks_and_an_end)
+    assert done.returncode != 0
+    state = json.loads((tmp_path / "parts/_state.json").read_text())
+    assert state["done"] == 1 and len(state["rows"]) > 2
+    first = tmp_path / "parts/part-00000-00000.parquet"
+    before = first.stat().st_mtime_ns
+    assert predicted(*arguments, nproc=2).equals(whole)
+    assert first.stat().st_mtime_ns == before and not list((tmp_path / "parts").glob("*.tmp"))
+
+    for said, changed in (
+        ("holds predictions of something else (other data, columns)", ["--keep", "label"]),
+        ("holds predictions of something else (other data)", ["data.filter=hour < 12"]),
+    ):
+        done = recsys(*arguments, *changed)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def without_price(rows: pa.Table) -> pa.Table:
+    return rows.drop_columns(["price"])
+
+
+def with_strings(rows: pa.Table) -> pa.Table:
+    return rows.set_column(rows.column_names.index("item_id"), "item_id", rows["item_id"].cast("string"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "arguments", "said"),
+    [
+        (None, [], "DATA: "),
+        (without_price, [], "has no column 'price'"),
+        (with_strings, [], "its ids are string in column 'item_id' of data.rows and int64"),
+        (lambda rows: rows.slice(0, 0), [], "hold no rows"),
+        (lambda rows: rows, ["--keep", "nothing"], "--keep: file"),
+        (lambda rows: rows, ["tables.item.embedding_dim=4"], "is a part of what the run has trained"),
+        (lambda rows: rows.append_column("score", rows["price"]), ["--keep", "score"], "would be there twice"),
+    ],
+)
+def test_mistakes(changed: Any, arguments: list[str], said: str, run: Path, rows: pa.Table, tmp_path: Path) -> None:
+    if changed is not None:
+        pq.write_table(changed(rows), tmp_path / "rows.parquet")
+    done = recsys("predict", run, tmp_path / "rows.parquet", tmp_path / "out", *arguments)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

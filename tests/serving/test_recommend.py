@@ -1,0 +1,79 @@
+"""`recsys recommend`: the best items of users by raw id, as the evaluation of the same run ranks them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import evaluate, fork_train
+from retrieval import NUM_ITEMS, NUM_USERS, write_retrieval
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("retrieval")
+    done = fork_train(str(write_retrieval(folder)), f"run.dir={folder}/run", "train.epochs=6")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "train.parquet").unlink()
+    return folder / "run"
+
+
+def recommended(run: Path, out: Path, *arguments: str, nproc: int = 1) -> pa.Table:
+    users = str(run.parent / "valid.parquet")
+    done = fork_train("recommend", str(run), users, str(out), *arguments, nproc=nproc, program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return pq.read_table(out)
+
+
+def recall(table: pa.Table) -> float:
+    rows = table.to_pylist()
+    return float(np.mean([len({*row["items"]} & {*row["targets"]}) / len(row["targets"]) for row in rows]))
+
+
+def test_the_lists_are_those_that_the_run_was_evaluated_by(run: Path, tmp_path: Path) -> None:
+    metrics = evaluate(run)["valid"]
+    alone = recommended(run, tmp_path / "one", "--k", "10", "--keep", "user,seen,targets")
+    assert alone["user"].to_pylist() == list(range(NUM_USERS))
+    assert recall(alone) == pytest.approx(metrics["recall@10"], abs=1e-12)
+    for row in alone.to_pylist():
+        assert len(row["items"]) == 10 and not {*row["items"]} & {*row["seen"]}
+        assert row["scores"] == sorted(row["scores"], reverse=True)
+    on_three = recommended(run, tmp_path / "three", "--k", "10", nproc=3)
+    assert on_three.column_names == ["user", "items", "scores"] and on_three["items"].equals(alone["items"])
+    scores = [table["scores"].combine_chunks().values.to_numpy() for table in (alone, on_three)]
+    np.testing.assert_allclose(*scores, rtol=0, atol=1e-6)
+
+
+def test_candidates_and_seen(run: Path, tmp_path: Path) -> None:
+    everything = recommended(run, tmp_path / "all", "--k", "100", "data.seen_column=null")
+    assert all(len(items) == NUM_ITEMS for items in everything["items"].to_pylist())
+    assert recommended(run, tmp_path / "few", "--k", "100")["items"].combine_chunks().value_lengths()[0].as_py() == 45
+    chosen = recommended(run, tmp_path / "some", "--keep", "targets", "data.candidates_column=targets")
+    assert all({*row["items"]} == {*row["targets"]} for row in chosen.to_pylist())
+    by_item = dict(zip(everything["items"][3].as_py(), everything["scores"][3].as_py(), strict=True))
+    assert [by_item[item] for item in chosen["items"][3].as_py()] == pytest.approx(
+        chosen["scores"][3].as_py(), abs=1e-6
+    )
+
+
+def test_the_scores_of_pairs_are_those_of_the_lists(run: Path, tmp_path: Path) -> None:
+    best = recommended(run, tmp_path / "best", "--k", "3", "--keep", "user,history")
+    rows = [
+        {
+            "user": row["user"],
+            "history": row["history"],
+            "item": item,
+            "year": float(int(item[5:]) % 7),
+            "of_list": score,
+        }
+        for row in best.to_pylist()
+        for item, score in zip(row["items"], row["scores"], strict=True)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    arguments: list[Any] = ["predict", run, tmp_path / "pairs.parquet", tmp_path / "scores", "--keep", "of_list"]
+    done = fork_train(*map(str, arguments), program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    scores = pq.read_table(tmp_path / "scores")
+    np.testing.assert_allclose(scores["score"], scores["of_list"], rtol=0, atol=1e-6)
