@@ -24,7 +24,7 @@ _SAMPLE_ROWS = 20_000
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
 _BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
-_KEPT_BYTES = 20 << 20  # of what decoding has freed, by Arrow's allocator, which waits before it gives pages back
+_ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:
@@ -102,7 +102,9 @@ class _Sample:
         self.rows = max(1, table.num_rows)
         self.names = [part.name for part in spec.ids]
         self._raw = [None if part.column is None else table.column(part.column) for part in spec.ids]
-        self._sizes = {name: _sizes(column) for name, column in zip(table.column_names, table.columns, strict=True)}
+        columns = dict(zip(table.column_names, table.columns, strict=True))
+        self._sizes = {name: _sizes(column) for name, column in columns.items()}
+        self._num_texts = {name: sum(map(len, _dictionaries(column))) for name, column in columns.items()}
         self.row_bytes = self.columns.num_bytes / self.rows
 
     def mean_ids(self) -> dict[str, float]:
@@ -120,9 +122,10 @@ class _Sample:
     def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
         names = list(self._sizes if columns is None else columns)
-        table = self.table_bytes(num_rows, names)
-        widest = max((self.table_bytes(num_rows, [name]) for name in names), default=0)
-        return table + _BUILDING * widest + min(_KEPT_BYTES, table)
+        building = (
+            _BUILDING * self.table_bytes(num_rows, [name]) + _ENTRY_BYTES * self._num_texts[name] for name in names
+        )
+        return self.table_bytes(num_rows, names) + max(building, default=0)
 
     def distinct_ids(self, num_rows: int) -> Iterator[float]:
         """Yield for each feature about how many distinct ids so many rows hold.
@@ -141,9 +144,14 @@ class _Sample:
 
 def _sizes(column: pa.ChunkedArray) -> tuple[int, int]:
     """Return the bytes of a column's dictionary, which is that of its whole row group, and of the rest."""
-    arrays = [chunk.values if is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
-    once = sum(array.dictionary.nbytes for array in arrays if pa.types.is_dictionary(array.type))
+    once = sum(dictionary.nbytes for dictionary in _dictionaries(column))
     return once, max(0, column.nbytes - once * column.num_chunks)
+
+
+def _dictionaries(column: pa.ChunkedArray) -> list[pa.Array]:
+    """Return the dictionary of a column's first chunk, if it has one."""
+    arrays = [chunk.values if is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
+    return [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
 
 
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
@@ -178,7 +186,7 @@ def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> _Deco
     rows, at_once = int(groups.num_rows.max()), min(len(groups), threads)
     table, decoding = sample.table_bytes(rows), at_once * sample.decoding_bytes(rows)
     if len(groups) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-        return _Decoding(int(decoding), int(making + len(groups) * table + min(_KEPT_BYTES, table)))
+        return _Decoding(int(decoding), int(making + len(groups) * table))
     return _Decoding(0, int(making + decoding))
 
 
