@@ -13,7 +13,7 @@ import pyarrow as pa
 from recsys.config import Keep, NullPolicy
 from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
-from recsys.ids import NULL_ROW
+from recsys.ids import NULL_ROW, is_number
 
 # Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64
@@ -308,11 +308,6 @@ def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Ar
     inside = np.zeros(len(runs), bool)
     inside[::2] = True
     return select(values, np.repeat(inside, runs))
-
-
-def is_number(kind: pa.DataType) -> bool:
-    """Tell whether `to_numbers` takes a type."""
-    return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
 
 
 def to_numbers(array: pa.Array) -> np.ndarray:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys.datasets.retrieval import Log, split_last, split_per_user, write_retrieval
+from recsys.datasets.retrieval import Log, split_last, split_random, write_retrieval
 from recsys.datasets.writer import WHERE_HELP, columns_where, names, option, replacing, rows_where
 from recsys.errors import UserError, nearest
 
@@ -68,7 +68,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
     last = options.hold_out == "last" if split is None else _held_out_last(log, split)
     if split is None:
-        split = split_last(log.user, log.time) if last else split_per_user(log.user)
+        split = split_last(log.user, log.time) if last else split_random(log.user)
         if not (split == 1).any():
             raise UserError(f"no user has {3 if last else 10} different items, as many as it takes to hold some out")
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}

@@ -23,8 +23,7 @@ from recsys.datasets.retrieval import (
     Log,
     Timeline,
     columns_of,
-    shuffled,
-    split_per_user,
+    split_random,
     time_key,
     write_files,
     write_retrieval,
@@ -62,7 +61,7 @@ def prepare_movielens_100k(out: Path, cache: Path) -> bool:
     with replacing(out, MARKER, overwrite=earlier_version) as folder:
         log = _log(ratings, users, items)
         _write_ctr(folder / "ctr", ratings, log)
-        write_retrieval(folder / "retrieval", log, split_per_user(log.user), last=False)
+        write_retrieval(folder / "retrieval", log, split_random(log.user), last=False)
     return True
 
 
@@ -137,16 +136,6 @@ def _complete(table: pa.Table, ratings: pa.Table) -> pa.Table:
     return pa.concat_tables([table, extra], promote_options="default").sort_by(ids.column_names[0])
 
 
-def split_random(num_rows: int) -> np.ndarray:
-    """int8 per row, an index into SPLITS: shuffle all rows, cut 8:1:1."""
-    order = shuffled(num_rows)
-    tenth = num_rows // 10
-    split = np.zeros(num_rows, np.int8)
-    split[order[-2 * tenth : -tenth]] = 1
-    split[order[-tenth:]] = 2
-    return split
-
-
 def _log(ratings: pa.Table, users: pa.Table, items: pa.Table) -> Log:
     return Log(
         np.searchsorted(users["user_id"].to_numpy(), ratings["user_id"].to_numpy()),
@@ -159,7 +148,7 @@ def _log(ratings: pa.Table, users: pa.Table, items: pa.Table) -> Log:
 
 
 def _write_ctr(folder: Path, ratings: pa.Table, log: Log) -> None:
-    split = split_random(len(log.user))
+    split = split_random(np.zeros(len(log.user), np.int64))
     liked = ratings["rating"].to_numpy() >= LIKED
     item_ids = ratings["item_id"].combine_chunks()
     timeline = Timeline(log.user, item_ids, log.time, liked & (split == 0))

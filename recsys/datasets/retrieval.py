@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,20 +78,15 @@ def time_key(user: np.ndarray, time: np.ndarray) -> np.ndarray:
     return (user << 32) | time
 
 
-def split_per_user(user: np.ndarray) -> np.ndarray:
+def split_random(user: np.ndarray) -> np.ndarray:
     """int8 per row, an index into SPLITS: shuffle all rows, cut each user's rows 8:1:1.
 
-    RecBole's ``split_by_ratio(group_by=user)`` with its default seed: each held-out part is a tenth, rounded down,
-    so that of users with fewer than ten nothing is. (RecBole has another rule for those.)
+    RecBole's ``split_by_ratio`` with its default seed: each held-out part is a tenth, rounded down, so that of users
+    with fewer than ten nothing is. (RecBole has another rule for those.) Of one user for all, all rows are cut.
     """
     order = shuffled(len(user))
     order = order[np.argsort(user[order], kind="stable")]
-    from_end, count = _from_end(user[order])
-    tenth = count // 10
-    split = np.zeros(len(user), np.int8)
-    split[order[from_end <= 2 * tenth]] = 1
-    split[order[from_end <= tenth]] = 2
-    return split
+    return _cut_off(user, order, lambda count: count // 10)
 
 
 def split_last(user: np.ndarray, time: np.ndarray) -> np.ndarray:
@@ -98,19 +94,22 @@ def split_last(user: np.ndarray, time: np.ndarray) -> np.ndarray:
 
     Users of fewer than three rows are trained on alone.
     """
-    order = np.lexsort((time, user))
-    from_end, count = _from_end(user[order])
+    return _cut_off(user, np.lexsort((time, user)), lambda count: count >= 3)
+
+
+def _cut_off(user: np.ndarray, order: np.ndarray, held_out: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the split of rows in order of their users: of each one's last rows so many are test, as many before valid.
+
+    Args:
+        held_out: numbers of a user's rows to how many are held out for each.
+    """
+    grouped = user[order]
+    first, last = (np.searchsorted(grouped, grouped, side) for side in ("left", "right"))
+    from_end, size = last - np.arange(len(grouped)), held_out(last - first)  # 1 for a user's last row
     split = np.zeros(len(user), np.int8)
-    split[order[(from_end == 2) & (count >= 3)]] = 1
-    split[order[(from_end == 1) & (count >= 3)]] = 2
+    split[order[from_end <= 2 * size]] = 1
+    split[order[from_end <= size]] = 2
     return split
-
-
-def _from_end(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of sorted users: the row's number from its user's end, 1 for the last, and that user's number of rows."""
-    first = np.searchsorted(grouped, grouped, side="left")
-    last = np.searchsorted(grouped, grouped, side="right")
-    return last - np.arange(len(grouped)), last - first
 
 
 def shuffled(num_rows: int) -> np.ndarray:

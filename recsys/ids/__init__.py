@@ -3,7 +3,7 @@
 Every mapping works on whole Arrow columns, and gives an id the same row on every version, machine and number of ranks.
 """
 
-from recsys.ids.hashing import hash_column, hash_integers, is_text, read_keys
+from recsys.ids.hashing import hash_column, hash_integers, is_number, is_text, read_keys
 from recsys.ids.index import index_bytes
 from recsys.ids.mappings import (
     NULL_ROW,

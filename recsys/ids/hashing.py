@@ -94,7 +94,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
         values, indices = _split_dictionary(ids)
         keys = IdKeys(_NO_NUMBERS, _texts(values)) if is_text(values.type) else read_keys(values)
         return IdKeys(keys.numbers, keys.texts, indices if keys.indices is None else keys.indices[indices])
-    if not (is_text(kind) or _is_number(kind) or (pa.types.is_null(kind) and not len(ids))):
+    if not (is_text(kind) or is_number(kind) or (pa.types.is_null(kind) and not len(ids))):
         raise TypeError(f"ids must be integers or strings, found {kind}")
     _refuse_nulls(ids)
     if is_text(kind):
@@ -199,7 +199,8 @@ def _refuse_nulls(ids: pa.Array) -> None:
         raise ValueError(f"ids hold {ids.null_count} nulls, which have no hash")
 
 
-def _is_number(kind: pa.DataType) -> bool:
+def is_number(kind: pa.DataType) -> bool:
+    """Tell whether an Arrow type holds numbers, booleans, or points or lengths of time."""
     return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
 
 
