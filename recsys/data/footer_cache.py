@@ -97,14 +97,13 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
         all_rows: the dataset has not been cut at some number of rows, and files with it.
     """
     try:
-        table = pq.read_table(path, columns=["name", "num_rows", "matching", "digest"])
+        files = pq.read_table(path, columns=["name", "num_rows", "matching", "digest"]).to_pylist()
     except (pa.ArrowException, OSError):
         return ""
-    names, rows, matching, digests = (column.to_pylist() for column in table.columns)
     before = {
-        name: (sum(stored), digest)
-        for name, stored, counted, digest in zip(names, rows, matching, digests, strict=True)
-        if sum(stored if counted is None else counted)
+        file["name"]: (sum(file["num_rows"]), file["digest"])
+        for file in files
+        if sum(file["num_rows"] if file["matching"] is None else file["matching"])
     }
     totals = np.bincount(dataset.row_groups.file, weights=dataset.stored_rows, minlength=dataset.num_files)
     facts = zip(totals.astype(np.int64).tolist(), dataset.file_digests.tolist(), strict=True)

@@ -2,8 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,8 +142,11 @@ class _Conversion:
                 self._convert(table)
         except (UserError, pa.ArrowException):
             for segment, table in pending:  # so that the message names the one
-                with _naming(segment):
+                try:
                     _Conversion(Window((segment,), None), self._spec, BlockPool())._convert(table)
+                except (UserError, pa.ArrowException) as error:
+                    if segment.path:
+                        raise UserError(f"{error} (in row group {segment.row_group} of {segment.path})") from error
             raise
 
     def _convert(self, table: pa.Table) -> None:
@@ -273,17 +275,6 @@ def _joined_tables(tables: list[pa.Table]) -> list[pa.Table]:
         return [pa.concat_tables(tables).combine_chunks()]
     except pa.ArrowException:
         return tables
-
-
-@contextmanager
-def _naming(segment: Segment) -> Iterator[None]:
-    """Add to errors where the rows come from."""
-    try:
-        yield
-    except (UserError, pa.ArrowException) as error:
-        if not segment.path:
-            raise
-        raise UserError(f"{error} (in row group {segment.row_group} of {segment.path})") from error
 
 
 def _array(table: pa.Table, column: str) -> pa.Array:
