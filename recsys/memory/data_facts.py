@@ -10,7 +10,6 @@ import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType
 from recsys.config.features import id_features
-from recsys.data.arrow import is_list
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import CACHED_ROW_GROUPS, Dataset, read_head
@@ -134,7 +133,7 @@ class _Sample:
         """
         for column in self._raw:
             ids = pa.chunked_array([], pa.int64()) if column is None else column
-            while is_list(ids.type):
+            while pa.types.is_list(ids.type):
                 ids = pc.list_flatten(ids)
             counts = ids.value_counts().field("counts").to_numpy()
             once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
@@ -150,7 +149,7 @@ def _sizes(column: pa.ChunkedArray) -> tuple[int, int]:
 
 def _dictionaries(column: pa.ChunkedArray) -> list[pa.Array]:
     """Return the dictionary of a column's first chunk, if it has one."""
-    arrays = [chunk.values if is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
+    arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
     return [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
 
 
