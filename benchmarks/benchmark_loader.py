@@ -25,8 +25,9 @@ import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
+from recsys.data.dataset import Dataset, ReadOptions  # noqa: E402
 from recsys.data.loader import Loader, LoaderOptions  # noqa: E402
-from recsys.data.parquet import Dataset, ReadOptions, open_dataset  # noqa: E402
+from recsys.data.parquet import open_dataset  # noqa: E402
 from recsys.data.spec import (  # noqa: E402
     BatchSpec,
     FloatColumn,

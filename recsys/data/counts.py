@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from recsys.data.parquet import Dataset, SegmentReader
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.spec import BatchSpec, IdColumn
 from recsys.data.window import Ragged, convert_table
 

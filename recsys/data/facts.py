@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.data.convert import convert_floats, decoded, drop_nulls, plain, to_numbers, transform_numbers
-from recsys.data.parquet import Dataset, SegmentReader
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
 from recsys.ids import IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary

@@ -10,10 +10,12 @@ import pyarrow as pa
 from recsys.config import Config, IdMappingType
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
+from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.decode import SegmentReader
 from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
-from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
+from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.wanted import (
     column_of,

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 
 from recsys.data.batch import Batch, MicroBatches, Piece, collate
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.order import (
     EpochOrder,
     Position,
@@ -21,7 +23,6 @@ from recsys.data.order import (
     slice_bounds,
     stream_bounds,
 )
-from recsys.data.parquet import Dataset, SegmentReader
 from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window

@@ -12,27 +12,15 @@ import pyarrow as pa
 
 from recsys.data.conditions import BY_DATASET, KEY, Condition
 from recsys.data.dataset import Dataset, ReadOptions
-from recsys.data.decode import CACHED_ROW_GROUPS, SegmentReader
+from recsys.data.decode import SegmentReader
 from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import Known, load_footers, save_footers
 from recsys.data.footers import Footer, FooterParser, file_keys, read_footers
 from recsys.data.order import RowGroups
 from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import find_files
-from recsys.data.storage import BadDataError, Files
+from recsys.data.storage import Files
 from recsys.errors import UserError
-
-__all__ = [
-    "CACHED_ROW_GROUPS",
-    "BadDataError",
-    "Dataset",
-    "ReadOptions",
-    "SegmentReader",
-    "narrowed",
-    "open_dataset",
-    "read_column",
-    "read_head",
-]
 
 logger = logging.getLogger("recsys")
 

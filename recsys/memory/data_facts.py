@@ -10,9 +10,11 @@ import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType
 from recsys.config.features import id_features
+from recsys.data.dataset import Dataset
+from recsys.data.decode import CACHED_ROW_GROUPS
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
-from recsys.data.parquet import CACHED_ROW_GROUPS, Dataset, read_head
+from recsys.data.parquet import read_head
 from recsys.data.wanted import column_of, with_figures
 from recsys.data.window import Columns, Ragged, convert_table
 from recsys.ids import index_bytes, is_text, statistics_bytes

@@ -21,9 +21,10 @@ import torch
 
 from recsys.config.features import id_features
 from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.inputs import Given
 from recsys.data.loader import Loader
-from recsys.data.parquet import SegmentReader, narrowed
+from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
 from recsys.errors import UserError
 from recsys.models.metrics import best_items, rows_at_once

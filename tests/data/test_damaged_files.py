@@ -14,15 +14,10 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.data.parquet import (
-    BadDataError,
-    Dataset,
-    ReadOptions,
-    SegmentReader,
-    open_dataset,
-    read_column,
-    read_head,
-)
+from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.decode import SegmentReader
+from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.storage import BadDataError
 from recsys.data.thrift import read_fields
 from recsys.errors import UserError
 

@@ -9,8 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.filters import parse_filter
-from recsys.data.parquet import Dataset, SegmentReader, open_dataset, read_column, read_head
+from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.errors import UserError
 
 NAN = float("nan")

@@ -9,9 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data import footers
+from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import changed_files
 from recsys.data.footers import FooterParser
-from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column
+from recsys.data.parquet import open_dataset, read_column
 
 
 class Work:

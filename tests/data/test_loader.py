@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from rows import SPEC, STARTS, Row, build, numbers, read, rows, threads, write
 
+from recsys.data.dataset import Dataset
 from recsys.data.loader import Loader
 from recsys.data.order import Position
-from recsys.data.parquet import Dataset, open_dataset
+from recsys.data.parquet import open_dataset
 from recsys.data.window import Columns
 
 

@@ -12,9 +12,10 @@ from rows import IDENTITY, OPTIONS, SPEC, build, threads, write
 
 import recsys.data.loader as loader_module
 from recsys.data.batch import Batch
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
 from recsys.data.loader import Loader
 from recsys.data.order import Window
-from recsys.data.parquet import Dataset, SegmentReader
 from recsys.data.spec import IdColumn
 from recsys.data.window import Columns
 from recsys.errors import UserError

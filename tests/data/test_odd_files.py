@@ -10,7 +10,10 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as pe
 import pytest
 
-from recsys.data.parquet import BadDataError, Dataset, SegmentReader, open_dataset, read_column, read_head
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
+from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.storage import BadDataError
 from recsys.errors import UserError
 
 ROWS = 500

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data import decode
-from recsys.data.parquet import Dataset, ReadOptions, SegmentReader, open_dataset, read_column, read_head
+from recsys.data.dataset import Dataset, ReadOptions
+from recsys.data.decode import SegmentReader
+from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.errors import UserError
 
 USER = {"user": "config key 'features.user'"}

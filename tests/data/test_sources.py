@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data import storage
-from recsys.data.parquet import SegmentReader, open_dataset, read_column
+from recsys.data.decode import SegmentReader
+from recsys.data.parquet import open_dataset, read_column
 from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Storage, partition_keys, partition_type
 from recsys.errors import UserError

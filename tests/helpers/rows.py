@@ -10,8 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.data.batch import Batch
+from recsys.data.dataset import Dataset
 from recsys.data.loader import Loader, LoaderOptions
-from recsys.data.parquet import Dataset, open_dataset
+from recsys.data.parquet import open_dataset
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.ids import IdentityMapping
 
