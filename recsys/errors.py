@@ -20,19 +20,9 @@ _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
 _DENIED = {errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.ENAMETOOLONG, errno.EMFILE}
 # What torch, FBGEMM, NumPy, Arrow and the system say where there is no memory, or could be none of that size.
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "an't allocate memory",
-    "annot allocate memory",
-    "not enough memory",
-    "Unable to allocate",
-    "ALLOC_FAILED",
-    "bad_alloc",
-    "MemoryError",
-    "size calculation overflowed",
-    "array is too big",
-    "into an index-sized integer",
-    "int too large to convert to C ssize_t",
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|a(n't|nnot) allocate memory|not enough memory|Unable to allocate|ALLOC_FAILED|bad_alloc|MemoryError|"
+    "size calculation overflowed|array is too big|into an index-sized integer|int too large to convert to C ssize_t"
 )
 
 
@@ -90,7 +80,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error, or one that caused it, means that memory has run out, in any library's words."""
     if error is None:
         return False
-    told = not isinstance(error, UserError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+    told = not isinstance(error, UserError) and _OUT_OF_MEMORY.search(str(error)) is not None
     return told or isinstance(error, MemoryError | NoPlanError) or is_out_of_memory(error.__cause__)
 
 

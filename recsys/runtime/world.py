@@ -27,13 +27,8 @@ _FAILURE_WAIT_S = 2.0
 _ECHO_WAIT_S = 1.0
 
 # What gloo, NCCL and the store say when the other side is gone; all else keeps its traceback.
-_LOST_PEER_SIGNS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    "Timed out waiting",
-    "Socket closed",
+_LOST_PEER = re.compile(
+    "Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting|Socket closed"
 )
 
 
@@ -342,7 +337,7 @@ def _agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: tim
 def as_lost_peer(error: Exception) -> LostPeerError | None:
     """Return a LostPeerError for the error of a broken collective; None for any other error."""
     text = str(error)
-    if isinstance(error, RuntimeError) and any(sign in text for sign in _LOST_PEER_SIGNS):
+    if isinstance(error, RuntimeError) and _LOST_PEER.search(text):
         # Without the place in gloo's or NCCL's source that stands before it, and the advice after it.
         first = re.sub(r"^\[\S*\]\s*", "", " ".join(text.split())).split(". ")[0][:120]
         return LostPeerError(f"another rank ended or did not answer, see its own error ({first})")
