@@ -18,3 +18,16 @@ A room may import from those above it:
 
 A batch travels: data/loader → data/decode → data/window → data/batch → step/pipeline → step/step → models/… → its loss.
 """
+
+from importlib import import_module
+from typing import Any
+
+_API = ("Run", "open_run", "train")
+
+
+def __getattr__(name: str) -> Any:
+    """Import the API at its first use, so that `import recsys` takes no time."""
+    if name not in _API:
+        raise AttributeError(f"module 'recsys' has no attribute '{name}'")
+    import_module("recsys.runtime.environment").prepare_environment()
+    return getattr(import_module("recsys.serving.api"), name)

@@ -54,7 +54,7 @@ def predict(run: Finished, data: str | list[str], out: Path, keep: Sequence[str]
     Raises:
         UserError: data that do not fit the model, or a folder that holds other things.
     """
-    return _write(run, data, out, keep, "rows", {}, _scores)
+    return _write(run, data, out, keep, "rows", {}, scores_of_rows)
 
 
 def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep: Sequence[str] | None = None) -> int:
@@ -64,11 +64,16 @@ def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep
     out, and with data.candidates_column those not in its list; so there may be fewer than `k`. Arguments and errors as
     of `predict`.
     """
+    check_recommends(run)
+    return _write(run, data, out, keep, "users", {"k": k}, lambda opened: best_of_users(opened, k))
+
+
+def check_recommends(run: Finished) -> None:
+    """Refuse a run without vectors of items, or without items. Raises UserError."""
     if run.config.model.needs().item_id is None:
         raise UserError(f"model '{run.config.model.name}' has no vectors of items to recommend; predict scores rows")
     if run.config.data.items is None:
         raise UserError("config key 'data.items' names no data: the items to recommend")
-    return _write(run, data, out, keep, "users", {"k": k}, lambda opened: _best(opened, k))
 
 
 def _write(
@@ -82,13 +87,13 @@ def _write(
 ) -> int:
     quiet_libraries()
     config = run.config
-    with open_world(config.run.device, config.run.num_threads) as world, _naming_data():
+    with open_world(config.run.device, config.run.num_threads) as world, naming_data():
         # A stream for each rank, so that its rows follow each other.
         run = replace(run, config=replace(config, data=replace(config.data, num_streams=world.world_size)))
         given = Given(role, data, tuple(keep or ()), config.data.filter if "data.filter" in run.changed else None)
         opened = OpenRun(run, world, ["items"] if role == "users" else [], given)
         datasets = opened.inputs.datasets
-        kept = list(keep) if keep is not None else _ids_of(opened, role)
+        kept = list(keep) if keep is not None else ids_of(opened, role)
         task = {
             "checkpoint": {"path": str(run.checkpoint), "files": opened.source.marker.files},
             "data": {name: dataset.fingerprint for name, dataset in datasets.items()},
@@ -107,7 +112,7 @@ def _write(
                 results = results_of(opened)
             for number in range(progress.done, len(blocks)):
                 loader = opened.inputs.loader(role, blocks[number])
-                tables = _tables(opened, loader, kept, results, progress)
+                tables = scored(opened, loader, kept, results, progress.show)
                 _write_part(tables, out / f"part-{number:05d}-{world.rank:05d}.parquet")
                 world.barrier()
                 progress.note(world)
@@ -116,7 +121,7 @@ def _write(
     return 0
 
 
-def _ids_of(opened: OpenRun, role: str) -> list[str]:
+def ids_of(opened: OpenRun, role: str) -> list[str]:
     """Return the columns of ids that the model reads, without lists and crosses."""
     config, schema = opened.inputs.config, opened.inputs.datasets[role].schema
     names = [name for name in role_features(config, role) if name in id_features(config)]
@@ -197,10 +202,14 @@ class _Progress:
         replace_file(self.folder / _STATE, json.dumps(content, indent=1))
 
 
-def _tables(
-    opened: OpenRun, loader: Loader, columns: list[str], results: Results, progress: _Progress
+def scored(
+    opened: OpenRun, loader: Loader, columns: list[str], results: Results, show: Callable[[int], None]
 ) -> Iterator[pa.Table]:
-    """Yield this rank's rows of a block, batch by batch: the columns that are kept, and the results."""
+    """Yield this rank's rows of a loader, batch by batch: columns that are kept, and results; collective.
+
+    Args:
+        show: told how many rows are done on all ranks.
+    """
     kept, rows = _KeptRows(loader, columns), 0
     for output in outputs_of(opened.inputs, opened.model, loader):
         table, found = kept.take(output.batch.num_rows), results(output).slice(0, output.batch.num_rows)
@@ -209,7 +218,7 @@ def _tables(
                 raise UserError(f"--keep: column '{name}' would be there twice; leave it out, or rename it in the data")
             table = table.append_column(name, column) if table.num_columns else pa.table({name: column})
         rows += output.batch.num_rows * opened.world.world_size
-        progress.show(rows)
+        show(rows)
         yield table
 
 
@@ -251,7 +260,7 @@ def _write_part(tables: Iterator[pa.Table], path: Path) -> None:
                 pending = []
 
 
-def _scores(opened: OpenRun) -> Results:
+def scores_of_rows(opened: OpenRun) -> Results:
     """Return what the model predicts of rows."""
     model = opened.model.module.dense.model
 
@@ -262,7 +271,7 @@ def _scores(opened: OpenRun) -> Results:
     return results
 
 
-def _best(opened: OpenRun, k: int) -> Results:
+def best_of_users(opened: OpenRun, k: int) -> Results:
     """Return the best items of users, by raw id, with their scores."""
     items, corpus = item_vectors(opened.inputs, opened.model), opened.inputs.corpus
     assert corpus is not None
@@ -283,7 +292,7 @@ def _best(opened: OpenRun, k: int) -> Results:
 
 
 @contextmanager
-def _naming_data() -> Iterator[None]:
+def naming_data() -> Iterator[None]:
     """Let errors name the argument DATA as what it is."""
     try:
         yield

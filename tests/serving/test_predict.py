@@ -47,16 +47,16 @@ def small_blocks() -> None:
 def small_blocks_and_an_end() -> None:
     """End the process with the second block half written."""
     small_blocks()
-    whole = predict_module._tables
+    whole = predict_module.scored
 
     def ended(*arguments: Any) -> Any:
-        progress = arguments[-1]
+        progress = arguments[-1].__self__
         for table in whole(*arguments):
             yield table
             if progress.done == 1:
                 raise KeyboardInterrupt
 
-    predict_module._tables = ended
+    predict_module.scored = ended
 
 
 def recsys(*arguments: Any, nproc: int = 1, before: Any = small_blocks) -> Any:

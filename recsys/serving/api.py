@@ -1,0 +1,158 @@
+"""The Python API: train, open a finished run, predict, recommend and take vectors, with Arrow tables."""
+
+import atexit
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from omegaconf import OmegaConf
+
+from recsys.checkpoint import export_table
+from recsys.config import load_config
+from recsys.config.choices import Device
+from recsys.data.inputs import Given
+from recsys.data.wanted import column_of
+from recsys.errors import UserError
+from recsys.runtime.logs import quiet_libraries
+from recsys.runtime.world import World, open_world
+from recsys.serving.finished import OpenRun, find_run
+from recsys.serving.predict import best_of_users, check_recommends, ids_of, naming_data, scored, scores_of_rows
+from recsys.step.output import StepOutput
+from recsys.training.evaluation import item_vectors
+
+Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a data frame that Arrow can read
+
+
+def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes: int = 1) -> "Run":
+    """Train in processes of their own, and open the finished run.
+
+    Args:
+        config: a YAML file, or its content. overrides: `key=value`, as on the command line.
+
+    Raises:
+        UserError: a mistake in the config.
+        subprocess.CalledProcessError: training ended with another error, which has been shown.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yaml" if isinstance(config, Mapping) else Path(config)
+        if isinstance(config, Mapping):
+            OmegaConf.save(OmegaConf.create(dict(config)), path)
+        read = load_config(path, overrides)
+        run_dir = read.run.dir or f"runs/{read.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        launcher = ["-m", "recsys", "train"]
+        if num_processes > 1:
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *launcher]
+        subprocess.run([sys.executable, *launcher, str(path), *overrides, f"run.dir={run_dir}"], check=True)
+    return open_run(run_dir)
+
+
+def open_run(run: str | Path, *overrides: str, trust_code: bool = False) -> "Run":
+    """Open a finished run on this process; arguments and errors as of `recsys.serving.finished.find_run`."""
+    return Run(str(run), overrides, trust_code)
+
+
+class Run:
+    """A finished run with its model in memory.
+
+    Tables that are returned have a row for each row given, in their order. `keep` names columns of the data that come
+    with the results; the default are those of ids that the model reads, without lists.
+    """
+
+    def __init__(self, run: str, overrides: Sequence[str], trust_code: bool) -> None:
+        quiet_libraries()
+        finished = find_run(run, overrides, trust_code)
+        world = _world(finished.config.run.device)
+        self._run = replace(
+            finished, config=replace(finished.config, data=replace(finished.config.data, num_streams=1))
+        )
+        self._opened = OpenRun(self._run, world, ["items"])
+        self._opened.model.eval()
+
+    def predict(self, data: Data, keep: Sequence[str] | None = None) -> pa.Table:
+        """Return `score` of each row; see `recsys.serving.predict.predict`."""
+        return self._scored(data, "rows", keep, lambda: scores_of_rows(self._opened))
+
+    def recommend(self, users: Data, k: int = 20, keep: Sequence[str] | None = None) -> pa.Table:
+        """Return the best `k` items of each user as `items` and `scores`; see `recsys.serving.predict.recommend`."""
+        check_recommends(self._run)
+        return self._scored(users, "users", keep, lambda: best_of_users(self._opened, k))
+
+    def embeddings(self, name: str, users: Data = None) -> pa.Table:
+        """Return vectors.
+
+        Args:
+            name: `item`, for those of all items by raw id; `user`, for those of `users`; or a table, for its rows, by
+                raw id where it has a vocabulary.
+        """
+        if name in self._run.config.tables and not (
+            self._opened.inputs.corpus is not None and name in ("item", "user")
+        ):
+            with tempfile.TemporaryDirectory() as folder:
+                export_table(self._run.checkpoint, name, Path(folder) / "table.parquet")
+                return pq.read_table(Path(folder) / "table.parquet")
+        check_recommends(self._run)
+        if name == "user":
+            return self._scored(users, "users", None, lambda: _vectors_of_users)
+        with torch.no_grad():
+            vectors = item_vectors(self._opened.inputs, self._opened.model)
+        column = column_of(self._run.config, self._run.config.model.needs().item_id or "")
+        return pa.table({column: self._opened.inputs.corpus, "vector": _lists(vectors)})
+
+    def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results: Any) -> pa.Table:
+        opened, config = self._opened, self._run.config
+        with _as_files(data) as paths, naming_data(), torch.no_grad():
+            rows = config.data.filter if "data.filter" in self._run.changed else None
+            before, opened.inputs = opened.inputs, opened.open(["items"], Given(role, paths, tuple(keep or ()), rows))
+            try:
+                kept = ids_of(opened, role) if keep is None else list(keep)
+                loader = opened.inputs.loader(role)
+                return pa.concat_tables(scored(opened, loader, kept, results(), lambda rows: None))
+            finally:
+                opened.inputs = before
+
+
+@cache
+def _world(device: Device) -> World:
+    """Return this process as the only one of a group that lasts as long as it does."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(open_world(device))
+
+
+@contextmanager
+def _as_files(data: Data) -> Iterator[str | list[str]]:
+    """Yield paths of Parquet files with the data; tables are written to a folder of their own."""
+    if isinstance(data, str | Path):
+        yield str(data)
+    elif isinstance(data, list | tuple):
+        yield [str(path) for path in data]
+    else:
+        try:
+            table = pa.table(data)
+        except (TypeError, ValueError, pa.ArrowException) as error:
+            raise UserError(
+                f"DATA is a {type(data).__name__}, and may be paths, an Arrow table or a data frame"
+            ) from error
+        with tempfile.TemporaryDirectory() as folder:
+            pq.write_table(table, Path(folder) / "rows.parquet", row_group_size=1 << 16)
+            yield folder
+
+
+def _vectors_of_users(output: StepOutput) -> pa.Table:
+    return pa.table({"vector": _lists(output.outputs[0])})
+
+
+def _lists(vectors: torch.Tensor) -> pa.Array:
+    """Return vectors [rows, dim] as lists of float32 of one length."""
+    values = pa.array(vectors.float().cpu().numpy().reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])

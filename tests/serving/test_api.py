@@ -1,0 +1,52 @@
+"""`recsys.train`, `recsys.open_run`: a run from Python, with Arrow tables."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT, fork_train
+from omegaconf import OmegaConf
+from retrieval import NUM_ITEMS, write_retrieval
+
+import recsys
+from recsys.errors import UserError
+
+
+def test_a_ranker(tmp_path: Path) -> None:
+    config = OmegaConf.to_container(OmegaConf.load(ROOT / "configs/dlrm_sample.yaml"))
+    for role in ("train", "valid", "test"):
+        config["data"][role] = str(ROOT / "data/sample" / role)
+    run = recsys.train(config, "train.max_steps=10", f"run.dir={tmp_path}/run")
+    rows = pq.read_table(ROOT / "data/sample/test")
+    table = run.predict(rows, keep=["user_id", "price"])
+    assert table.drop_columns("score").equals(rows.select(["user_id", "price"]))
+    done = fork_train("predict", f"{tmp_path}/run", str(ROOT / "data/sample/test"), f"{tmp_path}/out", program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    by_command = pq.read_table(tmp_path / "out")
+    np.testing.assert_allclose(table["score"], by_command["score"], rtol=0, atol=1e-6)
+    again = run.predict(rows.slice(3, 5))
+    np.testing.assert_allclose(again["score"], table["score"].slice(3, 5), rtol=0, atol=1e-6)
+    assert run.embeddings("hour").num_rows == 24
+    for wrong, said in ((7, "DATA is a int"), (rows.drop_columns("price"), "has no column 'price'")):
+        with pytest.raises(UserError, match=said):
+            run.predict(wrong)
+    with pytest.raises(UserError, match="has no vectors of items"):
+        run.recommend(rows)
+
+
+def test_two_towers(tmp_path: Path) -> None:
+    run = recsys.train(write_retrieval(tmp_path), "train.epochs=2", f"run.dir={tmp_path}/run")
+    users = pq.read_table(tmp_path / "valid.parquet")
+    best = run.recommend(users, k=5)
+    items, of_users = run.embeddings("item"), run.embeddings("user", users)
+    assert best.column_names == ["user", "items", "scores"] and items.num_rows == NUM_ITEMS
+    vectors = [np.stack(table["vector"].to_numpy(zero_copy_only=False)) for table in (of_users, items)]
+    scores = vectors[0] @ vectors[1].T
+    place = {item: number for number, item in enumerate(items["item"].to_pylist())}
+    for row, seen, own in zip(best.to_pylist(), users["seen"].to_pylist(), scores, strict=True):
+        own[[place[item] for item in seen]] = -np.inf
+        np.testing.assert_allclose(np.sort(own)[-5:][::-1], row["scores"], rtol=0, atol=1e-6)
+        np.testing.assert_allclose(own[[place[item] for item in row["items"]]], row["scores"], rtol=0, atol=1e-6)
+    assert isinstance(best, pa.Table)
