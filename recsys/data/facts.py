@@ -1,4 +1,4 @@
-"""What has to be known of the training data before a model is built: vocabularies, means and deviations.
+"""What has to be known of the training data before a model is built: vocabularies, means, counts of table rows.
 
 One pass over the columns concerned, each rank over its share of the row groups; kept with the run.
 """
@@ -10,17 +10,28 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
-from recsys.data.convert import convert_floats, decoded, drop_nulls, plain, to_numbers, transform_numbers
+from recsys.config import NullPolicy
+from recsys.data.convert import (
+    convert_floats,
+    convert_ids,
+    decoded,
+    drop_nulls,
+    plain,
+    to_numbers,
+    transform_numbers,
+)
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
-from recsys.data.spec import FloatColumn, Transform
+from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
-from recsys.ids import IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
-from recsys.runtime.files import replace_file
+from recsys.ids import NULL_ROW, IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
+from recsys.runtime.files import replace_file, replacing
 from recsys.runtime.world import World
 
 FLOATS_FILE = "floats.json"
+_ROW = np.dtype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -38,32 +49,39 @@ class Facts:
     """Vocabularies by table, each a list of distinct ids, the most frequent first; figures of float features.
 
     Attributes:
-        num_counted: by table, the distinct ids that a vocabulary was chosen from, where this start of the run chose it.
+        row_counts: by id feature, how often the data hold each row of its table, int64 [num_embeddings].
+        num_counted: by table, the distinct ids that a vocabulary was chosen from, where this start of the run chose it;
+            by `counts_of` a feature, those that this rank has counted.
         kept: by table, how many ids its vocabulary begins with that are those of the run whose weights it takes.
     """
 
     vocabularies: dict[str, pa.Array] = field(default_factory=dict)
     floats: dict[str, FloatFacts] = field(default_factory=dict)
+    row_counts: dict[str, np.ndarray] = field(default_factory=dict)
     num_counted: dict[str, int] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write RUN/vocabulary: one Parquet file a table, and floats.json."""
-        if not (self.vocabularies or self.floats):
-            return
-        folder.mkdir(exist_ok=True)
+        """Write RUN/vocabulary: one Parquet file a table and a feature whose rows are counted, and floats.json."""
+        if self.files():
+            folder.mkdir(exist_ok=True)
         for table, ids in self.vocabularies.items():
             write_vocabulary(folder / vocabulary_file(table), ids)
-        figures = {name: asdict(each) for name, each in self.floats.items()}
-        replace_file(folder / FLOATS_FILE, json.dumps(figures, indent=1))
+        for feature, counts in self.row_counts.items():
+            with replacing(folder / vocabulary_file(counts_of(feature))) as aside:
+                pq.write_table(pa.table({"count": counts}), aside, compression="zstd", write_page_checksum=True)
+        if FLOATS_FILE in self.files():
+            figures = {name: asdict(each) for name, each in self.floats.items()}
+            replace_file(folder / FLOATS_FILE, json.dumps(figures, indent=1))
 
     def files(self) -> list[str]:
         """Return the names of the files that `save` writes."""
-        return [*map(vocabulary_file, self.vocabularies), *([FLOATS_FILE] if self.vocabularies or self.floats else [])]
+        names = [*self.vocabularies, *map(counts_of, self.row_counts)]
+        return [*map(vocabulary_file, names), *([FLOATS_FILE] if self.vocabularies or self.floats else [])]
 
     @staticmethod
-    def load(folder: Path, tables: Sequence[str], floats: Sequence[str]) -> "Facts":
-        """Read what an earlier run has saved of these tables and float features.
+    def load(folder: Path, tables: Sequence[str], floats: Sequence[str], counted: Sequence[str] = ()) -> "Facts":
+        """Read what an earlier run has saved of these tables, float features, and id features whose rows are counted.
 
         Raises:
             UserError: it is not there, or cannot be read.
@@ -71,9 +89,16 @@ class Facts:
         vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
         try:
             content = json.loads((folder / FLOATS_FILE).read_text()) if floats else {}
-            return Facts(vocabularies, {name: FloatFacts(**content[name]) for name in floats})
+            figures = {name: FloatFacts(**content[name]) for name in floats}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"'{folder / FLOATS_FILE}' lacks the figures of {', '.join(floats)} ({error!r})") from error
+        counts = {name: pq.read_table(folder / vocabulary_file(counts_of(name)))["count"] for name in counted}
+        return Facts(vocabularies, figures, {name: each.to_numpy() for name, each in counts.items()})
+
+
+def counts_of(feature: str) -> str:
+    """Return what the counts of a feature's rows are called beside the vocabularies of tables."""
+    return f"{feature}.counts"
 
 
 def vocabulary_file(table: str) -> str:
@@ -95,21 +120,59 @@ class VocabularyRequest:
     known: pa.Array | None = None
 
 
+class RowCounter:
+    """Counts how often a column holds each row of its table, in memory that grows with the distinct ones.
+
+    Args:
+        part: the column.
+        is_mapped: its mapping is the one to be trained with. Else, before there is a vocabulary, raw ids are counted.
+    """
+
+    def __init__(self, part: IdColumn, is_mapped: bool) -> None:
+        assert part.column is not None
+        self.column, self._part, self._is_mapped = part.column, part, is_mapped
+        self._ids, self._num_nulls = IdCounter(), 0
+
+    def add(self, chunk: pa.Array) -> None:
+        """Count a piece of the column."""
+        if self._is_mapped:
+            self._ids.add(pa.array(convert_ids(chunk, self._part, _ROW).values))
+            return
+        ids = _flat(chunk)
+        self._num_nulls += ids.null_count
+        self._ids.add(_present(ids))
+
+    def counts(self, part: IdColumn, num_embeddings: int) -> tuple[np.ndarray, int]:
+        """Return the counts, int64 [num_embeddings], and of how many distinct ids; `part` has the final mapping."""
+        counted = self._ids.to_table()
+        ids, counts = counted.column("id").combine_chunks(), counted.column("count").to_numpy()
+        rows = ids.to_numpy() if self._is_mapped else convert_ids(ids, part, _ROW).values
+        found = np.bincount(rows, counts, num_embeddings).astype(np.int64)
+        if not self._is_mapped and part.null is NullPolicy.reserved:
+            found[NULL_ROW] += self._num_nulls
+        return found, len(ids)
+
+
 def measure(
-    dataset: Dataset, vocabularies: dict[str, VocabularyRequest], floats: Sequence[FloatColumn], world: World
+    dataset: Dataset,
+    vocabularies: dict[str, VocabularyRequest],
+    floats: Sequence[FloatColumn],
+    world: World,
+    rows: RowCounter | None = None,
 ) -> Facts:
     """Pass over a dataset; the result is the same on every rank, and for every number of ranks.
 
     Args:
         vocabularies: by table.
         floats: features whose figures are asked for; of their transforms, clip and log1p are applied.
+        rows: is given this rank's share of its column.
 
     Raises:
         UserError: on every rank, if data cannot be read on any.
     """
-    if not vocabularies and not floats:
+    if not (vocabularies or floats or rows):
         return Facts()
-    counters, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world))
+    counters, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world, rows))
     chosen, num_counted = {}, {}
     for table, request in vocabularies.items():
         # One table at a time, and each counter goes: they hold every id there is.
@@ -124,14 +187,19 @@ def measure(
     # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
     figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
-    return Facts(chosen, figures, num_counted)
+    return Facts(chosen, figures, num_counted=num_counted)
 
 
 def _pass(
-    dataset: Dataset, vocabularies: dict[str, VocabularyRequest], floats: Sequence[FloatColumn], world: World
+    dataset: Dataset,
+    vocabularies: dict[str, VocabularyRequest],
+    floats: Sequence[FloatColumn],
+    world: World,
+    row_counter: RowCounter | None,
 ) -> tuple[dict[str, IdCounter], dict[int, list[np.ndarray]]]:
     columns = [column for request in vocabularies.values() for column in request.columns]
     columns += [part.column for part in floats if part.column is not None]
+    columns += [row_counter.column] if row_counter else []
     reader = SegmentReader(dataset, list(dict.fromkeys(columns)))
     counters = {table: IdCounter() for table in vocabularies}
     summaries: dict[int, list[np.ndarray]] = {}
@@ -140,7 +208,9 @@ def _pass(
         for table, request in vocabularies.items():
             for column in request.columns:
                 for chunk in rows.column(column).chunks:
-                    counters[table].add(_flat(chunk))
+                    counters[table].add(_present(_flat(chunk)))
+        for chunk in rows.column(row_counter.column).chunks if row_counter else ():
+            row_counter.add(chunk)  # type: ignore[union-attr]
         summaries[i] = [_summarise(rows.column(part.column or ""), part) for part in floats]
     return counters, summaries
 
@@ -149,6 +219,10 @@ def _flat(ids: pa.Array) -> pa.Array:
     ids = plain(ids)
     while pa.types.is_list(ids.type):
         ids = plain(ids.flatten())
+    return ids
+
+
+def _present(ids: pa.Array) -> pa.Array:
     return drop_nulls(ids) if ids.null_count else ids
 
 

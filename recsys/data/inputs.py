@@ -129,6 +129,10 @@ class Inputs:
                 weight = FloatColumn("data.weight_column", weight_column, None, False, finite)
         return BatchSpec(ids, floats, labels, weight, lists)
 
+    def id_column(self, feature: str) -> IdColumn:
+        """Return how an id feature becomes table rows in data.train, which are not counted among `statistics`."""
+        return replace(self._id_column(feature, "train", True), statistics=None)
+
     def _id_column(self, name: str, role: str, is_present: bool) -> IdColumn:
         feature = self.config.features[name]
         mapping = self._mappings[feature.table or ""]

@@ -1,7 +1,7 @@
 """What is known of the data before anything is trained: ids a row, windows, decoding, vocabularies."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from recsys.config import Config, IdMappingType
 from recsys.config.features import id_features
 from recsys.data.dataset import Dataset
 from recsys.data.decode import CACHED_ROW_GROUPS
+from recsys.data.facts import counts_of
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import read_head
@@ -41,7 +42,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
         windows = 2 * (config.data.window_mib << 20) * streams_of_a_rank(config, world_size)
         id_bytes = 4 if biggest < 1 << 31 else 8
-        source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None)
+        source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None, {})
         counts = len(mean_ids) * statistics_bytes(math.inf)
         return DataFacts(mean_ids, id_bytes, windows, windows // 2, {}, source, *of_ids, statistics_bytes=counts)
     sample = _Sample(inputs, inputs.datasets["train"])
@@ -52,7 +53,9 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
     others = {role: _held_rows(inputs, role) for role in roles}
     evaluated = [_decoding(inputs, role, sample, rows) for role, (_, rows) in others.items()]
-    decoding, (vocabularies, counted) = _decoding(inputs, "train", sample, largest), _vocabularies(config, inputs)
+    distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
+    decoding = _decoding(inputs, "train", sample, largest)
+    vocabularies, counted = _vocabularies(config, inputs, distinct)
     return DataFacts(
         mean_ids=sample.mean_ids(),
         id_bytes=inputs.spec("train").dtype.itemsize,
@@ -66,26 +69,34 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         vocabulary_bytes=vocabularies,
         counted_ids=counted,
         counted_bytes=_counted_bytes(inputs, sample, counted),
-        statistics_bytes=sum(map(statistics_bytes, sample.distinct_ids(train_rows))),
+        statistics_bytes=sum(map(statistics_bytes, distinct.values())),
         ranking_bytes=_ranking_bytes(inputs),
     )
 
 
-def _vocabularies(config: Config, inputs: Inputs | None) -> tuple[int, dict[str, int]]:
-    """Return the bytes of vocabularies and their indices, and of how many ids each table's is chosen.
+def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, float]) -> tuple[int, dict[str, int]]:
+    """Return the bytes of vocabularies, their indices and counts of rows, and `DataFacts.counted_ids`.
 
     Before the data are counted, a vocabulary is taken to have as many ids as the table has rows for, and no more to
     choose from.
+
+    Args:
+        distinct: about how many distinct ids a feature has, where that is known.
     """
     corpus = [] if inputs is None or inputs.corpus is None else [inputs.corpus]
     facts = None if inputs is None else inputs.facts
     if facts is not None:
-        return sum(map(_index_bytes, [*corpus, *facts.vocabularies.values()])), facts.num_counted
+        indices = sum(map(_index_bytes, [*corpus, *facts.vocabularies.values()]))
+        return indices + sum(counts.nbytes for counts in facts.row_counts.values()), facts.num_counted
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
     rows = {name: table.num_embeddings - 1 - table.num_buckets for name, table in tables.items()}
     counted = {name: rows[name] for name, table in tables.items() if table.vocabulary is None}
-    indices = sum(index_bytes(each, each * _NUMBER_BYTES) for each in rows.values())
-    return indices + sum(map(_index_bytes, corpus)), counted
+    size = sum(index_bytes(each, each * _NUMBER_BYTES) for each in rows.values()) + sum(map(_index_bytes, corpus))
+    if (feature := config.model.needs().log_shares_of) is not None:
+        num_rows = config.tables[config.features[feature].table or ""].num_embeddings
+        size += _NUMBER_BYTES * num_rows
+        counted[counts_of(feature)] = int(min(num_rows, distinct.get(feature, num_rows)))
+    return size, counted
 
 
 def _index_bytes(ids: pa.Array) -> int:
@@ -201,7 +212,7 @@ def _ranking_bytes(inputs: Inputs) -> int:
 def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> int:
     """Return what it takes to decode the columns of a row group that vocabularies and figures are learned from."""
     config = inputs.config
-    names = [name for name in id_features(config) if (config.features[name].table or "") in tables]
+    names = [n for n in id_features(config) if (config.features[n].table or "") in tables or counts_of(n) in tables]
     columns = dict.fromkeys(column_of(config, name) for name in [*names, *with_figures(config)])
     rows = int(inputs.datasets["train"].row_groups.num_rows.max())
     return int(sample.decoding_bytes(rows, columns))

@@ -9,7 +9,6 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.checkpoint import Tensors
-from recsys.data.counts import count_ids
 from recsys.data.inputs import Inputs
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
@@ -73,15 +72,11 @@ def build_model(inputs: Inputs) -> Built:
 def log_shares(inputs: Inputs) -> torch.Tensor:
     """Return the logs of the shares that the table rows of `Needs.log_shares_of` have of data.train.
 
-    They are [num_embeddings] float32, and [1] where these data are not read; every table row counts as once at least.
+    They are [num_embeddings] float32, and [1] where these are not known; every table row counts as once at least.
     """
-    config, world, train = inputs.config, inputs.world, inputs.datasets.get("train")
-    if train is None:
+    facts, feature = inputs.facts, inputs.config.model.needs().log_shares_of
+    counts = None if facts is None else facts.row_counts.get(feature or "")
+    if counts is None:
         return torch.zeros(1)
-    spec = inputs.spec("train")
-    column = next(column for column in spec.ids if column.name == config.model.needs().log_shares_of)
-    size = config.tables[config.features[column.name].table or ""].num_embeddings
-    mine = world.agree(lambda: count_ids(train, column, size, world.rank, world.world_size))
-    counts = world.sum(torch.from_numpy(mine)).numpy()
     share = np.maximum(counts, 1) / max(1, counts.sum())
     return torch.from_numpy(np.log(share).astype(np.float32))

@@ -6,6 +6,7 @@ from logging import getLogger
 from pathlib import Path
 
 import pyarrow as pa
+import torch
 
 from recsys.checkpoint import FACTS, Source, check_facts, facts_of
 from recsys.checkpoint.files import entry_of
@@ -13,7 +14,7 @@ from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.features import id_features
 from recsys.config.initial import Take
 from recsys.config.meaning import meaning
-from recsys.data.facts import FLOATS_FILE, Facts, VocabularyRequest, measure, vocabulary_file
+from recsys.data.facts import FLOATS_FILE, Facts, RowCounter, VocabularyRequest, counts_of, measure, vocabulary_file
 from recsys.data.inputs import Inputs
 from recsys.data.wanted import column_of, float_column, with_figures
 from recsys.errors import UserError
@@ -35,18 +36,42 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     """
     config, world = inputs.config, inputs.world
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
-    if source is not None and source.goes_on:
-        facts = world.from_rank_zero(lambda: _of_source(config, source, tables))
+    goes_on = source is not None and source.goes_on
+    inherited = Facts() if source is None else world.from_rank_zero(lambda: _of_source(config, source, tables))
+    rows = _row_counter(inputs, inherited)
+    facts = _learned(inputs, source, tables, inherited, rows)
+    if goes_on:
         world.from_rank_zero(lambda: _compare_files(tables, facts))
-    else:
-        facts = _learned(inputs, source, tables)
     sized = {name: replace(table, num_embeddings=_num_rows(name, table, facts)) for name, table in tables.items()}
-    if source is None or not source.goes_on:
-        world.from_rank_zero(lambda: facts.save(run_dir / FACTS))
-    sized_config = replace(config, tables={**config.tables, **sized})
-    known_inputs = Inputs(sized_config, inputs.datasets, inputs.corpus, world, facts)
+    known_inputs = Inputs(
+        replace(config, tables={**config.tables, **sized}), inputs.datasets, inputs.corpus, world, facts
+    )
+    if rows is not None:
+        facts = known_inputs.facts = _with_row_counts(known_inputs, facts, rows)
+    # What is there already is not written again: checkpoints know it by its checksum.
+    new = Facts(row_counts=facts.row_counts if rows else {}) if goes_on else facts
+    world.from_rank_zero(lambda: new.save(run_dir / FACTS))
     give_unused_back()  # what counting and looking at the first rows took is never wanted again
     return known_inputs
+
+
+def _row_counter(inputs: Inputs, inherited: Facts) -> RowCounter | None:
+    """Return what counts the rows that the model wants to know the shares of, unless they are known or not there."""
+    config, feature = inputs.config, inputs.config.model.needs().log_shares_of
+    if feature is None or feature in inherited.row_counts or "train" not in inputs.datasets:
+        return None
+    mapping = config.tables[config.features[feature].table or ""].mapping
+    return RowCounter(inputs.id_column(feature), mapping is not IdMappingType.vocabulary)
+
+
+def _with_row_counts(inputs: Inputs, facts: Facts, rows: RowCounter) -> Facts:
+    """Return the facts with the counts of all ranks; the inputs have the vocabularies that ids are mapped by."""
+    feature = inputs.config.model.needs().log_shares_of or ""
+    size = inputs.config.tables[inputs.config.features[feature].table or ""].num_embeddings
+    mine, num_ids = rows.counts(inputs.id_column(feature), size)
+    counts = inputs.world.sum(torch.from_numpy(mine)).numpy()
+    num_counted = {**facts.num_counted, counts_of(feature): num_ids}
+    return replace(facts, row_counts={feature: counts}, num_counted=num_counted)
 
 
 def facts_entries(facts: Facts | None, run_dir: Path) -> dict[str, tuple[int, str]]:
@@ -54,11 +79,13 @@ def facts_entries(facts: Facts | None, run_dir: Path) -> dict[str, tuple[int, st
     return {name: entry_of(run_dir / FACTS / name) for name in (facts.files() if facts else ())}
 
 
-def _learned(inputs: Inputs, source: Source | None, tables: dict[str, TableConfig]) -> Facts:
-    """Return the facts of a run that begins: those of its source, and what the training data and files tell besides."""
+def _learned(
+    inputs: Inputs, source: Source | None, tables: dict[str, TableConfig], inherited: Facts, rows: RowCounter | None
+) -> Facts:
+    """Return the facts that are inherited from the source, and what the training data and files tell besides."""
     config, world = inputs.config, inputs.world
-    inherited = Facts() if source is None else world.from_rank_zero(lambda: _of_source(config, source, tables))
-    given = world.from_rank_zero(lambda: _given(tables, inherited, source))
+    goes_on = source is not None and source.goes_on
+    given = {} if goes_on else world.from_rank_zero(lambda: _given(tables, inherited, source))
     grows = source is not None and source.grows
     to_count = [name for name in tables if name not in given and (grows or name not in inherited.vocabularies)]
     requests = {name: _request(config, name, inherited.vocabularies.get(name)) for name in to_count}
@@ -67,13 +94,16 @@ def _learned(inputs: Inputs, source: Source | None, tables: dict[str, TableConfi
         for name in with_figures(config)
         if name not in inherited.floats
     ]
-    measured = measure(inputs.datasets["train"], requests, columns, world)
+    measured = Facts()
+    if requests or columns or rows:
+        measured = measure(inputs.datasets["train"], requests, columns, world, rows)
     vocabularies = {**inherited.vocabularies, **given, **measured.vocabularies}
-    kept = {name: len(ids) for name, ids in inherited.vocabularies.items()}
+    kept = {} if goes_on else {name: len(ids) for name, ids in inherited.vocabularies.items()}
     for name, old in kept.items():
         new, room = len(vocabularies[name]) - old, tables[name].num_embeddings - 1 - tables[name].num_buckets - old
         _log.info("table %s: %d ids keep their rows, %d are new, and num_embeddings allows %d", name, old, new, room)
-    return Facts(vocabularies, {**inherited.floats, **measured.floats}, measured.num_counted, kept)
+    floats = {**inherited.floats, **measured.floats}
+    return Facts(vocabularies, floats, inherited.row_counts, measured.num_counted, kept)
 
 
 def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
@@ -85,9 +115,14 @@ def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
         floats = [name for name in floats if name not in changed and source.init.dense is not Take.none]
         there_too = [table for table in tables if vocabulary_file(table) in marker.facts]
         tables = there_too if source.init.tables is not Take.none else []
-    names = [*map(vocabulary_file, tables), *([FLOATS_FILE] if floats else [])]
+    counted = [] if source.init else [name for name in id_features(config) if _counts_file(name) in marker.facts]
+    names = [*map(vocabulary_file, tables), *([FLOATS_FILE] if floats else []), *map(_counts_file, counted)]
     check_facts(source.path, marker, names)
-    return Facts.load(facts_of(source.path), list(tables), floats)
+    return Facts.load(facts_of(source.path), list(tables), floats, counted)
+
+
+def _counts_file(feature: str) -> str:
+    return vocabulary_file(counts_of(feature))
 
 
 def _given(tables: dict[str, TableConfig], inherited: Facts, source: Source | None) -> dict[str, pa.Array]:

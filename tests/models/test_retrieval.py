@@ -1,6 +1,7 @@
 """The two-tower model: its loss by hand, and the same numbers on any number of ranks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from launch import evaluate, fork_train
 from retrieval import NUM_USERS, write_retrieval
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recsys.checkpoint.state import Marker
 from recsys.data.batch import Batch
+from recsys.data.facts import RowCounter
 from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.models import DenseInputs, two_tower
@@ -51,6 +54,34 @@ def test_ranks_share_their_negatives(
     assert again["valid"] == again["test"]
     # At random 10 of the 45 items not seen, 5 of which are sought, hold 22% of them; of one's own half, 67%.
     assert alone["recall@10"] > 0.5
+
+
+def refuse_to_count() -> None:
+    """In a process of its own, makes it an error to count rows."""
+
+    def add(self: RowCounter, chunk: pa.Array) -> None:
+        raise AssertionError("rows are counted again")
+
+    RowCounter.add = add  # type: ignore[method-assign]
+
+
+def test_rows_are_counted_once(config: Path, tmp_path: Path) -> None:
+    """What the correction goes by is kept with the run; runs that did not keep it count again, and keep it then."""
+    train(config, tmp_path, "train.epochs=1", "train.max_steps=4")
+    kept = tmp_path / "vocabulary" / "item.counts.parquet"
+    counts = pq.read_table(kept)["count"].to_pylist()
+    assert len(counts) == 500 and sum(counts) == 600
+    resumed = [str(config), f"run.dir={tmp_path}", "run.resume=true", "train.epochs=1"]
+    done = fork_train(*resumed, "train.max_steps=6", before=refuse_to_count)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert evaluate(tmp_path)["test"]["users"] == NUM_USERS
+    # As an earlier version has left it.
+    for folder in tmp_path.glob("checkpoints/step-*"):
+        replace(Marker.read(folder), facts={}).write(folder)
+    kept.unlink()
+    done = fork_train(*resumed, "train.max_steps=8")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert pq.read_table(kept)["count"].to_pylist() == counts
 
 
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
