@@ -10,6 +10,7 @@ from recsys.config.choices import (
     ComputeKernel,
     FeatureType,
     IdMappingType,
+    LabelLoss,
     NullPolicy,
     ShardingChoice,
 )
@@ -142,6 +143,10 @@ def _check_model(config: Config) -> None:
         raise UserError(
             f"config key 'data.{key}': model {model.name} takes every row for a positive and reads no label; "
             f"keep the positive rows in data.train, and drop data.{key}"
+        )
+    if config.data.keep_negatives is not None and not any(x.loss is LabelLoss.binary for x in config.labels().values()):
+        raise UserError(
+            "config key 'data.keep_negatives' needs a label with loss: binary, and there is none; remove it"
         )
     if needs.item_id is not None:
         _check_item_id(config, needs.item_id)

@@ -14,6 +14,16 @@ def float_features(config: Config) -> list[str]:
     return [name for name, feature in config.features.items() if feature.type is FeatureType.float]
 
 
+def sampled_rows(config: Config, world_size: int) -> int:
+    """Return how many rows of a rank's batch are for items that are drawn."""
+    return -(-config.model.needs().sampled_items // world_size)
+
+
+def rank_rows(config: Config, world_size: int) -> int:
+    """Return how many rows a rank's batch of data.train has, with those for items that are drawn."""
+    return -(-config.train.global_batch_size // world_size) + sampled_rows(config, world_size)
+
+
 def averaged_features(config: Config) -> list[str]:
     """Return the names of the id features whose rows are averaged."""
     return [

@@ -40,7 +40,7 @@ FREE = (
 # What a position in the data, and the best metric so far, stand for: nothing that another run takes.
 _OF_ONE_RUN = (
     *("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter"),
-    "train.global_batch_size",
+    *("data.keep_negatives", "train.global_batch_size"),
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.

@@ -36,6 +36,8 @@ class Needs:
         item_features: of a retrieval model, what it reads of items; all other features are a user's.
         vector_dim: of a retrieval model, the width of the vectors of users and items.
         log_shares_of: id feature whose table rows' shares of data.train it wants the logarithms of.
+        sampled_items: how many items of data.items it wants drawn for a global batch, as rows behind those of the data.
+        sampling_power: what their counts in data.train are raised to, to draw by; above 0, needs `log_shares_of`.
     """
 
     labels: bool = True
@@ -44,6 +46,8 @@ class Needs:
     item_features: tuple[str, ...] = ()
     vector_dim: int = 0
     log_shares_of: str | None = None
+    sampled_items: int = 0
+    sampling_power: float = 0.0
 
 
 @dataclass

@@ -76,6 +76,9 @@ class DataConfig:
     # `buy: "event == 'purchase'"` for {expression: …}: a text that is more than one word.
     labels: dict[str, LabelConfig] = field(default_factory=dict)
     weight_column: str | None = None
+    # Of the rows of data.train without a positive label, train on such a share only, the same in every epoch. Each
+    # counts 1 / share times, so that losses and what is predicted stay those of all rows; none is left out elsewhere.
+    keep_negatives: float | None = bounded(None, 1e-6, 1)
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     candidates_column: str | None = None  # of `recsys recommend`: items to choose from, a list of raw ids

@@ -20,6 +20,17 @@ from recsys.data.window import Columns, Ragged
 from recsys.runtime.files import replace_file
 
 
+class Sampled(NamedTuple):
+    """Rows of a batch, from `start` on, that are items drawn as negatives: of weight 0, with an item's features alone.
+
+    Attributes:
+        first: the place of the first one behind the rows of the global batch and what lower ranks have drawn.
+    """
+
+    start: int
+    first: int
+
+
 @dataclass
 class Batch(Pipelineable):
     """One rank's rows of a step. Rows of weight 0 fill up the last batch of an epoch; their lists are empty.
@@ -39,6 +50,7 @@ class Batch(Pipelineable):
         fence: of the host memory that the tensors lie in.
         id_bounds: where each of `micro_batches` begins and ends in the ids of each feature; empty if there is but one.
         first_row: the place of the first row in the global batch.
+        sampled: the rows behind those of the data, of a model that wants some.
     """
 
     ids: KeyedJaggedTensor
@@ -54,6 +66,15 @@ class Batch(Pipelineable):
     id_bounds: tuple[tuple[int, ...], ...] = ()
     first_row: int = 0
     known_labels: torch.Tensor | None = None
+    sampled: Sampled | None = None
+
+    def row_numbers(self, start: int, stop: int) -> torch.Tensor:
+        """Return of rows `start` … `stop` - 1 of this rank's batch their places in the global batch, int64."""
+        rows = torch.arange(start, stop, device=self.weights.device)
+        if self.sampled is None:
+            return rows + self.first_row
+        first, number = self.sampled
+        return torch.where(rows < first, rows + self.first_row, rows - first + number)
 
     def label_weights(self, label: int) -> torch.Tensor:
         """Return what each row counts for a label, by its number: [rows] float32."""

@@ -12,6 +12,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.errors import UserError
+from recsys.ids import hash_integers
+from recsys.runtime.counter_random import make_key
 
 KEY = "config key 'data.filter'"
 BY_DATASET = "a filter of one data set alone is written as data.filter={train: …}"
@@ -59,6 +61,14 @@ class Bounds(NamedTuple):
     values: np.ndarray
 
 
+class Origin(NamedTuple):
+    """Where rows come from: `num_rows` of a row group, from `first` on; `group` tells it from others."""
+
+    group: str
+    first: int
+    num_rows: int
+
+
 class Outcomes(NamedTuple):
     """What a condition may be for rows of each of n row groups: true, false, null; each bool [n].
 
@@ -80,7 +90,8 @@ class Condition:
 
     Attributes:
         operator: `and`, `or` and `not` of `parts`; of a column, `is None`, `in` (value: literals), `is true`, or a
-            comparison with a literal or a `Column`. `bind` makes Arrow scalars of the literals.
+            comparison with a literal or a `Column`. `bind` makes Arrow scalars of the literals. `sampled` (value: a
+            share and a seed) is of no column.
     """
 
     operator: str
@@ -97,6 +108,8 @@ class Condition:
         """Return the condition with literals of the columns' types. Raises UserError if they do not go together."""
         if self.parts:
             return replace(self, parts=tuple(part.bind(schema) for part in self.parts))
+        if self.operator == "sampled":
+            return self
         kind = schema.field(self.column).type
         if isinstance(self.value, Column):
             _check_pair(self.operator, self.column, kind, self.value, schema.field(self.value).type)
@@ -113,12 +126,14 @@ class Condition:
             )
         return replace(self, operator="==", value=pa.scalar(True))
 
-    def mask(self, table: pa.Table) -> pa.ChunkedArray:
+    def mask(self, table: pa.Table, origin: Origin | None = None) -> pa.ChunkedArray:
         """Return the condition for each row, bool with nulls [rows]; columns may be dictionary-encoded."""
         if self.operator == "not":
-            return pc.invert(self.parts[0].mask(table))
+            return pc.invert(self.parts[0].mask(table, origin))
         if self.parts:
-            return reduce(KERNELS[self.operator], (part.mask(table) for part in self.parts))
+            return reduce(KERNELS[self.operator], (part.mask(table, origin) for part in self.parts))
+        if self.operator == "sampled":
+            return _sampled(self.value, origin)
         column = table.column(self.column)
         if self.operator == "is None":
             return pc.is_null(column)
@@ -150,7 +165,7 @@ class Condition:
             if self.operator == "and":
                 return Outcomes(np.all(true, 0), np.any(false, 0), np.any(null, 0) & np.all(true | null, 0))
             return Outcomes(np.any(true, 0), np.all(false, 0), np.any(null, 0) & np.all(false | null, 0))
-        if self.column not in bounds or isinstance(self.value, Column):
+        if self.column not in bounds or isinstance(self.value, Column):  # `sampled` has no column
             anything = np.ones(n, np.bool_)
             return Outcomes(anything, anything, anything if self.operator != "is None" else ~anything)
         known = bounds[self.column]
@@ -160,6 +175,15 @@ class Condition:
         if pa.types.is_floating(known.least.type):  # NaN, which bounds leave out, is unequal to all and has no order
             true, false = true | (self.operator == "!="), false | (self.operator != "!=")
         return Outcomes(true & known.values, false & known.values, known.nulls)
+
+
+def _sampled(share_and_seed: tuple[float, int], origin: Origin | None) -> pa.ChunkedArray:
+    share, seed = share_and_seed
+    if origin is None:
+        raise UserError(f"{KEY}: sampled(…) chooses rows of a file, and says nothing of their values")
+    numbers = np.arange(origin.first, origin.first + origin.num_rows)
+    hashes = hash_integers(numbers, make_key(seed, "sampled", origin.group))
+    return pa.chunked_array([pa.array((hashes >> np.uint64(11)) * 2.0**-53 < share)])
 
 
 def _check_pair(operator: str, left: str, left_kind: pa.DataType, right: str, right_kind: pa.DataType) -> None:

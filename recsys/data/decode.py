@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recsys.data.conditions import Origin
 from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
 from recsys.data.filters import parse_filter
 from recsys.data.footers import file_tail, footer_of, parsed_footer, plain_type
 from recsys.data.order import Segment
-from recsys.data.storage import BadDataError, partition_keys, reason
+from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
 
 CACHED_ROW_GROUPS = 2  # by a reader, of those that are read in parts
 _HEAD_BUFFER_BYTES, _HEAD_BATCH_ROWS = 1 << 16, 1 << 12  # of what is read and decoded at once, of all columns
@@ -33,6 +34,7 @@ class _Group:
 
     Attributes:
         num_rows: that match the filter; stored_rows: all. layout: number of the file's layout. file_size: in bytes.
+        file_digest: of its footer, by which `sampled` in a filter tells files apart wherever they lie.
     """
 
     path: str
@@ -41,6 +43,7 @@ class _Group:
     stored_rows: int
     layout: int
     file_size: int
+    file_digest: int
 
 
 @dataclass(frozen=True)
@@ -96,29 +99,30 @@ class SegmentReader:
         """Return the rows of a row group, by its number in the dataset, that match the filter. Errors as of `read`."""
         group = self._group(number)
         is_filtered = self._condition is not None and group.num_rows < group.stored_rows
-        table = self._matching(self._read(group, is_filtered), is_filtered)
+        table = self._matching(self._read(group, is_filtered), group, is_filtered)
         if table.num_rows < group.num_rows:
             raise _changed(group, f"{table.num_rows} rows match the filter, and {group.num_rows} did")
         return table
 
     def count(self, number: int) -> int:
         """Return how many rows of a row group match the filter. Errors as of `read`."""
-        table = self._read(self._group(number), is_filtered=True)
-        return 0 if self._condition is None else pc.sum(self._condition.mask(table)).as_py() or 0
+        group = self._group(number)
+        return pc.sum(self._mask(self._read(group, is_filtered=True), group)).as_py() or 0
 
     def head(self, number: int, num_rows: int) -> pa.Table:
         """Return up to so many rows from the start of a row group, without decoding all of it. Errors as of `read`."""
         group, is_filtered = self._group(number), self._condition is not None
 
         def read(plan: _Plan) -> pa.Table:
-            tables: list[pa.Table] = []
+            tables, first = list[pa.Table](), 0
             with self._open(group, plan, _HEAD_BUFFER_BYTES) as file:
                 batches = file.iter_batches(
                     min(num_rows, _HEAD_BATCH_ROWS), row_groups=[group.index], columns=plan.stored, use_threads=False
                 )
                 while sum(map(len, tables)) < num_rows and (batch := next(batches, None)) is not None:
                     table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
-                    tables.append(self._matching(self._completed(table, group, plan), is_filtered))
+                    tables.append(self._matching(self._completed(table, group, plan), group, is_filtered, first))
+                    first += len(batch)
             return pa.concat_tables(tables, promote_options="permissive").slice(0, num_rows)
 
         if not self._plan(group, is_filtered).stored:
@@ -141,17 +145,22 @@ class SegmentReader:
                 future.set_exception(error)
         return future.result()
 
-    def _matching(self, table: pa.Table, is_filtered: bool) -> pa.Table:
+    def _mask(self, table: pa.Table, group: _Group, first_row: int = 0) -> pa.ChunkedArray:
+        assert self._condition is not None
+        num_rows = table.num_rows if table.num_columns else group.stored_rows
+        return self._condition.mask(table, Origin(f"{group.file_digest}/{group.index}", first_row, num_rows))
+
+    def _matching(self, table: pa.Table, group: _Group, is_filtered: bool, first_row: int = 0) -> pa.Table:
         chosen = table.select(self._columns)
-        if is_filtered and self._condition is not None:
-            chosen = chosen.filter(self._condition.mask(table))
+        if is_filtered:
+            chosen = chosen.filter(self._mask(table, group, first_row))
         return with_crosses(chosen, self._crosses).select(self._returned) if self._crosses else chosen
 
     def _group(self, number: int) -> _Group:
         dataset, groups = self._dataset, self._dataset.row_groups
         file, counts = groups.file[number], (int(groups.num_rows[number]), int(dataset.stored_rows[number]))
-        layout, size = int(dataset.file_layouts[file]), int(dataset.file_sizes[file])
-        return _Group(groups.paths[file], int(groups.index[number]), *counts, layout, size)
+        of_file = (int(each[file]) for each in (dataset.file_layouts, dataset.file_sizes, dataset.file_digests))
+        return _Group(groups.paths[file], int(groups.index[number]), *counts, *of_file)
 
     def _plan(self, group: _Group, is_filtered: bool) -> _Plan:
         key = (group.layout, is_filtered)
@@ -311,7 +320,7 @@ class SegmentReader:
                     group.index,
                 ) from error
         keys = partition_keys(group.path) if plan.constant else {}
-        constant = {name: _constant(keys[name], self._types[name], num_rows) for name in plan.constant}
+        constant = {name: partition_column(keys[name], self._types[name], num_rows) for name in plan.constant}
         return pa.table(columns | constant)
 
 
@@ -339,11 +348,3 @@ def _num_values(array: pa.Array) -> int:
     """Return how many values Parquet stores for lists: their elements, and one for each that is empty or null."""
     offsets = array.offsets.to_numpy()
     return int(offsets[-1] - offsets[0]) + int(np.count_nonzero(offsets[1:] == offsets[:-1]))
-
-
-def _constant(value: str | None, kind: pa.DataType, num_rows: int) -> pa.Array:
-    if value is None:
-        return pa.nulls(num_rows, kind)
-    if pa.types.is_string(kind):
-        return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([value], kind))
-    return pa.repeat(pa.scalar(value).cast(kind), num_rows)

@@ -42,8 +42,9 @@ def parse_filter(text: str) -> Condition:
 
     Known are comparisons of columns with literals or columns (== != < <= > >=, also chained), `in` and `not in` lists,
     `is None` and `is not None`, bool columns by themselves, and, or, not, parentheses, and `col("odd name")` for a
-    column whose name is no Python name. Literals are numbers, strings, True and False. A string compared with a date or
-    timestamp is read as ISO 8601 and as UTC where the column has a zone and the string has none.
+    column whose name is no Python name. `sampled(0.1, 7)` is true of a tenth of the rows, by seed 7. Literals are
+    numbers, strings, True and False. A string compared with a date or timestamp is read as ISO 8601 and as UTC where
+    the column has a zone and the string has none.
 
     Raises:
         UserError: the text is no such expression.
@@ -71,7 +72,15 @@ class _Parser:
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             return Condition("and", tuple(map(self._compare, sides, node.ops, sides[1:])))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "sampled":
+            return self._sampled(node)
         return Condition("is true", column=self._column(node) or self._refuse(node))
+
+    def _sampled(self, node: ast.Call) -> Condition:
+        match [self._literal(argument) for argument in node.args]:
+            case [int() | float() as share, int() as seed] if 0 <= share <= 1 and seed >= 0 and not node.keywords:
+                return Condition("sampled", value=(share, seed))
+        self._refuse(node, "sampled takes a share of the rows, from 0 to 1, and a seed: sampled(0.1, 7)")
 
     def _compare(self, left: ast.expr, kind: ast.cmpop, right: ast.expr) -> Condition:
         name, other = self._column(left), self._column(right)

@@ -5,16 +5,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pyarrow as pa
 
 from recsys.config import Config, IdMappingType
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
+from recsys.data.convert import convert_ids
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
 from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
+from recsys.data.negatives import ItemSampler
 from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.wanted import (
@@ -26,6 +29,7 @@ from recsys.data.wanted import (
     needed_columns,
     role_features,
     role_lists,
+    row_filter,
 )
 from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
@@ -89,7 +93,6 @@ class Inputs:
     def loader(self, role: str, dataset: Dataset | None = None) -> Loader:
         """Return this rank's loader of a dataset, or of a part of it: shuffled for training, else in file order."""
         config, world, train = self.config, self.world, role == "train"
-        size = config.train.global_batch_size if train else config.train.eval_batch_size
         options = LoaderOptions(
             seed=config.seed,
             shuffle=train and config.data.shuffle,
@@ -102,8 +105,21 @@ class Inputs:
             skip_bad=train and config.data.max_bad_rows > 0,
             micro_batches=MicroBatches(config.train.micro_batch_size, config.train.micro_batch_ids),
         )
-        size = size or config.train.global_batch_size
-        return Loader(dataset or self.datasets[role], self.spec(role), options, size, world.rank, world.world_size)
+        size = (None if train else config.train.eval_batch_size) or config.train.global_batch_size
+        dataset, sampler, number = dataset or self.datasets[role], None, config.model.needs().sampled_items
+        if train and number:
+            shares = self.item_shares()[1]
+            sampler = ItemSampler(self.datasets["items"], self.spec("items"), shares, number, config.seed, world)
+        return Loader(dataset, self.spec(role), options, size, world.rank, world.world_size, sampler)
+
+    def item_shares(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return of all items the table rows, int64 [items], and their shares of what is drawn, float64 [items]."""
+        needs = self.config.model.needs()
+        assert self.corpus is not None and needs.item_id is not None
+        rows = convert_ids(self.corpus, self.id_column(needs.item_id), np.dtype(np.int64)).values
+        counts = None if self.facts is None else self.facts.row_counts.get(needs.item_id)
+        weights = np.ones(len(rows)) if counts is None else np.maximum(counts[rows], 1.0) ** needs.sampling_power
+        return rows, weights / weights.sum()
 
     def spec(self, role: str) -> BatchSpec:
         """Return what the batches of a dataset are made of."""
@@ -127,7 +143,8 @@ class Inputs:
             labels = [label_column(config, name, finite, schema) for name in config.labels()]
             if weight_column is not None:
                 weight = FloatColumn("data.weight_column", weight_column, None, False, finite)
-        return BatchSpec(ids, floats, labels, weight, lists)
+        negative_weight = 1 / (config.data.keep_negatives or 1.0) if role == "train" else 1.0
+        return BatchSpec(ids, floats, labels, weight, lists, negative_weight)
 
     def id_column(self, feature: str) -> IdColumn:
         """Return how an id feature becomes table rows in data.train, which are not counted among `statistics`."""
@@ -205,7 +222,7 @@ def _read(
             getattr(data, role),
             needed_columns(config, role),
             data.max_rows,
-            _filter(config, role),
+            row_filter(config, role),
             options,
             cache=cache and cache / f"{role}.footers",
         )
@@ -239,13 +256,6 @@ def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
             )
     schema = pa.schema([*dataset.schema, *(pa.field(name, pa.int64()) for name in made)])
     return replace(dataset, schema=schema, columns=(*dataset.columns, *made), crosses=made)
-
-
-def _filter(config: Config, role: str) -> str | None:
-    given = config.data.filter
-    if isinstance(given, dict):
-        return given.get(role)
-    return None if role == "items" else given  # a corpus has columns of its own
 
 
 def _check_rows(config: Config, train: Dataset) -> None:

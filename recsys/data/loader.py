@@ -3,15 +3,16 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
 import torch
 
-from recsys.data.batch import Batch, MicroBatches, Piece, collate
+from recsys.data.batch import Batch, MicroBatches, Piece, Sampled, collate
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
+from recsys.data.negatives import ItemSampler
 from recsys.data.order import (
     EpochOrder,
     Position,
@@ -53,9 +54,11 @@ class Loader:
         dataset: files and footers. spec: what a batch is made of. options: how to read.
         global_batch_size: rows of a step over all ranks.
         rank, world_size: of this process.
+        sampler: draws items that batches have behind their rows.
 
     Attributes:
-        batch_size: rows of this rank's batches, the same on all ranks; first_row: the first one's place in the step.
+        batch_size: rows of this rank's batches, without what is drawn, the same on all ranks; first_row: the first
+            one's place in the step.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class Loader:
         global_batch_size: int,
         rank: int = 0,
         world_size: int = 1,
+        sampler: ItemSampler | None = None,
     ) -> None:
         self.dataset = dataset
+        self._sampler = sampler
         self.global_batch_size = global_batch_size
         self.batch_size = -(-global_batch_size // world_size)
         self.first_row = global_batch_size * rank // world_size
@@ -153,16 +158,19 @@ class Loader:
         while position.epoch < num_epochs:
             following = self._advance(position)
             if self._steps(position):
-                yield collate(
-                    self._pieces(readers, position),  # without a name, which would keep windows that are used up
-                    self.batch_size,
-                    self._spec,
-                    following,
-                    self._batches,
-                    self._options.micro_batches,
-                    self.first_row,
-                )
+                # No name for the pieces, which would keep windows that are used up.
+                yield self._collate(self._pieces(readers, position), following)
             position = following
+
+    def _collate(self, pieces: list[Piece], position: Position) -> Batch:
+        how = self._spec, position, self._batches, self._options.micro_batches, self.first_row
+        if self._sampler is None:
+            return collate(pieces, self.batch_size, *how)
+        items = self._sampler.rows(position.num_rows)
+        pieces.append(Piece(items, 0, items.num_rows, self.batch_size))
+        batch = collate(pieces, self.batch_size + self._sampler.num_rows, *how)
+        sampled = Sampled(self.batch_size, self.global_batch_size + self._sampler.first)
+        return replace(batch, sampled=sampled, num_rows=batch.num_rows - items.num_rows)
 
     def _pieces(self, readers: "list[_StreamReader]", position: Position) -> list[Piece]:
         pieces: list[Piece] = []

@@ -89,13 +89,18 @@ class FloatColumn:
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """What a batch is made of. The weight of rows is 1 where the data have none; labels that the data lack are 0."""
+    """What a batch is made of. The weight of rows is 1 where the data have none; labels that the data lack are 0.
+
+    Attributes:
+        negative_weight: the weight of rows without a positive binary label is multiplied by this.
+    """
 
     ids: Sequence[IdColumn]
     floats: Sequence[FloatColumn]
     labels: Sequence[FloatColumn] = ()
     weight: FloatColumn | None = None
     lists: Sequence[IdColumn] = ()
+    negative_weight: float = 1.0
 
     def columns(self) -> list[str]:
         """Return the names of the columns to read, each once."""

@@ -122,11 +122,27 @@ def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | No
     if condition is not None and schema is not None:
         with _of_label(config, name):
             condition = condition.bind(schema)
+            condition.mask(schema.empty_table())  # refuses what only a filter may say
     unknown, binary = label.nulls is LabelNulls.unknown, label.loss is LabelLoss.binary
     column = None if condition else label.column or name
     fill = 0.0 if unknown else None
     key = _label_key(config, name)
     return FloatColumn(key, column, fill, binary, finite, may_be_unknown=unknown, condition=condition)
+
+
+def row_filter(config: Config, role: str) -> str | None:
+    """Return what rows of a dataset must match: data.filter, and to be kept by data.keep_negatives."""
+    given = config.data.filter
+    if isinstance(given, dict):
+        given = given.get(role)
+    elif role == "items":  # a corpus has columns of its own
+        given = None
+    if role != "train" or config.data.keep_negatives is None:
+        return given
+    labels = {name: label for name, label in config.labels().items() if label.loss is LabelLoss.binary}
+    positives = [label.expression or f"col({label.column or name!r}) > 0" for name, label in labels.items()]
+    kept = " or ".join([*(f"({each})" for each in positives), f"sampled({config.data.keep_negatives}, {config.seed})"])
+    return kept if given is None else f"({given}) and ({kept})"
 
 
 def with_figures(config: Config) -> list[str]:

@@ -166,6 +166,9 @@ class _Conversion:
         if self._spec.weight is not None:
             _fill_floats(self._spec.weight, table, self._floats[-1, rows])
             _check_weights(self._floats[-1, rows], self._spec.weight)
+        if self._spec.negative_weight != 1:
+            binary = [len(self._spec.floats) + i for i, part in enumerate(self._spec.labels) if part.binary]
+            self._floats[-1, rows][~(self._floats[binary, rows] > 0).any(axis=0)] *= self._spec.negative_weight
 
     def columns(self) -> Columns:
         """Return what has been added, in the order of the window."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
 from recsys.config.choices import Autocast, Saver
+from recsys.config.features import rank_rows
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
@@ -172,7 +173,7 @@ class Fitter:
         return "device" if device >= host else "host"
 
     def _ranks(self, config: Config) -> list[RankMemory]:
-        data, rows = self._data_of(config), -(-config.train.global_batch_size // self._topology.world_size)
+        data, rows = self._data_of(config), rank_rows(config, self._topology.world_size)
         kernels = repr((config.tables, config.optimizer.tables, config.precision.output_dtype))
         if kernels not in self._pieces:
             self._pieces[kernels] = pieces_of(config, self._topology)

@@ -56,6 +56,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     decoding = _decoding(inputs, "train", sample, largest)
     vocabularies, counted = _vocabularies(config, inputs, distinct)
+    vocabularies += _drawn_bytes(inputs)
     return DataFacts(
         mean_ids=sample.mean_ids(),
         id_bytes=inputs.spec("train").dtype.itemsize,
@@ -97,6 +98,15 @@ def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, 
         size += _NUMBER_BYTES * num_rows
         counted[counts_of(feature)] = int(min(num_rows, distinct.get(feature, num_rows)))
     return size, counted
+
+
+def _drawn_bytes(inputs: Inputs) -> int:
+    """Return the bytes of the items that negatives are drawn from, and of their shares."""
+    if not inputs.config.model.needs().sampled_items:
+        return 0
+    items = inputs.datasets["items"]
+    head = read_head(items, _SAMPLE_ROWS)
+    return int((head.nbytes / max(1, head.num_rows) + _NUMBER_BYTES) * items.num_rows)
 
 
 def _index_bytes(ids: pa.Array) -> int:

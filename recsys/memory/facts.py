@@ -18,7 +18,8 @@ class DataFacts:
         first_decode_bytes: of the latter, before there are windows and steps.
         eval_decode_bytes, eval_first_decode_bytes: the same of the data set to evaluate that takes most.
         eval_rows: of a rank, by dataset.
-        vocabulary_bytes: host memory of the vocabularies, of what finds ids in them, and of counts of rows.
+        vocabulary_bytes: host memory of the vocabularies, of what finds ids in them, of counts of rows, and of items
+            that negatives are drawn from.
         counted_ids: by table, distinct ids that its vocabulary is chosen from; by `counts_of` a feature, those counted.
         source: where the figures come from, in words.
         statistics_bytes: host memory of the counts of ids, once the data have been seen.

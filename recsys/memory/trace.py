@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Config
-from recsys.config.features import float_features, id_features
-from recsys.data.batch import Batch
+from recsys.config.features import float_features, id_features, rank_rows, sampled_rows
+from recsys.data.batch import Batch, Sampled
 from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
@@ -95,6 +95,8 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
         parameter.grad = None
     pooled, by_id = _looked_up(config, data, rows)
     batch = _batch(config, data, rows, bounds)
+    if drawn := sampled_rows(config, dist.get_world_size()):
+        batch.sampled = Sampled(max(0, rows - drawn), 0)
     tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
@@ -230,8 +232,7 @@ class Prediction:
 
 def predict_run(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> Prediction:
     """Return the memory of every rank under a plan."""
-    rows = -(-config.train.global_batch_size // topology.world_size)
-    dense = rehearse(config, data, rows, topology.device)
+    dense = rehearse(config, data, rank_rows(config, topology.world_size), topology.device)
     return Prediction(predict(config, data, dense, topology, pieces), data, dense)
 
 

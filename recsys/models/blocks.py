@@ -28,24 +28,27 @@ class RowDropout(nn.Module):
         super().__init__()
         self.p = p
         self.key = 0
-        self.first_row = 0  # of this rank, in the global batch
+        self.rows = torch.zeros(0)  # their places in the global batch, int64
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Zero elements of x, [rows, columns], with probability p, and scale the rest by 1 / (1 - p)."""
         if not self.training or self.p == 0:
             return x
-        rows = torch.arange(self.first_row, self.first_row + x.shape[0], device=x.device)
-        kept = uniform(self.key, rows, torch.arange(x.shape[1], device=x.device)) >= self.p
+        kept = uniform(self.key, self.rows, torch.arange(x.shape[1], device=x.device)) >= self.p
         return x * kept / (1 - self.p)
 
 
-def set_dropout_keys(model: nn.Module, seed: int, step: int, first_row: int) -> None:
-    """Give every RowDropout of a model its key for one step; `step` is any number that no two steps share."""
+def set_dropout_keys(model: nn.Module, seed: int, step: int, rows: torch.Tensor) -> None:
+    """Give every RowDropout of a model its key for some rows of a step.
+
+    Args:
+        step: any number that no two steps share. rows: their places in the global batch, int64.
+    """
     for name, module in model.named_modules():
         if isinstance(module, RowDropout) and module.p > 0:
             # As the layer was called once, so that earlier runs draw the same masks.
             layer = f"module.{parameter_name(name)}"
-            module.key, module.first_row = make_key(seed, "dropout", step, layer), first_row
+            module.key, module.rows = make_key(seed, "dropout", step, layer), rows
 
 
 def checkpoint_mlps(model: nn.Module) -> None:

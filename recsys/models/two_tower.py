@@ -27,7 +27,11 @@ _MOST_PARTS = 128  # of a batch, however large
 
 @dataclass
 class TwoTowerConfig(ModelConfig):
-    """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996)."""
+    """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996).
+
+    Items drawn from data.items may join the other rows' items as negatives (Yang et al. 2020,
+    doi:10.1145/3366424.3386195): of these, rows hold those alone that users came across.
+    """
 
     name: str = "two_tower"
     user_features: list[str] = MISSING
@@ -39,7 +43,9 @@ class TwoTowerConfig(ModelConfig):
     dropout: float = bounded(0.0, 0, below=1)
     normalize: bool = True  # cosine instead of dot product
     temperature: float = bounded(0.1, 1e-30, below=1e30)
-    logq_correction: bool = True  # subtract the log of an item's share of the training rows
+    logq_correction: bool = True  # subtract the log of an item's share of what it is compared as
+    sampled_negatives: int = bounded(0, 0, 2**24)  # items of data.items, drawn anew for each global batch
+    sampling_power: float = bounded(0.0, 0, 1)  # of their counts in data.train; 0: each as often, 1: as in the rows
     top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
 
     free: ClassVar = ("dropout", "top_k", "user_features", "item_features")
@@ -51,8 +57,14 @@ class TwoTowerConfig(ModelConfig):
             item_id=self.item_id,
             item_features=tuple(self.item_features),
             vector_dim=self.output_dim,
-            log_shares_of=self.item_id if self.logq_correction else None,
+            log_shares_of=self.item_id if self.logq_correction or self._draws_by_count else None,
+            sampled_items=self.sampled_negatives,
+            sampling_power=self.sampling_power,
         )
+
+    @property
+    def _draws_by_count(self) -> bool:
+        return self.sampled_negatives > 0 and self.sampling_power > 0
 
     def metric_names(self, config: Config) -> list[str]:
         return RetrievalEvaluator.names(self.top_k)
@@ -84,6 +96,8 @@ class TwoTowerConfig(ModelConfig):
                 f"feature '{min(unused)}' is in neither model.user_features nor model.item_features; add it there, or "
                 f"remove features.{min(unused)}"
             )
+        if self.sampled_negatives and not config.data.items:
+            raise UserError("config key 'model.sampled_negatives' draws items of data.items, which is not set")
         if not self.top_k:
             raise UserError("config key 'model.top_k' is empty, and needs a number at least")
 
@@ -109,8 +123,8 @@ class TwoTower(Model):
     """User tower and item tower, trained by a softmax over the items of the global batch, whose rows all ranks see.
 
     Each row's own item is its positive and every other row's item a negative, except rows of weight 0 and rows with
-    the same item (accidental hits). With logQ correction a score is lowered by the log of the item's share of
-    the training rows, because popular items come up as negatives that much more often.
+    the same item (accidental hits); so is every item that was drawn. With logQ correction a score is lowered by the log
+    of the item's share of all these, because popular items come up as negatives that much more often.
     """
 
     Config = TwoTowerConfig
@@ -124,7 +138,8 @@ class TwoTower(Model):
         self.config = config
         self.user = self._tower(config.user_features, config.user_mlp, inputs)
         self.item = self._tower(config.item_features, config.item_mlp, inputs)
-        self.register_buffer("log_shares", inputs.log_shares, persistent=False)
+        log_shares = inputs.log_shares if config.logq_correction else None
+        self.register_buffer("log_shares", log_shares, persistent=False)
 
     def _tower(self, names: list[str], hidden: list[int], inputs: DenseInputs) -> Tower:
         ids = {name: inputs.dims[name] for name in names if name in inputs.dims}
@@ -138,11 +153,14 @@ class TwoTower(Model):
         users, items = outputs
         keys = _first_ids(batch, self.config.item_id)
         everyones_items = _GatherRows.apply(items)
-        others_keys = _gather(torch.where(batch.weights > 0, keys, -1))
+        end = len(users) if batch.sampled is None else batch.sampled.start
+        is_item = torch.cat([batch.weights[:end] > 0, keys[end:] >= 0])
+        others_keys = _gather(torch.where(is_item, keys, -1))
         offsets = everyones_items.new_zeros(len(others_keys))
         if self.log_shares is not None:
             offsets = -self.log_shares[others_keys.clamp(min=0)]
-        columns = users / self.config.temperature, everyones_items, offsets, keys, others_keys, batch.weights
+        own = users[:end] / self.config.temperature, keys[:end], batch.weights[:end]
+        columns = own[0], everyones_items, offsets, own[1], others_keys, own[2]
         loss = _SoftmaxLoss.apply(*columns, self._scores or _SCORES[users.device.type], self._most_pieces)
         return {"softmax": loss}
 
@@ -185,7 +203,8 @@ class _SoftmaxLoss(torch.autograd.Function):
         num_scores: int,
         most_pieces: int | None,
     ) -> torch.Tensor:
-        own = torch.arange(len(users), device=users.device) + dist.get_rank() * len(users)
+        first = dist.get_rank() * len(items) // dist.get_world_size()
+        own = torch.arange(first, first + len(users), device=users.device)
         losses, of_users, of_items = torch.empty_like(weights), torch.empty_like(users), torch.zeros_like(items)
         some = max(1, num_scores // len(items), len(users) // _MOST_PARTS)
         for rows in (slice(first, first + some) for first in range(0, len(users), some)[:most_pieces]):

@@ -159,7 +159,7 @@ class DenseHalf(nn.Module):
         Args:
             tensors: slices of `lookup.tensors` by the part.
         """
-        set_dropout_keys(self.model, self._seed, rows.position.num_rows, rows.first_row + part.rows[0])
+        set_dropout_keys(self.model, self._seed, rows.position.num_rows, rows.row_numbers(*part.rows))
         return self._outputs(lookup, part, tensors, rows)
 
     def _outputs(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch) -> Outputs:

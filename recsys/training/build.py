@@ -70,7 +70,7 @@ def build_model(inputs: Inputs) -> Built:
 
 
 def log_shares(inputs: Inputs) -> torch.Tensor:
-    """Return the logs of the shares that the table rows of `Needs.log_shares_of` have of data.train.
+    """Return the logs of the shares that the table rows of `Needs.log_shares_of` have of data.train and drawn items.
 
     They are [num_embeddings] float32, and [1] where these are not known; every table row counts as once at least.
     """
@@ -79,4 +79,7 @@ def log_shares(inputs: Inputs) -> torch.Tensor:
     if counts is None:
         return torch.zeros(1)
     share = np.maximum(counts, 1) / max(1, counts.sum())
+    if (number := inputs.config.model.needs().sampled_items) and feature == inputs.config.model.needs().item_id:
+        drawn, size = np.bincount(*inputs.item_shares(), len(counts)), inputs.config.train.global_batch_size
+        share = (size * share + number * drawn) / (size + number)
     return torch.from_numpy(np.log(share).astype(np.float32))

@@ -150,6 +150,8 @@ def test_row_groups_of_one_row_are_decided_by_statistics(tmp_path, monkeypatch):
 
 
 BAD = [
+    ("sampled(2, 7)", "sampled takes a share of the rows, from 0 to 1, and a seed"),
+    ("sampled(0.5)", "sampled takes a share of the rows"),
     ("a = 1", "write == for equal"),
     ("a == 1 && b", "write and in place of &"),
     ("a == 1 || b", "write or in place of |"),

@@ -4,19 +4,26 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from launch import evaluate, fork_train
-from retrieval import NUM_USERS, write_retrieval
+from retrieval import NUM_ITEMS, NUM_USERS, write_retrieval
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.checkpoint.state import Marker
-from recsys.data.batch import Batch
-from recsys.data.facts import RowCounter
+from recsys.config import load_config
+from recsys.data.batch import Batch, Sampled
+from recsys.data.facts import Facts, RowCounter
+from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
 from recsys.data.pool import Fence
+from recsys.errors import UserError
 from recsys.models import DenseInputs, two_tower
 from recsys.runtime.world import open_world
+from recsys.training.build import log_shares
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +63,67 @@ def test_ranks_share_their_negatives(
     assert alone["recall@10"] > 0.5
 
 
+SAMPLED = "model.sampled_negatives=32", "model.sampling_power=0.5", "model.item_mlp=[8]", "train.epochs=3"
+
+
+def test_items_that_are_drawn_are_the_same_on_any_ranks_and_after_a_stop(config: Path, tmp_path: Path) -> None:
+    alone, losses = train(config, tmp_path / "1", *SAMPLED)
+    metrics, of_ranks = train(config, tmp_path / "3", *SAMPLED, nproc=3)  # 10, 11 and 11 of them, and dropout
+    torch.testing.assert_close(of_ranks, losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
+    pieces, again = train(config, tmp_path / "pieces", *SAMPLED, "train.micro_batch_size=19")
+    torch.testing.assert_close(again, losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(pieces, alone, rtol=0, atol=1e-6)
+    train(config, tmp_path / "stopped", *SAMPLED, "train.max_steps=13")
+    assert train(config, tmp_path / "stopped", *SAMPLED, "run.resume=true") == (alone, losses)
+
+
+def test_items_are_drawn_by_their_counts(config: Path) -> None:
+    """From all of data.items, each with its own features, by its count in data.train to some power."""
+    with open_world() as world:
+        options = "model.sampled_negatives=3000", "model.sampling_power=1", "train.epochs=1"
+        inputs = open_inputs(load_config(config, options), world)
+        rows, shares = inputs.item_shares()
+        assert len(rows) == NUM_ITEMS and set(shares) == {1 / NUM_ITEMS}, "before they are counted"
+        counts = np.zeros(500, np.int64)
+        counts[rows[:3]] = 10, 20, 40  # and 57 others that count as one
+        inputs.facts = Facts(row_counts={"item": counts})
+        loader = inputs.loader("train")
+        batches = [(batch.ids["item"].values().numpy()[-3000:].copy(), batch) for batch in loader.batches()]
+        item, year = (float(x) for x in (rows[1], 1))
+        drawn, batch = batches[0]
+        assert batch.sampled == Sampled(64, 64) and batch.num_rows == 64 and not batch.weights[64:].any()
+        assert not batch.ids["user"].lengths()[64:].any() and not batch.ids["history"].lengths()[64:].any()
+        assert set(batch.floats[64:, 0][torch.from_numpy(drawn == item)].tolist()) == {year}
+    total = np.bincount(np.concatenate([each for each, _ in batches]), minlength=500)
+    expected = total.sum() * np.bincount(rows, np.array([10, 20, 40, *[1] * 57]) / 127, 500)  # some rows hold two items
+    assert not total[expected == 0].any()
+    total, expected = total[expected > 0], expected[expected > 0]
+    assert ((total - expected) ** 2 / expected).sum() < 110  # chi-squared of 59 degrees or less: 1 in 10,000
+    assert not np.array_equal(batches[0][0], batches[1][0])
+
+
+def test_shares_are_those_of_rows_and_of_what_is_drawn(config: Path) -> None:
+    with open_world() as world:
+        inputs = open_inputs(load_config(config, ["model.sampled_negatives=16"]), world)
+        rows, _ = inputs.item_shares()
+        counts = np.zeros(500, np.int64)
+        counts[rows[0]] = 99
+        counts[rows[1]] = 1
+        inputs.facts = Facts(row_counts={"item": counts})
+        shares = log_shares(inputs).exp().numpy()
+    drawn = np.bincount(rows, minlength=500) / NUM_ITEMS  # some rows hold two items
+    assert shares[rows[0]] == pytest.approx((64 * 0.99 + 16 * drawn[rows[0]]) / 80)
+    assert shares[rows[1]] == pytest.approx((64 * 0.01 + 16 * drawn[rows[1]]) / 80)
+
+
+def test_what_is_drawn_needs_items(config: Path) -> None:
+    with pytest.raises(UserError, match=r"'model.sampled_negatives' draws items of data.items, which is not set"):
+        load_config(
+            config, ["model.sampled_negatives=1", *(f"data.{role}=null" for role in ("valid", "test", "items"))]
+        )
+
+
 def refuse_to_count() -> None:
     """In a process of its own, makes it an error to count rows."""
 
@@ -85,20 +153,25 @@ def test_rows_are_counted_once(config: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
-def test_the_loss_by_hand(scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_sampled", [0, 4])
+def test_the_loss_by_hand(num_sampled: int, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(two_tower, "_SCORES", {"cpu": scores_at_once})
-    users, items = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True)
+    rows = 5 + num_sampled
+    users, items = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 3, requires_grad=True)
     item_rows = [7, 2, 7, 4, 2]  # rows 0 and 2 hold the same item, and row 4 is fill
-    weights = torch.tensor([1.0, 2.0, 1.0, 0.5, 0.0])
+    item_rows += [2, 9, 9][:num_sampled]  # of what is drawn, the first is the item of row 1, and the last row is fill
+    weights = torch.tensor([1.0, 2.0, 1.0, 0.5, 0.0] + num_sampled * [0.0])
     log_q = torch.log(torch.arange(1, 11) / 55)
-    lengths = torch.tensor([1, 1, 1, 1, 1], dtype=torch.int32)
+    lengths = torch.ones(rows, dtype=torch.int32)
+    lengths[8:] = 0
     ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor(item_rows), lengths=lengths)
-    batch = Batch(ids, torch.zeros(5, 0), torch.zeros(5), weights, None, 4, 0, (0, 5), Position(), Fence())
+    batch = Batch(ids, torch.zeros(rows, 0), torch.zeros(rows), weights, None, 4, 0, (0, rows), Position(), Fence())
+    batch.sampled = Sampled(5, 64) if num_sampled else None
 
     expected = torch.zeros(())
     for i in range(4):
         scores = {}
-        for j in range(4):
+        for j in [0, 1, 2, 3, 5, 6, 7][: 4 + num_sampled]:
             if j == i or item_rows[j] != item_rows[i]:
                 scores[j] = users[i] @ items[j] / 0.5 - log_q[item_rows[j]]
         total = torch.stack([score.exp() for score in scores.values()]).sum()

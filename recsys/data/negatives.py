@@ -1,0 +1,58 @@
+"""Items that are drawn as negatives of a step, as further rows of its batches: the same on any number of ranks."""
+
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
+from recsys.data.spec import BatchSpec
+from recsys.data.window import Columns, convert_table
+from recsys.runtime.counter_random import make_key, uniform
+from recsys.runtime.world import World
+
+
+class ItemSampler:
+    """Draws items of data.items for each step, with replacement.
+
+    Args:
+        items: the dataset of all items. spec: what their rows become.
+        shares: of the items in what is drawn, [items] float64 that sum up to 1.
+        num_items: drawn for a step, over all ranks.
+        seed: of the run.
+
+    Attributes:
+        num_rows: that a batch has for them, the same on all ranks; a rank may draw one less.
+        first: the place of this rank's first one among all that are drawn.
+    """
+
+    def __init__(
+        self, items: Dataset, spec: BatchSpec, shares: np.ndarray, num_items: int, seed: int, world: World
+    ) -> None:
+        self._dataset, self._spec, self._seed = items, replace(spec, lists=()), seed
+        self._ends = np.cumsum(shares)
+        self.num_rows = -(-num_items // world.world_size)
+        self.first, end = (num_items * rank // world.world_size for rank in (world.rank, world.rank + 1))
+        self._numbers = torch.arange(self.first, end)
+
+    @cached_property
+    def _items(self) -> pa.Table:
+        reader, groups = SegmentReader(self._dataset, self._spec.columns()), self._dataset.row_groups
+        kinds = pa.schema([self._dataset.schema.field(name) for name in self._spec.columns()])
+        pieces = [reader.read(groups.segment(i)).cast(kinds) for i in range(len(groups))]
+        return pa.concat_tables(pieces).combine_chunks()  # from one piece, rows are taken faster
+
+    def places(self, step: int) -> np.ndarray:
+        """Return which items this rank draws, int64; `step` is any number that no two steps share."""
+        key = make_key(self._seed, "sampled items", step)
+        high, low = uniform(key, self._numbers, torch.arange(2)).double().T.numpy()
+        return np.searchsorted(self._ends[:-1], (high + low * 2.0**-24) * self._ends[-1], side="right")
+
+    def rows(self, step: int) -> Columns:
+        """Return the rows that this rank draws for a step: of weight 0, and without features but those of items."""
+        columns = convert_table(self._items.take(pa.array(self.places(step))), self._spec)
+        columns.floats[-1] = 0
+        return columns
