@@ -33,14 +33,7 @@ from recsys.data.wanted import (
 )
 from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
-from recsys.ids import (
-    HashMapping,
-    IdMapping,
-    IdStatistics,
-    IndexMapping,
-    build_mapping,
-    is_text,
-)
+from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, is_text
 from recsys.runtime.files import copy_files
 from recsys.runtime.world import World, batches_ahead
 
