@@ -3,19 +3,18 @@
 Every mapping works on whole Arrow columns, and gives an id the same row on every version, machine and number of ranks.
 """
 
+from recsys.ids.build import build_mapping
 from recsys.ids.hashing import hash_column, hash_integers, is_number, is_text, read_keys
-from recsys.ids.index import index_bytes
+from recsys.ids.index import IndexMapping, VocabularyMapping, index_bytes
 from recsys.ids.mappings import (
     NULL_ROW,
     HashMapping,
     IdentityMapping,
     IdMapping,
-    IndexMapping,
+    IdStatistics,
     QuotientRemainderMapping,
-    VocabularyMapping,
-    build_mapping,
+    statistics_bytes,
 )
-from recsys.ids.statistics import IdStatistics, statistics_bytes
 from recsys.ids.vocabulary import (
     IdCounter,
     add_up,

@@ -1,11 +1,13 @@
-"""Numbers of ids in a list of distinct ids, by a hash table that is built once and looked up in whole columns."""
+"""Numbers of ids in a list of distinct ids, by a hash table that is built once and looked up in whole columns; and
+mappings by such a list."""
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.errors import UserError
-from recsys.ids.hashing import IdKeys, read_keys
+from recsys.ids.hashing import IdKeys, modulo, read_keys
+from recsys.ids.mappings import IdMapping, expected_share, share_of_collisions
 
 _PLACES_PER_ID = 4  # 2 at least; the more, the fewer ids share a place
 _LAST = np.uint64(2**64 - 1)
@@ -116,6 +118,59 @@ class IdIndex:
         found = numbers.nonzero()[0]
         same = pc.equal(texts.take(pa.array(found)), self._keys.texts.take(pa.array(numbers[found] - 1)))
         numbers[found[~same.to_numpy(zero_copy_only=False)]] = 0
+
+
+class IndexMapping(IdMapping):
+    """A raw id to its position in a list of distinct ids, -1 where it is not in it."""
+
+    def __init__(self, ids: pa.Array, seed: int = 0) -> None:
+        """Take the list, of numbers or texts; raises UserError for an id that is there twice."""
+        super().__init__(len(ids), seed)
+        self._index = IdIndex(ids, seed)
+
+    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
+        self._index.check(keys, kind)
+
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        np.subtract(self._index.find(keys, start, chunk), 1, out=out)
+
+    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
+        return int(np.count_nonzero(rows < 0))
+
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        return weight * np.count_nonzero(self._index.find_hashes(hashes)) / max(1, self.num_rows), 0.0
+
+
+class VocabularyMapping(IndexMapping):
+    """The i-th id of a vocabulary to row 1 + i, any other by hash to one of the `num_buckets` rows after these."""
+
+    def __init__(self, vocabulary: pa.Array, num_buckets: int, seed: int) -> None:
+        super().__init__(vocabulary, seed)
+        self._num_buckets, self._first_bucket = num_buckets, 1 + len(vocabulary)
+        self.num_rows = self._first_bucket + num_buckets
+
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        out[:] = self._index.find(keys, start, chunk)
+        absent = (out == 0).nonzero()[0]
+        if len(absent):
+            out[absent] = (self._first_bucket + self._bucket(chunk[0].take(absent))).astype(out.dtype)  # else slow
+
+    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
+        return int(np.count_nonzero(rows >= self._first_bucket))
+
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        absent = hashes[self._index.find_hashes(hashes) == 0]
+        known, unknown = weight * (len(hashes) - len(absent)), weight * len(absent)
+        used = shared = expected_share(unknown, self._num_buckets)
+        if weight == 1:
+            buckets = self._bucket(absent)[:, None]
+            used, shared = len(np.unique(buckets)) / self._num_buckets, share_of_collisions(buckets)
+        return (known + used * self._num_buckets) / (self.num_rows - 1), unknown * shared / max(1.0, known + unknown)
+
+    def _bucket(self, hashes: np.ndarray) -> np.ndarray:
+        buckets = hashes.copy()
+        modulo(buckets, self._num_buckets, np.empty_like(buckets))
+        return buckets.view(np.int64)
 
 
 def _in_order(ids: pa.Array) -> IdKeys:

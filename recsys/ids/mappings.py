@@ -1,17 +1,149 @@
-"""Raw ids to table rows, whole columns at a time."""
+"""Raw ids to table rows, whole columns at a time, and what ids these were.
 
+Distinct ids are counted by their 64-bit hashes. While these are few, all are kept, and the count is exact. Beyond that,
+only those below a limit are kept, which are a uniform sample of the distinct ids: n of them below the limit L make
+n * 2**64 / L in all (Bar-Yossef et al. 2002, doi:10.1007/3-540-45726-7_1; Beyer et al. 2007,
+doi:10.1145/1247480.1247504, whose (k - 1) / U_k this is, L being the k-th smallest hash U_k and n = k - 1).
+"""
+
+import threading
 from math import expm1, isqrt
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError
 from recsys.ids.hashing import CHUNK, IdKeys, is_text, modulo, read_keys, remix
-from recsys.ids.index import IdIndex
-from recsys.ids.statistics import IdStatistics
 
 NULL_ROW = 0
+_RANGE = 2**64
+_FEWEST_PLACES = 1 << 10
+_COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
+
+
+def statistics_bytes(num_distinct: float, size: int = 16384) -> int:
+    """Return about what an `IdStatistics` takes once it has seen so many distinct ids."""
+    num_kept = int(min(size, num_distinct))
+    return 8 * (_num_places(num_kept) + 2 * num_kept)
+
+
+class IdStatistics:
+    """Counts of a feature's ids, and a sample of the distinct ones; safe to update from several threads.
+
+    Args:
+        size: up to so many distinct ids, all are kept and their number is exact.
+
+    Attributes:
+        num_rows: rows of data, however many ids they have.
+        num_ids: ids mapped, without nulls.
+        num_nulls: nulls, which a mapping does not get to see.
+        num_out_of_vocabulary: ids mapped that have no row of their own in a vocabulary.
+    """
+
+    def __init__(self, size: int = 16384) -> None:
+        self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
+        self._size = size
+        self._limit = _RANGE
+        self._hashes = np.zeros(0, np.uint64)  # ascending, all below the limit
+        self._new: list[np.ndarray] = []  # not yet among `_hashes`; a few of them several times
+        # Most of `_hashes`, each in one of two places by its bits: an id that has been seen costs a look or two.
+        self._seen = np.zeros(_FEWEST_PLACES, np.uint64)
+        self._lock = threading.Lock()
+
+    def add(self, rows: int = 0, ids: int = 0, nulls: int = 0, out_of_vocabulary: int = 0) -> None:
+        """Count rows of data, ids whose hashes go to `add_hashes`, nulls, and ids that a vocabulary does not have."""
+        with self._lock:
+            for name, count in zip(_COUNTS, (rows, ids, nulls, out_of_vocabulary), strict=True):
+                setattr(self, name, getattr(self, name) + count)
+
+    def add_hashes(self, chunk: np.ndarray) -> None:
+        """Take in hashes of ids, each distinct one at least once.
+
+        Args:
+            chunk: uint64 [3, n]: the hashes, and two rows that are overwritten.
+        """
+        hashes, seen = chunk[0], self._seen
+        if self._limit < _RANGE:
+            hashes = hashes.take((hashes < np.uint64(self._limit)).nonzero()[0])
+        places, found = chunk[1:, : len(hashes)]
+        # Without the lock: no hash stands in `_seen` that has not been taken in.
+        np.bitwise_and(hashes, np.uint64(len(seen) - 1), out=places)
+        np.take(seen, places.view(np.int64), out=found, mode="clip")
+        unseen = hashes.take((found != hashes).nonzero()[0])
+        unseen = unseen[seen[_second_place(unseen, seen)] != unseen]
+        if len(unseen):
+            with self._lock:
+                self._new.append(np.unique(unseen))
+                if sum(map(len, self._new)) > len(self._hashes):
+                    self._merge()
+
+    def state(self) -> np.ndarray:
+        """Return what has been counted, for `add_state`: uint64 [5 + distinct ids kept], up to 512 KiB."""
+        with self._lock:
+            self._merge()
+            counts = [getattr(self, name) for name in _COUNTS]
+            return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), self._hashes])
+
+    def add_state(self, state: np.ndarray) -> None:
+        """Add what another has counted, by mappings with one and the same seed; each distinct id counts once."""
+        *counts, last = state[: len(_COUNTS) + 1].tolist()
+        self.add(*counts)
+        with self._lock:
+            self._limit = min(self._limit, last + 1)
+            self._new.append(state[len(_COUNTS) + 1 :])
+            self._merge()
+
+    def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
+        """Describe the ids, and the rows that `mapping`, by which they were mapped, gives them.
+
+        Args:
+            num_rows: that were trained. Data are read ahead, and again where a run goes on: where more rows were
+                counted than that, the numbers of ids and nulls are lowered in proportion.
+
+        Returns:
+            ids, nulls: how many; distinct_ids: how many of the ids, and exact: whether that is counted or estimated;
+            rows: of the table; occupancy: share of them used (row 0 of null apart); collision_rate: share of the
+            distinct ids whose row, or rows, another one has too; out_of_vocabulary_share: of the ids (0 without one).
+            The two rates are expectations where only a sample of the distinct ids is kept.
+        """
+        with self._lock:
+            self._merge()
+        weight = _RANGE / self._limit
+        occupancy, collision_rate = mapping.usage(self._hashes, weight)
+        share = 1.0 if num_rows is None else min(1.0, num_rows / max(1, self.num_rows))
+        return {
+            "ids": round(share * self.num_ids),
+            "nulls": round(share * self.num_nulls),
+            "distinct_ids": round(len(self._hashes) * weight),
+            "exact": self._limit == _RANGE,
+            "rows": mapping.num_rows,
+            "occupancy": occupancy,
+            "collision_rate": collision_rate,
+            "out_of_vocabulary_share": self.num_out_of_vocabulary / max(1, self.num_ids),
+        }
+
+    def _merge(self) -> None:
+        """Take in what is new; called with the lock held."""
+        hashes = np.unique(np.concatenate([self._hashes, *self._new]))
+        hashes = hashes[hashes <= np.uint64(self._limit - 1)]
+        while len(hashes) > self._size:
+            self._limit //= 2
+            hashes = hashes[: np.searchsorted(hashes, np.uint64(self._limit))]
+        seen = np.zeros(_num_places(len(hashes)), np.uint64)
+        first = (hashes & np.uint64(len(seen) - 1)).view(np.int64)
+        seen[first] = hashes
+        second = hashes[seen[first] != hashes]
+        seen[_second_place(second, seen)] = second
+        self._hashes, self._new, self._seen = hashes, [], seen
+
+
+def _num_places(num_hashes: int) -> int:
+    return max(_FEWEST_PLACES, 1 << (4 * num_hashes - 1).bit_length())
+
+
+def _second_place(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    return (hashes >> np.uint64(32) & np.uint64(len(seen) - 1)).view(np.int64)
 
 
 class IdMapping:
@@ -79,7 +211,7 @@ class IdMapping:
     def _exact_usage(self, hashes: np.ndarray) -> tuple[float, float]:
         rows = np.empty(len(hashes) * self.rows_per_id, np.int64)
         self._write(IdKeys(hashes), 0, np.stack([hashes, hashes, hashes]), rows)
-        return len(np.unique(rows)) / (self.num_rows - 1), _shared(rows.reshape(-1, self.rows_per_id))
+        return len(np.unique(rows)) / (self.num_rows - 1), share_of_collisions(rows.reshape(-1, self.rows_per_id))
 
 
 class HashMapping(IdMapping):
@@ -107,7 +239,7 @@ class HashMapping(IdMapping):
         if weight == 1:
             return self._exact_usage(hashes)
         n, k, m = weight * len(hashes), self.rows_per_id, self.num_rows - 1
-        return _expected_share(n * k, m), _expected_share(n, m**k)
+        return expected_share(n * k, m), expected_share(n, m**k)
 
 
 class IdentityMapping(IdMapping):
@@ -130,59 +262,6 @@ class IdentityMapping(IdMapping):
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
         return weight * len(hashes) / self.num_rows, 0.0
-
-
-class IndexMapping(IdMapping):
-    """A raw id to its position in a list of distinct ids, -1 where it is not in it."""
-
-    def __init__(self, ids: pa.Array, seed: int = 0) -> None:
-        """Take the list, of numbers or texts; raises UserError for an id that is there twice."""
-        super().__init__(len(ids), seed)
-        self._index = IdIndex(ids, seed)
-
-    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        self._index.check(keys, kind)
-
-    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-        np.subtract(self._index.find(keys, start, chunk), 1, out=out)
-
-    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
-        return int(np.count_nonzero(rows < 0))
-
-    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        return weight * np.count_nonzero(self._index.find_hashes(hashes)) / max(1, self.num_rows), 0.0
-
-
-class VocabularyMapping(IndexMapping):
-    """The i-th id of a vocabulary to row 1 + i, any other by hash to one of the `num_buckets` rows after these."""
-
-    def __init__(self, vocabulary: pa.Array, num_buckets: int, seed: int) -> None:
-        super().__init__(vocabulary, seed)
-        self._num_buckets, self._first_bucket = num_buckets, 1 + len(vocabulary)
-        self.num_rows = self._first_bucket + num_buckets
-
-    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-        out[:] = self._index.find(keys, start, chunk)
-        absent = (out == 0).nonzero()[0]
-        if len(absent):
-            out[absent] = (self._first_bucket + self._bucket(chunk[0].take(absent))).astype(out.dtype)  # else slow
-
-    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
-        return int(np.count_nonzero(rows >= self._first_bucket))
-
-    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        absent = hashes[self._index.find_hashes(hashes) == 0]
-        known, unknown = weight * (len(hashes) - len(absent)), weight * len(absent)
-        used = shared = _expected_share(unknown, self._num_buckets)
-        if weight == 1:
-            buckets = self._bucket(absent)[:, None]
-            used, shared = len(np.unique(buckets)) / self._num_buckets, _shared(buckets)
-        return (known + used * self._num_buckets) / (self.num_rows - 1), unknown * shared / max(1.0, known + unknown)
-
-    def _bucket(self, hashes: np.ndarray) -> np.ndarray:
-        buckets = hashes.copy()
-        modulo(buckets, self._num_buckets, np.empty_like(buckets))
-        return buckets.view(np.int64)
 
 
 class QuotientRemainderMapping(IdMapping):
@@ -214,38 +293,8 @@ class QuotientRemainderMapping(IdMapping):
         if weight == 1:
             return self._exact_usage(hashes)
         n, sizes = weight * len(hashes), (self._num_quotients, self._num_remainders)
-        used = sum(size * _expected_share(n, size) for size in sizes)
-        return used / (self.num_rows - 1), _expected_share(n, self._num_ids)
-
-
-def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None) -> IdMapping:
-    """Return the mapping that a table's config asks for.
-
-    Args:
-        vocabulary: the ids with rows of their own, in the order of these; needed by mapping: vocabulary.
-
-    Raises:
-        UserError: num_embeddings is too small.
-    """
-    if table.mapping is IdMappingType.identity:
-        return IdentityMapping(table.num_embeddings)
-    if table.mapping is IdMappingType.quotient_remainder:
-        if table.num_ids is None:
-            raise UserError(
-                "mapping: quotient_remainder takes num_ids, which is not set; set it to how many ids there are"
-            )
-        return QuotientRemainderMapping(table.num_embeddings, table.num_ids, table.hash_seed)
-    if table.mapping is IdMappingType.vocabulary:
-        if vocabulary is None:
-            raise ValueError("mapping: vocabulary is built with a vocabulary")
-        mapping = VocabularyMapping(vocabulary, table.num_buckets, table.hash_seed)
-        if mapping.num_rows > table.num_embeddings:
-            raise UserError(
-                f"a vocabulary of {len(vocabulary)} ids with num_buckets: {table.num_buckets} takes {mapping.num_rows} "
-                f"rows, and num_embeddings: {table.num_embeddings} is less; raise num_embeddings"
-            )
-        return mapping
-    return HashMapping(table.num_embeddings, table.hash_seed, table.num_hashes)
+        used = sum(size * expected_share(n, size) for size in sizes)
+        return used / (self.num_rows - 1), expected_share(n, self._num_ids)
 
 
 def _write_sum(values: np.ndarray, addend: int, out: np.ndarray) -> None:
@@ -263,13 +312,13 @@ def _num_quotients(num_rows: int, num_ids: int) -> int:
     return q if q * (num_rows - q) >= num_ids else q + 1
 
 
-def _shared(rows: np.ndarray) -> float:
+def share_of_collisions(rows: np.ndarray) -> float:
     """Return the share of ids, rows int64 [ids, rows_per_id], whose rows are all another's too."""
     _, counts = np.unique(rows, axis=0, return_counts=True)
     return float(counts[counts > 1].sum()) / max(1, len(rows))
 
 
-def _expected_share(num_ids: float, num_rows: float) -> float:
+def expected_share(num_ids: float, num_rows: float) -> float:
     """Return which share of some rows so many ids at random use, in the mean, which is also which share of the ids has
     a row in common with another."""
     return -expm1(-num_ids / num_rows)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from recsys.errors import UserError
 from recsys.ids.hashing import is_text, read_keys
-from recsys.ids.mappings import IndexMapping
+from recsys.ids.index import IndexMapping
 from recsys.runtime.files import replacing
 
 _MERGED_AT_ONCE = 1 << 17

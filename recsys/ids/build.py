@@ -1,0 +1,38 @@
+"""The mapping of a table by its config."""
+
+import pyarrow as pa
+
+from recsys.config import IdMappingType, TableConfig
+from recsys.errors import UserError
+from recsys.ids.index import VocabularyMapping
+from recsys.ids.mappings import HashMapping, IdentityMapping, IdMapping, QuotientRemainderMapping
+
+
+def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None) -> IdMapping:
+    """Return the mapping that a table's config asks for.
+
+    Args:
+        vocabulary: the ids with rows of their own, in the order of these; needed by mapping: vocabulary.
+
+    Raises:
+        UserError: num_embeddings is too small.
+    """
+    if table.mapping is IdMappingType.identity:
+        return IdentityMapping(table.num_embeddings)
+    if table.mapping is IdMappingType.quotient_remainder:
+        if table.num_ids is None:
+            raise UserError(
+                "mapping: quotient_remainder takes num_ids, which is not set; set it to how many ids there are"
+            )
+        return QuotientRemainderMapping(table.num_embeddings, table.num_ids, table.hash_seed)
+    if table.mapping is IdMappingType.vocabulary:
+        if vocabulary is None:
+            raise ValueError("mapping: vocabulary is built with a vocabulary")
+        mapping = VocabularyMapping(vocabulary, table.num_buckets, table.hash_seed)
+        if mapping.num_rows > table.num_embeddings:
+            raise UserError(
+                f"a vocabulary of {len(vocabulary)} ids with num_buckets: {table.num_buckets} takes {mapping.num_rows} "
+                f"rows, and num_embeddings: {table.num_embeddings} is less; raise num_embeddings"
+            )
+        return mapping
+    return HashMapping(table.num_embeddings, table.hash_seed, table.num_hashes)
