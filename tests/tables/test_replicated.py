@@ -16,16 +16,20 @@ IN_TORCH = [name for name in TableOptimizer if name.value.in_torch]
 
 
 def trained(
-    monkeypatch: pytest.MonkeyPatch, optimizer: TableOptimizer, dtype: torch.dtype, at_once: int, last_row: int = ROWS
+    monkeypatch: pytest.MonkeyPatch,
+    optimizer: TableOptimizer,
+    dtype: torch.dtype,
+    at_once: int = ROWS * DIM,
+    steps: tuple[int, ...] = (ROWS, ROWS, ROWS),
 ) -> list[torch.Tensor]:
-    """Return the weights and states after three steps whose last looks up rows below `last_row` alone."""
+    """Return the weights and states after steps that look up the first so many rows alone."""
     monkeypatch.setattr(torch_update, "_ELEMENTS_AT_ONCE", {"cpu": at_once})
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)  # of one rank
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(ROWS, DIM, generator=generator).to(dtype)
     settings = TableOptimizerConfig(name=optimizer, l1=0.5 if optimizer is TableOptimizer.ftrl else 0)
     table = TorchTable("t", weights, settings, features=["f"], learning_rate=0.1)
-    for rows in (ROWS, ROWS, last_row):
+    for rows in steps:
         ids = torch.randint(0, rows, (50,), generator=generator)
         batch = KeyedJaggedTensor.from_lengths_sync(["f"], ids, torch.full((25,), 2, dtype=torch.int32))
         ReplicatedTables([table]).update(batch, {"f": torch.randn(25, DIM, generator=generator)})
@@ -39,7 +43,7 @@ def trained(
 def test_pieces_of_a_table_make_no_difference(
     optimizer: TableOptimizer, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = trained(monkeypatch, optimizer, dtype, ROWS * DIM)
+    whole = trained(monkeypatch, optimizer, dtype)
     for at_once in (1, 5 * DIM):
         pieces = trained(monkeypatch, optimizer, dtype, at_once)
         torch.testing.assert_close(pieces, whole, rtol=0, atol=0)
@@ -48,9 +52,7 @@ def test_pieces_of_a_table_make_no_difference(
 @pytest.mark.parametrize("optimizer", IN_TORCH, ids=lambda o: o.name)
 def test_rows_that_are_not_looked_up_stay(optimizer: TableOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum alone would move them, and so would a threshold that follows the learning rate."""
-    whole = trained(monkeypatch, optimizer, torch.float32, ROWS * DIM)
-    some = trained(monkeypatch, optimizer, torch.float32, ROWS * DIM, last_row=5)
-    two_steps = trained(monkeypatch, optimizer, torch.float32, ROWS * DIM, last_row=1)
-    for after_all, after_some, before in zip(whole, some, two_steps, strict=True):
-        assert torch.equal(after_some[5:], before[5:])
-        assert not torch.equal(after_all[5:], before[5:]) and not torch.equal(after_some[:5], before[:5])
+    before = trained(monkeypatch, optimizer, torch.float32, steps=(ROWS, ROWS))
+    after = trained(monkeypatch, optimizer, torch.float32, steps=(ROWS, ROWS, 5))
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[5:], old[5:]) and not torch.equal(new[:5], old[:5])
