@@ -107,10 +107,10 @@ FORBIDDEN: dict[str, tuple[str, Edit, list[str], str]] = {
         *("user", HALVES, ["optimizer.tables.name=adagrad", "tables.user.optimizer={name: rowwise_adagrad}"]),
         "insist with tables.user.optimizer.allow_column_split=true",
     ),
-    "copies and Adam": (
+    "copies and LAMB": (
         "user",
         COPIES,
-        ["optimizer.tables.name=adam"],
+        ["optimizer.tables.name=lamb"],
         "every rank holds are trained by rowwise_",
     ),
     "copies and decay": ("user", COPIES, ["optimizer.tables.weight_decay=0.1"], "every rank holds are trained without"),
