@@ -16,6 +16,7 @@ class UpdateRule:
         on_cpu: FBGEMM has a kernel for CPUs.
         in_torch: `recsys.tables.rules` has it under its name. It then trains tables that every rank holds and, if it
             keeps no state of whole rows, all tables where FBGEMM has no kernel.
+        leaves_idle_rows: a row with a gradient of 0 stays as it is, whatever was before.
         reads_decay: its GPU kernels read weight decay. decay_has_modes: they take none unless told which kind.
         fp16_state: state of elements may be FP16.
         row_wise: name of its kind that keeps less, a number for a row in place of one for each element.
@@ -29,6 +30,7 @@ class UpdateRule:
     norms_rows: bool = False
     on_cpu: bool = False
     in_torch: bool = False
+    leaves_idle_rows: bool = False
     reads_decay: bool = True
     decay_has_modes: bool = False
     fp16_state: bool = False
@@ -52,17 +54,23 @@ class TableOptimizer(Enum):
     """Optimizers that update a table's rows inside the backward pass; a member's value is its rule."""
 
     rowwise_adagrad = UpdateRule(
-        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad", row_state=1, on_cpu=True, in_torch=True, decay_has_modes=True
+        "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",
+        row_state=1,
+        on_cpu=True,
+        in_torch=True,
+        leaves_idle_rows=True,
+        decay_has_modes=True,
     )
     adagrad = UpdateRule(
         f"{_OPTIMIZERS}.Adagrad",
         element_state=1,
         on_cpu=True,
         in_torch=True,
+        leaves_idle_rows=True,
         reads_decay=False,
         row_wise="rowwise_adagrad",
     )
-    sgd = UpdateRule(f"{_OPTIMIZERS}.SGD", (), on_cpu=True, in_torch=True, reads_decay=False)
+    sgd = UpdateRule(f"{_OPTIMIZERS}.SGD", (), on_cpu=True, in_torch=True, leaves_idle_rows=True, reads_decay=False)
     adam = UpdateRule(
         f"{_OPTIMIZERS}.Adam",
         _ADAM,

@@ -42,5 +42,4 @@ class ReplicatedTables:
                 marks.index_fill_(0, rows.long(), 1)
         dist.all_reduce(message)
         for table, gradient, marks in zip(self.tables, sums, touched, strict=True):
-            rows = marks.nonzero().squeeze(1)
-            table.update(rows, gradient, rows)
+            table.update_looked_up(gradient, marks)

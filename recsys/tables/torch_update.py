@@ -50,16 +50,26 @@ class TorchTable:
         Args:
             rows: [n], each once. gradient: of the mean loss, [m, columns] FP32; places: [n], where in it the rows' are.
         """
-        rule = getattr(rules, self.settings.name.name)
         at_once = max(1, _ELEMENTS_AT_ONCE[rows.device.type] // self.weights.shape[1])
         for some, where in zip(rows.split(at_once), places.split(at_once), strict=True):
-            state = [values[some] for values in self.state]
-            touched = Touched(
-                self.weights[some], gradient[where], state, self.settings, self.learning_rate, self.num_updates + 1
-            )
-            self.weights[some] = rule(touched).to(self.weights.dtype)
+            self._apply(some, gradient[where])
+
+    def update_looked_up(self, gradient: torch.Tensor, marks: torch.Tensor) -> None:
+        """Update by the gradient of the whole table, [rows, columns], the rows whose mark, [rows], is not 0."""
+        small = self.weights.numel() <= _ELEMENTS_AT_ONCE[gradient.device.type]
+        if small and self.settings.name.value.leaves_idle_rows:
+            self._apply(slice(None), gradient)  # quicker than to pick rows, and the same
+        else:
+            rows = marks.nonzero().squeeze(1)
+            self.update(rows, gradient, rows)
+
+    def _apply(self, rows: torch.Tensor | slice, gradient: torch.Tensor) -> None:
+        rule, state = getattr(rules, self.settings.name.name), [values[rows] for values in self.state]
+        touched = Touched(self.weights[rows], gradient, state, self.settings, self.learning_rate, self.num_updates + 1)
+        self.weights[rows] = rule(touched).to(self.weights.dtype)
+        if isinstance(rows, torch.Tensor):  # else the rule has changed the state itself
             for values, changed in zip(self.state, state, strict=True):
-                values[some] = changed
+                values[rows] = changed
 
 
 def update_in_torch(kernel: Any, tables: list[TorchTable]) -> None:
