@@ -14,20 +14,21 @@ _LAST = np.uint64(2**64 - 1)
 
 
 def index_bytes(num_ids: int, id_bytes: int) -> int:
-    """Return the bytes of an `IdIndex` of so many ids, whose own take `id_bytes` together: they, hashes and places."""
+    """Return the bytes of an `IndexMapping` of ids that take `id_bytes` themselves: they, hashes and places."""
     return id_bytes + (8 + _width(num_ids)) * (1 + num_ids) + _width(num_ids) * _num_places(num_ids)
 
 
-class IdIndex:
-    """Finds ids in a list, exactly: the first of the list is number 1, and an id that is not in it has number 0.
+class IndexMapping(IdMapping):
+    """A raw id to its position in a list of distinct ids, -1 where it is not in it.
 
+    Inside, the first of the list is number 1, and an id that is not in it has number 0.
     The hashes of the list stand in order, and the first bits of a hash are a place, which tells where those that begin
     so stand. Most places have one hash or none, so that two looks, taken for whole columns at a time, find most ids,
     and the others walk on. Integers have distinct hashes (see `hash_integers`), so the hash stands for the integer. A
     text that a hash finds is compared itself.
     """
 
-    def __init__(self, ids: pa.Array, seed: int) -> None:
+    def __init__(self, ids: pa.Array, seed: int = 0) -> None:
         """Take a list of ids without nulls.
 
         Args:
@@ -38,6 +39,7 @@ class IdIndex:
             UserError: an id is there twice, two texts have one hash, or decimals do not fit int64.
             TypeError: the type is none of ids.
         """
+        super().__init__(len(ids), seed)
         self._kind = ids.type
         self._keys = _in_order(ids)
         hashes = self._keys.hashes(seed)
@@ -55,29 +57,24 @@ class IdIndex:
         self._starts = np.zeros(len(ends), self._numbers.dtype)
         self._starts[1:] = ends[:-1]
 
-    def __len__(self) -> int:
-        return len(self._keys)
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        np.subtract(self._find(keys, start, chunk), 1, out=out)
 
-    def check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        """Refuse to look for texts among integers, or for integers among texts.
+    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
+        return int(np.count_nonzero(rows < 0))
 
-        Raises:
-            UserError: names the two types.
-        """
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        return weight * np.count_nonzero(self._find_hashes(hashes)) / max(1, self.num_rows), 0.0
+
+    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
         if (len(keys.texts) and len(self._keys.numbers)) or (len(keys.numbers) and len(self._keys.texts)):
             raise UserError(
                 f"ids of type {kind} do not compare with ids of type {self._kind}; write both with one type"
             )
 
-    def find(self, keys: IdKeys, start: int, chunk: np.ndarray) -> np.ndarray:
-        """Return the numbers of the keys from `start` on, int32 or int64 [n].
-
-        Args:
-            keys: which `check` has passed.
-            start: of the keys that are looked for.
-            chunk: uint64 [3, n]: their hashes by the seed of the list, and two rows that are overwritten.
-        """
-        numbers = self.find_hashes(*chunk)
+    def _find(self, keys: IdKeys, start: int, chunk: np.ndarray) -> np.ndarray:
+        """Return the numbers of the keys from `start` on, int32 or int64 [n]; arguments as of `_write`."""
+        numbers = self._find_hashes(*chunk)
         if start >= len(keys.numbers):
             self._compare_texts(keys.texts.slice(start - len(keys.numbers), len(numbers)), numbers)
         elif keys.numbers.dtype.kind != self._keys.numbers.dtype.kind:
@@ -86,10 +83,10 @@ class IdIndex:
             numbers[(part < 0) | (part > np.iinfo(np.int64).max)] = 0
         return numbers
 
-    def find_hashes(
+    def _find_hashes(
         self, hashes: np.ndarray, places: np.ndarray | None = None, found: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the numbers of hashes as `find` does, but of a text also where only the hash is in the list.
+        """Return the numbers of hashes as `_find` does, but of a text also where only the hash is in the list.
 
         Args:
             hashes: uint64 [n].
@@ -120,27 +117,6 @@ class IdIndex:
         numbers[found[~same.to_numpy(zero_copy_only=False)]] = 0
 
 
-class IndexMapping(IdMapping):
-    """A raw id to its position in a list of distinct ids, -1 where it is not in it."""
-
-    def __init__(self, ids: pa.Array, seed: int = 0) -> None:
-        """Take the list, of numbers or texts; raises UserError for an id that is there twice."""
-        super().__init__(len(ids), seed)
-        self._index = IdIndex(ids, seed)
-
-    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        self._index.check(keys, kind)
-
-    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-        np.subtract(self._index.find(keys, start, chunk), 1, out=out)
-
-    def _num_out_of_vocabulary(self, rows: np.ndarray) -> int:
-        return int(np.count_nonzero(rows < 0))
-
-    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        return weight * np.count_nonzero(self._index.find_hashes(hashes)) / max(1, self.num_rows), 0.0
-
-
 class VocabularyMapping(IndexMapping):
     """The i-th id of a vocabulary to row 1 + i, any other by hash to one of the `num_buckets` rows after these."""
 
@@ -150,7 +126,7 @@ class VocabularyMapping(IndexMapping):
         self.num_rows = self._first_bucket + num_buckets
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
-        out[:] = self._index.find(keys, start, chunk)
+        out[:] = self._find(keys, start, chunk)
         absent = (out == 0).nonzero()[0]
         if len(absent):
             out[absent] = (self._first_bucket + self._bucket(chunk[0].take(absent))).astype(out.dtype)  # else slow
@@ -159,7 +135,7 @@ class VocabularyMapping(IndexMapping):
         return int(np.count_nonzero(rows >= self._first_bucket))
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
-        absent = hashes[self._index.find_hashes(hashes) == 0]
+        absent = hashes[self._find_hashes(hashes) == 0]
         known, unknown = weight * (len(hashes) - len(absent)), weight * len(absent)
         used = shared = expected_share(unknown, self._num_buckets)
         if weight == 1:

@@ -24,7 +24,6 @@ from recsys.ids import (
     read_vocabulary,
     write_vocabulary,
 )
-from recsys.ids.index import IdIndex
 
 
 def rows_of(mapping: IdMapping, ids: pa.Array) -> list[int]:
@@ -223,7 +222,7 @@ def test_counts_go_to_other_ranks_once():
 
 @pytest.mark.parametrize("ids", [pa.array(range(70_000)), pa.array([f"user {i}" for i in range(1000)])], ids=["i", "s"])
 def test_bytes_of_an_index(ids):
-    index = IdIndex(ids, seed=1)
+    index = IndexMapping(ids, seed=1)
     own = index._keys.numbers.nbytes + index._keys.texts.nbytes
     assert index_bytes(len(ids), own) == own + index._hashes.nbytes + index._numbers.nbytes + index._starts.nbytes
 
