@@ -31,7 +31,7 @@ def train(run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[float]]:
     return json.loads((run_dir / "result.json").read_text()), [r["loss"] for r in records if r["kind"] == "train"]
 
 
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd", "adagrad"])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd", "adagrad", "adam", "ftrl"])
 def test_a_gpu_trains_what_a_cpu_trains(optimizer: str, tmp_path: Path) -> None:
     options = (f"optimizer.tables.name={optimizer}", "model.dropout=0.1")
     on_cpu, losses = train(tmp_path / "cpu", *options, "run.device=cpu")
