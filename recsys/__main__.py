@@ -106,7 +106,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
                 raise
             raise EchoError(*error.args) from error
         if words.command == "evaluate":
-            return evaluate(run_to_evaluate, roles)
+            return evaluate(run_to_evaluate, roles, words.by)
         if words.command == "dry-run":
             from recsys.memory.dry_run import dry_run
 
@@ -195,6 +195,8 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     parser.set_defaults(command=command, debug=False, trust_code=False)
+    if command != "dry-run":
+        parser.add_argument("--by", metavar="COLUMN", help="of an evaluation: metrics by value of a column, too")
     if command != "dry-run":
         about = "of an evaluation: import the class that the run names as its model"
         parser.add_argument("--trust-code", action="store_true", help=about)

@@ -47,12 +47,14 @@ class Given:
     Attributes:
         role: `rows` of all features, or `users` of a retrieval model.
         paths: as of data.test. kept: columns to be read beside those that the model needs. filter: as data.filter.
+        asks: what asks for `kept`, for messages.
     """
 
     role: str
     paths: str | list[str]
     kept: tuple[str, ...] = ()
     filter: str | None = None
+    asks: str = "--keep"
 
     key: ClassVar = "DATA"
 
@@ -224,7 +226,7 @@ def _read(
     }
     if given is not None:
         needed = needed_columns(config, given.role)
-        columns = {**dict.fromkeys(given.kept, "--keep"), **needed}
+        columns = {**dict.fromkeys(given.kept, given.asks), **needed}
         opened = open_dataset(given.key, given.paths, columns, None, given.filter, options)
         datasets[given.role] = replace(opened, columns=tuple(needed))
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,9 +71,7 @@ class Run:
         quiet_libraries()
         finished = find_run(run, overrides, trust_code)
         world = _world(finished.config.run.device)
-        self._run = replace(
-            finished, config=replace(finished.config, data=replace(finished.config.data, num_streams=1))
-        )
+        self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, ["items"])
         self._opened.model.eval()
 

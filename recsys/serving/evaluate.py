@@ -2,19 +2,27 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from recsys.data.inputs import Inputs
+import numpy as np
+import torch
+
+from recsys.data.inputs import Given, Inputs
+from recsys.data.wanted import row_filter
 from recsys.errors import UserError
+from recsys.models.metrics import Evaluator
 from recsys.runtime.files import replace_file, unused_folder
 from recsys.runtime.logs import git_commit, logger, quiet_libraries, show_metrics, start_logging, to_json
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import open_world
 from recsys.serving.finished import Finished, OpenRun
-from recsys.training.evaluation import evaluate_dataset
+from recsys.serving.predict import KeptRows
+from recsys.training.evaluation import evaluate_dataset, evaluators_of, outputs_of
 
 _EVALUATED = ("valid", "test")
+_MOST_SLICES = 1000
 
 
 def roles_of(run: Finished) -> list[str]:
@@ -30,8 +38,11 @@ def roles_of(run: Finished) -> list[str]:
     return roles
 
 
-def evaluate(run: Finished, roles: Sequence[str]) -> int:
+def evaluate(run: Finished, roles: Sequence[str], by: str | None = None) -> int:
     """Evaluate a run's model on some datasets; return the exit status, 0.
+
+    Args:
+        by: a column; the metrics of the rows of each of its values are told too.
 
     The metrics, with where they are from, are the last line of the output and evaluations/TIME/result.json of run.dir.
     data.train is not read: what is known of it is in the run.
@@ -42,18 +53,22 @@ def evaluate(run: Finished, roles: Sequence[str]) -> int:
     quiet_libraries()
     config, start = run.config, time.monotonic()
     with open_world(config.run.device, config.run.num_threads) as world:
-        opened = OpenRun(run, world, [*roles, "items"])
+        opened = OpenRun(run if by is None else run.in_order(world.world_size), world, [*roles, "items"])
         folder = world.from_rank_zero(lambda: _new_folder(Path(config.run.dir or run.run_dir) / "evaluations"))
         start_logging(folder / "logs", world.rank)
         opened.introduce()
-        metrics = {}
+        metrics, slices = {}, {}
         for role in roles:
             metrics[role] = evaluate_dataset(opened.inputs, opened.model, role)
             logger.info("%s: %s", role, show_metrics(metrics[role]))
+            slices[role] = {} if by is None else _by_value(opened, role, by)
+            for value, found in slices[role].items():
+                logger.info("%s, %s %s: %s", role, by, value, show_metrics(found))
         result = {
             "run": str(run.run_dir),
             "checkpoint": run.checkpoint.name,
             "metrics": metrics,
+            "by": {} if by is None else {by: slices},
             "data": {role: _described(opened.inputs, role) for role in opened.inputs.datasets},
             "world_size": world.world_size,
             "device": world.device.type,
@@ -67,6 +82,30 @@ def evaluate(run: Finished, roles: Sequence[str]) -> int:
         logger.info("%s", to_json({"run": str(run.run_dir), "checkpoint": run.checkpoint.name, "metrics": metrics}))
         del opened  # its collectives end before the process group
     return 0
+
+
+def _by_value(opened: OpenRun, role: str, column: str) -> dict[str, dict[str, float]]:
+    """Return the metrics of a dataset by the values of a column, as texts; collective."""
+    config, corpus = opened.inputs.config, opened.inputs.corpus
+    given = Given(role, getattr(config.data, role), (column,), row_filter(config, role), asks="--by")
+    inputs = opened.open([] if corpus is None else ["items"], given)
+    opened.model.eval()
+    with torch.no_grad():
+        make, loader = evaluators_of(inputs, opened.model), inputs.loader(role)
+        kept, evaluators = KeptRows(loader, [column]), dict[str, Evaluator]()
+        for output in outputs_of(inputs, opened.model, loader):
+            batch = output.batch
+            found = kept.take(batch.num_rows).column(0).to_pylist()
+            texts = np.array(["null" if value is None else str(value) for value in found], object)
+            for value in set(texts):
+                if value not in evaluators and len(evaluators) == _MOST_SLICES:
+                    raise UserError(f"--by: column '{column}' has more than {_MOST_SLICES} values; take a coarser one")
+                is_there = np.zeros(len(batch.weights), np.float32)
+                is_there[: len(texts)] = texts == value
+                weights = batch.weights * torch.from_numpy(is_there).to(batch.weights.device)
+                evaluators.setdefault(value, make()).update(output.outputs, replace(batch, weights=weights))
+    values = sorted({value for own in inputs.world.gather(list(evaluators)) for value in own})
+    return {value: evaluators.get(value, make()).compute(inputs.world) for value in values}
 
 
 def _new_folder(parent: Path) -> Path:

@@ -42,6 +42,11 @@ class Finished:
     def run_dir(self) -> Path:
         return self.checkpoint.parent.parent
 
+    def in_order(self, world_size: int) -> "Finished":
+        """Return the run with a stream of data for each rank, so that its rows follow each other as in the files."""
+        data = replace(self.config.data, num_streams=world_size)
+        return replace(self, config=replace(self.config, data=data))
+
 
 def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) -> Finished:
     """Find a run and its checkpoint.

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,7 @@ def _write(
     quiet_libraries()
     config = run.config
     with open_world(config.run.device, config.run.num_threads) as world, naming_data():
-        # A stream for each rank, so that its rows follow each other.
-        run = replace(run, config=replace(config, data=replace(config.data, num_streams=world.world_size)))
+        run = run.in_order(world.world_size)
         given = Given(role, data, tuple(keep or ()), config.data.filter if "data.filter" in run.changed else None)
         opened = OpenRun(run, world, ["items"] if role == "users" else [], given)
         datasets = opened.inputs.datasets
@@ -210,7 +209,7 @@ def scored(
     Args:
         show: told how many rows are done on all ranks.
     """
-    kept, rows = _KeptRows(loader, columns), 0
+    kept, rows = KeptRows(loader, columns), 0
     for output in outputs_of(opened.inputs, opened.model, loader):
         table, found = kept.take(output.batch.num_rows), results(output).slice(0, output.batch.num_rows)
         for name, column in zip(found.column_names, found.columns, strict=True):
@@ -222,7 +221,7 @@ def scored(
         yield table
 
 
-class _KeptRows:
+class KeptRows:
     """Columns of this rank's rows as they are in the files, in order."""
 
     def __init__(self, loader: Loader, columns: list[str]) -> None:

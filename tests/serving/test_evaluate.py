@@ -56,11 +56,26 @@ def test_other_rows_and_another_place(run: tuple[Path, dict[str, Any]], tmp_path
     assert json.loads(written.read_text())["data"]["test"]["filter"] == "hour < 12"
 
 
+def test_metrics_by_the_values_of_a_column(run: tuple[Path, dict[str, Any]]) -> None:
+    whole = evaluate(run[0], "data.test=data/sample/test", "--by", "device", nproc=2)
+    (written,) = [
+        found["by"]["device"]["test"]
+        for path in (run[0] / "evaluations").glob("*/result.json")
+        if (found := json.loads(path.read_text()))["by"]
+    ]
+    assert sum(metrics["rows"] for metrics in written.values()) == whole["test"]["rows"]
+    assert "null" in written
+    value = next(value for value in written if value != "null")
+    alone = evaluate(run[0], "data.test=data/sample/test", f"data.filter=device == '{value}'")["test"]
+    torch.testing.assert_close(written[value], alone, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["tables.item.hash_seed=3"], "'tables.item.hash_seed' is a part of what the run has trained"),
         (["data.valid=null", "data.test=null"], "there is nothing to evaluate; set data.valid or data.test"),
+        (["--by", "colour"], "--by: file"),
         (["data.test=STRINGS"], "'tables.item': its ids are string in column 'item_id' of data.test and int64"),
     ],
 )
