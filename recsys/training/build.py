@@ -72,12 +72,12 @@ def build_model(inputs: Inputs) -> Built:
 def log_shares(inputs: Inputs) -> torch.Tensor:
     """Return the logs of the shares that the table rows of `Needs.log_shares_of` have of data.train and drawn items.
 
-    They are [num_embeddings] float32, and [1] where these are not known; every table row counts as once at least.
+    They are [num_embeddings] float32, and [1] where these data are not read; every table row counts as once at least.
     """
     facts, feature = inputs.facts, inputs.config.model.needs().log_shares_of
-    counts = None if facts is None else facts.row_counts.get(feature or "")
-    if counts is None:
+    if facts is None or feature is None or "train" not in inputs.datasets:
         return torch.zeros(1)
+    counts = facts.row_counts[feature]
     share = np.maximum(counts, 1) / max(1, counts.sum())
     if (number := inputs.config.model.needs().sampled_items) and feature == inputs.config.model.needs().item_id:
         drawn, size = np.bincount(*inputs.item_shares(), len(counts)), inputs.config.train.global_batch_size
