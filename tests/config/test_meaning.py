@@ -53,7 +53,7 @@ FREE = {
     "paths: the files are told by their footers, those of data.valid where early stopping compares by them": (
         *("data.train", "data.valid", "data.test", "data.items"),
     ),
-    "other data than those trained on": ("data.filter.valid",),
+    "other data than those trained on": ("data.filter.valid", "data.candidates_column"),
     "how data are read, and what is done with those that cannot be": (
         *("data.num_threads", "data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_files"),
         *("data.max_bad_rows", "data.drop_last"),
