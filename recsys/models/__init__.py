@@ -1,4 +1,3 @@
 """Models, one a file: the dense part over looked-up vectors, with its config, its loss and its metrics."""
 
-from recsys.models.base import DenseInputs, Model, Vectors
-from recsys.models.blocks import RowDropout, mlp
+from recsys.models.base import DenseInputs, Model, RowDropout, Vectors, mlp

@@ -14,8 +14,7 @@ from recsys.config.choices import Interaction
 from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.errors import UserError
-from recsys.models.base import DenseInputs, Model, Vectors
-from recsys.models.blocks import WIDEST, RowDropout, mlp, row_of_each_id, sum_by_row
+from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp, row_of_each_id, sum_by_row
 from recsys.tables.module_names import module_name
 
 _MOST_BY_MATRIX = 48  # vectors: the matrix has about half their number to the power of 4 elements, here 10 MiB

@@ -8,8 +8,7 @@ from torch import nn
 
 from recsys.config import ModelConfig
 from recsys.config.bounds import bounded
-from recsys.models.base import DenseInputs, Model, Vectors
-from recsys.models.blocks import WIDEST, mlp
+from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
 
 
 @dataclass

@@ -16,8 +16,7 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import DenseInputs, Model, Vectors
-from recsys.models.blocks import WIDEST, mlp
+from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
 # Of the loss, at once: what a core's cache holds, or enough for a GPU's many.

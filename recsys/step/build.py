@@ -9,8 +9,7 @@ from torch import nn
 from recsys.config import Config
 from recsys.config.features import float_features, id_features
 from recsys.config.model import find_model
-from recsys.models.base import DenseInputs
-from recsys.models.blocks import checkpoint_mlps
+from recsys.models.base import DenseInputs, checkpoint_mlps
 from recsys.step.step import DenseHalf, TrainStep
 from recsys.tables.spec import build_embeddings
 

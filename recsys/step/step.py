@@ -23,12 +23,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from recsys.config import Autocast, Config
 from recsys.config.features import averaged_features, id_features
 from recsys.data.batch import Batch
-from recsys.models.base import Model
-from recsys.models.blocks import set_dropout_keys
+from recsys.models.base import Model, set_dropout_keys
 from recsys.step.exchange import Replica, Totals, agree
-from recsys.step.lookup import Lookup, Part
 from recsys.step.loss_scale import LossScale
-from recsys.step.micro_batches import MicroBatches, Outputs, StepLoss, task_weights
+from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
 from recsys.step.output import StepOutput
 from recsys.tables.gate import UpdateGate
 from recsys.tables.replicated import ReplicatedTables

@@ -19,13 +19,12 @@ from recsys.data.batch import Batch
 from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.models import DenseInputs, Model
-from recsys.models.base import Vectors
-from recsys.models.blocks import checkpoint_mlps
+from recsys.models.base import Vectors, checkpoint_mlps
 from recsys.models.dlrm import DLRM, DLRMConfig, _pairs, _PairwiseDots
 from recsys.models.two_tower import TwoTower, TwoTowerConfig
 from recsys.runtime.world import open_world
-from recsys.step.lookup import Lookup, Part
 from recsys.step.loss_scale import LossScale
+from recsys.step.micro_batches import Lookup, Part
 from recsys.step.step import DenseHalf
 
 CONFIG = "configs/dlrm_sample.yaml"

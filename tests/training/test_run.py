@@ -13,7 +13,7 @@ from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
 from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
 from recsys.errors import UserError
-from recsys.models.blocks import checkpoint_mlps
+from recsys.models.base import checkpoint_mlps
 from recsys.runtime.logs import MetricsWriter, to_json
 from recsys.runtime.run_lock import RunLock
 from recsys.runtime.world import open_world
