@@ -27,7 +27,7 @@ _EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what othe
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5). Those of steps lie in the training thread's heap.
 _HOLES = 0.5
-_THREAD_HEAP_BYTES = 6 << 20  # what the heap of a thread that decodes keeps
+_THREAD_HEAP_BYTES = 4 << 20  # what the heap of a thread that decodes keeps
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
