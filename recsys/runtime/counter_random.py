@@ -1,7 +1,13 @@
 """Random numbers as a function of a key and a counter, the same on any device and any split over ranks."""
 
-import torch
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import xxhash
+
+if TYPE_CHECKING:  # keys are for converters too, which do without torch
+    import torch
 
 _COLUMN_BITS = 20  # of a counter made of a row and a column
 
@@ -22,7 +28,7 @@ def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
     """
     counter = (rows[:, None] << _COLUMN_BITS) + columns
     bits = _shift_right(_mix(counter * _signed(0x9E3779B97F4A7C15) + _signed(key)), 40)
-    return bits.to(torch.float32) * 2.0**-24
+    return bits.float() * 2.0**-24
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
