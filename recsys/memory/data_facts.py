@@ -124,9 +124,7 @@ class _Sample:
         self.rows = max(1, table.num_rows)
         self.names = [part.name for part in spec.ids]
         self._raw = [None if part.column is None else table.column(part.column) for part in spec.ids]
-        columns = dict(zip(table.column_names, table.columns, strict=True))
-        self._sizes = {name: _sizes(column) for name, column in columns.items()}
-        self._num_texts = {name: sum(map(len, _dictionaries(column))) for name, column in columns.items()}
+        self._sizes = {name: _sizes(column) for name, column in zip(table.column_names, table.columns, strict=True)}
         self.row_bytes = self.columns.num_bytes / self.rows
 
     def mean_ids(self) -> dict[str, float]:
@@ -139,13 +137,13 @@ class _Sample:
     def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what columns of so many rows take in Arrow, all by default."""
         sizes = [self._sizes[name] for name in (self._sizes if columns is None else columns)]
-        return sum(once + rows * num_rows / self.rows for once, rows in sizes)
+        return sum(once + rows * num_rows / self.rows for once, rows, _ in sizes)
 
     def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
         names = list(self._sizes if columns is None else columns)
         building = (
-            _BUILDING * self.table_bytes(num_rows, [name]) + _ENTRY_BYTES * self._num_texts[name] for name in names
+            _BUILDING * self.table_bytes(num_rows, [name]) + _ENTRY_BYTES * self._sizes[name][2] for name in names
         )
         return self.table_bytes(num_rows, names) + max(building, default=0)
 
@@ -164,16 +162,12 @@ class _Sample:
             yield min(most, len(counts) + once * (once - 1) / (2 * (twice + 1)) * (num_rows > self.rows))
 
 
-def _sizes(column: pa.ChunkedArray) -> tuple[int, int]:
-    """Return the bytes of a column's dictionary, which is that of its whole row group, and of the rest."""
-    once = sum(dictionary.nbytes for dictionary in _dictionaries(column))
-    return once, max(0, column.nbytes - once * column.num_chunks)
-
-
-def _dictionaries(column: pa.ChunkedArray) -> list[pa.Array]:
-    """Return the dictionary of a column's first chunk, if it has one."""
-    arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks[:1]]
-    return [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
+def _sizes(column: pa.ChunkedArray) -> tuple[int, int, int]:
+    """Return the bytes of a column's dictionary, which is that of its whole row group, of the rest, and its entries."""
+    arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
+    dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
+    sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
+    return max(sizes, default=0), max(0, column.nbytes - sum(sizes)), max(map(len, dictionaries), default=0)
 
 
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
