@@ -232,9 +232,6 @@ class _Rank:
         if self._topology.on_gpu:
             in_flight["batches"] = _BATCHES_ON_GPU * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
-        # Gradients by tables that every rank holds are summed over ranks in FP32.
-        # Gradients, and a mark for each row.
-        replicated = 4 * sum(p.size[0] * (p.size[1] + 1) for p in self._pieces if p.sharding_type == "data_parallel")
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
             {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes},
@@ -249,12 +246,24 @@ class _Rank:
             {
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
-                "replicated_gradient": replicated,
+                "replicated_gradient": self._replicated_gradient(),
                 "dense_gradient": dense.gradient_bytes,
             },
         ]
         highest = max(moments, key=lambda kinds: sum(kinds.values()))
         return {**in_flight, **highest}
+
+    def _replicated_gradient(self) -> int:
+        """Return the bytes of the gradients by tables that every rank holds, summed over ranks in FP32, with a mark for
+        each row, and of the gradient by the ids of one of their features."""
+        replicas = {p.table: p.size for p in self._pieces if p.sharding_type == "data_parallel"}
+        of_tables = sum(rows * (columns + 1) for rows, columns in replicas.values())
+        by_ids = (
+            self._data.mean_ids[name] * replicas[feature.table][1]
+            for name, feature in self._config.features.items()
+            if feature.table in replicas
+        )
+        return 4 * (of_tables + int(self._dense.rows * max(by_ids, default=0)))
 
     def _gloo_copies(self) -> int:
         """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""
