@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from conversion import refusal
 
 import recsys.data.window as window_module
 from recsys.config import NullPolicy
@@ -17,7 +18,6 @@ from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.storage import BadDataError
 from recsys.data.window import Columns, Ragged, convert_table, load_window
-from recsys.errors import UserError
 from recsys.ids import HashMapping, IdentityMapping, IndexMapping
 from recsys.ids.hashing import hash_integers
 
@@ -34,14 +34,6 @@ def lists(columns: Columns, part: int | Ragged) -> list[list[int]]:
         return [[n] for n in columns.scalars[part].tolist()]
     assert part.offsets.tolist() == np.cumsum([0, *part.lengths]).tolist()
     return [part.values[a:b].tolist() for a, b in pairwise(part.offsets.tolist())]
-
-
-def refusal(action: Any) -> str:
-    with pytest.raises(UserError) as caught:
-        action()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 # Windows
