@@ -92,7 +92,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
         check_versions()
         from recsys.config import load_config
 
-        try:
+        with _told_by_first_rank():
             if words.command == "evaluate":
                 from recsys.serving.evaluate import evaluate, roles_of
                 from recsys.serving.finished import find_run
@@ -101,10 +101,6 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
                 roles = roles_of(run_to_evaluate)
             else:
                 config = load_config(words.config, words.overrides, words.debug)
-        except UserError as error:
-            if is_first_rank():
-                raise
-            raise EchoError(*error.args) from error
         if words.command == "evaluate":
             return evaluate(run_to_evaluate, roles, words.by)
         if words.command == "dry-run":
@@ -126,7 +122,7 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
 
 def predict(arguments: Sequence[str], command: str) -> int:
     """Predict or recommend; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    parser = _Parser(f"recsys {command}", description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.")
+    parser = _Parser(f"recsys {command}", description=_description(command))
     parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; an unfinished one is gone on with")
@@ -144,12 +140,8 @@ def predict(arguments: Sequence[str], command: str) -> int:
         from recsys.serving import predict as serving
         from recsys.serving.finished import find_run
 
-        try:
-            run = find_run(words.run, words.overrides, words.trust_code)
-        except UserError as error:
-            if is_first_rank():
-                raise
-            raise EchoError(*error.args) from error
+        with _told_by_first_rank():
+            run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
         keep = None if words.keep is None else [name for name in words.keep.split(",") if name]
         if command == "recommend":
             return serving.recommend(run, words.data, words.out, words.k, keep)
@@ -185,7 +177,7 @@ def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
 def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namespace:
     parser = _Parser(
         prog,
-        description=f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}.",
+        description=_description(command),
         epilog=str(__doc__).partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -206,6 +198,21 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         for name, about in (("dry-run", _COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
             mode.add_argument(f"--{name}", dest="command", action="store_const", const=name, help=about)
     return parser.parse_intermixed_args(arguments)
+
+
+def _description(command: str) -> str:
+    return f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}."
+
+
+@contextmanager
+def _told_by_first_rank() -> Iterator[None]:
+    """Let the first rank tell a mistake that every rank finds by itself, and the others end as its echoes."""
+    try:
+        yield
+    except UserError as error:
+        if is_first_rank():
+            raise
+        raise EchoError(*error.args) from error
 
 
 @contextmanager

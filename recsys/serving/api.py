@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,15 @@ from omegaconf import OmegaConf
 from recsys.checkpoint import export_table
 from recsys.config import load_config
 from recsys.config.choices import Device
-from recsys.data.inputs import Given
 from recsys.data.wanted import column_of
 from recsys.errors import UserError
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.world import World, open_world
 from recsys.serving.finished import OpenRun, find_run
-from recsys.serving.predict import best_of_users, check_recommends, ids_of, naming_data, scored, scores_of_rows
+from recsys.serving.predict import best_of_users, check_recommends, kept_columns, naming_data, scored, scores_of_rows
 from recsys.step.output import StepOutput
-from recsys.training.evaluation import item_vectors
+
+_worlds: list[World] = []  # of this process: none, or one
 
 Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a data frame that Arrow can read
 
@@ -69,7 +68,7 @@ class Run:
 
     def __init__(self, run: str, overrides: Sequence[str], trust_code: bool) -> None:
         quiet_libraries()
-        finished = find_run(run, overrides, trust_code)
+        finished = find_run(run, overrides, trust_code, asked_by="RUN")
         world = _world(finished.config.run.device)
         self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, ["items"])
@@ -91,39 +90,46 @@ class Run:
             name: `item`, for those of all items by raw id; `user`, for those of `users`; or a table, for its rows, by
                 raw id where it has a vocabulary.
         """
-        if name in self._run.config.tables and not (
-            self._opened.inputs.corpus is not None and name in ("item", "user")
-        ):
+        is_of_tower = name in ("item", "user") and self._opened.inputs.corpus is not None
+        if name in self._run.config.tables and not is_of_tower:
             with tempfile.TemporaryDirectory() as folder:
                 export_table(self._run.checkpoint, name, Path(folder) / "table.parquet")
                 return pq.read_table(Path(folder) / "table.parquet")
         check_recommends(self._run)
         if name == "user":
             return self._scored(users, "users", None, lambda: _vectors_of_users)
-        with torch.no_grad():
-            vectors = item_vectors(self._opened.inputs, self._opened.model)
         column = column_of(self._run.config, self._run.config.model.needs().item_id or "")
-        return pa.table({column: self._opened.inputs.corpus, "vector": _lists(vectors)})
+        return pa.table({column: self._opened.inputs.corpus, "vector": _lists(self._opened.items)})
 
     def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results: Any) -> pa.Table:
-        opened, config = self._opened, self._run.config
+        opened = self._opened
         with _as_files(data) as paths, naming_data(), torch.no_grad():
-            rows = config.data.filter if "data.filter" in self._run.changed else None
-            before, opened.inputs = opened.inputs, opened.open(["items"], Given(role, paths, tuple(keep or ()), rows))
+            before, opened.inputs = opened.inputs, opened.open(["items"], self._run.given(role, paths, keep))
             try:
-                kept = ids_of(opened, role) if keep is None else list(keep)
+                kept = kept_columns(keep, opened.inputs, role)
                 loader = opened.inputs.loader(role)
                 return pa.concat_tables(scored(opened, loader, kept, results(), lambda rows: None))
             finally:
                 opened.inputs = before
 
 
-@cache
 def _world(device: Device) -> World:
-    """Return this process as the only one of a group that lasts as long as it does."""
-    stack = ExitStack()
-    atexit.register(stack.close)
-    return stack.enter_context(open_world(device))
+    """Return this process as the only one of a group, which lasts as long as the process; there can be but one.
+
+    Raises:
+        UserError: it was made for another device.
+    """
+    if not _worlds:
+        stack = ExitStack()
+        atexit.register(stack.close)
+        _worlds.append(stack.enter_context(open_world(device)))
+    (world,) = _worlds
+    if device is not Device.auto and device.value != world.device.type:
+        raise UserError(
+            f"config key 'run.device' is {device.value}, and this process has a run open on {world.device.type}; open "
+            f"it in a process of its own"
+        )
+    return world
 
 
 @contextmanager

@@ -98,12 +98,16 @@ def _by_value(opened: OpenRun, role: str, column: str) -> dict[str, dict[str, fl
             found = kept.take(batch.num_rows).column(0).to_pylist()
             texts = np.array(["null" if value is None else str(value) for value in found], object)
             for value in set(texts):
-                if value not in evaluators and len(evaluators) == _MOST_SLICES:
-                    raise UserError(f"--by: column '{column}' has more than {_MOST_SLICES} values; take a coarser one")
+                if value not in evaluators:
+                    if len(evaluators) == _MOST_SLICES:
+                        raise UserError(
+                            f"--by: column '{column}' has more than {_MOST_SLICES} values; take a coarser one"
+                        )
+                    evaluators[value] = make()
                 is_there = np.zeros(len(batch.weights), np.float32)
                 is_there[: len(texts)] = texts == value
                 weights = batch.weights * torch.from_numpy(is_there).to(batch.weights.device)
-                evaluators.setdefault(value, make()).update(output.outputs, replace(batch, weights=weights))
+                evaluators[value].update(output.outputs, replace(batch, weights=weights))
     values = sorted({value for own in inputs.world.gather(list(evaluators)) for value in own})
     return {value: evaluators.get(value, make()).compute(inputs.world) for value in values}
 

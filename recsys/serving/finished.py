@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger
 from recsys.runtime.world import World
 from recsys.training.build import build_model
+from recsys.training.evaluation import item_vectors
 from recsys.training.learning import learn_facts
 
 _NO_TRAINING = ("train.early_stop.metric=null", "train.eval_every_steps=null", "train.eval_every_epochs=null")
@@ -47,19 +49,27 @@ class Finished:
         data = replace(self.config.data, num_streams=world_size)
         return replace(self, config=replace(self.config, data=data))
 
+    def given(self, role: str, paths: str | list[str], keep: Sequence[str] | None) -> Given:
+        """Return rows to be scored; the filter of the run's own data is not theirs, unless the user sets it."""
+        rows = self.config.data.filter if "data.filter" in self.changed else None
+        return Given(role, paths, tuple(keep or ()), rows)
 
-def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) -> Finished:
+
+def find_run(
+    run: str, overrides: Sequence[str] = (), trust_code: bool = False, asked_by: str = "--evaluate"
+) -> Finished:
     """Find a run and its checkpoint.
 
     Args:
         run: a run directory, whose best checkpoint is taken, or its newest without early stopping; or a checkpoint.
         overrides: `key=value` over the run's config, of what does not change the model.
         trust_code: a class that the run names as its model may be imported.
+        asked_by: what names the run, for messages.
 
     Raises:
         UserError: no such run, or an override that would change the model.
     """
-    checkpoint = find_checkpoint(run, "--evaluate")
+    checkpoint = find_checkpoint(run, asked_by)
     keys = tuple(text.partition("=")[0].strip() for text in overrides)
     for key in keys:
         if not key.startswith(_CHANGEABLE):
@@ -110,6 +120,12 @@ class OpenRun:
         footers = self.run.run_dir / "footers"
         inputs = open_inputs(self.run.config, self.world, known=footers, roles=roles, given=given)
         return learn_facts(inputs, self.run.run_dir, self.source)
+
+    @cached_property
+    def items(self) -> torch.Tensor:
+        """The vectors of all items of a retrieval model, [items, vector_dim]; computed at the first use, collective."""
+        with torch.no_grad():
+            return item_vectors(self.inputs, self.model)
 
     def introduce(self) -> None:
         """Tell in the log what runs where, and what of the config is done otherwise on this device."""

@@ -22,7 +22,7 @@ import torch
 from recsys.config.features import id_features
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
-from recsys.data.inputs import Given
+from recsys.data.inputs import Given, Inputs
 from recsys.data.loader import Loader
 from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
@@ -33,7 +33,7 @@ from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.world import World, open_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.step.output import StepOutput
-from recsys.training.evaluation import item_vectors, outputs_of
+from recsys.training.evaluation import outputs_of
 
 _BLOCK_ROWS = 1 << 20  # at least, which an interruption costs
 _ROW_GROUP_ROWS = 1 << 16  # of the files written, held in memory
@@ -89,10 +89,9 @@ def _write(
     config = run.config
     with open_world(config.run.device, config.run.num_threads) as world, naming_data():
         run = run.in_order(world.world_size)
-        given = Given(role, data, tuple(keep or ()), config.data.filter if "data.filter" in run.changed else None)
-        opened = OpenRun(run, world, ["items"] if role == "users" else [], given)
+        opened = OpenRun(run, world, ["items"] if role == "users" else [], run.given(role, data, keep))
         datasets = opened.inputs.datasets
-        kept = list(keep) if keep is not None else ids_of(opened, role)
+        kept = kept_columns(keep, opened.inputs, role)
         task = {
             "checkpoint": {"path": str(run.checkpoint), "files": opened.source.marker.files},
             "data": {name: dataset.fingerprint for name, dataset in datasets.items()},
@@ -120,9 +119,11 @@ def _write(
     return 0
 
 
-def ids_of(opened: OpenRun, role: str) -> list[str]:
-    """Return the columns of ids that the model reads, without lists and crosses."""
-    config, schema = opened.inputs.config, opened.inputs.datasets[role].schema
+def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[str]:
+    """Return the columns to keep: those asked for, or those of ids that the model reads, without lists and crosses."""
+    if keep is not None:
+        return list(keep)
+    config, schema = inputs.config, inputs.datasets[role].schema
     names = [name for name in role_features(config, role) if name in id_features(config)]
     columns = dict.fromkeys(column_of(config, name) for name in names if not config.features[name].cross)
     return [column for column in columns if not pa.types.is_nested(schema.field(column).type)]
@@ -272,7 +273,7 @@ def scores_of_rows(opened: OpenRun) -> Results:
 
 def best_of_users(opened: OpenRun, k: int) -> Results:
     """Return the best items of users, by raw id, with their scores."""
-    items, corpus = item_vectors(opened.inputs, opened.model), opened.inputs.corpus
+    items, corpus = opened.items, opened.inputs.corpus
     assert corpus is not None
 
     def results(output: StepOutput) -> pa.Table:

@@ -34,6 +34,12 @@ def test_a_ranker(tmp_path: Path) -> None:
             run.predict(wrong)
     with pytest.raises(UserError, match="has no vectors of items"):
         run.recommend(rows)
+    other = recsys.open_run(f"{tmp_path}/run", "run.device=cpu")  # in the same group of one process
+    assert other.predict(rows.slice(3, 5)).equals(again)
+    with pytest.raises(UserError, match="this process has a run open on cpu"):
+        recsys.open_run(f"{tmp_path}/run", "run.device=cuda")
+    with pytest.raises(UserError, match=r"^RUN: 'nowhere' does not exist"):
+        recsys.open_run("nowhere")
 
 
 def test_two_towers(tmp_path: Path) -> None:
