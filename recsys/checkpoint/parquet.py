@@ -20,7 +20,7 @@ from recsys.checkpoint.tensor_files import Entry, Piece, Pieces, read_tensors
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
-from recsys.ids import build_mapping, read_vocabulary
+from recsys.ids import KeptRows, build_mapping, read_vocabulary
 from recsys.runtime.files import replacing
 
 VECTOR = "vector"
@@ -98,13 +98,13 @@ class TableRows:
     """Finds the table rows of a Parquet file's rows, by raw id or by number.
 
     Args:
-        vocabulary: of a vocabulary table.
+        vocabulary: of a vocabulary table. kept: of one of which rows were pruned.
     """
 
-    def __init__(self, table: TableConfig, vocabulary: pa.Array | None) -> None:
+    def __init__(self, table: TableConfig, vocabulary: pa.Array | None, kept: KeptRows | None = None) -> None:
         self._table = table
         self._first_bucket = None if vocabulary is None else 1 + len(vocabulary)
-        self._mapping = build_mapping(table, vocabulary)
+        self._mapping = build_mapping(table, vocabulary, kept)
 
     def find(self, batch: pa.RecordBatch) -> np.ndarray:
         """Return the table row of each row of a record batch, int64, or -1 where the table has none.

@@ -14,6 +14,7 @@ from recsys.config.choices import (
     NullPolicy,
     ShardingChoice,
 )
+from recsys.config.compression_checks import check_compression
 from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
 from recsys.config.optimizer_checks import check_optimizers
@@ -206,6 +207,7 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
             f"with {key}.allow_column_split=true"
         )
     _check_unpooled(config, name, table)
+    check_compression(name, table)
     if table.compute_kernel is ComputeKernel.key_value and table.storage_dir is None:
         raise UserError(
             f"config key 'tables.{name}.storage_dir' is not set, and compute_kernel: key_value needs a folder on a disk"
@@ -269,7 +271,7 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
             f"config key 'tables.{name}.num_ids' is not set, and mapping: quotient_remainder needs the number of ids "
             f"that are to be told apart"
         )
-    if table.mapping is IdMappingType.quotient_remainder and table.num_ids is not None:
+    if table.mapping is IdMappingType.quotient_remainder and table.num_ids is not None and table.kept_rows is None:
         # With q quotients and m remainders there are q * m pairs: most with q and m alike, beside the null row.
         least = 2 + isqrt(4 * table.num_ids - 1)
         if table.num_embeddings < least:

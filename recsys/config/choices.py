@@ -42,6 +42,15 @@ class DataType(Enum):
     FP32, FP16, FP8 = "FP32", "FP16", "FP8"
 
 
+class RowCode(Enum):
+    """Code of a table's vectors as they are served.
+
+    `FP16`: halves. `INT8`, `INT4`, `INT2`: whole numbers of so many bits, with a scale and a bias for each row.
+    """
+
+    FP16, INT8, INT4, INT2 = "FP16", "INT8", "INT4", "INT2"
+
+
 class ComputeKernel(Enum):
     """Place and kernel of a table. On CPU all are `fused`, in host memory; so is `data_parallel` sharding.
 

@@ -1,6 +1,6 @@
 """Feature names of a config by type, in the order of batches."""
 
-from recsys.config.choices import FeatureType, Pooling
+from recsys.config.choices import FeatureType, Pooling, RowCode
 from recsys.config.schema import Config
 
 
@@ -22,6 +22,12 @@ def sampled_rows(config: Config, world_size: int) -> int:
 def rank_rows(config: Config, world_size: int) -> int:
     """Return how many rows a rank's batch of data.train has, with those for items that are drawn."""
     return -(-config.train.global_batch_size // world_size) + sampled_rows(config, world_size)
+
+
+def quantized_features(config: Config) -> dict[str, RowCode]:
+    """Return the code of the vectors of each id feature whose table has one."""
+    codes = {name: config.tables[config.features[name].table or ""].quantize for name in id_features(config)}
+    return {name: code for name, code in codes.items() if code is not None}
 
 
 def averaged_features(config: Config) -> list[str]:

@@ -37,10 +37,11 @@ FREE = (
     *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.l2", "tables.*.vocabulary"),
     "tables.*.min_count",
 )
-# What a position in the data, and the best metric so far, stand for: nothing that another run takes.
+# What a position in the data, and the best metric so far, stand for, and how weights are read: not what another run
+# takes.
 _OF_ONE_RUN = (
     *("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter"),
-    *("data.keep_negatives", "train.global_batch_size"),
+    *("data.keep_negatives", "train.global_batch_size", "tables.*.quantize"),
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.
@@ -61,6 +62,8 @@ def meaning(config: Config) -> dict[str, Any]:
         table["optimizer"] = asdict(config.table_optimizer(name))
         if config.tables[name].mapping is IdMappingType.vocabulary:
             table.pop("num_embeddings")  # a bound
+        if table["kept_rows"] is not None:
+            table["kept_rows"] = "a file"  # whose content goes with the checkpoint, as a vocabulary's ids do
     for name, feature in content["features"].items():
         feature["column"] = feature["column"] or name
     if isinstance(config.data.filter, dict):

@@ -25,6 +25,7 @@ from recsys.config.choices import (
     LabelNulls,
     NullPolicy,
     Pooling,
+    RowCode,
     Schedule,
     ShardingChoice,
     StateType,
@@ -166,6 +167,9 @@ class TableConfig:
     embedding_dim: int = MISSING  # a multiple of 4
     data_type: DataType = DataType.FP32
     pooling: Pooling = Pooling.sum
+    # The model reads vectors as this code leaves them, in training too (gradients pass through); weights stay as they
+    # are trained, and `recsys export` writes the codes.
+    quantize: RowCode | None = None
     mapping: IdMappingType = IdMappingType.hash
     hash_seed: int = bounded(0, 0)
     # Hash: the vector of an id is the sum of so many rows, each by a hash of its own.
@@ -173,6 +177,9 @@ class TableConfig:
     num_ids: int | None = bounded(None, 1, 2**62)  # quotient_remainder: how many ids are told apart
     min_count: int = bounded(1, 1)  # vocabulary: rarer ids have no row of their own
     num_buckets: int = 1  # vocabulary: rows for the ids that have none of their own, by hash
+    # Of the other mappings: Parquet file of `recsys compress` with the rows that were not pruned. num_embeddings counts
+    # these, and one that the pruned ones share.
+    kept_rows: str | None = None
     vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
     init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     # Added to the loss: l2 / 2 times the mean over rows of the squared length of each vector that the table gives, by
@@ -290,8 +297,12 @@ class Config:
         return list(self.model.needs().sequences)
 
     def unpooled_tables(self) -> set[str]:
-        """Return the tables of such features; torchrec gives a vector for each id of their other features too."""
-        return {self.features[name].table or "" for name in self.unpooled_features()}
+        """Return the tables of such features; torchrec gives a vector for each id of their other features too.
+
+        Tables whose vectors are quantised are among them, since these are to be so before they are summed.
+        """
+        quantized = {name for name, table in self.tables.items() if table.quantize is not None}
+        return {self.features[name].table or "" for name in self.unpooled_features()} | quantized
 
     def table_optimizer(self, table: str) -> TableOptimizerConfig:
         """Return the optimizer of a table: its own, or that of all."""

@@ -26,7 +26,17 @@ from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
-from recsys.ids import NULL_ROW, IdCounter, add_up, choose_vocabulary, is_new, joined, read_vocabulary, write_vocabulary
+from recsys.ids import (
+    NULL_ROW,
+    IdCounter,
+    KeptRows,
+    add_up,
+    choose_vocabulary,
+    is_new,
+    joined,
+    read_vocabulary,
+    write_vocabulary,
+)
 from recsys.runtime.files import replace_file, replacing
 from recsys.runtime.world import World
 
@@ -53,6 +63,7 @@ class Facts:
         num_counted: by table, the distinct ids that a vocabulary was chosen from, where this start of the run chose it;
             by `counts_of` a feature, those that this rank has counted.
         kept: by table, how many ids its vocabulary begins with that are those of the run whose weights it takes.
+        kept_rows: by table of which rows were pruned.
     """
 
     vocabularies: dict[str, pa.Array] = field(default_factory=dict)
@@ -60,9 +71,14 @@ class Facts:
     row_counts: dict[str, np.ndarray] = field(default_factory=dict)
     num_counted: dict[str, int] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
+    kept_rows: dict[str, KeptRows] = field(default_factory=dict)
+
+    def of_table(self, table: str) -> tuple[pa.Array | None, KeptRows | None]:
+        """Return what a table's mapping is built with: its vocabulary, and the rows that were not pruned."""
+        return self.vocabularies.get(table), self.kept_rows.get(table)
 
     def save(self, folder: Path) -> None:
-        """Write RUN/vocabulary: one Parquet file a table and a feature whose rows are counted, and floats.json."""
+        """Write RUN/vocabulary: a Parquet file for what each field says of a table or a feature, and floats.json."""
         if self.files():
             folder.mkdir(exist_ok=True)
         for table, ids in self.vocabularies.items():
@@ -70,6 +86,8 @@ class Facts:
         for feature, counts in self.row_counts.items():
             with replacing(folder / vocabulary_file(counts_of(feature))) as aside:
                 pq.write_table(pa.table({"count": counts}), aside, compression="zstd", write_page_checksum=True)
+        for table, kept in self.kept_rows.items():
+            kept.write(folder / kept_rows_file(table))
         if FLOATS_FILE in self.files():
             figures = {name: asdict(each) for name, each in self.floats.items()}
             replace_file(folder / FLOATS_FILE, json.dumps(figures, indent=1))
@@ -77,11 +95,15 @@ class Facts:
     def files(self) -> list[str]:
         """Return the names of the files that `save` writes."""
         names = [*self.vocabularies, *map(counts_of, self.row_counts)]
-        return [*map(vocabulary_file, names), *([FLOATS_FILE] if self.vocabularies or self.floats else [])]
+        names_kept = map(kept_rows_file, self.kept_rows)
+        return [*map(vocabulary_file, names), *names_kept, *([FLOATS_FILE] if self.vocabularies or self.floats else [])]
 
     @staticmethod
-    def load(folder: Path, tables: Sequence[str], floats: Sequence[str], counted: Sequence[str] = ()) -> "Facts":
-        """Read what an earlier run has saved of these tables, float features, and id features whose rows are counted.
+    def load(
+        folder: Path, tables: Sequence[str], floats: Sequence[str], counted: Sequence[str], pruned: Sequence[str]
+    ) -> "Facts":
+        """Read what an earlier run has saved: vocabularies of tables, figures of float features, counts of the rows of
+        id features, and the rows kept of tables.
 
         Raises:
             UserError: it is not there, or cannot be read.
@@ -93,12 +115,19 @@ class Facts:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"'{folder / FLOATS_FILE}' lacks the figures of {', '.join(floats)} ({error!r})") from error
         counts = {name: pq.read_table(folder / vocabulary_file(counts_of(name)))["count"] for name in counted}
-        return Facts(vocabularies, figures, {name: each.to_numpy() for name, each in counts.items()})
+        row_counts = {name: each.to_numpy() for name, each in counts.items()}
+        kept_rows = {table: KeptRows.read(folder / kept_rows_file(table)) for table in pruned}
+        return Facts(vocabularies, figures, row_counts, kept_rows=kept_rows)
 
 
 def counts_of(feature: str) -> str:
     """Return what the counts of a feature's rows are called beside the vocabularies of tables."""
     return f"{feature}.counts"
+
+
+def kept_rows_file(table: str) -> str:
+    """Return the name of the file in RUN/vocabulary that says which rows of a table are kept."""
+    return vocabulary_file(f"{table}.kept")
 
 
 def vocabulary_file(table: str) -> str:

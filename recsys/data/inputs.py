@@ -321,9 +321,9 @@ def _check_weights(dataset: Dataset, column: str) -> None:
 
 def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
     settings = config.tables[table]
-    if settings.mapping is IdMappingType.vocabulary and facts is None:
+    if facts is None and (settings.mapping is IdMappingType.vocabulary or settings.kept_rows is not None):
         return HashMapping(settings.num_embeddings, settings.hash_seed)  # takes the same ids
-    return build_mapping(settings, None if facts is None else facts.vocabularies.get(table))
+    return build_mapping(settings, *((None, None) if facts is None else facts.of_table(table)))
 
 
 def read_corpus(config: Config, items: Dataset) -> pa.Array:

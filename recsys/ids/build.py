@@ -1,22 +1,28 @@
 """The mapping of a table by its config."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError
 from recsys.ids.index import VocabularyMapping
+from recsys.ids.kept_rows import KeptRows, PrunedMapping
 from recsys.ids.mappings import HashMapping, IdentityMapping, IdMapping, QuotientRemainderMapping
 
 
-def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None) -> IdMapping:
+def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: KeptRows | None = None) -> IdMapping:
     """Return the mapping that a table's config asks for.
 
     Args:
         vocabulary: the ids with rows of their own, in the order of these; needed by mapping: vocabulary.
+        kept: the rows that were not pruned; num_embeddings is how many there are now.
 
     Raises:
         UserError: num_embeddings is too small.
     """
+    if kept is not None:
+        return PrunedMapping(build_mapping(replace(table, num_embeddings=kept.num_before), vocabulary), kept)
     if table.mapping is IdMappingType.identity:
         return IdentityMapping(table.num_embeddings)
     if table.mapping is IdMappingType.quotient_remainder:

@@ -12,10 +12,11 @@ from torch.autograd import Variable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import LabelConfig
-from recsys.config.choices import LabelNulls
+from recsys.config.choices import LabelNulls, RowCode
 from recsys.data.batch import Batch
 from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
 from recsys.step.exchange import Totals, all_finite
+from recsys.tables.row_codes import quantize_rows
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,14 @@ class Lookup:
         ids: table rows of the batch.
         pooled: a vector for each row, by feature; None where no table gives any.
         by_id: a vector for each id of the rows' lists, by feature.
+        codes: by feature of `by_id`, what its vectors are quantised to.
         tensors: what gradients are wanted of: `pooled`, [rows, sum of its widths], then each in `by_id`, [ids, width].
     """
 
     ids: KeyedJaggedTensor
     pooled: KeyedTensor | None
     by_id: dict[str, JaggedTensor]
+    codes: Mapping[str, RowCode]
     tensors: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,8 +61,16 @@ class Lookup:
             yield Part(rows, [*of_pooled, *(slice(*each[number : number + 2]) for each in ends)])
 
     def rows(self, part: Part) -> list[torch.Tensor]:
-        """Return the rows of a part of each tensor, in FP32 whatever type the tables give: so are their gradients."""
-        return [tensor[rows].float() for tensor, rows in zip(self.tensors, part.slices, strict=True)]
+        """Return the rows of a part of each tensor as the model reads them, in FP32 whatever type the tables give.
+
+        Gradients are taken by these, and handed on as if nothing had been rounded (straight-through: Bengio et al.
+        2013, arXiv:1308.3432).
+        """
+        tensors = [tensor[rows].float() for tensor, rows in zip(self.tensors, part.slices, strict=True)]
+        for place, name in enumerate(self.by_id, start=len(tensors) - len(self.by_id)):
+            if name in self.codes:
+                tensors[place] = quantize_rows(tensors[place], self.codes[name])
+        return tensors
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Hand on the gradients by `tensors`, FP32, as far as to the ranks that hold the rows."""

@@ -21,7 +21,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from recsys.config import Autocast, Config
-from recsys.config.features import averaged_features, id_features
+from recsys.config.features import averaged_features, id_features, quantized_features
 from recsys.data.batch import Batch
 from recsys.models.base import Model, set_dropout_keys
 from recsys.step.exchange import Replica, Totals, agree
@@ -49,6 +49,7 @@ class DenseHalf(nn.Module):
         replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
         loss_scale: 1 unless the model computes in FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
+        codes: by feature, what its vectors are quantised to.
         skipped: the last step changed nothing, because it was not finite.
     """
 
@@ -59,6 +60,7 @@ class DenseHalf(nn.Module):
         self._averaged, self._unpooled = averaged_features(config), config.unpooled_features()
         tables = {name: config.tables[config.features[name].table or ""] for name in id_features(config)}
         self.l2 = {name: table.l2 for name, table in tables.items() if table.l2}
+        self.codes = quantized_features(config)
         self._dtype = _DTYPES.get(config.precision.autocast)
         self.loss_scale = LossScale()
         if config.precision.autocast is Autocast.fp16:
@@ -90,7 +92,8 @@ class DenseHalf(nn.Module):
         Args:
             pooled, by_id: what the tables gave: a vector for each row, and one for each id, by feature.
         """
-        lookup, output = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items())), StepOutput(batch, ())
+        lookup = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items()), self.codes)
+        output = StepOutput(batch, ())
         if self.training:
             self._under_way = self.step(lookup, output)
             return next(self._under_way), output

@@ -14,11 +14,20 @@ from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.features import id_features
 from recsys.config.initial import Take
 from recsys.config.meaning import meaning
-from recsys.data.facts import FLOATS_FILE, Facts, RowCounter, VocabularyRequest, counts_of, measure, vocabulary_file
+from recsys.data.facts import (
+    FLOATS_FILE,
+    Facts,
+    RowCounter,
+    VocabularyRequest,
+    counts_of,
+    kept_rows_file,
+    measure,
+    vocabulary_file,
+)
 from recsys.data.inputs import Inputs
 from recsys.data.wanted import column_of, float_column, with_figures
 from recsys.errors import UserError
-from recsys.ids import is_new, joined, read_vocabulary
+from recsys.ids import KeptRows, is_new, joined, read_vocabulary
 from recsys.runtime.environment import give_unused_back
 
 _log = getLogger("recsys")
@@ -36,10 +45,13 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     """
     config, world = inputs.config, inputs.world
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
+    pruned = {name: table for name, table in config.tables.items() if table.kept_rows is not None}
     goes_on = source is not None and source.goes_on
     inherited = Facts() if source is None else world.from_rank_zero(lambda: _of_source(config, source, tables))
     rows = _row_counter(inputs, inherited)
     facts = _learned(inputs, source, tables, inherited, rows)
+    kept_rows = world.from_rank_zero(lambda: _kept_rows(pruned, inherited, goes_on))
+    facts = replace(facts, kept_rows=kept_rows)
     if goes_on:
         world.from_rank_zero(lambda: _compare_files(tables, facts))
     sized = {name: replace(table, num_embeddings=_num_rows(name, table, facts)) for name, table in tables.items()}
@@ -60,8 +72,9 @@ def _row_counter(inputs: Inputs, inherited: Facts) -> RowCounter | None:
     config, feature = inputs.config, inputs.config.model.needs().log_shares_of
     if feature is None or feature in inherited.row_counts or "train" not in inputs.datasets:
         return None
-    mapping = config.tables[config.features[feature].table or ""].mapping
-    return RowCounter(inputs.id_column(feature), mapping is not IdMappingType.vocabulary)
+    table = config.tables[config.features[feature].table or ""]
+    is_mapped = table.mapping is not IdMappingType.vocabulary and table.kept_rows is None
+    return RowCounter(inputs.id_column(feature), is_mapped)
 
 
 def _with_row_counts(inputs: Inputs, facts: Facts, rows: RowCounter) -> Facts:
@@ -116,9 +129,32 @@ def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
         there_too = [table for table in tables if vocabulary_file(table) in marker.facts]
         tables = there_too if source.init.tables is not Take.none else []
     counted = [] if source.init else [name for name in id_features(config) if _counts_file(name) in marker.facts]
+    pruned = [name for name, table in config.tables.items() if table.kept_rows is not None]
+    if source.init is not None:
+        there_too = [name for name in pruned if kept_rows_file(name) in marker.facts]
+        pruned = there_too if source.init.tables is not Take.none else []
     names = [*map(vocabulary_file, tables), *([FLOATS_FILE] if floats else []), *map(_counts_file, counted)]
-    check_facts(source.path, marker, names)
-    return Facts.load(facts_of(source.path), list(tables), floats, counted)
+    check_facts(source.path, marker, [*names, *map(kept_rows_file, pruned)])
+    return Facts.load(facts_of(source.path), list(tables), floats, counted, pruned)
+
+
+def _kept_rows(pruned: dict[str, TableConfig], inherited: Facts, goes_on: bool) -> dict[str, KeptRows]:
+    """Return the rows kept of tables: those that go with weights of the source, else those of files."""
+    kept_rows = {}
+    for name, table in pruned.items():
+        before, key = inherited.kept_rows.get(name), f"config key 'tables.{name}.kept_rows'"
+        kept = kept_rows[name] = before or KeptRows.read(Path(table.kept_rows or ""))
+        is_other = not goes_on and before is not None and Path(table.kept_rows or "").is_file()
+        if is_other and not KeptRows.read(Path(table.kept_rows or "")).kept.equals(kept.kept):
+            raise UserError(
+                f"{key}: '{table.kept_rows}' tells other rows than those that the weights begin with; drop it"
+            )
+        if table.num_embeddings != kept.num_rows:
+            raise UserError(
+                f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings:,}, and tables.{name}.kept_rows "
+                f"keeps {kept.num_rows - 1:,} rows, beside the one that the others share; set it to {kept.num_rows}"
+            )
+    return kept_rows
 
 
 def _counts_file(feature: str) -> str:

@@ -54,7 +54,7 @@ def _import_tables(inputs: Inputs, built: Built) -> None:
     config, facts = inputs.config, inputs.facts
     for table, path in config.train.init.from_parquet.items():
         settings, targets = config.tables[table], built.tensors.to_load()
-        rows = TableRows(settings, facts.vocabularies.get(table) if facts else None)
+        rows = TableRows(settings, *(facts.of_table(table) if facts else (None, None)))
         num_rows = inputs.world.agree(partial(import_table, Path(path), table, settings, rows, targets))
         logger.info("table %s: %s rows from %s", table, f"{num_rows:,}", path)
 

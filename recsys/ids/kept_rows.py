@@ -1,0 +1,86 @@
+"""Tables of which rows were pruned: a bit for each row as it was, and a mapping to the rows that are left."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys.errors import UserError
+from recsys.ids.hashing import IdKeys
+from recsys.ids.mappings import NULL_ROW, IdMapping
+from recsys.runtime.files import replacing
+
+_COLUMN, _WORD = "kept", 64
+
+
+class KeptRows:
+    """Which rows of a table are kept: these follow each other in their order, and the others share the row after them.
+
+    A row takes a bit, and half of one for counts by which its place is found.
+
+    Args:
+        kept: [rows as they were], Arrow's booleans; that of the null row is true.
+
+    Attributes:
+        num_before: rows of the table as it was. num_rows: rows now, with the one that is shared.
+    """
+
+    def __init__(self, kept: pa.BooleanArray) -> None:
+        self.kept, self.num_before = kept, len(kept)
+        # Arrow's bits are numbered from the lowest of a byte on, as those of a word are on machines that Arrow runs on.
+        words = np.zeros(-(-len(kept) // _WORD), np.uint64)
+        packed = np.packbits(kept.to_numpy(zero_copy_only=False), bitorder="little")
+        words.view(np.uint8)[: len(packed)] = packed
+        ends = np.cumsum(np.bitwise_count(words), dtype=np.int64)
+        self._words, self._shared = words, int(ends[-1])
+        self._before = np.concatenate([[0], ends[:-1]]).astype(np.int32 if self._shared < 2**31 else np.int64)
+        self.num_rows = self._shared + 1
+
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        """Return where rows of the table as it was are now, int64 [rows]."""
+        words, bits = rows >> 6, (rows & (_WORD - 1)).astype(np.uint64)
+        found, one = self._words[words], np.uint64(1)
+        below = np.bitwise_count(found & ((one << bits) - one))
+        return np.where((found >> bits) & one, self._before[words] + below.astype(np.int64), self._shared)
+
+    def write(self, path: Path) -> None:
+        """Write them as Parquet: a column kept."""
+        with replacing(path) as aside:
+            pq.write_table(pa.table({_COLUMN: self.kept}), aside, compression="zstd", write_page_checksum=True)
+
+    @staticmethod
+    def read(path: Path) -> "KeptRows":
+        """Read what `write` has written.
+
+        Raises:
+            UserError: the file cannot be read, or holds something else.
+        """
+        try:
+            kept = pq.read_table(path, page_checksum_verification=True)[_COLUMN].combine_chunks()
+            if kept.type != pa.bool_() or kept.null_count or not len(kept) or not kept[NULL_ROW].as_py():
+                raise ValueError("it must have a column kept of true and false, the first one true")
+        except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"file '{path}' does not tell the rows of a table ({reason}); name one of a run") from error
+        return KeptRows(kept)
+
+
+class PrunedMapping(IdMapping):
+    """The rows of another mapping where they are after pruning."""
+
+    def __init__(self, mapping: IdMapping, kept: KeptRows) -> None:
+        super().__init__(kept.num_rows, mapping._seed)
+        self.rows_per_id, self._mapping, self._kept = mapping.rows_per_id, mapping, kept
+
+    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
+        self._mapping._check(keys, kind)
+
+    def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
+        rows = np.empty(len(out), np.int64)
+        self._mapping._write(keys, start, chunk, rows)
+        out[:] = self._kept.places(rows)
+
+    def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
+        """Return the shares of the table as it was."""
+        return self._mapping.usage(hashes, weight)

@@ -1,0 +1,42 @@
+"""Vectors quantised row by row, by FBGEMM's kernels: the codes of a row, then its scale and bias."""
+
+import fbgemm_gpu  # noqa: F401  (its operators)
+import torch
+
+from recsys.config.choices import RowCode
+
+_BITS = {RowCode.INT4: 4, RowCode.INT2: 2}
+
+
+def encode_rows(rows: torch.Tensor, code: RowCode) -> torch.Tensor:
+    """Return rows, [rows, columns] FP32, as bytes: uint8 [rows, row_bytes].
+
+    A row of integers ends in its scale and bias, FP32 of INT8 and FP16 of the others; FP16 rows have none.
+    """
+    if code is RowCode.FP16:
+        return rows.half().view(torch.uint8)
+    if code is RowCode.INT8:
+        return torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(rows)
+    return torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(rows, _BITS[code])
+
+
+def decode_rows(codes: torch.Tensor, code: RowCode) -> torch.Tensor:
+    """Return the rows of `encode_rows`, [rows, columns] FP32."""
+    if code is RowCode.FP16:
+        return codes.view(torch.half).float()
+    if code is RowCode.INT8:
+        return torch.ops.fbgemm.Fused8BitRowwiseQuantizedToFloat(codes)
+    return torch.ops.fbgemm.FusedNBitRowwiseQuantizedSBHalfToFloat(codes, _BITS[code])
+
+
+def quantize_rows(rows: torch.Tensor, code: RowCode) -> torch.Tensor:
+    """Return what rows, [rows, columns] FP32, are once they are quantised.
+
+    Of INT8, a second time may change last digits: quantise what was trained, not what comes out here.
+    """
+    return decode_rows(encode_rows(rows.detach(), code), code)
+
+
+def coded_row_bytes(columns: int, code: RowCode) -> int:
+    """Return the bytes of a row in `encode_rows`."""
+    return encode_rows(torch.zeros(1, columns), code).shape[1]

@@ -1,0 +1,21 @@
+"""What cannot be quantised, or has not been pruned, is told in a sentence that names the key."""
+
+import pytest
+
+from recsys.config import load_config
+from recsys.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tables.user={sharding_type: data_parallel, quantize: INT8}", "row_wise, column_wise, found data_parallel"),
+        ("tables.user={embedding_dim: 12, quantize: INT2}", "multiple of 8, found 12; use INT4"),
+        ("tables.user={mapping: vocabulary, kept_rows: a.parquet}", "name a shorter tables.user.vocabulary"),
+        ("tables.user.quantize=INT3", "must be one of FP16, INT8, INT4, INT2 or null, found 'INT3'"),
+    ],
+)
+def test_mistakes(override: str, said: str) -> None:
+    with pytest.raises(UserError, match=r"config key 'tables\.user\.") as error:
+        load_config("configs/dlrm_sample.yaml", [override])
+    assert said in str(error.value)
