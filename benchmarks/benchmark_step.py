@@ -91,12 +91,15 @@ class Ours:
         loader = self._inputs.loader("train")
         with closing(loader.batches()) as batches:
             return [
-                BareBatch(
-                    dense_features=batch.floats.clone(),
-                    sparse_features=KeyedJaggedTensor(
-                        batch.ids.keys(), batch.ids.values().long(), lengths=batch.ids.lengths().clone()
+                _pinned(
+                    BareBatch(
+                        dense_features=batch.floats.clone(),
+                        sparse_features=KeyedJaggedTensor(
+                            batch.ids.keys(), batch.ids.values().long(), lengths=batch.ids.lengths().clone()
+                        ),
+                        labels=batch.labels[:, 0].clone(),
                     ),
-                    labels=batch.labels[:, 0].clone(),
+                    self._world.device,
                 )
                 for batch in islice(batches, BATCHES_IN_MEMORY)
             ]
@@ -116,7 +119,8 @@ class Bare:
     """torchrec as its examples use it: DLRMTrain, DistributedModelParallel, TrainPipelineSparseDist."""
 
     def __init__(self, batches: list[BareBatch], world: World, sharding: str | None) -> None:
-        device, self._world_size = world.device, world.world_size
+        device = self._device = world.device
+        self._world_size = world.world_size
         keys = batches[0].sparse_features.keys()
         tables = EmbeddingBagCollection(
             device=torch.device("meta"),
@@ -146,15 +150,27 @@ class Bare:
     def measure(self, steps: int, num_threads: int) -> float:
         """Train `steps` steps; return rows/s."""
         torch.set_num_threads(num_threads)
-        start = time.monotonic()
+        start = _now(self._device)
         for _ in range(steps):
             self._pipeline.progress(self._batches)
-        return steps * self._rows * self._world_size / (time.monotonic() - start)
+        return steps * self._rows * self._world_size / (_now(self._device) - start)
 
     def profile(self, steps: int, num_threads: int) -> dict[str, float]:
         """Return ms per step of each part."""
         torch.set_num_threads(num_threads)
         return profiled(self._pipeline.progress, self._batches, steps)
+
+
+def _pinned(batch: BareBatch, device: torch.device) -> BareBatch:
+    """Return a batch in page-locked memory, if it is for a GPU."""
+    return batch.pin_memory() if device.type == "cuda" else batch
+
+
+def _now(device: torch.device) -> float:
+    """Return the time when all that the device has been given is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
 
 
 class Marked(Iterator[Any]):
@@ -229,6 +245,7 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
             "ratio": round(statistics.median(ratios), 4),
             "ratios": [round(ratio, 4) for ratio in ratios],
             "ranks": world.world_size,
+            "device": world.device.type,
             "sharding": arguments.sharding,
             "bare_threads": best,
             "ours_threads": ours.num_threads,
@@ -253,11 +270,11 @@ def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py step`. What stands at the top of the result is of the batch size with the least ratio."""
-    data = benchmark_training.files(ROWS)
+    data = benchmark_training.files(min(ROWS, arguments.rows))
     measure = launch_ranks if arguments.ranks > 1 and "RANK" not in os.environ else measure_batch_size
     batches = {size: measure(arguments, data, size) for size in arguments.batch_size}
     least = min(batches.values(), key=lambda found: found["ratio"])
-    return {**least, "batches": batches, "device": "cpu", "versions": installed_versions()}
+    return {**least, "batches": batches, "versions": installed_versions()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,10 +17,18 @@ exit_unless_installed()
 
 import torch  # noqa: E402
 
+_ON = ["run.device={device}", "run.num_threads=1"]
 _BENCHMARKS = {
-    "peaks": ["peaks", "run.device=cuda"],
-    "seeds": ["seeds", "configs/dlrm_sample.yaml", "run.device=cuda", "--seeds", "1", "2", "3"],
+    "peaks": ["peaks", *_ON],
+    "seeds": ["seeds", "configs/dlrm_sample.yaml", *_ON, "--seeds", "1", "2", "3"],
+    "step": ["step", *_ON],
     "loader": ["loader", "--ratios-only"],
+}
+_QUICK = {  # as little as shows that each runs; the last of an option counts
+    "peaks": ["--only", "small"],
+    "seeds": ["--seeds", "1"],
+    "step": ["--rows", "4096", "--batch-size", "256", "--threads", "1", "--repeats", "1"],
+    "loader": ["--rows", "65536", "--repeats", "1"],
 }
 _PARTS = ("tests", *_BENCHMARKS)
 _TESTS_AT_ONCE = "4"  # on the same GPUs: what they do there is short, and their start is not
@@ -32,33 +40,42 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for what is measured")
     parser.add_argument("--nproc", type=int, help="GPUs to use, one rank each (default: all there are)")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS, help="default: all")
+    parser.add_argument("--quick", action="store_true", help="as little of each as shows that it runs")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tries this script itself")
     arguments = parser.parse_args()
-    out = arguments.out.resolve()
-    if not torch.cuda.is_available():
+    arguments.out = out = arguments.out.resolve()
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
         print("error: torch finds no GPU here, and this checks one", file=sys.stderr)
         return 2
-    num_gpus = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count() if on_gpu else 1
     if arguments.nproc is not None and not 1 <= arguments.nproc <= num_gpus:
         print(f"error: --nproc must be from 1 to the {num_gpus} GPUs that torch finds here", file=sys.stderr)
         return 2
     num_gpus = arguments.nproc or num_gpus
+    arguments.nproc = num_gpus
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(num_gpus)))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:num_gpus])  # of what is started below
     out.mkdir(parents=True, exist_ok=True)
-    device = torch.cuda.get_device_properties(0)
-    found = {"name": device.name, "num_gpus": num_gpus, "memory_bytes": device.total_memory, "torch": torch.__version__}
+    found = {"name": arguments.device, "num_gpus": num_gpus, "torch": torch.__version__}
+    if on_gpu:
+        device = torch.cuda.get_device_properties(0)
+        found |= {"name": device.name, "memory_bytes": device.total_memory}
     (out / "device.json").write_text(json.dumps(found, indent=1) + "\n")
-    return max([_run(part, out, num_gpus) for part in arguments.parts])
+    return max([_run(part, arguments) for part in arguments.parts])
 
 
-def _run(part: str, out: Path, num_gpus: int) -> int:
+def _run(part: str, arguments: argparse.Namespace) -> int:
+    out = arguments.out
     if part == "tests":
-        at_once = ["-n", _TESTS_AT_ONCE] if importlib.util.find_spec("xdist") else []
+        at_once = ["-n", _TESTS_AT_ONCE] if arguments.device == "cuda" and importlib.util.find_spec("xdist") else []
         command = ["-m", "pytest", "-m", "gpu", *at_once, f"--junitxml={out}/tests.xml"]
     else:
-        command = ["benchmarks/benchmark.py", *_BENCHMARKS[part], "--out", f"{out}/{part}_gpu.json"]
+        options = [*_BENCHMARKS[part], *(_QUICK[part] if arguments.quick else ())]
+        command = ["benchmarks/benchmark.py", *(option.format(device=arguments.device) for option in options)]
+        command += ["--out", f"{out}/{part}_{arguments.device.replace('cuda', 'gpu')}.json"]
         command += ["--folder", f"{out}/../loader-files"] if part == "loader" else []
-        command += ["--ranks", str(num_gpus)] if part == "peaks" else []
+        command += ["--ranks", str(arguments.nproc)] if part == "peaks" else []
     return subprocess.run([sys.executable, *command], cwd=ROOT).returncode
 
 

@@ -72,8 +72,8 @@ def test_a_plan_learns_what_a_cpu_learns(kind: ShardingChoice, dtype: str, nproc
 @pytest.mark.parametrize("kernel", [kernel.name for kernel in ComputeKernel])
 def test_each_kernel_trains_the_same(kernel: str, tmp_path: Path) -> None:
     _, losses = train(tmp_path / "fused", "train.max_steps=20", "run.device=cuda")
-    options = (f"tables.user.compute_kernel={kernel}", f"tables.user.storage_dir={tmp_path}")
-    _, with_kernel = train(tmp_path / "kernel", *options, "train.max_steps=20", "run.device=cuda")
+    options = (f"tables.user.compute_kernel={kernel}", "train.max_steps=20", "run.device=cuda")
+    _, with_kernel = train(tmp_path / "kernel", *options)
     torch.testing.assert_close(with_kernel, losses, rtol=0, atol=1e-4)
 
 

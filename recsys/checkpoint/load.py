@@ -122,7 +122,8 @@ def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) ->
 def _set_state(
     tensors: Tensors, room: dict[str, torch.Tensor], scalars: dict[str, Any], path: Path, world: World | None
 ) -> None:
-    """Set what is no tensor of the model; random number generators where there is a world of as many ranks."""
+    """Set what is no tensor of the model, once those are loaded; random numbers where there are as many ranks."""
+    tensors.after_load()
     of_optimizer = {n.removeprefix(DENSE_OPTIMIZER): t for n, t in room.items() if n.startswith(DENSE_OPTIMIZER)}
     try:
         if of_optimizer or scalars:

@@ -33,6 +33,7 @@ class Tensors:
         tables: weights by table; table_optimizer: state by `TABLE/STATE`; ShardedTensors, or tensors that every rank
             holds.
         statistics: of ids, by feature.
+        after_load: called once tables have been loaded in place.
     """
 
     tables: Callable[[], dict[str, Any]]
@@ -40,6 +41,7 @@ class Tensors:
     dense: torch.nn.Module
     dense_optimizer: torch.optim.Optimizer
     statistics: Mapping[str, IdStatistics] = field(default_factory=dict)
+    after_load: Callable[[], None] = lambda: None
 
     def to_save(self, world: World) -> tuple[dict[str, Pieces], dict[str, str]]:
         """Return all tensors, and the reason for each that is only approximate; collective."""

@@ -8,6 +8,7 @@ from recsys.config.choices import (
     COLUMN_SPLITS,
     UNPOOLED,
     ComputeKernel,
+    DataType,
     FeatureType,
     IdMappingType,
     LabelLoss,
@@ -24,6 +25,7 @@ from recsys.config.topology import check_topology, num_bytes
 from recsys.errors import UserError, nearest
 
 _WIDEST_ROW = 2048  # of FBGEMM's kernels
+_LEAST_FP8_RANGE = 2**-8  # e4m3 rounds what is below 2^-10 to 0: a quarter of the weights
 
 
 def check_config(config: Config) -> None:
@@ -192,6 +194,12 @@ def _check_tables(config: Config) -> None:
                 f"config key '{key}.embedding_dim' must be a multiple of 4, from 4 to {_WIDEST_ROW}, "
                 f"found {table.embedding_dim}"
             )
+        bound = table.num_embeddings**-0.5 if table.init_range is None else table.init_range
+        if table.data_type is DataType.FP8 and 0 < bound < _LEAST_FP8_RANGE:
+            raise UserError(
+                f"config key '{key}.init_range': FP8 has no number between 0 and 2^-9, so that weights within "
+                f"±{bound:.2g} would start as zeros; set it to {_LEAST_FP8_RANGE} or more, or {key}.data_type=FP16"
+            )
         _check_mapping(config, name, table)
         check_sharding(config, name, table)
 
@@ -208,10 +216,6 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
         )
     _check_unpooled(config, name, table)
     check_compression(name, table)
-    if table.compute_kernel is ComputeKernel.key_value and table.storage_dir is None:
-        raise UserError(
-            f"config key 'tables.{name}.storage_dir' is not set, and compute_kernel: key_value needs a folder on a disk"
-        )
     if optimizer.name.value.path is None and table.compute_kernel is not ComputeKernel.fused:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': {optimizer.name.name} trains tables in device memory, found "

@@ -55,10 +55,10 @@ class ComputeKernel(Enum):
     """Place and kernel of a table. On CPU all are `fused`, in host memory; so is `data_parallel` sharding.
 
     `fused`: device memory. `fused_uvm`: host memory, read over the bus. `fused_uvm_caching`: the same with a cache of
-    rows in device memory, `cache_load_factor` of the table. `key_value`: on disk, with a cache.
+    rows in device memory, `cache_load_factor` of the table.
     """
 
-    fused, fused_uvm, fused_uvm_caching, key_value = "fused", "fused_uvm", "fused_uvm_caching", "key_value"
+    fused, fused_uvm, fused_uvm_caching = "fused", "fused_uvm", "fused_uvm_caching"
 
 
 class LabelLoss(Enum):

@@ -33,7 +33,7 @@ FREE = (
     *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "l1", "beta1", "beta2", "momentum", "weight_decay")),
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
     # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest
-    *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.storage_dir"),
+    *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor"),
     *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.l2", "tables.*.vocabulary"),
     "tables.*.min_count",
 )

@@ -46,7 +46,7 @@ class RunConfig:
     stop_file: str | None = None  # when this file is there, save and end as for SIGTERM
     plan: str | None = None  # sharding plan of an earlier run, RUN/plan.json; default: the planner makes one
     device: Device = Device.auto
-    # OpenMP threads of a rank; default: its share of the cores, less one of many.
+    # OpenMP threads of a rank; default: its share of the cores, less one of many; with a GPU, 1.
     num_threads: int | None = bounded(None, 1, 1024)
     profile_steps: int = bounded(0, 0, 10_000)  # trace so many steps, from the 13th on, to RUN/profile/rank_K.json
     # In training, name a rank that makes no progress for so long, and end; not with --debug.
@@ -89,7 +89,8 @@ class DataConfig:
     # Rows of a stream shuffled together, in MiB as held in memory; two are held for each stream.
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
-    num_threads: int = bounded(2, 0, 1024)  # decoding threads of a rank; 0 reads in the training thread
+    # Decoding threads of a rank; 0 reads in the training thread. Default: 2, and with a GPU the rank's cores less two.
+    num_threads: int | None = bounded(None, 0, 1024)
     # Put together ahead of training, by a thread; 0: in the training thread. Default: 4, but 0 where ranks of a CPU run
     # have no core to spare, and the two threads would only wait for each other.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
@@ -188,7 +189,6 @@ class TableConfig:
     sharding_type: ShardingChoice = ShardingChoice.auto
     compute_kernel: ComputeKernel = ComputeKernel.fused
     cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds
-    storage_dir: str | None = None  # key_value: folder on a disk of each machine
     stochastic_rounding: bool = False  # FP16, on GPUs: what it draws depends on the plan
     optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
 

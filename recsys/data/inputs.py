@@ -35,7 +35,8 @@ from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
 from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, is_text
 from recsys.runtime.files import copy_files
-from recsys.runtime.world import World, batches_ahead
+from recsys.runtime.threads import batches_ahead, decoding_threads
+from recsys.runtime.world import World
 
 ROLES = ("train", "valid", "test", "items")
 
@@ -93,7 +94,7 @@ class Inputs:
             shuffle=train and config.data.shuffle,
             num_streams=config.data.num_streams,
             window_bytes=config.data.window_mib << 20,
-            num_threads=config.data.num_threads,
+            num_threads=decoding_threads(config.data.num_threads, world.device, world.local_world_size),
             prefetch_batches=batches_ahead(config.data.prefetch_batches, world.device, world.local_world_size),
             pin_device=world.device if world.device.type == "cuda" else None,
             drop_last=train and config.data.drop_last,

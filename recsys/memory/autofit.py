@@ -13,7 +13,7 @@ from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
 from recsys.memory.data_facts import streams_of_a_rank
 from recsys.memory.trace import demands, rehearse
 from recsys.runtime.machine import Topology
-from recsys.runtime.world import batches_ahead
+from recsys.runtime.threads import batches_ahead, decoding_threads
 from recsys.step.build import build_tables
 from recsys.tables.bytes import WEIGHT_BYTES
 from recsys.tables.shard import plan_tables, shards
@@ -187,7 +187,9 @@ class Fitter:
         """Return what is known of the data; with smaller windows, the most that they may take."""
         streams = streams_of_a_rank(config, self._topology.world_size)
         size = config.data.window_mib << 20
-        most = 2 * size * streams, 3 * size * max(1, config.data.num_threads)
+        topology = self._topology
+        threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
+        most = 2 * size * streams, 3 * size * max(1, threads)
         if config.data.window_mib == self._config.data.window_mib:
             return self._data
         window, decode = self._data.window_bytes, self._data.decode_bytes
@@ -259,31 +261,26 @@ def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
         yield Change(settings, "every rank is asked for rows of these tables")
 
 
-def _kernels(kernel: ComputeKernel, cost: str) -> Callable[[Config, Topology], Iterator[Change]]:
-    on_disk = kernel is ComputeKernel.key_value
-    before = (ComputeKernel.fused, ComputeKernel.fused_uvm_caching)[: 1 + on_disk]
-
-    def movable(table: TableConfig) -> bool:
-        split = table.sharding_type is not ShardingChoice.data_parallel
-        return split and table.compute_kernel in before and (table.storage_dir is not None or not on_disk)
-
-    def changes(config: Config, topology: Topology) -> Iterator[Change]:
-        if not topology.on_gpu or config.run.plan is not None:
-            return
-        room = topology.world_size * topology.device_bytes + on_disk * topology.num_machines * topology.host_bytes
-        excess = sum(_weight_bytes(table) for table in config.tables.values()) - room
-        in_fbgemm = {name for name in config.tables if config.table_optimizer(name).name.value.path}
-        movables = {name: table for name, table in config.tables.items() if name in in_fbgemm and movable(table)}
-        least = 0  # as many as must go, before anything else is counted
-        for table in sorted(movables.values(), key=_weight_bytes, reverse=True):
-            if excess <= 0:
-                break
-            excess -= int(_weight_bytes(table) * (1 - table.cache_load_factor))
-            least += 1
-        for names in _largest(movables, least):
-            yield Change({f"tables.{name}.compute_kernel": kernel for name in names}, cost)
-
-    return changes
+def _caching(config: Config, topology: Topology) -> Iterator[Change]:
+    if not topology.on_gpu or config.run.plan is not None:
+        return
+    excess = sum(_weight_bytes(t) for t in config.tables.values()) - topology.world_size * topology.device_bytes
+    movables = {
+        name: table
+        for name, table in config.tables.items()
+        if config.table_optimizer(name).name.value.path
+        and table.sharding_type is not ShardingChoice.data_parallel
+        and table.compute_kernel is ComputeKernel.fused
+    }
+    least = 0  # as many as must go, before anything else is counted
+    for table in sorted(movables.values(), key=_weight_bytes, reverse=True):
+        if excess <= 0:
+            break
+        excess -= int(_weight_bytes(table) * (1 - table.cache_load_factor))
+        least += 1
+    for names in _largest(movables, least):
+        settings = {f"tables.{name}.compute_kernel": ComputeKernel.fused_uvm_caching for name in names}
+        yield Change(settings, "rows that the cache lacks come over the bus")
 
 
 def _weight_bytes(table: TableConfig) -> int:
@@ -339,8 +336,7 @@ LEVERS: tuple[Callable[[Config, Topology], Iterator[Change]], ...] = (
     _checkpointing,
     _prefetching,
     _row_wise,
-    _kernels(ComputeKernel.fused_uvm_caching, "rows that the cache lacks come over the bus"),
-    _kernels(ComputeKernel.key_value, "rows that the cache lacks come from disk"),
+    _caching,
     _windows,
     _autocast,
     _row_wise_state,

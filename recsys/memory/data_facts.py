@@ -21,6 +21,7 @@ from recsys.data.window import Columns, Ragged, convert_table
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts
 from recsys.models.metrics import rows_at_once
+from recsys.runtime.threads import decoding_threads
 
 _SAMPLE_ROWS = 20_000
 _NUMBER_BYTES = 8  # of an id, unless it is a text
@@ -170,13 +171,17 @@ def _sizes(column: pa.ChunkedArray) -> tuple[int, int, int]:
     return max(sizes, default=0), max(0, column.nbytes - sum(sizes)), max(map(len, dictionaries), default=0)
 
 
+def _num_threads(inputs: Inputs) -> int:
+    return decoding_threads(inputs.config.data.num_threads, inputs.world.device, inputs.world.local_world_size)
+
+
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     """Return the most rows of windows that a loader's streams hold at once, and those of the largest window."""
     held, largest = 0, 0
     again = role == "train" and inputs.config.train.epochs > 1
     for rows in inputs.loader(role).window_rows():
         following = [*rows[1:], rows[0] if rows and again else 0]
-        pairs = [sum(pair) for pair in zip(rows, following, strict=False)] if inputs.config.data.num_threads else rows
+        pairs = [sum(pair) for pair in zip(rows, following, strict=False)] if _num_threads(inputs) else rows
         held += max(pairs, default=0)
         largest = max(largest, *rows, 0)
     return held, largest
@@ -196,7 +201,7 @@ class _Decoding:
 
 def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> _Decoding:
     """Return what it takes to decode a dataset's row groups and make windows of `largest` rows at most."""
-    threads, groups = max(1, inputs.config.data.num_threads), inputs.datasets[role].row_groups
+    threads, groups = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
     rows, at_once = int(groups.num_rows.max()), min(len(groups), threads)

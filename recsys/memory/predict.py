@@ -11,7 +11,7 @@ from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
-from recsys.runtime.world import batches_ahead
+from recsys.runtime.threads import batches_ahead, decoding_threads
 from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
 from recsys.tables.spec import Shard
 
@@ -66,6 +66,7 @@ class _Rank:
     ) -> None:
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
         self._pieces, self._rank = pieces, rank
+        self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._tables = rank_tables(config, pieces, rank)
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
         features = {name: f for name, f in config.features.items() if f.type is FeatureType.id}
@@ -139,7 +140,7 @@ class _Rank:
 
     def _heaps(self, in_evaluation: bool) -> int:
         """Return what heaps take beside what lives: of the training thread, of threads that decode, of gloo's."""
-        decoding = self._config.data.num_threads * _THREAD_HEAP_BYTES
+        decoding = self._decoding_threads * _THREAD_HEAP_BYTES
         decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
         loader = self._loader()  # none keeps more than it has had
         decoding = min(decoding, loader["loader_windows"] + loader["loader_decoding"])
@@ -183,7 +184,7 @@ class _Rank:
     def _loader(self) -> Bytes:
         data, topology = self._config.data, self._topology
         ahead = batches_ahead(data.prefetch_batches, topology.device, topology.local_world_size)
-        queued = ahead + _QUEUED_BATCHES if data.num_threads and ahead else 1
+        queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
         queued += _BATCHES_ON_GPU - 1
         batch = self.batch_bytes
         if self._topology.on_gpu:

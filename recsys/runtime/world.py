@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from recsys.config import Device
 from recsys.errors import EchoError, LostPeerError, StuckError, UserError, disk_problem, is_out_of_memory
+from recsys.runtime.threads import computing_threads
 
 T = TypeVar("T")
 
@@ -191,8 +192,7 @@ def open_world(
 
     Args:
         device: where to compute; of several GPUs the one of this rank's number on its machine, else the only one seen.
-        num_threads: OpenMP threads of this rank; default: its share of this machine's cores, less one for decoding
-            where there are more than two.
+        num_threads: OpenMP threads of this rank; default: as `computing_threads`.
         timeout_s: how long a collective waits for the other ranks.
 
     Raises:
@@ -201,8 +201,7 @@ def open_world(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch_device = _choose_device(device, local_rank, local_world_size)
-    cores = num_cores() // local_world_size
-    torch.set_num_threads(num_threads or max(1, cores - 1 if cores > 2 else cores))
+    torch.set_num_threads(computing_threads(num_threads, torch_device, local_world_size))
     timeout = timedelta(seconds=timeout_s)
     store, launch_store = _init_process_group(torch_device, timeout)
     host_group = dist.group.WORLD if torch_device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
@@ -244,22 +243,6 @@ def rehearse_world(world_size: int, local_world_size: int, device: torch.device)
     finally:
         if opened:
             dist.destroy_process_group()
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def batches_ahead(wanted: int | None, device: torch.device, local_world_size: int) -> int:
-    """Return how many batches a thread collates ahead of training: `wanted`, or the default.
-
-    Where a CPU run has no core to spare, what such a thread does takes as much from training, and twice that in waiting
-    for the lock of Python: two gloo ranks on two cores trained a tenth faster without it.
-    """
-    if wanted is not None:
-        return wanted
-    return 4 if device.type == "cuda" or num_cores() > local_world_size else 0
 
 
 def _choose_device(device: Device, local_rank: int, local_world_size: int) -> torch.device:

@@ -22,10 +22,10 @@ _CACHED_ROW_BYTES = 4  # which table a row is of (cache_index_table_map), for ev
 
 @dataclass(frozen=True)
 class TableBytes:
-    """Bytes of tables in device memory, host memory and on disk, by kind; on CPU the device is the host.
+    """Bytes of tables in device and host memory, by kind; on CPU the device is the host.
 
     Attributes:
-        cache: rows of tables in host memory or on disk that the device holds; metadata: what keeps track of them.
+        cache: rows of tables in host memory that the device holds; metadata: what keeps track of them.
     """
 
     device_weight: int = 0
@@ -34,7 +34,6 @@ class TableBytes:
     device_metadata: int = 0
     host_weight: int = 0
     host_optimizer: int = 0
-    disk_weight: int = 0
 
     def __add__(self, other: "TableBytes") -> "TableBytes":
         return TableBytes(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -42,7 +41,7 @@ class TableBytes:
     @property
     def weight(self) -> int:
         """Bytes of weights, wherever they are."""
-        return self.device_weight + self.host_weight + self.disk_weight
+        return self.device_weight + self.host_weight
 
     @property
     def optimizer(self) -> int:
@@ -73,8 +72,6 @@ def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
     if kernel in (ComputeKernel.fused_uvm.value, ComputeKernel.fused_uvm_caching.value):
         # State of whole rows stays on the device; no state is cached.
         return TableBytes(host_weight=weight, host_optimizer=by_element, device_optimizer=by_row)
-    if kernel == ComputeKernel.key_value.value:
-        return TableBytes(disk_weight=weight, device_optimizer=by_row + by_element)
     return TableBytes(device_weight=weight, device_optimizer=by_row + by_element)
 
 
@@ -83,10 +80,8 @@ def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]
     groups: dict[tuple[object, ...], list[Shard]] = {}
     for shard in shards:
         settings = config.tables[shard.table]
-        kernel = shard.compute_kernel
         key = (
             shard.sharding_type,
-            kernel if kernel == ComputeKernel.key_value.value else None,
             settings.data_type,
             settings.stochastic_rounding,
             tuple(vars(config.table_optimizer(shard.table)).values()),
@@ -97,8 +92,8 @@ def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]
 
 def cache_bytes(config: Config, shards: Iterable[Shard]) -> TableBytes:
     """Return the bytes of a rank's caches: one for each group of tables, each slot as wide as the widest of them."""
-    cached = (ComputeKernel.fused_uvm_caching.value, ComputeKernel.key_value.value)
-    groups = ([p for p in group if p.compute_kernel in cached] for group in _lookup_groups(config, shards))
+    cached = ComputeKernel.fused_uvm_caching.value
+    groups = ([p for p in group if p.compute_kernel == cached] for group in _lookup_groups(config, shards))
     return sum((_cache_of(config, group) for group in groups if group), TableBytes())
 
 

@@ -25,7 +25,7 @@ from torchrec.distributed.planner.types import (
     Storage,
 )
 from torchrec.distributed.planner.types import Topology as PlannerTopology
-from torchrec.distributed.types import CacheParams, KeyValueParams, ShardingPlan
+from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
 from recsys.config import ComputeKernel, Config, ShardingChoice
@@ -67,7 +67,6 @@ def make_plan(
         compute_device=topology.device.type,
         hbm_cap=(device if must_fit else _ENOUGH) if topology.on_gpu else None,
         ddr_cap=host if must_fit else _ENOUGH,
-        ssd_cap=_ENOUGH,
     )
     constraints = {module_name(name): table_constraints(config, name, topology) for name in config.tables}
     batch_size = max(1, config.train.global_batch_size // topology.world_size)
@@ -161,7 +160,7 @@ class _Storage(ShardEstimator):
                 piece = Shard(table, 0, (0, 0), (rows, columns), option.sharding_type, kernel)
                 table_bytes += cache_bytes(self._config, [piece])
                 if self._topology.on_gpu:
-                    shard.storage = Storage(hbm=table_bytes.device, ddr=table_bytes.host, ssd=table_bytes.disk_weight)
+                    shard.storage = Storage(hbm=table_bytes.device, ddr=table_bytes.host)
                 else:
                     shard.storage = Storage(hbm=0, ddr=table_bytes.device + table_bytes.host)
 
@@ -178,9 +177,6 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
         compute_kernels=[kernel.value, EmbeddingComputeKernel.DENSE.value],
         cache_params=(
             CacheParams(load_factor=settings.cache_load_factor) if kernel is ComputeKernel.fused_uvm_caching else None
-        ),
-        key_value_params=(
-            KeyValueParams(ssd_storage_directory=settings.storage_dir) if kernel is ComputeKernel.key_value else None
         ),
         pooling_factors=[1.0] * num_features,
         stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it

@@ -174,7 +174,6 @@ def _parameter_sharding(table_shards: list[Shard], config: Config, topology: Top
         cache_params=constraints.cache_params,
         stochastic_rounding=constraints.stochastic_rounding,
         output_dtype=constraints.output_dtype,
-        key_value_params=constraints.key_value_params,
     )
 
 

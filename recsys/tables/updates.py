@@ -97,6 +97,11 @@ class TableUpdates:
         for table in (*self._shards, *self.replicated.tables):
             table.learning_rate, table.num_updates = table.settings.learning_rate * factor, num_updates
 
+    def forget_caches(self) -> None:
+        """Drop what GPUs hold of tables in host memory, which have been changed there."""
+        for _, fbgemm in self._fbgemm:
+            fbgemm.reset_cache_states()
+
     def state(self) -> dict[str, Any]:
         """Return the state of the optimizers by `TABLE/STATE`: ShardedTensors, and tensors of replicated tables."""
         tensors: dict[str, Any] = {}

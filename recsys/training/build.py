@@ -65,6 +65,7 @@ def build_model(inputs: Inputs) -> Built:
         dense=dense,
         dense_optimizer=optimizer,
         statistics=inputs.statistics,
+        after_load=updates.forget_caches,
     )
     return Built(model, list(shards(plan, config, world.world_size)), optimizer, updates, tensors)
 

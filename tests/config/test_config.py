@@ -24,7 +24,7 @@ def test_the_command_line_wins_over_debug_and_debug_over_the_file() -> None:
     assert config.debug and config.data.num_threads == 0 and config.data.max_rows == 20_000
     assert config.train.max_steps == 7 and config.train.log_every_steps == 10
     assert config.tables["user"].data_type is DataType.FP16
-    assert load_config(path).train.log_every_steps == 10 and load_config(path).data.num_threads == 2
+    assert load_config(path).train.log_every_steps == 10 and load_config(path).data.num_threads is None
 
 
 def test_values_are_yaml(tmp_path: Path) -> None:

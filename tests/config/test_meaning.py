@@ -95,7 +95,7 @@ FREE = {
         *("precision.forward_wire", "precision.backward_wire", "precision.tf32"),
     ),
     "where rows lie and how they are rounded": (
-        *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor", "tables.*.storage_dir"),
+        *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor"),
         *("tables.*.stochastic_rounding",),
     ),
     "how a vocabulary was made, which is kept with the run and told by its digest": (

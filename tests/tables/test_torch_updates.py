@@ -75,7 +75,7 @@ def test_resumed_is_uninterrupted(nproc: int, plan: tuple[str, ...], whole: Path
 
 def test_memory_fit_leaves_them_in_device_memory() -> None:
     config = load_config(CONFIG, ["tables.user.optimizer={name: ftrl}"])
-    topology: Any = SimpleNamespace(on_gpu=True, world_size=1, device_bytes=1, num_machines=1, host_bytes=1)
-    levers = [lever for lever in LEVERS if lever.__name__ == "changes"]
+    topology: Any = SimpleNamespace(on_gpu=True, world_size=1, device_bytes=1)
+    levers = [lever for lever in LEVERS if lever.__name__ == "_caching"]
     keys = {key for lever in levers for change in lever(config, topology) for key in change.settings}
     assert "tables.item.compute_kernel" in keys and "tables.user.compute_kernel" not in keys

@@ -4,11 +4,14 @@ import json
 import shutil
 import signal
 import subprocess
+from functools import partial
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from launch import ROOT, environment, fork_train, run_train, train_command
 
 CONFIG = "configs/dlrm_sample.yaml"
@@ -188,14 +191,25 @@ def test_debug_mode_is_one_short_plain_process(tmp_path: Path) -> None:
     assert losses(tmp_path) == losses(tmp_path / "normal")
 
 
+def tell_of_caches() -> None:
+    def reset_cache_states(self: SplitTableBatchedEmbeddingBagsCodegen) -> None:
+        getLogger("recsys").info("the cache is dropped")
+
+    SplitTableBatchedEmbeddingBagsCodegen.reset_cache_states = reset_cache_states
+
+
 def test_early_stop_tests_the_best(tmp_path: Path) -> None:
     stop = ("train.early_stop.metric=auc", "train.early_stop.patience=2", "train.eval_every_epochs=1")
-    result = train(tmp_path, *stop, "train.epochs=40", "optimizer.dense.learning_rate=0.03")
+    launch = partial(fork_train, before=tell_of_caches)
+    result = train(tmp_path, *stop, "train.epochs=40", "optimizer.dense.learning_rate=0.03", launch=launch)
     evaluations = lines(tmp_path, "valid")
     best = max(evaluations, key=lambda record: record["auc"])
     assert result["best_step"] == best["step"]
     assert best["step"] % 12 == 0 and result["steps"] == best["step"] + 2 * 12 < 480
     assert result["metrics"]["valid"]["auc"] == best["auc"]
+    log = (tmp_path / "logs" / "rank_0.log").read_text()
+    # `fused_uvm_caching` would go on with rows of the last step, which a GPU holds.
+    assert log.count("the cache is dropped") >= 1 and "early stopping: back" in log.rpartition("is dropped")[2]
 
 
 def test_evaluations_fall_on_the_ends_of_epochs(tmp_path: Path) -> None:

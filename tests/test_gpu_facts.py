@@ -1,0 +1,113 @@
+"""What must hold on a GPU, as far as the sources of FBGEMM and a machine without one show it."""
+
+import ast
+import inspect
+import json
+import pydoc
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import benchmark_step
+import pytest
+import torch
+from fbgemm_gpu import split_embedding_codegen_lookup_invokers as invokers
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from launch import ROOT
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+from recsys.config import load_config
+from recsys.config.checks import _LEAST_FP8_RANGE
+from recsys.config.table_optimizers import TableOptimizer
+from recsys.errors import UserError
+from recsys.runtime import threads
+from recsys.tables.spec import fill_initial
+from recsys.training import run
+
+CONFIG = "configs/dlrm_sample.yaml"
+FBGEMM = [optimizer for optimizer in TableOptimizer if optimizer.value.path]
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize("optimizer", FBGEMM, ids=lambda optimizer: optimizer.name)
+def test_fbgemm_gives_the_state_of_each_optimizer_and_reads_its_decay(optimizer: TableOptimizer) -> None:
+    rule, kind = optimizer.value, optimizer_type_to_emb_opt_type(pydoc.locate(optimizer.value.path))
+    states = [torch.zeros(1)] * (rule.row_state + rule.element_state)
+    stub = SimpleNamespace(
+        optimizer=kind,
+        split_optimizer_states=lambda: [states] if states else [],
+        use_rowwise_bias_correction=False,
+        _used_rowwise_adagrad_with_counter=False,
+        _used_rowwise_adagrad_with_global_weight_decay=False,
+    )
+    given = SplitTableBatchedEmbeddingBagsCodegen.get_optimizer_state(stub)
+    assert [len(each) for each in given] == ([len(states)] if states else [])
+    name = kind.value.removeprefix("exact_").replace("row_wise", "rowwise")
+    code = ast.parse(inspect.getsource(getattr(invokers, f"lookup_{name}")))
+    read = {node.attr for node in ast.walk(code) if isinstance(node, ast.Attribute)}
+    assert ("weight_decay" in read, "weight_decay_mode" in read) == (rule.reads_decay, rule.decay_has_modes)
+
+
+def test_fp8_tables_that_would_start_as_zeros_are_refused() -> None:
+    weights = torch.zeros(200, 16, dtype=torch.float8_e4m3fn)
+    fill_initial(weights, 0, 0, 1, "user", _LEAST_FP8_RANGE)
+    assert (weights.float() != 0).float().mean() > 0.7
+    large = ["tables.user.data_type=FP8", "tables.user.num_embeddings=1000000"]
+    with pytest.raises(UserError, match=r"'tables.user.init_range': FP8 .* within ±0.001 would start as zeros"):
+        load_config(CONFIG, large)
+    for init_range in (_LEAST_FP8_RANGE, 0):
+        load_config(CONFIG, [*large, f"tables.user.init_range={init_range}"])
+
+
+def test_the_history_of_allocations_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def record(max_entries: int = sys.maxsize) -> None:
+        assert max_entries <= 1_000_000
+        raise Asked
+
+    class OnGPU:
+        def __enter__(self) -> Any:
+            return SimpleNamespace(device=CUDA, world_size=1)
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(run, "open_world", lambda *_: OnGPU())
+    monkeypatch.setattr(run, "Timeline", lambda *_: None)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    with pytest.raises(Asked):
+        run.run(load_config(CONFIG, ["memory.snapshot=true"]))
+
+
+def test_a_rank_beside_a_gpu_decodes_on_its_cores_and_computes_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, decoding in ((1, 2), (16, 6), (128, 12)):
+        monkeypatch.setattr(threads, "num_cores", lambda number=cores: number)
+        assert threads.computing_threads(None, CUDA, 2) == 1 and threads.computing_threads(3, CUDA, 2) == 3
+        assert threads.decoding_threads(None, CUDA, 2) == decoding and threads.decoding_threads(0, CUDA, 2) == 0
+        assert threads.decoding_threads(None, CPU, 2) == 2
+    assert threads.computing_threads(None, CPU, 2) == 63
+
+
+def test_the_bare_loop_is_timed_to_the_end_of_what_it_has_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("synchronised"))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    bare = benchmark_step.Bare.__new__(benchmark_step.Bare)
+    bare._device, bare._world_size, bare._rows, bare._batches = CUDA, 1, 4, iter(())
+    bare._pipeline = SimpleNamespace(progress=lambda _: done.append("step"))
+    bare.measure(2, 1)
+    assert done == ["synchronised", "step", "step", "synchronised"]
+    batch = SimpleNamespace(pin_memory=lambda: "page-locked")
+    assert benchmark_step._pinned(batch, CUDA) == "page-locked" and benchmark_step._pinned(batch, CPU) is batch
+
+
+@pytest.mark.slow
+def test_the_check_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
+    """All but the tests of a GPU, which would be skipped."""
+    command = [sys.executable, "scripts/gpu_check.py", "--out", str(tmp_path / "out"), "--device", "cpu", "--quick"]
+    parts = ["peaks", "seeds", "step", "loader"]
+    subprocess.run([*command, "--parts", *parts], cwd=ROOT, check=True, capture_output=True, timeout=500)
+    assert all(json.loads((tmp_path / "out" / f"{part}_cpu.json").read_text()) for part in parts)
