@@ -164,3 +164,9 @@ class Interaction(Enum):
     """Input of DLRM's top MLP beside the pairwise dots: the bottom output, or every vector too."""
 
     dot, dot_and_embeddings = "dot", "dot_and_embeddings"
+
+
+class CrossStructure(Enum):
+    """Where DCN's MLP stands: beside the cross layers, or on top of them."""
+
+    parallel, stacked = "parallel", "stacked"

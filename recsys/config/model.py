@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from recsys.config.schema import Config
 
 MODELS = {
+    "dcn": "recsys.models.dcn.DCN",
+    "deepfm": "recsys.models.fm.DeepFM",
     "dlrm": "recsys.models.dlrm.DLRM",
+    "final_mlp": "recsys.models.final_mlp.FinalMLP",
+    "fm": "recsys.models.fm.FM",
     "logistic_regression": "recsys.models.logistic_regression.LogisticRegression",
     "mmoe": "recsys.models.mmoe.MMoE",
     "two_tower": "recsys.models.two_tower.TwoTower",

@@ -1,0 +1,59 @@
+"""Deep and cross network: layers that multiply all features with each other, beside an MLP or below it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
+
+from recsys.config import ModelConfig
+from recsys.config.bounds import bounded
+from recsys.config.choices import CrossStructure
+from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+
+
+@dataclass
+class DCNConfig(ModelConfig):
+    """DCN V2 (Wang et al. 2021, arXiv:2008.13535), over all features."""
+
+    name: str = "dcn"
+    num_cross_layers: int = bounded(3, 1, 64)
+    rank: int | None = bounded(None, 1, WIDEST)  # of a cross layer's matrix; default: full
+    mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths
+    structure: CrossStructure = CrossStructure.parallel
+    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
+    embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
+
+    free: ClassVar = ("dropout", "embedding_dropout")
+    shapes: ClassVar = ("num_cross_layers", "rank", "mlp")
+
+
+class DCN(Model):
+    """Cross layers x ← x₀ ⊙ (W x + b) + x, from torchrec, and an MLP."""
+
+    Config = DCNConfig
+
+    def __init__(self, config: DCNConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.features = list(inputs.dims)
+        width = sum(inputs.dims.values()) + len(inputs.floats)
+        self.embedding_dropout = RowDropout(config.embedding_dropout)
+        self.cross = (
+            CrossNet(width, config.num_cross_layers)
+            if config.rank is None
+            else LowRankCrossNet(width, config.num_cross_layers, config.rank)
+        )
+        self.mlp = mlp(width, config.mlp, None, config.dropout)
+        self.is_stacked = config.structure is CrossStructure.stacked
+        given = config.mlp[-1] if config.mlp else width
+        self.last = nn.Linear(given if self.is_stacked else given + width, max(1, len(inputs.labels)))
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        """Return logits, [rows] for one label, or [rows, labels]."""
+        ids = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
+        inputs = torch.cat([ids, floats], dim=1)
+        crossed = self.cross(inputs)
+        if self.is_stacked:
+            return self.last(self.mlp(crossed)).squeeze(1)
+        return self.last(torch.cat([crossed, self.mlp(inputs)], dim=1)).squeeze(1)

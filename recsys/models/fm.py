@@ -1,0 +1,91 @@
+"""Factorisation machine, and DeepFM, which adds an MLP over the same vectors."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from recsys.config import Config, ModelConfig
+from recsys.config.bounds import bounded
+from recsys.errors import UserError
+from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+
+
+@dataclass
+class FMConfig(ModelConfig):
+    """Factorisation machine (Rendle 2010, doi:10.1109/ICDM.2010.127); a vector's last element is its id's weight."""
+
+    name: str = "fm"
+    embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
+
+    free: ClassVar = ("embedding_dropout",)
+
+    def check(self, config: Config) -> None:
+        dims = {f"tables.{name}.embedding_dim": table.embedding_dim for name, table in config.tables.items()}
+        if len(set(dims.values())) > 1:
+            shown = ", ".join(f"{key}={dim}" for key, dim in dims.items())
+            raise UserError(f"model {self.name} multiplies vectors element by element; make them equal: {shown}")
+        if len(config.labels()) > 1:
+            raise UserError(
+                f"model {self.name} learns one label, and config key 'data.labels' has {len(config.labels())}"
+            )
+
+
+class FM(Model):
+    """A bias, a weight for each feature, and the dot products of all pairs of features' factors.
+
+    A number has factors and a weight of its own, times its value.
+    """
+
+    Config = FMConfig
+
+    def __init__(self, config: FMConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.features = list(inputs.dims)
+        dim = max(inputs.dims.values())
+        self.embedding_dropout = RowDropout(config.embedding_dropout)
+        self.numbers = nn.Parameter(torch.empty(len(inputs.floats), dim).normal_(std=0.01))
+        self.bias = nn.Parameter(torch.zeros(()))
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows]."""
+        return self._pairs(self._stacked(vectors, floats))
+
+    def _stacked(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of all features, [rows, features, dim]."""
+        side_by_side = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
+        ids = side_by_side.view(len(floats), len(self.features), -1)
+        return torch.cat([ids, floats[:, :, None] * self.numbers], dim=1)
+
+    def _pairs(self, stacked: torch.Tensor) -> torch.Tensor:
+        factors, weights = stacked[:, :, :-1], stacked[:, :, -1]
+        pairs = (factors.sum(dim=1).square() - factors.square().sum(dim=1)).sum(dim=1) / 2
+        return pairs + weights.sum(dim=1) + self.bias
+
+
+@dataclass
+class DeepFMConfig(FMConfig):
+    """DeepFM (Guo et al. 2017, arXiv:1703.04247): the logits of a factorisation machine and of an MLP, added up."""
+
+    name: str = "deepfm"
+    mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the last is 1
+    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
+
+    free: ClassVar = ("embedding_dropout", "dropout")
+    shapes: ClassVar = ("mlp",)
+
+
+class DeepFM(FM):
+    """A factorisation machine, and an MLP over its vectors."""
+
+    Config = DeepFMConfig
+
+    def __init__(self, config: DeepFMConfig, inputs: DenseInputs) -> None:
+        super().__init__(config, inputs)
+        self.mlp = mlp(self.numbers.shape[1] * (len(inputs.dims) + len(inputs.floats)), config.mlp, 1, config.dropout)
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        """Return logits [rows]."""
+        stacked = self._stacked(vectors, floats)
+        return self._pairs(stacked) + self.mlp(stacked.flatten(1)).squeeze(1)

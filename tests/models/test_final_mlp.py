@@ -1,0 +1,27 @@
+"""FinalMLP by hand."""
+
+import pytest
+import torch
+
+from recsys.config import LabelConfig
+from recsys.models import DenseInputs
+from recsys.models.final_mlp import FinalMLP, FinalMLPConfig
+
+
+@pytest.mark.parametrize("labels", [1, 2])
+def test_by_hand(labels: int) -> None:
+    torch.manual_seed(0)
+    inputs = DenseInputs({"a": 4, "b": 8, "gate": 4}, ["x"], {f"l{i}": LabelConfig() for i in range(labels)})
+    config = FinalMLPConfig(mlp_1=[6, 4], mlp_2=[8], num_heads=2, gate_1=["gate"], gate_mlp=[5])
+    model = FinalMLP(config, inputs)
+    vectors = {"b": torch.randn(3, 8), "a": torch.randn(3, 4), "gate": torch.randn(3, 4)}
+    floats = torch.randn(3, 1)
+    logits = model(vectors, floats).view(3, labels)
+    for row in range(3):
+        inputs_of_row = torch.cat([vectors["a"][row], vectors["b"][row], floats[row]])
+        gates = [2 * model.gates[0](vectors["gate"][row]).sigmoid(), 2 * model.gates[1](torch.ones(1)).sigmoid()]
+        first, second = (model.streams[i](gates[i] * inputs_of_row) for i in range(2))
+        for label in range(labels):
+            heads = [first[2 * h : 2 * h + 2] @ model.products[label, h] @ second[4 * h : 4 * h + 4] for h in range(2)]
+            expected = model.linear.weight[label] @ torch.cat([first, second]) + model.linear.bias[label] + sum(heads)
+            torch.testing.assert_close(logits[row, label], expected)
