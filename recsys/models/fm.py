@@ -19,7 +19,7 @@ class FMConfig(ModelConfig):
     name: str = "fm"
     embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
 
-    free: ClassVar = ("embedding_dropout",)
+    free: ClassVar[tuple[str, ...]] = ("embedding_dropout",)
 
     def check(self, config: Config) -> None:
         dims = {f"tables.{name}.embedding_dim": table.embedding_dim for name, table in config.tables.items()}
@@ -72,7 +72,7 @@ class DeepFMConfig(FMConfig):
     mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the last is 1
     dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
 
-    free: ClassVar = ("embedding_dropout", "dropout")
+    free: ClassVar[tuple[str, ...]] = ("embedding_dropout", "dropout")
     shapes: ClassVar = ("mlp",)
 
 
