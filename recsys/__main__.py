@@ -1,4 +1,4 @@
-"""The command `recsys`, also `python -m recsys`: train, dry-run, evaluate, predict, recommend, prepare, tables.
+"""The command `recsys`, also `python -m recsys`: trains models, and uses, evaluates and exports what they learned.
 
 how to start it:
   torchrun --standalone --nproc_per_node 8 train.py CONFIG
@@ -30,6 +30,7 @@ All keys, with their meaning and default: recsys/config/schema.py. The data: dat
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ _COMMANDS = {
     "evaluate": "evaluate the model of a finished run on other data",
     "predict": "write a finished run's scores of rows as Parquet",
     "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
+    "embeddings": "write vectors by raw id as Parquet: of items, of users, or of a table; with a FAISS index of items",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parser.parse_args(words[:1]).command
     if command == "prepare":
         return prepare(words[1:])
-    if command in ("predict", "recommend"):
+    if command in ("predict", "recommend", "embeddings"):
         return predict(words[1:], command)
     return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
 
@@ -102,7 +104,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
             else:
                 config = load_config(words.config, words.overrides, words.debug)
         if words.command == "evaluate":
-            return evaluate(run_to_evaluate, roles, words.by)
+            return evaluate(run_to_evaluate, roles, words.by, words.importance)
         if words.command == "dry-run":
             from recsys.memory.dry_run import dry_run
 
@@ -121,10 +123,20 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
 
 
 def predict(arguments: Sequence[str], command: str) -> int:
-    """Predict or recommend; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    """Predict, recommend or write vectors; return the exit status 0, or end the process with a mistake of the user."""
     parser = _Parser(f"recsys {command}", description=_description(command))
     parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
-    parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
+    if command == "embeddings":
+        parser.add_argument("name", metavar="NAME", help="item, user, or a table (also tables.NAME)")
+        parser.add_argument(
+            "--data", help="Parquet: users, items in place of data.items, or rows with ids of the table"
+        )
+        parser.add_argument(
+            "--faiss", choices=("flat", "ivfpq"), help="index the vectors of items, exactly or compressed"
+        )
+        parser.add_argument("--queries", metavar="USERS", help="Parquet: users to measure the index's recall on")
+    else:
+        parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; an unfinished one is gone on with")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.filter")
     parser.add_argument(
@@ -137,22 +149,25 @@ def predict(arguments: Sequence[str], command: str) -> int:
         words = parser.parse_intermixed_args(arguments)
         prepare_environment()
         check_versions()
-        from recsys.serving import predict as serving
+        from recsys.serving.embeddings import embeddings
         from recsys.serving.finished import find_run
+        from recsys.serving.predict import predict as score
+        from recsys.serving.predict import recommend
 
         with _told_by_first_rank():
             run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
         keep = None if words.keep is None else [name for name in words.keep.split(",") if name]
+        if command == "embeddings":
+            return embeddings(run, words.name, words.out, words.data, keep, words.faiss, words.queries)
         if command == "recommend":
-            return serving.recommend(run, words.data, words.out, words.k, keep)
-        return serving.predict(run, words.data, words.out, keep)
+            return recommend(run, words.data, words.out, words.k, keep)
+        return score(run, words.data, words.out, keep)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
+    return int(text)
 
 
 def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
@@ -182,6 +197,7 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if command == "evaluate":
+        parser.usage = f"{prog} RUN [DATA …] [key=value …] [--by COLUMN] [--importance [REPEATS]] [--trust-code]"
         parser.add_argument("config", metavar="RUN", help="run directory, or one of its checkpoints")
     else:
         parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
@@ -189,7 +205,10 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     parser.set_defaults(command=command, debug=False, trust_code=False)
     if command != "dry-run":
         parser.add_argument("--by", metavar="COLUMN", help="of an evaluation: metrics by value of a column, too")
-    if command != "dry-run":
+        about = (
+            "of an evaluation: what the metrics lose when the values of a feature are permuted, in the mean of REPEATS"
+        )
+        parser.add_argument("--importance", metavar="[REPEATS]", type=_positive, default=0, help=about)
         about = "of an evaluation: import the class that the run names as its model"
         parser.add_argument("--trust-code", action="store_true", help=about)
     if command == "train":
@@ -197,7 +216,19 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         mode.add_argument("--debug", action="store_true", help="single-device debug mode")
         for name, about in (("dry-run", _COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
             mode.add_argument(f"--{name}", dest="command", action="store_const", const=name, help=about)
-    return parser.parse_intermixed_args(arguments)
+    following = [*arguments[1:], ""]
+    once = [word == "--importance" and not after.isdecimal() for word, after in zip(arguments, following, strict=True)]
+    words = parser.parse_intermixed_args([f"{w}=1" if o else w for w, o in zip(arguments, once, strict=True)])
+    if words.command == "evaluate":
+        words.overrides = _with_data(words.overrides)
+    return words
+
+
+def _with_data(words: list[str]) -> list[str]:
+    """Return changes of a config with the words that are none, which are paths, as data.test."""
+    paths = [word for word in words if "=" not in word or "/" in word.partition("=")[0]]
+    changes = [word for word in words if word not in paths]
+    return [*changes, f"data.test={json.dumps(paths)}"] if paths else changes
 
 
 def _description(command: str) -> str:

@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements(kind: str) -> list[str]:
-    """Return the pins of the CPU or the CUDA set, torchrec's among them, and of the tools that check the code."""
+    """Return the pins of the CPU or the CUDA set, torchrec's among them, of FAISS and of what checks the code."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     torchrec = [pin for pin in extras["cuda"] if pin.startswith("torchrec==")]
-    pins = [*project["dependencies"], *extras["torch"], *extras[kind], *extras["dev"], *torchrec]
+    pins = [*project["dependencies"], *extras["torch"], *extras[kind], *extras["faiss"], *extras["dev"], *torchrec]
     return [pin for pin in dict.fromkeys(pins) if pin != "recsys[torch]"]
 
 

@@ -158,6 +158,19 @@ def read_tensors(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
         raise UserError(f"checkpoint '{folder}' cannot be read: {reason}; take another one") from error
 
 
+def gather_rows(folder: Path, entry: Entry, rows: np.ndarray) -> torch.Tensor:
+    """Return some rows of a tensor [rows, columns], by their numbers, int64, without reading the others."""
+    gathered = torch.empty(len(rows), entry.size[1], dtype=entry.torch_dtype)
+    for place in entry.places:
+        (first, column), (count, width) = place.offsets, place.sizes
+        there = np.flatnonzero((rows >= first) & (rows < first + count))
+        bits = f"u{gathered.itemsize}"  # NumPy lacks some types
+        content = np.memmap(folder / place.file, bits, "r", place.start, (count, width))
+        values = torch.from_numpy(content[rows[there] - first]).view(gathered.dtype)
+        gathered[torch.from_numpy(there), column : column + width] = values
+    return gathered
+
+
 def _read_common(path: Path, place: Place, dtype: torch.dtype, piece: Piece) -> None:
     """Copy what a place and a piece of a tensor have in common, some rows at a time."""
     target, sizes = torch.atleast_1d(piece.tensor.detach()), place.sizes or (1,)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +18,7 @@ from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
 from recsys.data.negatives import ItemSampler
 from recsys.data.parquet import open_dataset, read_column, read_head
+from recsys.data.permutation import Permutation
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.wanted import (
     column_of,
@@ -46,9 +46,9 @@ class Given:
     """Rows to be scored, which no config names.
 
     Attributes:
-        role: `rows` of all features, or `users` of a retrieval model.
+        role: `rows` of all features; of a retrieval model `users`, `queries` (users without lists of items) or `items`.
         paths: as of data.test. kept: columns to be read beside those that the model needs. filter: as data.filter.
-        asks: what asks for `kept`, for messages.
+        asks: what asks for `kept`, and key: what names `paths`, for messages. max_rows: as data.max_rows.
     """
 
     role: str
@@ -56,8 +56,8 @@ class Given:
     kept: tuple[str, ...] = ()
     filter: str | None = None
     asks: str = "--keep"
-
-    key: ClassVar = "DATA"
+    key: str = "DATA"
+    max_rows: int | None = None
 
 
 class Inputs:
@@ -86,7 +86,7 @@ class Inputs:
         self._positions = None if corpus is None else IndexMapping(corpus)
         self.statistics = {name: IdStatistics() for name in id_features(config)}
 
-    def loader(self, role: str, dataset: Dataset | None = None) -> Loader:
+    def loader(self, role: str, dataset: Dataset | None = None, permutation: Permutation | None = None) -> Loader:
         """Return this rank's loader of a dataset, or of a part of it: shuffled for training, else in file order."""
         config, world, train = self.config, self.world, role == "train"
         options = LoaderOptions(
@@ -106,7 +106,7 @@ class Inputs:
         if train and number:
             shares = self.item_shares()[1]
             sampler = ItemSampler(self.datasets["items"], self.spec("items"), shares, number, config.seed, world)
-        return Loader(dataset, self.spec(role), options, size, world.rank, world.world_size, sampler)
+        return Loader(dataset, self.spec(role), options, size, world.rank, world.world_size, sampler, permutation)
 
     def item_shares(self) -> tuple[np.ndarray, np.ndarray]:
         """Return of all items the table rows, int64 [items], and their shares of what is drawn, float64 [items]."""
@@ -182,7 +182,7 @@ def open_inputs(
     cache: Path | None = None,
     known: Path | None = None,
     roles: Sequence[str] = ROLES,
-    given: Given | None = None,
+    given: Sequence[Given] = (),
 ) -> Inputs:
     """Read the footers and the first rows of the config's datasets, on rank 0 for all ranks.
 
@@ -190,7 +190,7 @@ def open_inputs(
         cache: folder to keep what the footers say in, so that it need not be read again.
         known: such a folder of an earlier start, which may not exist.
         roles: the datasets to open; without train, their ids have to be of the types that `known` tells of train's.
-        given: rows beside them; the columns that are kept of these are not in their batches.
+        given: rows beside them, each of a role of its own; the columns kept of these are not in their batches.
 
     Raises:
         UserError: on every rank, for files or columns that are missing or do not fit.
@@ -205,7 +205,7 @@ def _read(
     cache: Path | None,
     known: Path | None,
     roles: Sequence[str],
-    given: Given | None,
+    given: Sequence[Given],
 ) -> tuple[dict[str, Dataset], pa.Array | None]:
     """Return the datasets by role, and the corpus; arguments and errors as of `open_inputs`, on one rank."""
     data = config.data
@@ -225,15 +225,15 @@ def _read(
         for role in roles
         if getattr(data, role) is not None
     }
-    if given is not None:
-        needed = needed_columns(config, given.role)
-        columns = {**dict.fromkeys(given.kept, given.asks), **needed}
-        opened = open_dataset(given.key, given.paths, columns, None, given.filter, options)
-        datasets[given.role] = replace(opened, columns=tuple(needed))
+    for rows in given:
+        needed = needed_columns(config, rows.role)
+        columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
+        opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options)
+        datasets[rows.role] = replace(opened, columns=tuple(needed))
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
-    schemas = {role: dataset.schema for role, dataset in datasets.items()}
+    schemas = {dataset.key: dataset.schema for dataset in datasets.values()}
     if "train" not in roles and known is not None:
-        schemas["train"] = kept_schema(known / "train.footers")
+        schemas["data.train"] = kept_schema(known / "train.footers")
     _check_types(config, schemas)
     if "train" in datasets:
         _check_rows(config, datasets["train"])
@@ -271,14 +271,14 @@ def _check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             if config.features[name].table != table:
                 continue
             column = column_of(config, name)
-            for role, schema in schemas.items():
+            for key, schema in schemas.items():
                 if column in schema.names:
                     kind = schema.field(column).type
                     if name == config.model.needs().item_id and pa.types.is_nested(kind):
                         raise UserError(
-                            f"config key 'model.item_id': column '{column}' of data.{role} is {kind}, not one id a row"
+                            f"config key 'model.item_id': column '{column}' of {key} is {kind}, not one id a row"
                         )
-                    kinds[f"'{column}' of data.{role}"] = getattr(kind, "value_type", kind)
+                    kinds[f"'{column}' of {key}"] = getattr(kind, "value_type", kind)
         known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
         texts = [place for place, kind in known.items() if is_text(kind)]
         numbers = [place for place in known if place not in texts]
@@ -298,14 +298,14 @@ def _check_first_rows(inputs: Inputs) -> None:
         try:
             columns = convert_table(read_head(dataset, 1000), spec)
         except UserError as error:
-            raise UserError(f"config key 'data.{role}': {error} (in {dataset.row_groups.segment(0).path})") from error
+            raise UserError(f"config key '{dataset.key}': {error} (in {dataset.row_groups.segment(0).path})") from error
         if spec.weight is not None:
             _check_weights(dataset, spec.weight.column or "")
         for part, found in zip(spec.lists, columns.lists, strict=True):
             if part.name == "targets" and isinstance(found, Ragged) and not (found.values >= 0).any():
                 raise UserError(
-                    f"config key 'data.{role}': column '{part.column}' has in its first {columns.num_rows} rows no id "
-                    f"that is in column '{column_of(config, config.model.item_id)}' of data.items"
+                    f"config key '{dataset.key}': column '{part.column}' has in its first {columns.num_rows} rows no "
+                    f"id that is in column '{column_of(config, config.model.item_id)}' of data.items"
                 )
 
 
@@ -337,13 +337,13 @@ def read_corpus(config: Config, items: Dataset) -> pa.Array:
     ids = read_column(items, column)
     if ids.null_count:
         raise UserError(
-            f"config key 'data.items': column '{column}' holds {ids.null_count} nulls, and may hold none; drop these"
+            f"config key '{items.key}': column '{column}' holds {ids.null_count} nulls, and may hold none; drop these"
         )
     counts = ids.value_counts()
     twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))
     if len(twice):
         raise UserError(
-            f"config key 'data.items': item {twice[0]['values']} is there {twice[0]['counts']} times; "
+            f"config key '{items.key}': item {twice[0]['values']} is there {twice[0]['counts']} times; "
             f"every item must be there once"
         )
     return ids

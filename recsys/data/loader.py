@@ -24,6 +24,7 @@ from recsys.data.order import (
     slice_bounds,
     stream_bounds,
 )
+from recsys.data.permutation import Permutation, PermutedReader
 from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window
@@ -54,7 +55,7 @@ class Loader:
         dataset: files and footers. spec: what a batch is made of. options: how to read.
         global_batch_size: rows of a step over all ranks.
         rank, world_size: of this process.
-        sampler: draws items that batches have behind their rows.
+        sampler: draws items that batches have behind their rows. permutation: of a feature, in place of its own values.
 
     Attributes:
         batch_size: rows of this rank's batches, without what is drawn, the same on all ranks; first_row: the first
@@ -70,6 +71,7 @@ class Loader:
         rank: int = 0,
         world_size: int = 1,
         sampler: ItemSampler | None = None,
+        permutation: Permutation | None = None,
     ) -> None:
         self.dataset = dataset
         self._sampler = sampler
@@ -81,10 +83,12 @@ class Loader:
         self._shares = shares(self._slots, rank, world_size)
         bounds = {share.stream: stream_bounds(self._slots, share.stream, self._num_rows) for share in self._shares}
         self._lengths = {stream: stop - start for stream, (start, stop) in bounds.items()}
+        self._reader: SegmentReader | PermutedReader = SegmentReader(dataset)
+        if permutation is not None:
+            self._reader, spec = permutation.reader(dataset, spec), permutation.spec(spec)
         self._spec = spec
         self._uncounted = spec.uncounted()
         self._options = options
-        self._reader = SegmentReader(dataset)
         self._windows = BlockPool()
         self._batches = BlockPool(pin=options.pin_device is not None)
 

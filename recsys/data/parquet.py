@@ -15,11 +15,11 @@ from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
 from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import Known, load_footers, save_footers
-from recsys.data.footers import Footer, FooterParser, file_keys, read_footers
+from recsys.data.footers import Footer, FooterParser, file_keys, footer_of, parsed_footer, read_footer, read_footers
 from recsys.data.order import RowGroups
 from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import find_files
-from recsys.data.storage import Files
+from recsys.data.storage import BadDataError, Files, partition_keys, reason
 from recsys.errors import UserError
 
 logger = logging.getLogger("recsys")
@@ -170,6 +170,21 @@ def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None
         file_digests=dataset.file_digests[used],
         stored_rows=dataset.stored_rows[chosen],
     )
+
+
+def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]:
+    """Return the names of the columns of some files, as the first of them has them; arguments as of `open_dataset`.
+
+    Raises:
+        UserError: there is no file. BadDataError: its footer cannot be read.
+    """
+    files = find_files(key, paths, retries)
+    name = files.names[0]
+    try:
+        footer = parsed_footer(footer_of(read_footer(files.storage, name, int(files.sizes[0]))))
+        return {*footer.schema.to_arrow_schema().names, *partition_keys(name)}
+    except (pa.ArrowException, OSError) as error:
+        raise BadDataError(f"'{name}' cannot be read ({reason(error)}); write it anew", name) from error
 
 
 def read_head(dataset: Dataset, num_rows: int) -> pa.Table:

@@ -15,8 +15,8 @@ from recsys.data.filters import parse_filter
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
 
-# Datasets of a retrieval model that hold users, without the items.
-_OF_USERS = ("valid", "test", "users")
+# Datasets of a retrieval model that hold users, without the items; of `queries` the vectors alone are wanted.
+_OF_USERS = ("valid", "test", "users", "queries")
 
 
 def role_features(config: Config, role: str) -> list[str]:
@@ -32,7 +32,7 @@ def role_features(config: Config, role: str) -> list[str]:
 def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:
     """Return name → (column, config key) of the lists of corpus positions that evaluation needs."""
     item_id = config.model.needs().item_id
-    if item_id is None:
+    if item_id is None or role == "queries":
         return {}
     if role == "items":
         return {"position": (column_of(config, item_id), f"features.{item_id}.column")}

@@ -5,26 +5,32 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from omegaconf import OmegaConf
 
-from recsys.checkpoint import export_table
 from recsys.config import load_config
 from recsys.config.choices import Device
-from recsys.data.wanted import column_of
+from recsys.data.inputs import Given
 from recsys.errors import UserError
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.world import World, open_world
+from recsys.serving.embeddings import open_table, rows_of_tower, table_of, vectors_of_tower
 from recsys.serving.finished import OpenRun, find_run
-from recsys.serving.predict import best_of_users, check_recommends, kept_columns, naming_data, scored, scores_of_rows
-from recsys.step.output import StepOutput
+from recsys.serving.predict import (
+    Results,
+    best_of_users,
+    check_recommends,
+    kept_columns,
+    naming_data,
+    scored,
+    scores_of_rows,
+)
 
 _worlds: list[World] = []  # of this process: none, or one
 
@@ -72,7 +78,6 @@ class Run:
         world = _world(finished.config.run.device)
         self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, ["items"])
-        self._opened.model.eval()
 
     def predict(self, data: Data, keep: Sequence[str] | None = None) -> pa.Table:
         """Return `score` of each row; see `recsys.serving.predict.predict`."""
@@ -83,34 +88,26 @@ class Run:
         check_recommends(self._run)
         return self._scored(users, "users", keep, lambda: best_of_users(self._opened, k))
 
-    def embeddings(self, name: str, users: Data = None) -> pa.Table:
-        """Return vectors.
+    def embeddings(self, name: str, data: Data = None, keep: Sequence[str] | None = None) -> pa.Table:
+        """Return vectors by raw id; see `recsys.serving.embeddings.embeddings`."""
+        table = table_of(self._run, name)
+        with nullcontext() if data is None else _as_files(data) as paths, naming_data():
+            if table is not None:
+                vectors = open_table(self._run, self._opened.source.marker, self._opened.world, table, paths)
+                return pa.concat_tables(vectors.tables(0, vectors.num_ids))
+            given, keep = rows_of_tower(self._run, name, paths, keep)
+            return self._given(given, keep, lambda: vectors_of_tower(name))
 
-        Args:
-            name: `item`, for those of all items by raw id; `user`, for those of `users`; or a table, for its rows, by
-                raw id where it has a vocabulary.
-        """
-        is_of_tower = name in ("item", "user") and self._opened.inputs.corpus is not None
-        if name in self._run.config.tables and not is_of_tower:
-            with tempfile.TemporaryDirectory() as folder:
-                export_table(self._run.checkpoint, name, Path(folder) / "table.parquet")
-                return pq.read_table(Path(folder) / "table.parquet")
-        check_recommends(self._run)
-        if name == "user":
-            return self._scored(users, "users", None, lambda: _vectors_of_users)
-        column = column_of(self._run.config, self._run.config.model.needs().item_id or "")
-        return pa.table({column: self._opened.inputs.corpus, "vector": _lists(self._opened.items)})
+    def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
+        with _as_files(data) as paths, naming_data():
+            return self._given(self._run.given(role, paths, keep), keep, results_of)
 
-    def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results: Any) -> pa.Table:
+    def _given(self, given: Given, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
         opened = self._opened
-        with _as_files(data) as paths, naming_data(), torch.no_grad():
-            before, opened.inputs = opened.inputs, opened.open(["items"], self._run.given(role, paths, keep))
-            try:
-                kept = kept_columns(keep, opened.inputs, role)
-                loader = opened.inputs.loader(role)
-                return pa.concat_tables(scored(opened, loader, kept, results(), lambda rows: None))
-            finally:
-                opened.inputs = before
+        inputs = opened.open([] if given.role == "items" else ["items"], given)
+        kept = kept_columns(keep, inputs, given.role)
+        loader = inputs.loader(given.role)
+        return pa.concat_tables(scored(opened, loader, kept, results_of(), lambda rows: None))
 
 
 def _world(device: Device) -> World:
@@ -149,13 +146,3 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
         with tempfile.TemporaryDirectory() as folder:
             pq.write_table(table, Path(folder) / "rows.parquet", row_group_size=1 << 16)
             yield folder
-
-
-def _vectors_of_users(output: StepOutput) -> pa.Table:
-    return pa.table({"vector": _lists(output.outputs[0])})
-
-
-def _lists(vectors: torch.Tensor) -> pa.Array:
-    """Return vectors [rows, dim] as lists of float32 of one length."""
-    values = pa.array(vectors.float().cpu().numpy().reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])

@@ -16,6 +16,7 @@ from recsys.config.initial import InitConfig, Take
 from recsys.config.schema import DenseOptimizerConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.data.inputs import Given, Inputs, open_inputs
+from recsys.data.wanted import row_filter
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger
 from recsys.runtime.world import World
@@ -51,8 +52,8 @@ class Finished:
 
     def given(self, role: str, paths: str | list[str], keep: Sequence[str] | None) -> Given:
         """Return rows to be scored; the filter of the run's own data is not theirs, unless the user sets it."""
-        rows = self.config.data.filter if "data.filter" in self.changed else None
-        return Given(role, paths, tuple(keep or ()), rows)
+        filter = row_filter(self.config, role) if "data.filter" in self.changed else None
+        return Given(role, paths, tuple(keep or ()), filter)
 
 
 def find_run(
@@ -103,19 +104,20 @@ class OpenRun:
         UserError: data that do not fit the model, or a checkpoint that is corrupt.
     """
 
-    def __init__(self, run: Finished, world: World, roles: Sequence[str], given: Given | None = None) -> None:
+    def __init__(self, run: Finished, world: World, roles: Sequence[str], *given: Given) -> None:
         self.run, self.world = run, world
         config = run.config
         torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
         is_cuda = world.device.type == "cuda"
         self._instead = world.from_rank_zero(lambda: check_device(config, is_cuda, world.world_size))
         self.source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
-        self.inputs = self.open(roles, given)
+        self.inputs = self.open(roles, *given)
         built = build_model(self.inputs)
         load_tensors(self.source.path, self.source.marker, built.tensors, world, self.inputs.config)
         self.model: DistributedModelParallel = built.model
+        self.model.eval()
 
-    def open(self, roles: Sequence[str], given: Given | None = None) -> Inputs:
+    def open(self, roles: Sequence[str], *given: Given) -> Inputs:
         """Return datasets for the model; arguments and errors as of the class."""
         footers = self.run.run_dir / "footers"
         inputs = open_inputs(self.run.config, self.world, known=footers, roles=roles, given=given)

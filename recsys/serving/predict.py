@@ -1,22 +1,12 @@
-"""Scores of rows, and the best items of users, as Parquet files row for row in the order of the data.
+"""Scores of rows, and the best items of users, as Parquet files row for row in the order of the data."""
 
-The rows are cut into blocks of whole row groups. Of a block every rank takes rows that follow each other, and writes
-them to a part file of its own, so that the parts in the order of their names have the rows in theirs. When all parts of
-a block are there, the block is noted as done; who begins again goes on behind it, on any number of ranks.
-"""
-
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from recsys.config.features import id_features
@@ -28,17 +18,12 @@ from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
 from recsys.errors import UserError
 from recsys.models.metrics import best_items, rows_at_once
-from recsys.runtime.files import replace_file, replacing
-from recsys.runtime.logs import logger, quiet_libraries, start_logging
-from recsys.runtime.world import World, open_world
+from recsys.runtime.logs import quiet_libraries, start_logging
+from recsys.runtime.world import open_world
 from recsys.serving.finished import Finished, OpenRun
+from recsys.serving.parts import BLOCK_ROWS, Parts
 from recsys.step.output import StepOutput
 from recsys.training.evaluation import outputs_of
-
-_BLOCK_ROWS = 1 << 20  # at least, which an interruption costs
-_ROW_GROUP_ROWS = 1 << 16  # of the files written, held in memory
-_PROGRESS_S = 10.0
-_STATE = "_state.json"  # readers of Parquet folders leave out what begins so
 
 Results = Callable[[StepOutput], pa.Table]
 
@@ -54,7 +39,7 @@ def predict(run: Finished, data: str | list[str], out: Path, keep: Sequence[str]
     Raises:
         UserError: data that do not fit the model, or a folder that holds other things.
     """
-    return _write(run, data, out, keep, "rows", {}, scores_of_rows)
+    return write_results(run, out, run.given("rows", data, keep), {}, scores_of_rows, keep)
 
 
 def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep: Sequence[str] | None = None) -> int:
@@ -65,7 +50,8 @@ def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep
     of `predict`.
     """
     check_recommends(run)
-    return _write(run, data, out, keep, "users", {"k": k}, lambda opened: best_of_users(opened, k))
+    given = run.given("users", data, keep)
+    return write_results(run, out, given, {"k": k}, lambda opened: best_of_users(opened, k), keep, ["items"])
 
 
 def check_recommends(run: Finished) -> None:
@@ -76,47 +62,55 @@ def check_recommends(run: Finished) -> None:
         raise UserError("config key 'data.items' names no data: the items to recommend")
 
 
-def _write(
+def write_results(
     run: Finished,
-    data: str | list[str],
     out: Path,
-    keep: Sequence[str] | None,
-    role: str,
-    settings: dict[str, Any],
+    given: Given,
+    settings: Mapping[str, Any],
     results_of: Callable[[OpenRun], Results],
+    keep: Sequence[str] | None,
+    roles: Sequence[str] = (),
+    then: Callable[[OpenRun], None] = lambda opened: None,
 ) -> int:
+    """Write what a model gives for rows, block by block, on all ranks; return the exit status, 0.
+
+    Args:
+        settings: what else it depends on, so that another task does not go on with the folder.
+        roles: datasets of the config that are needed besides. then: called at the end, on all ranks.
+    """
     quiet_libraries()
     config = run.config
     with open_world(config.run.device, config.run.num_threads) as world, naming_data():
-        run = run.in_order(world.world_size)
-        opened = OpenRun(run, world, ["items"] if role == "users" else [], run.given(role, data, keep))
-        datasets = opened.inputs.datasets
-        kept = kept_columns(keep, opened.inputs, role)
+        opened = OpenRun(run.in_order(world.world_size), world, roles, given)
+        kept = kept_columns(keep, opened.inputs, given.role)
         task = {
             "checkpoint": {"path": str(run.checkpoint), "files": opened.source.marker.files},
-            "data": {name: dataset.fingerprint for name, dataset in datasets.items()},
-            "lists": {name: column for name, (column, _) in role_lists(config, role).items()},
+            "data": {name: dataset.fingerprint for name, dataset in opened.inputs.datasets.items()},
+            "lists": {name: column for name, (column, _) in role_lists(config, given.role).items()},
             "columns": kept,
             **settings,
         }
-        blocks = _blocks(datasets[role])
-        rows = [block.num_rows for block in blocks]
-        progress = world.from_rank_zero(lambda: _Progress.begin(out, task, rows))
-        start_logging(out / "_logs", world.rank)
-        opened.introduce()
-        opened.model.eval()
-        with torch.no_grad():
-            if progress.done < len(blocks):
-                results = results_of(opened)
-            for number in range(progress.done, len(blocks)):
-                loader = opened.inputs.loader(role, blocks[number])
-                tables = scored(opened, loader, kept, results, progress.show)
-                _write_part(tables, out / f"part-{number:05d}-{world.rank:05d}.parquet")
-                world.barrier()
-                progress.note(world)
-        logger.info("done: %d rows in %s", datasets[role].num_rows, out)
+        _write_blocks(opened, out, given.role, task, results_of)
+        then(opened)
         del opened
     return 0
+
+
+def _write_blocks(
+    opened: OpenRun, out: Path, role: str, task: dict[str, Any], results_of: Callable[[OpenRun], Results]
+) -> None:
+    inputs, world = opened.inputs, opened.world
+    blocks = _blocks(inputs.datasets[role])
+    parts = world.from_rank_zero(lambda: Parts.begin(out, task, [block.num_rows for block in blocks]))
+    start_logging(out / "_logs", world.rank)
+    opened.introduce()
+    if not parts.is_done:
+        results = results_of(opened)
+
+    def tables_of(number: int) -> Iterator[pa.Table]:
+        return scored(opened, inputs.loader(role, blocks[number]), task["columns"], results, parts.show)
+
+    parts.write(world, tables_of)
 
 
 def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[str]:
@@ -132,76 +126,11 @@ def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[
 def _blocks(dataset: Dataset) -> list[Dataset]:
     """Return parts of a dataset, of whole row groups."""
     rows = dataset.row_groups.num_rows
-    block = (np.cumsum(rows) - rows) // _BLOCK_ROWS
+    block = (np.cumsum(rows) - rows) // BLOCK_ROWS
     return [narrowed(dataset, np.where(block == number, rows, 0)) for number in np.unique(block)]
 
 
-@dataclass
-class _Progress:
-    """How much of a folder is done.
-
-    Attributes:
-        task: what is to be written. rows: of each block. done: blocks that are.
-    """
-
-    folder: Path
-    task: dict[str, Any]
-    rows: list[int]
-    done: int = 0
-    shown_s: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def begin(cls, folder: Path, task: dict[str, Any], rows: list[int]) -> "_Progress":
-        """Make or take a folder, and remove of an interrupted attempt what its blocks were not finished of.
-
-        Raises:
-            UserError: it holds something else.
-        """
-        progress = cls(folder, json.loads(json.dumps(task)), rows)
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"'{folder}' is a file; name a folder to write to")
-        if folder.exists() and any(folder.iterdir()):
-            progress.done = progress._done_before()
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("part-*"):
-            if int(path.name.split("-")[1]) >= progress.done:
-                path.unlink()
-        if progress.done:
-            logger.info("%d of %d blocks were there", progress.done, len(rows))
-        progress._save()
-        return progress
-
-    def note(self, world: World) -> None:
-        """Note that one more block is done, with its parts."""
-        self.done += 1
-        if world.rank == 0:
-            self._save()
-
-    def show(self, rows: int) -> None:
-        """Tell now and then how far it is; `rows` are done of the block that is under way, over all ranks."""
-        if time.monotonic() - self.shown_s > _PROGRESS_S:
-            self.shown_s = time.monotonic()
-            now, total = sum(self.rows[: self.done]) + min(rows, self.rows[self.done]), sum(self.rows)
-            logger.info("%s of %s rows (%.0f %%)", f"{now:,}", f"{total:,}", 100 * now / total)
-
-    def _done_before(self) -> int:
-        other = "name another folder, or remove it"
-        try:
-            content = json.loads((self.folder / _STATE).read_text())
-            task, rows, done = content["task"], content["rows"], content["done"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"'{self.folder}' is not empty, and holds no predictions; {other}") from error
-        differing = [key for key in {**self.task, **task} if self.task.get(key) != task.get(key)]
-        if differing or rows != self.rows:
-            what = ", ".join(differing) or "rows"
-            raise UserError(f"'{self.folder}' holds predictions of something else (other {what}); {other}")
-        return int(done)
-
-    def _save(self) -> None:
-        content = {"task": self.task, "rows": self.rows, "done": self.done}
-        replace_file(self.folder / _STATE, json.dumps(content, indent=1))
-
-
+@torch.no_grad()
 def scored(
     opened: OpenRun, loader: Loader, columns: list[str], results: Results, show: Callable[[int], None]
 ) -> Iterator[pa.Table]:
@@ -217,7 +146,7 @@ def scored(
             if name in table.column_names:
                 raise UserError(f"--keep: column '{name}' would be there twice; leave it out, or rename it in the data")
             table = table.append_column(name, column) if table.num_columns else pa.table({name: column})
-        rows += output.batch.num_rows * opened.world.world_size
+        rows += loader.global_batch_size
         show(rows)
         yield table
 
@@ -238,26 +167,6 @@ class KeptRows:
         rows = pa.concat_tables(pieces)
         self._pending = rows.slice(num_rows)
         return rows.slice(0, num_rows)
-
-
-def _write_part(tables: Iterator[pa.Table], path: Path) -> None:
-    """Write a stream of tables to a file, in row groups; of no rows, none."""
-    pending: list[pa.Table] = []
-    with ExitStack() as stack:
-        file: pq.ParquetWriter | None = None
-        for table in chain(tables, [None]):
-            if table is not None and len(table):
-                pending.append(table)
-            is_full = sum(map(len, pending)) >= _ROW_GROUP_ROWS
-            if pending and (is_full or table is None):
-                group = pa.concat_tables(pending)
-                if file is None:
-                    aside = stack.enter_context(replacing(path))
-                    file = stack.enter_context(
-                        pq.ParquetWriter(aside, group.schema, compression="zstd", write_page_checksum=True)
-                    )
-                file.write_table(group)
-                pending = []
 
 
 def scores_of_rows(opened: OpenRun) -> Results:

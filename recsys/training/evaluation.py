@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -10,7 +9,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Position
-from recsys.models.metrics import Evaluator
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import build_pipeline
 
@@ -35,21 +33,14 @@ def evaluate_dataset(
     model.eval()
     try:
         with torch.no_grad():
-            evaluator = evaluators_of(inputs, model, stop_requested)()
+            is_retrieval = inputs.config.model.needs().item_id is not None
+            items = item_vectors(inputs, model, stop_requested) if is_retrieval else None
+            evaluator = model.module.dense.model.evaluator(items)
             for output in outputs_of(inputs, model, inputs.loader(role), stop_requested):
                 evaluator.update(output.outputs, output.batch)
             return evaluator.compute(inputs.world)
     finally:
         model.train()
-
-
-def evaluators_of(
-    inputs: Inputs, model: DistributedModelParallel, stop_requested: Callable[[], bool] = lambda: False
-) -> Callable[[], Evaluator]:
-    """Return what makes evaluators of the model, for a retrieval model with the vectors of all items; collective."""
-    is_retrieval = inputs.config.model.needs().item_id is not None
-    items = item_vectors(inputs, model, stop_requested) if is_retrieval else None
-    return partial(model.module.dense.model.evaluator, items)
 
 
 def item_vectors(

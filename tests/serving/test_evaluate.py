@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -70,12 +72,47 @@ def test_metrics_by_the_values_of_a_column(run: tuple[Path, dict[str, Any]]) -> 
     torch.testing.assert_close(written[value], alone, rtol=0, atol=1e-6)
 
 
+def test_what_metrics_lose_when_a_feature_is_permuted(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """On any number of ranks and streams the same; the most by the feature that labels go by, nothing by a constant."""
+    table = pq.read_table(ROOT / "data" / "sample" / "test")
+    items = table["item_id"].to_numpy()
+    table = table.set_column(table.column_names.index("label"), "label", pa.array((items % 3 == 0).astype(float)))
+    table = table.set_column(table.column_names.index("hour"), "hour", pa.array(np.full(len(table), 5)))
+    for number in range(3):
+        path = tmp_path / f"day={number}" / "rows.parquet"
+        path.parent.mkdir()
+        pq.write_table(table.slice(number * 150, 150), path, row_group_size=64)
+    losses, metrics = [], None
+    for nproc, changes in ((1, ["data.num_streams=1"]), (2, ["train.eval_batch_size=64"])):
+        words = [
+            str(run[0]),
+            f"{tmp_path}/day=0",
+            f"{tmp_path}/day=1",
+            f"{tmp_path}/day=2",
+            f"run.dir={tmp_path}/{nproc}",
+        ]
+        done = fork_train("evaluate", *words, *changes, "--importance", "2", nproc=nproc, program="recsys")
+        assert done.returncode == 0, done.stderr[-3000:]
+        (written,) = (tmp_path / str(nproc) / "evaluations").glob("*/result.json")
+        result = json.loads(written.read_text())
+        losses.append(result["importance"]["test"])
+        metrics = result["metrics"]["test"]
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-6)
+    assert set(losses[0]) == {"user_id", "item_id", "history", "category", "device", "hour", "price"}
+    assert metrics["rows"] == 450 and losses[0]["hour"] == {"auc": 0, "log_loss": 0, "normalized_entropy": 0}
+    in_order = [each["auc"] for each in losses[0].values()]
+    assert in_order == sorted(in_order, reverse=True) and max(map(abs, in_order)) > 1e-3
+    assert "test loses by permuting" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
         (["tables.item.hash_seed=3"], "'tables.item.hash_seed' is a part of what the run has trained"),
         (["data.valid=null", "data.test=null"], "there is nothing to evaluate; set data.valid or data.test"),
         (["--by", "colour"], "--by: file"),
+        (["--importance", "0"], "'0' is no whole number above 0"),
+        (["data/nowhere"], "config key 'data.test': 'data/nowhere' does not exist"),
         (["data.test=STRINGS"], "'tables.item': its ids are string in column 'item_id' of data.test and int64"),
     ],
 )

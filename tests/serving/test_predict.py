@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def small_blocks() -> None:
-    predict_module._BLOCK_ROWS = BLOCK_ROWS
+    predict_module.BLOCK_ROWS = BLOCK_ROWS
 
 
 def small_blocks_and_an_end() -> None:
@@ -103,8 +103,8 @@ def test_an_interrupted_prediction_goes_on(run: Path, rows: pa.Table, tmp_path: 
     assert first.stat().st_mtime_ns == before and not list((tmp_path / "parts").glob("*.tmp"))
 
     for said, changed in (
-        ("holds predictions of something else (other data, columns)", ["--keep", "label"]),
-        ("holds predictions of something else (other data)", ["data.filter=hour < 12"]),
+        ("holds what something else gave (other data, columns)", ["--keep", "label"]),
+        ("holds what something else gave (other data)", ["data.filter=hour < 12"]),
     ):
         done = recsys(*arguments, *changed)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
@@ -123,7 +123,7 @@ def with_strings(rows: pa.Table) -> pa.Table:
     [
         (None, [], "DATA: "),
         (without_price, [], "has no column 'price'"),
-        (with_strings, [], "its ids are string in column 'item_id' of data.rows and int64"),
+        (with_strings, [], "its ids are string in column 'item_id' of DATA and int64"),
         (lambda rows: rows.slice(0, 0), [], "hold no rows"),
         (lambda rows: rows, ["--keep", "nothing"], "--keep: file"),
         (lambda rows: rows, ["tables.item.embedding_dim=4"], "is a part of what the run has trained"),

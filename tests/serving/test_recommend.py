@@ -1,5 +1,6 @@
 """`recsys recommend`: the best items of users by raw id, as the evaluation of the same run ranks them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def test_the_lists_are_those_that_the_run_was_evaluated_by(run: Path, tmp_path: 
     assert on_three.column_names == ["user", "items", "scores"] and on_three["items"].equals(alone["items"])
     scores = [table["scores"].combine_chunks().values.to_numpy() for table in (alone, on_three)]
     np.testing.assert_allclose(*scores, rtol=0, atol=1e-6)
+
+
+def test_what_users_lose_when_a_feature_is_permuted(run: Path, tmp_path: Path) -> None:
+    metrics = evaluate(run, "--importance", f"run.dir={tmp_path}")["valid"]
+    (written,) = (tmp_path / "evaluations").glob("*/result.json")
+    losses = json.loads(written.read_text())["importance"]["valid"]
+    assert set(losses) == {"user", "history"} and set(losses["user"]) == set(metrics) - {"users"}
+    assert max(each["recall@5"] for each in losses.values()) > 0.1
 
 
 def test_candidates_and_seen(run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Rows that have one feature of another row, for how much a model relies on it."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
+from recsys.data.order import Segment
+from recsys.data.spec import BatchSpec
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """The values of a feature permuted over all rows of a dataset: a function of the seed and the footers alone.
+
+    Row i gets those of row i + d of the rows laid end to end, the first ones behind the last; d is drawn, and the rows
+    of each row group are shuffled before. So a row group or two more are decoded for some rows, and no more memory is
+    taken.
+    """
+
+    feature: str
+    seed: tuple[int, ...]
+
+    def spec(self, spec: BatchSpec) -> BatchSpec:
+        """Return what batches are made of, with the columns of the feature under other names."""
+        ids = [
+            replace(part, column=_permuted(part.column), weights=_permuted(part.weights))
+            if part.name == self.feature
+            else part
+            for part in spec.ids
+        ]
+        floats = [replace(p, column=_permuted(p.column)) if p.name == self.feature else p for p in spec.floats]
+        return replace(spec, ids=ids, floats=floats)
+
+    def reader(self, dataset: Dataset, spec: BatchSpec) -> "PermutedReader":
+        """Return a reader of the columns of `spec` before the permutation, and of those that it adds."""
+        columns = [name for part in spec.ids if part.name == self.feature for name in (part.column, part.weights)]
+        columns += [part.column for part in spec.floats if part.name == self.feature]
+        return PermutedReader(dataset, [name for name in columns if name is not None], self.seed)
+
+
+class PermutedReader:
+    """Decodes segments as a `SegmentReader`, and gives them columns more: some of their own, permuted."""
+
+    def __init__(self, dataset: Dataset, columns: list[str], seed: tuple[int, ...]) -> None:
+        self._own, self._others, self._seed = SegmentReader(dataset), SegmentReader(dataset, columns), seed
+        self._num_rows, self._schema = dataset.row_groups.num_rows, pa.schema(map(dataset.schema.field, columns))
+        self._ends = np.cumsum(self._num_rows)
+        self._distance = int(np.random.default_rng(seed).integers(self._ends[-1]))
+
+    def read(self, segment: Segment) -> pa.Table:
+        """Return the rows of a segment; errors as of `SegmentReader`."""
+        begin = self._ends[segment.number] - self._num_rows[segment.number]
+        place, tables, left = begin + segment.start + self._distance, [self._schema.empty_table()], segment.num_rows
+        while left:
+            place %= self._ends[-1]
+            group = int(np.searchsorted(self._ends, place, side="right"))
+            order = np.random.default_rng((*self._seed, group)).permutation(self._num_rows[group])
+            rows = order[place - self._ends[group] :][:left]  # counted from the end of the row group
+            tables.append(self._others.row_group(group).take(pa.array(rows)).cast(self._schema))
+            place, left = place + len(rows), left - len(rows)
+        table, permuted = self._own.read(segment), pa.concat_tables(tables)
+        for name in self._schema.names:
+            table = table.append_column(_permuted(name), permuted.column(name))
+        return table
+
+
+def _permuted(column: str | None) -> str | None:
+    return None if column is None else f"{column} (permuted)"

@@ -1,0 +1,228 @@
+"""Vectors by raw id: those of tables, and those that the towers of a retrieval model give for items and users."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys.checkpoint import Marker, check_facts, facts_of, gather_rows, verify_checkpoint
+from recsys.checkpoint.tensors import TABLES
+from recsys.config import IdMappingType
+from recsys.config.choices import Pooling
+from recsys.data.facts import VocabularyRequest, measure, vocabulary_file
+from recsys.data.inputs import Given, open_inputs
+from recsys.data.parquet import column_names
+from recsys.data.wanted import column_of, needed_columns, row_filter
+from recsys.errors import UserError, nearest
+from recsys.ids import IdMapping, build_mapping, read_vocabulary
+from recsys.runtime.logs import quiet_libraries, start_logging
+from recsys.runtime.world import World, open_world
+from recsys.serving.finished import Finished, OpenRun
+from recsys.serving.index import build_index, faiss
+from recsys.serving.parts import BLOCK_ROWS, Parts
+from recsys.serving.predict import Results, naming_data, scored, write_results
+from recsys.step.output import StepOutput
+
+_TOWERS = ("user", "item")  # in the order of a retrieval model's outputs
+_IDS_AT_ONCE = 1 << 16
+
+
+def embeddings(
+    run: Finished,
+    name: str,
+    out: Path,
+    data: str | list[str] | None = None,
+    keep: Sequence[str] | None = None,
+    index: str | None = None,
+    queries: str | None = None,
+) -> int:
+    """Write a folder of Parquet files with vectors; return the exit status, 0.
+
+    Args:
+        name: `item`, for the items of `data` or else of data.items; `user`, for the users of `data`; or a table, also
+            written as tables.NAME, for its ids: those that occur in `data`, or all that the run knows.
+        out: as of `recsys.serving.predict.predict`.
+        keep: columns of the data to write beside the vectors of a tower; default: ids.
+        index: kind of a FAISS index of the vectors of items. queries: users to measure its recall on.
+
+    Raises:
+        UserError: there is no such table, its ids are not known, or the data do not fit.
+    """
+    table = table_of(run, name)
+    if index is not None:
+        if table is not None or name != "item":
+            raise UserError(f"--faiss makes an index of vectors of items, and not of '{name}'; leave it out")
+        faiss()  # refuses before anything is computed
+    if table is not None:
+        return _write_table(run, table, out, data)
+    given, keep = rows_of_tower(run, name, data, keep)
+    results = vectors_of_tower(name)
+
+    def then(opened: OpenRun) -> None:
+        if index is not None:
+            vectors = None if queries is None else _vectors_of_users(opened, queries)
+            told = "items" if queries is None else queries
+            opened.world.from_rank_zero(lambda: build_index(out, index, vectors, told))
+
+    return write_results(run, out, given, {"of": name}, lambda opened: results, keep, then=then)
+
+
+def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | None) -> int:
+    quiet_libraries()
+    with open_world(run.config.run.device, run.config.run.num_threads) as world, naming_data():
+        vectors = open_table(run, verify_checkpoint(run.checkpoint, world), world, table, data)
+        starts = range(0, vectors.num_ids, BLOCK_ROWS)
+        rows = [min(BLOCK_ROWS, vectors.num_ids - start) for start in starts]
+        parts = world.from_rank_zero(lambda: Parts.begin(out, vectors.task, rows))
+        start_logging(out / "_logs", world.rank)
+
+        def tables_of(number: int) -> Iterator[pa.Table]:
+            ends = [starts[number] + rows[number] * rank // world.world_size for rank in (world.rank, world.rank + 1)]
+            return vectors.tables(*ends)
+
+        parts.write(world, tables_of)
+    return 0
+
+
+def table_of(run: Finished, name: str) -> str | None:
+    """Return the table that a name stands for, or None for a tower.
+
+    Raises:
+        UserError: it stands for neither.
+    """
+    towers = _TOWERS if run.config.model.needs().item_id is not None else ()
+    table = name.removeprefix("tables.")
+    if name in towers:
+        return None
+    if table not in run.config.tables:
+        names = [*towers, *run.config.tables]
+        raise UserError(f"the run has no vectors of '{name}'{nearest(name, names)} (known: {', '.join(names)})")
+    return table
+
+
+def rows_of_tower(
+    run: Finished, tower: str, data: str | list[str] | None, keep: Sequence[str] | None
+) -> tuple[Given, Sequence[str] | None]:
+    """Return the rows whose vectors a tower is to give, and the columns to keep of them.
+
+    Raises:
+        UserError: nothing says which.
+    """
+    config = run.config
+    if tower == "item":
+        keep = [column_of(config, config.model.needs().item_id or "")] if keep is None else keep
+        if data is None and config.data.items is not None:
+            own = Given("items", config.data.items, tuple(keep), row_filter(config, "items"), key="data.items")
+            return own, keep
+    if data is None:
+        raise UserError(f"nothing says of which {tower}s the vectors are wanted; give their rows as --data")
+    return run.given("items" if tower == "item" else "queries", data, keep), keep
+
+
+def vectors_of_tower(tower: str) -> Results:
+    """Return the vectors of a tower as column `vector`."""
+    place = _TOWERS.index(tower)
+
+    def results(output: StepOutput) -> pa.Table:
+        return pa.table({"vector": _lists(output.outputs[place])})
+
+    return results
+
+
+def _vectors_of_users(opened: OpenRun, users: str) -> np.ndarray:
+    """Return the vectors of users, float32 [users, dim]; collective."""
+    inputs = opened.open([], opened.run.given("queries", users, None))
+    tables = scored(opened, inputs.loader("queries"), [], vectors_of_tower("user"), lambda rows: None)
+    vectors = pa.concat_tables(tables)["vector"].combine_chunks()
+    return np.concatenate(opened.world.gather(vectors.flatten().to_numpy().reshape(len(vectors), -1)))
+
+
+@dataclass(frozen=True)
+class TableVectors:
+    """The vectors of ids of a table, read from its checkpoint piece by piece.
+
+    Attributes:
+        ids: raw ids, of which there are `num_ids`; None: 0, 1, …
+        task: what they are, for `Parts`.
+    """
+
+    run: Finished
+    marker: Marker
+    table: str
+    mapping: IdMapping
+    ids: pa.Array | None
+    num_ids: int
+    task: dict[str, Any]
+
+    def tables(self, start: int, stop: int) -> Iterator[pa.Table]:
+        """Yield columns `id` and `vector` of some ids; of an id with several rows what the model makes of them."""
+        entry, pooling = self.marker.tensors[TABLES + self.table], self.run.config.tables[self.table].pooling
+        for first in range(start, max(stop, start + 1), _IDS_AT_ONCE):  # of no ids a table too, with none
+            last = min(stop, first + _IDS_AT_ONCE)
+            ids = pa.array(np.arange(first, last)) if self.ids is None else self.ids.slice(first, last - first)
+            rows = np.empty(len(ids) * self.mapping.rows_per_id, np.int64)
+            self.mapping.map(ids, rows)
+            vectors = gather_rows(self.run.checkpoint, entry, rows).float().view(len(ids), self.mapping.rows_per_id, -1)
+            pooled = vectors.mean(1) if pooling is Pooling.mean else vectors.sum(1)
+            yield pa.table({"id": ids, "vector": _lists(pooled)})
+
+
+def open_table(run: Finished, marker: Marker, world: World, table: str, data: str | list[str] | None) -> TableVectors:
+    """Return the vectors of a table; collective.
+
+    Args:
+        marker: of the run's checkpoint. data: where ids are to be found.
+
+    Raises:
+        UserError: neither the run nor data tell the ids, or the data do not fit.
+    """
+    settings, vocabulary, path = run.config.tables[table], None, run.checkpoint
+    task: dict[str, Any] = {"checkpoint": {"path": str(path), "files": marker.files}, "of": f"tables.{table}"}
+    if settings.mapping is IdMappingType.vocabulary:
+        check_facts(path, marker, [vocabulary_file(table)])
+        vocabulary = read_vocabulary(facts_of(path) / vocabulary_file(table))
+    mapping = build_mapping(settings, vocabulary)
+    if data is not None:
+        ids, task["data"] = _ids_in(run, world, table, data)
+        return TableVectors(run, marker, table, mapping, ids, len(ids), task)
+    features = [feature for feature in run.config.features.values() if feature.table == table]
+    number = settings.num_embeddings if settings.mapping is IdMappingType.identity else 0
+    if all(feature.boundaries for feature in features):  # an id is how many boundaries a number has reached
+        number = max(1 + len(feature.boundaries or ()) for feature in features)
+    if vocabulary is None and not number:
+        raise UserError(
+            f"table '{table}' has mapping: {settings.mapping.value}, which keeps no ids; give data that hold the ids "
+            f"wanted, as --data"
+        )
+    return TableVectors(
+        run, marker, table, mapping, vocabulary, number if vocabulary is None else len(vocabulary), task
+    )
+
+
+def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> tuple[pa.Array, str]:
+    """Return the distinct ids of a table that data hold, the most frequent first, and a digest of the data.
+
+    They are those of all features of the table whose columns are there.
+    """
+    config = run.config
+    mine = {name: each for name, each in config.features.items() if each.table == table and not each.boundaries}
+    there = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
+    needed = {name: needed_columns(replace(config, features={name: each}), "rows") for name, each in mine.items()}
+    chosen = {name: each for name, each in mine.items() if needed[name].keys() <= there} or mine
+    config = replace(config, features=chosen)
+    given = run.given("rows", data, None)
+    inputs = open_inputs(config, world, known=run.run_dir / "footers", roles=[], given=[given])
+    columns = tuple(dict.fromkeys(column_of(config, name) for name in chosen))
+    found = measure(inputs.datasets["rows"], {table: VocabularyRequest(columns, 1, sys.maxsize)}, [], world)
+    return found.vocabularies[table], inputs.datasets["rows"].fingerprint
+
+
+def _lists(vectors: torch.Tensor) -> pa.Array:
+    """Return vectors [rows, dim] as lists of float32 of one length."""
+    values = pa.array(vectors.float().cpu().numpy().reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])

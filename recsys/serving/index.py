@@ -1,0 +1,107 @@
+"""A FAISS index of vectors that lie in a folder of Parquet files, and how much of the exact best it finds."""
+
+import json
+from collections.abc import Iterator
+from math import isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from recsys.errors import UserError
+from recsys.runtime.files import replace_file, replacing
+from recsys.runtime.logs import logger
+
+INDEX, REPORT = "_index.faiss", "_index.json"  # readers of Parquet folders leave out what begins so
+KINDS = ("flat", "ivfpq")
+_K, _OWN_QUERIES = 20, 1000
+_ROWS_AT_ONCE = 1 << 13
+_PER_LIST = 64  # vectors that a centroid is learned from; FAISS warns below 39
+
+
+def faiss() -> Any:
+    """Return the module. Raises UserError where it is not installed."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise UserError("--faiss needs faiss-cpu, which is not installed; pip install 'recsys[faiss]'") from error
+    return faiss
+
+
+def build_index(folder: Path, kind: str, queries: np.ndarray | None, told: str) -> None:
+    """Write `_index.faiss`, by inner product, whose ids are places of rows, and `_index.json` with its recall.
+
+    The index is built in memory. IVF-PQ: about 4·√rows lists, of which a sixteenth is searched, and a byte for two
+    numbers of a vector, so far as there are vectors to learn these from.
+
+    Args:
+        folder: of `Parts`, with column `vector`. kind: of `KINDS`.
+        queries: float32 [queries, dim] to measure the recall on; None: some of the vectors. told: what they are.
+    """
+    num_rows = sum(pq.read_metadata(path).num_rows for path in folder.glob("part-*"))
+    dim = next(_vectors(folder)).shape[1]
+    index, description = _empty_index(kind, num_rows, dim)
+    if not index.is_trained:
+        index.train(_sample(folder, num_rows, max(_PER_LIST * index.nlist, 1 << 14)))
+    for vectors in _vectors(folder):
+        index.add(vectors)
+    with replacing(folder / INDEX) as aside:
+        faiss().write_index(index, str(aside))
+    queries = _sample(folder, num_rows, _OWN_QUERIES) if queries is None else queries
+    k = min(_K, num_rows)
+    found = index.search(queries, k)[1]
+    hits = [len(np.intersect1d(*pair)) for pair in zip(found, _exact(folder, queries, k), strict=True)]
+    report = {
+        "index": description,
+        "metric": "inner product",
+        "rows": num_rows,
+        "dim": dim,
+        "bytes": (folder / INDEX).stat().st_size,
+        f"recall@{k}": float(np.mean(hits)) / k,
+        "queries": {"number": len(queries), "of": told},
+    }
+    replace_file(folder / REPORT, json.dumps(report, indent=1) + "\n")
+    logger.info("%s: %s finds %.4f of the exact best %d", folder / INDEX, description, report[f"recall@{k}"], k)
+
+
+def _empty_index(kind: str, num_rows: int, dim: int) -> tuple[Any, str]:
+    """Return an index without vectors, and its name in the words of FAISS."""
+    if kind == "flat":
+        return faiss().IndexFlatIP(dim), "Flat"
+    num_lists = max(1, min(4 * isqrt(num_rows), num_rows // _PER_LIST))
+    num_codes = next(codes for codes in range(max(1, dim // 2), 0, -1) if dim % codes == 0)
+    bits = max(1, min(8, num_rows.bit_length() - 1))  # a code is one of 2 ** bits, each learned from a vector at least
+    name = f"IVF{num_lists},PQ{num_codes}x{bits}"
+    index = faiss().index_factory(dim, name, faiss().METRIC_INNER_PRODUCT)
+    index.nprobe = -(-num_lists // 16)
+    return index, f"{name}, nprobe={index.nprobe}"
+
+
+def _vectors(folder: Path) -> Iterator[np.ndarray]:
+    """Yield the vectors in order, some at a time: float32 [rows, dim]."""
+    for path in sorted(folder.glob("part-*")):
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=["vector"]):
+                yield batch.column(0).flatten().to_numpy().reshape(batch.num_rows, -1)
+
+
+def _sample(folder: Path, num_rows: int, number: int) -> np.ndarray:
+    """Return vectors at equal distances, so many at most: float32 [vectors, dim]."""
+    step, first, chosen = -(-num_rows // number), 0, []
+    for vectors in _vectors(folder):
+        chosen.append(vectors[-first % step :: step].copy())
+        first += len(vectors)
+    return np.concatenate(chosen)
+
+
+def _exact(folder: Path, queries: np.ndarray, k: int) -> np.ndarray:
+    """Return the places of the vectors with the greatest products with each query, int64 [queries, k]."""
+    scores, places, first = torch.empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64), 0
+    for vectors in _vectors(folder):
+        own = torch.arange(first, first + len(vectors)).expand(len(queries), -1)
+        scores = torch.cat([scores, torch.from_numpy(queries @ vectors.T)], 1)
+        scores, best = scores.topk(min(k, scores.shape[1]), 1)
+        places, first = torch.cat([places, own], 1).gather(1, best), first + len(vectors)
+    return places.numpy()

@@ -1,0 +1,126 @@
+"""A folder of Parquet files that all ranks write, block by block; who begins again goes on behind the last one.
+
+The rows are cut into blocks. Of a block every rank takes rows that follow each other, and writes them to a part file of
+its own, so that the parts in the order of their names have the rows in theirs. When all parts of a block are there, the
+block is noted as done.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys.errors import UserError
+from recsys.runtime.files import replace_file, replacing
+from recsys.runtime.logs import logger
+from recsys.runtime.world import World
+
+BLOCK_ROWS = 1 << 20  # about, which an interruption costs
+ROW_GROUP_ROWS = 1 << 16  # of the files written, held in memory
+_PROGRESS_S = 10.0
+_STATE = "_state.json"  # readers of Parquet folders leave out what begins so
+
+
+@dataclass
+class Parts:
+    """How much of a folder is done.
+
+    Attributes:
+        task: what is to be written. rows: of each block. done: blocks that are.
+    """
+
+    folder: Path
+    task: dict[str, Any]
+    rows: list[int]
+    done: int = 0
+    shown_s: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def begin(cls, folder: Path, task: dict[str, Any], rows: list[int]) -> "Parts":
+        """Make or take a folder, and remove of an interrupted attempt what its blocks were not finished of.
+
+        Raises:
+            UserError: it holds something else.
+        """
+        parts = cls(folder, json.loads(json.dumps(task)), rows)
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"'{folder}' is a file; name a folder to write to")
+        if folder.exists() and any(folder.iterdir()):
+            parts.done = parts._done_before()
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("part-*"):
+            if int(path.name.split("-")[1]) >= parts.done:
+                path.unlink()
+        if parts.done:
+            logger.info("%d of %d blocks were there", parts.done, len(rows))
+        parts._save()
+        return parts
+
+    @property
+    def is_done(self) -> bool:
+        return self.done == len(self.rows)
+
+    def write(self, world: World, tables_of: Callable[[int], Iterator[pa.Table]]) -> None:
+        """Write the blocks that are not done; collective.
+
+        Args:
+            tables_of: gives this rank's rows of a block, in order.
+        """
+        while not self.is_done:
+            _write_part(tables_of(self.done), self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet")
+            world.barrier()
+            self.done += 1
+            if world.rank == 0:
+                self._save()
+        logger.info("done: %d rows in %s", sum(self.rows), self.folder)
+
+    def show(self, rows: int) -> None:
+        """Tell now and then how far it is; `rows` are done of the block that is under way, over all ranks."""
+        if time.monotonic() - self.shown_s > _PROGRESS_S:
+            self.shown_s = time.monotonic()
+            now, total = sum(self.rows[: self.done]) + min(rows, self.rows[self.done]), sum(self.rows)
+            logger.info("%s of %s rows (%.0f %%)", f"{now:,}", f"{total:,}", 100 * now / total)
+
+    def _done_before(self) -> int:
+        other = "name another folder, or remove it"
+        try:
+            content = json.loads((self.folder / _STATE).read_text())
+            task, rows, done = content["task"], content["rows"], content["done"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise UserError(f"'{self.folder}' is not empty, and holds nothing to go on with; {other}") from error
+        differing = [key for key in {**self.task, **task} if self.task.get(key) != task.get(key)]
+        if differing or rows != self.rows:
+            what = ", ".join(differing) or "rows"
+            raise UserError(f"'{self.folder}' holds what something else gave (other {what}); {other}")
+        return int(done)
+
+    def _save(self) -> None:
+        content = {"task": self.task, "rows": self.rows, "done": self.done}
+        replace_file(self.folder / _STATE, json.dumps(content, indent=1))
+
+
+def _write_part(tables: Iterator[pa.Table], path: Path) -> None:
+    """Write a stream of tables to a file, in row groups; of no rows, none."""
+    pending: list[pa.Table] = []
+    with ExitStack() as stack:
+        file: pq.ParquetWriter | None = None
+        for table in chain(tables, [None]):
+            if table is not None and len(table):
+                pending.append(table)
+            is_full = sum(map(len, pending)) >= ROW_GROUP_ROWS
+            if pending and (is_full or table is None):
+                group = pa.concat_tables(pending)
+                if file is None:
+                    aside = stack.enter_context(replacing(path))
+                    file = stack.enter_context(
+                        pq.ParquetWriter(aside, group.schema, compression="zstd", write_page_checksum=True)
+                    )
+                file.write_table(group)
+                pending = []

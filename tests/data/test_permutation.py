@@ -1,0 +1,45 @@
+"""`PermutedReader`: each value of the permuted columns once, and the others as they are, however the rows are cut."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.data.order import Segment
+from recsys.data.parquet import open_dataset
+from recsys.data.permutation import PermutedReader
+
+ROWS = 137
+
+
+@pytest.mark.parametrize("filter", [None, "row >= 40"])
+def test_a_permutation_is_the_same_for_all_cuts(filter: str | None, tmp_path: Path) -> None:
+    rows = np.arange(ROWS)
+    texts = pa.array([None if i % 9 == 0 else [f"text {i}", "x"] for i in rows], pa.list_(pa.string()))
+    table = pa.table({"row": rows, "texts": texts, "other": rows * 2})
+    for number, (start, stop) in enumerate([(0, 50), (50, 51), (51, ROWS)]):
+        pq.write_table(table.slice(start, stop - start), tmp_path / f"{number}.parquet", row_group_size=20)
+    dataset = open_dataset("DATA", str(tmp_path), dict.fromkeys(table.column_names, "test"), None, filter)
+    reader = PermutedReader(dataset, ["row", "texts"], (7, 0))
+    whole = pa.concat_tables(
+        reader.read(dataset.row_groups.segment(i)).cast(
+            pa.schema([*dataset.schema, ("row (permuted)", pa.int64()), ("texts (permuted)", texts.type)])
+        )
+        for i in range(len(dataset.row_groups))
+    )
+    kept = table if filter is None else table.slice(40)
+    assert whole.select(table.column_names).equals(kept)
+    permuted = whole["row (permuted)"].to_numpy()
+    assert sorted(permuted) == kept["row"].to_pylist() and (permuted != kept["row"].to_numpy()).mean() > 0.9
+    assert whole["texts (permuted)"].to_pylist() == [texts[i].as_py() for i in permuted]
+    first = 0
+    for i in range(len(dataset.row_groups)):
+        count = int(dataset.row_groups.num_rows[i])
+        group = dataset.row_groups.segment(i)
+        part = reader.read(Segment(group.path, group.row_group, count // 3, count, i))
+        assert part["row (permuted)"].to_pylist() == permuted[first + count // 3 : first + count].tolist()
+        first += count
+    again = PermutedReader(dataset, ["row"], (7, 1)).read(dataset.row_groups.segment(0))
+    assert again["row (permuted)"].to_pylist() != permuted[: len(again)].tolist()

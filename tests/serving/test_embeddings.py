@@ -1,0 +1,163 @@
+"""`recsys embeddings`: vectors of tables and towers by raw id, on any number of ranks, and the index of items."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT, fork_train
+from retrieval import NUM_ITEMS, NUM_USERS, write_retrieval
+
+import recsys
+from recsys.checkpoint import export_table
+from recsys.ids import HashMapping
+from recsys.serving import embeddings as embeddings_module
+from recsys.serving import index as index_module
+
+
+def small_pieces() -> None:
+    embeddings_module.BLOCK_ROWS, embeddings_module._IDS_AT_ONCE = 70, 16
+
+
+def ran(*arguments: Any, nproc: int = 1) -> Any:
+    return fork_train(*map(str, arguments), nproc=nproc, before=small_pieces, program="recsys")
+
+
+def written(*arguments: Any, nproc: int = 1) -> pa.Table:
+    done = ran("embeddings", *arguments, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return pq.read_table(arguments[2])
+
+
+def matrix(table: pa.Table) -> np.ndarray:
+    return np.stack(table["vector"].to_numpy())
+
+
+def vectors_by_row(run: Path, table: str, folder: Path) -> tuple[pa.Table, np.ndarray]:
+    export_table(run, table, folder / f"{table}.parquet")
+    exported = pq.read_table(folder / f"{table}.parquet")
+    return exported, matrix(exported)
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with tables of each kind of mapping, split over two ranks by rows and by columns."""
+    folder = tmp_path_factory.mktemp("ranker")
+    done = fork_train(
+        "configs/dlrm_sample.yaml", f"run.dir={folder}/run", "train.max_steps=10", "tables.item.num_hashes=2",
+        "tables.user={mapping: vocabulary, min_count: 2}", "tables.price={num_embeddings: 50, embedding_dim: 8}",
+        "features.bucket={table: price, column: price, boundaries: [1, 10, 20]}",
+        "optimizer.tables.name=adagrad", "tables.user.sharding_type=column_wise", "tables.item.sharding_type=row_wise",
+        nproc=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run"
+
+
+def test_tables_whose_ids_the_run_knows(ranker: Path, tmp_path: Path) -> None:
+    users = written(ranker, "user", tmp_path / "users", nproc=3)
+    exported, vectors = vectors_by_row(ranker, "user", tmp_path)
+    assert users["id"].to_pylist() == [each for each in exported["id"].to_pylist() if each is not None]
+    np.testing.assert_array_equal(matrix(users), vectors[1 : 1 + len(users)])
+    hours = written(ranker, "tables.hour", tmp_path / "hours")
+    assert hours["id"].to_pylist() == list(range(24))
+    np.testing.assert_array_equal(matrix(hours), vectors_by_row(ranker, "hour", tmp_path)[1])
+    assert written(ranker, "price", tmp_path / "price")["id"].to_pylist() == [0, 1, 2, 3]
+
+
+def test_ids_of_a_hashed_table_are_those_of_the_data(ranker: Path, tmp_path: Path) -> None:
+    test = ROOT / "data/sample/test"
+    found = written(ranker, "item", tmp_path / "one", "--data", test)
+    rows = pq.read_table(test, columns=["item_id", "history"])
+    in_lists = [each for row in rows["history"].to_pylist() for each in row or ()]
+    ids = found["id"].to_pylist()
+    assert set(ids) == {*rows["item_id"].to_pylist(), *in_lists} - {None} and len(set(ids)) == len(ids)
+    places = np.empty(2 * len(ids), np.int64)
+    HashMapping(1000, 0, num_hashes=2).map(found["id"].combine_chunks(), places)
+    expected = vectors_by_row(ranker, "item", tmp_path)[1][places].reshape(len(ids), 2, -1).mean(1)
+    np.testing.assert_allclose(matrix(found), expected, rtol=0, atol=1e-6)
+    assert written(ranker, "item", tmp_path / "three", "--data", test, nproc=3).equals(found)
+
+    run = recsys.open_run(ranker)
+    assert run.embeddings("item", test).equals(found)
+    pq.write_table(rows.select(["item_id"]), tmp_path / "items.parquet")
+    assert set(run.embeddings("item", str(tmp_path / "items.parquet"))["id"].to_pylist()) <= set(ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["usr"], "the run has no vectors of 'usr'; did you mean 'user'?"),
+        (["item"], "table 'item' has mapping: hash, which keeps no ids; give data that hold the ids wanted, as --data"),
+        (["user", "--faiss", "flat"], "--faiss makes an index of vectors of items, and not of 'user'"),
+        (["item", "--data", "STRINGS"], "its ids are string in column 'item_id' of DATA and int64"),
+        (["hour", "--data", "HOURS"], "id 24 is outside 0 … 23"),
+        (["item", "--data", "nowhere"], "DATA: 'nowhere' does not exist"),
+        (["device", "--data", "HOURS"], "has no column 'device'"),
+    ],
+)
+def test_mistakes(arguments: list[str], said: str, ranker: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"hour": [3, 24]}), tmp_path / "HOURS")
+    pq.write_table(pa.table({"item_id": ["a"]}), tmp_path / "STRINGS")
+    words = [str(tmp_path / word) if word.isupper() else word for word in arguments]
+    done = ran("embeddings", ranker, words[0], tmp_path / "out", *words[1:])
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("towers")
+    done = fork_train(str(write_retrieval(folder)), f"run.dir={folder}/run", "train.epochs=4")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run"
+
+
+def test_vectors_of_towers_and_their_index(towers: Path, tmp_path: Path) -> None:
+    faiss = pytest.importorskip("faiss")
+    valid = towers.parent / "valid.parquet"
+    users = written(towers, "user", tmp_path / "users", "--data", valid)
+    arguments = ("--faiss", "flat", "--queries", valid)
+    items = written(towers, "item", tmp_path / "items", *arguments, nproc=2)
+    assert users["user"].to_pylist() == list(range(NUM_USERS)) and items.column_names == ["item", "vector"]
+    assert items["item"].equals(pq.read_table(towers.parent / "items.parquet")["item"])
+    run = recsys.open_run(towers)
+    np.testing.assert_allclose(matrix(run.embeddings("item")), matrix(items), rtol=0, atol=1e-6)
+    no_lists = pq.read_table(valid, columns=["user", "history"])
+    np.testing.assert_allclose(matrix(run.embeddings("user", no_lists)), matrix(users), rtol=0, atol=1e-6)
+
+    index = faiss.read_index(str(tmp_path / "items/_index.faiss"))
+    scores, places = index.search(matrix(users), 20)
+    exact = matrix(users) @ matrix(items).T
+    np.testing.assert_allclose(scores, -np.sort(-exact)[:, :20], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.take_along_axis(exact, places, 1), scores, rtol=0, atol=1e-6)
+    report = json.loads((tmp_path / "items/_index.json").read_text())
+    assert report["recall@20"] == 1 and report["rows"] == NUM_ITEMS
+    assert report["queries"] == {"number": NUM_USERS, "of": str(valid)}
+
+
+def test_rows_of_a_table_that_is_called_as_a_tower(towers: Path, tmp_path: Path) -> None:
+    corpus = towers.parent / "items.parquet"  # which lacks the column of the other feature of the table
+    rows = written(towers, "tables.item", tmp_path / "rows", "--data", corpus)
+    vectors = written(towers, "item", tmp_path / "vectors", "--data", corpus)
+    assert sorted(rows["id"].to_pylist()) == sorted(vectors["item"].to_pylist())
+    assert rows.schema.field("vector").type.list_size == 8
+
+
+def test_an_approximate_index_tells_its_recall(tmp_path: Path) -> None:
+    faiss = pytest.importorskip("faiss")
+    generator = np.random.default_rng(0)
+    vectors = generator.standard_normal((3000, 16)).astype(np.float32)
+    for number, part in enumerate(np.array_split(vectors, 3)):
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(part.reshape(-1)), 16)
+        pq.write_table(pa.table({"vector": lists}), tmp_path / f"part-00000-{number:05d}.parquet")
+    index_module.build_index(tmp_path, "ivfpq", None, "items")
+    report = json.loads((tmp_path / index_module.REPORT).read_text())
+    queries = vectors[::3]
+    index = faiss.read_index(str(tmp_path / index_module.INDEX))
+    found, exact = index.search(queries, 20)[1], np.argsort(-(queries @ vectors.T))[:, :20]
+    recall = np.mean([len({*a} & {*b}) / 20 for a, b in zip(found.tolist(), exact.tolist(), strict=True)])
+    assert report["recall@20"] == pytest.approx(recall, abs=1e-4) and 0.05 < recall < 1
+    assert report["index"].startswith("IVF46,PQ8x8") and report["queries"]["number"] == 1000
