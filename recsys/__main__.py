@@ -48,6 +48,7 @@ _COMMANDS = {
     "predict": "write a finished run's scores of rows as Parquet",
     "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
     "embeddings": "write vectors by raw id as Parquet: of items, of users, or of a table; with a FAISS index of items",
+    "compress": "quantise and prune a finished run's tables, as far as a metric allows",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -74,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return prepare(words[1:])
     if command in ("predict", "recommend", "embeddings"):
         return predict(words[1:], command)
+    if command == "compress":
+        return compress(words[1:])
     return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
 
 
@@ -162,6 +165,34 @@ def predict(arguments: Sequence[str], command: str) -> int:
         if command == "recommend":
             return recommend(run, words.data, words.out, words.k, keep)
         return score(run, words.data, words.out, keep)
+
+
+def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
+    """Compress a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    parser = _Parser(prog, description=_description("compress"))
+    parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder of the compressed run, not there or empty")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.valid")
+    parser.add_argument("--steps", default="quantize,prune", help="what to do, in this order (quantize,prune)")
+    parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
+    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
+    parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train (default), norm")
+    parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
+    with _mistakes_told():
+        words = parser.parse_intermixed_args(arguments)
+        prepare_environment()
+        check_versions()
+        from recsys.config import load_config
+        from recsys.serving.compress import Request
+        from recsys.serving.compress import compress as compress_run
+        from recsys.serving.finished import find_run
+
+        with _told_by_first_rank():
+            run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
+            trained = load_config(run.checkpoint / "config.yaml", trust_code=words.trust_code)
+            metric = words.metric or trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
+            request = Request(tuple(words.steps.split(",")), metric, words.max_loss, words.prune_by)
+        return compress_run(run, trained, words.out, request)
 
 
 def _positive(text: str) -> int:

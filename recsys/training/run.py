@@ -42,7 +42,7 @@ _WRITTEN = (
     *("vocabulary", "footers", "bad_steps", "evaluations", "profile"),
 )
 _FOOTERS = "footers"
-_MARKER = ".recsys-run"
+MARKER = ".recsys-run"
 _BEGUN = "run_dir"  # where the launch's store keeps the run directory,
 _LOCK = "run_lock"  # and the lock of its last start
 _SNAPSHOT_ENTRIES = 200_000  # the last allocations and frees, with their stacks
@@ -201,13 +201,13 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
             run_dir.mkdir(parents=True, exist_ok=True)
         else:
             run_dir = unused_folder(run_dir)
-        is_run = (run_dir / _MARKER).exists()
+        is_run = (run_dir / MARKER).exists()
         if not is_run and any(not path.name.startswith(LOCK_FILE) for path in run_dir.iterdir()):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
         lock.take(run_dir, earlier)
         if is_run and not config.run.resume:
             _clear(run_dir, config.run.overwrite)
-        (run_dir / _MARKER).touch()
+        (run_dir / MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         if not config.run.resume:  # else only once it is known to go with what is there
             _save_config(config, run_dir)

@@ -1,0 +1,224 @@
+"""Compression of a finished run, step by step, as far as a metric allows: what is accepted is a run of its own.
+
+1. *Quantise*: a code for the vectors of each table. Each table is tried alone in each code; then the codes are taken in
+   the order of bytes saved by loss, as many of them as the metric allows.
+2. *Prune*: rows of all tables go by their importance, the least first, as many as the metric allows.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from recsys.config import Config
+from recsys.config.choices import RowCode
+from recsys.errors import UserError, nearest
+from recsys.runtime.logs import logger, quiet_libraries, start_logging
+from recsys.runtime.world import World, open_world
+from recsys.serving.compressed_run import make_folder, write_run
+from recsys.serving.compression_report import Stage, write_report
+from recsys.serving.finished import Finished
+from recsys.serving.trials import Compression, Trials
+
+STEPS, IMPORTANCES = ("quantize", "prune"), ("count", "norm")
+_CUTS = 64  # shares of the rows that pruning tries
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a compression.
+
+    Attributes:
+        steps: of `STEPS`, in their order. Of n steps the k-th may lose k / n of the loss allowed, with those before it.
+        metric: on data.valid, or on data.test without it. max_loss: of it, as it was given.
+        prune_by: of `IMPORTANCES`.
+    """
+
+    steps: tuple[str, ...]
+    metric: str
+    max_loss: str
+    prune_by: str = "count"
+
+    def check(self, config: Config) -> None:
+        """Raise a UserError for what does not fit to a run."""
+        steps = [("--steps", step, STEPS) for step in self.steps]
+        metrics = tuple(config.model.metric_names(config))
+        for option, word, known in (
+            *steps,
+            ("--prune-by", self.prune_by, IMPORTANCES),
+            ("--metric", self.metric, metrics),
+        ):
+            if word not in known:
+                raise UserError(f"{option}: there is no '{word}'{nearest(word, known)} (known: {', '.join(known)})")
+        self.allowed(1.0)
+
+    def allowed(self, value: float) -> float:
+        """Return the loss that is allowed of a value of the metric: a number, or a percentage of it."""
+        is_share = self.max_loss.endswith("%")
+        try:
+            number = float(self.max_loss.removesuffix("%"))
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < float("inf"):
+            raise UserError(f"--max-loss must be a number from 0 on, or a percentage such as 1%, found {self.max_loss}")
+        return number / 100 * abs(value) if is_share else number
+
+
+def compress(run: Finished, trained: Config, out: Path, request: Request) -> int:
+    """Write a compressed run; return the exit status, 0.
+
+    Args:
+        trained: the config that the run was trained with.
+        out: folder of the new run, with compression.md, .json and .svg beside what runs have.
+
+    Raises:
+        UserError: a request, or data, that do not fit the model, or a folder that is not empty.
+    """
+    quiet_libraries()
+    with open_world(run.config.run.device, run.config.run.num_threads) as world:
+        _compress(run, trained, out, request, world)
+    return 0
+
+
+def _compress(run: Finished, trained: Config, out: Path, request: Request, world: World) -> None:
+    world.agree(lambda: request.check(run.config))
+    world.from_rank_zero(lambda: make_folder(out))
+    start_logging(out / "logs", world.rank)
+    trials = Trials(run, world, request.metric)
+    trials.introduce()
+    allowed = request.allowed(trials.base.metrics[request.metric])
+    stages, compression = _stages(trials, request, allowed)
+    shared = {table: trials.shared_vector(table, pruning) for table, pruning in compression.pruned.items()}
+    world.from_rank_zero(lambda: write_run(trained, trials, compression, shared, out))
+    world.from_rank_zero(lambda: write_report(stages, trials, request.max_loss, allowed, out))
+    logger.info("done: %s", out)
+
+
+def _stages(trials: Trials, request: Request, allowed: float) -> tuple[list[Stage], Compression]:
+    """Take the steps one after another; return what each comes to, and all that was accepted."""
+    compression, stages = trials.given, [Stage("as trained", "", trials.base)]
+    for number, step in enumerate(request.steps, start=1):
+        take = _quantize if step == "quantize" else partial(_prune, by=request.prune_by)
+        compression, accepted = take(trials, compression, allowed * number / len(request.steps))
+        remark = accepted or "left out, since it would lose more than is allowed"
+        stages.append(Stage(step, remark, trials.run(compression) if accepted else stages[-1].trial))
+        logger.info("%s: %s", step, remark)
+    return stages, compression
+
+
+def _limit(max_loss: str) -> Callable[[float], float]:
+    """Return what gives the loss allowed of a metric's value."""
+    is_share = max_loss.endswith("%")
+    try:
+        number = float(max_loss.removesuffix("%"))
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise UserError(f"--max-loss must be a number from 0 on, or a percentage such as 1%, found {max_loss}")
+    return lambda value: number / 100 * value if is_share else number
+
+
+def most_accepted(last: int, is_accepted: Callable[[int], bool]) -> int:
+    """Return the largest number up to `last` that is accepted, where less is never worse; 0 without asking."""
+    low, high = 0, last + 1
+    number = last
+    while high - low > 1:
+        low, high = (number, high) if is_accepted(number) else (low, number)
+        number = (low + high) // 2
+    return low
+
+
+def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compression, str]:
+    """Return the codes that the metric allows, and what they are; nothing where it allows none."""
+    moves = _code_moves(trials, before, budget)
+
+    def after(number: int) -> Compression:
+        return replace(before, codes={**before.codes, **dict(moves[:number])})
+
+    number = most_accepted(
+        len(moves), lambda n: trials.loss(after(n), f"quantize, {n} of {len(moves)} changes") <= budget
+    )
+    return after(number), _shown_codes(dict(moves[:number]))
+
+
+def _code_moves(trials: Trials, before: Compression, budget: float) -> list[tuple[str, RowCode]]:
+    """Return changes of tables to shorter codes, in the order of bytes saved by loss of each table alone."""
+    losses: dict[tuple[str, RowCode | None], float] = {}
+    sizes: dict[tuple[str, RowCode | None], int] = {}
+    for table, settings in trials.config.tables.items():
+        now = before.codes.get(table)
+        losses[table, now], sizes[table, now] = 0.0, trials.num_bytes(before)
+        for code in RowCode:
+            changed = replace(before, codes={**before.codes, table: code})
+            is_possible = code is not RowCode.INT2 or settings.embedding_dim % 8 == 0
+            if is_possible and trials.num_bytes(changed) < sizes[table, now]:
+                sizes[table, code] = trials.num_bytes(changed)
+                losses[table, code] = trials.loss(changed, f"quantize, {table} alone to {code.name}")
+    return cheapest_first(losses, sizes, dict(before.codes), budget)
+
+
+def cheapest_first(
+    losses: Mapping[tuple[str, RowCode | None], float],
+    sizes: Mapping[tuple[str, RowCode | None], int],
+    now: dict[str, RowCode],
+    budget: float,
+) -> list[tuple[str, RowCode]]:
+    """Return changes of code, each the one that saves most bytes by loss after those before it.
+
+    Args:
+        losses, sizes: by table and code, of it alone; those of the code `now` too.
+        budget: losses far below it count as none.
+    """
+    least, moves = max(budget, 1e-9) / 1000, list[tuple[str, RowCode]]()
+    while True:
+        ratios = {
+            (table, code): (sizes[table, now.get(table)] - size)
+            / max(least, losses[table, code] - losses[table, now.get(table)])
+            for (table, code), size in sizes.items()
+            if code is not None and size < sizes[table, now.get(table)]
+        }
+        if not ratios:
+            return moves
+        table, code = max(ratios, key=lambda move: ratios[move])
+        assert code is not None
+        moves.append((table, code))
+        now = {**now, table: code}
+
+
+def _shown_codes(codes: Mapping[str, RowCode]) -> str:
+    by_code = {code: [table for table, each in codes.items() if each is code] for code in RowCode}
+    return "; ".join(f"{code.name}: {', '.join(tables)}" for code, tables in by_code.items() if tables)
+
+
+def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple[Compression, str]:
+    """Return the rows that the metric allows to be pruned, and how many they are; nothing where it allows none."""
+    tables, rows, num_unseen = _least_important(trials, before, by)
+    cuts = np.unique([num_unseen, *np.linspace(0, len(rows), _CUTS + 1).astype(int)[1:]])
+    cuts = cuts[cuts > 0]
+
+    def after(number: int) -> Compression:
+        chosen = cuts[number - 1] if number else 0
+        by_table = {name: rows[:chosen][tables[:chosen] == i] for i, name in enumerate(trials.config.tables)}
+        pruned = {name: trials.pruning(name, each) for name, each in by_table.items() if len(each)}
+        return replace(before, pruned={**before.pruned, **pruned})
+
+    number = most_accepted(
+        len(cuts), lambda n: trials.loss(after(n), f"prune, {cuts[n - 1]:,} of {len(rows):,} rows") <= budget
+    )
+    return after(number), f"{cuts[number - 1]:,} of {len(rows):,} rows" if number else ""
+
+
+def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return number of table and row of all rows that may be pruned, the least important for their bytes first, and how
+    many begin them that data.train does not hold."""
+    columns = []
+    for number, name in enumerate(trials.config.tables):
+        rows = np.arange(1, len(trials.counts[name]) - trials.num_shared(name))
+        counts, norms = trials.counts[name][rows], trials.norms[name][rows]
+        value = (counts if importance == "count" else norms) / trials.row_bytes(name, before.codes.get(name))
+        columns.append((np.full(len(rows), number), rows, counts > 0, value, norms))
+    tables, rows, seen, value, norms = map(np.concatenate, zip(*columns, strict=True))
+    order = np.lexsort((norms, value, seen))
+    return tables[order], rows[order], int((~seen).sum())

@@ -1,0 +1,122 @@
+"""A compressed run, written as a run directory of its own: config, vocabularies, and one checkpoint."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from recsys.checkpoint import FACTS
+from recsys.checkpoint.files import write_file
+from recsys.checkpoint.state import aside_of, name_of
+from recsys.checkpoint.tensor_files import SUFFIX, Piece, Pieces, read_tensors, write_tensors
+from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
+from recsys.config import Config, IdMappingType, config_text
+from recsys.config.choices import UNPOOLED, ShardingChoice
+from recsys.config.meaning import meaning
+from recsys.data.facts import Facts, kept_rows_file, vocabulary_file
+from recsys.errors import UserError
+from recsys.ids import KeptRows
+from recsys.runtime.files import copy_files, replace_file, sync
+from recsys.serving.trials import Compression, Pruning, Trials
+from recsys.training.learning import facts_entries
+from recsys.training.run import MARKER
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of a run that is to be written.
+
+    Raises:
+        UserError: it cannot be made, or is not empty.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise UserError(f"OUT: '{out}' is not empty; name another folder")
+    except OSError as error:
+        raise UserError(f"OUT: cannot write to '{out}' ({error.strerror}); name another folder") from error
+
+
+def write_run(
+    config: Config, trials: Trials, compression: Compression, shared: dict[str, torch.Tensor], out: Path
+) -> None:
+    """Write a run that is compressed, with the state of training of the one it was; on one rank.
+
+    Args:
+        config: of the run as it was trained. shared: by table that was pruned, its `Trials.shared_vector`.
+        out: a folder that is empty but for reports.
+    """
+    path, marker = trials.source.path, trials.source.marker
+    facts = _facts(trials, compression)
+    config = _config(config, compression, facts, out)
+    replace_file(out / "config.yaml", config_text(config))
+    facts.save(out / FACTS)
+    copy_files(path.parent.parent / "footers", out / "footers")
+    folder = out / "checkpoints" / name_of(marker.state.step)
+    aside = aside_of(folder)
+    aside.mkdir(parents=True)
+    tensors = {}
+    for name, entry in marker.tensors.items():
+        tensor = entry.empty()
+        read_tensors(path, {name: entry}, {name: Pieces.of(tensor)})
+        table, is_weights = _table_of(name)
+        if (pruning := compression.pruned.get(table)) is not None:
+            tensor = _compacted(tensor, pruning, shared[table] if is_weights else None)
+        tensors[name] = Pieces(tuple(tensor.shape), tensor.dtype, (Piece(tensor, (0,) * tensor.dim()),))
+    entries, file = write_tensors(aside / f"rank_0{SUFFIX}", tensors)
+    files = {f"rank_0{SUFFIX}": file, "config.yaml": write_file(aside / "config.yaml", config_text(config).encode())}
+    said = replace(marker, meaning=meaning(config), facts=facts_entries(facts, out))
+    replace(said, files=files, tensors=entries).write(aside)
+    aside.rename(folder)
+    sync(folder.parent)
+    (out / MARKER).touch()
+
+
+def _config(config: Config, compression: Compression, facts: Facts, out: Path) -> Config:
+    tables = {}
+    for name, table in config.tables.items():
+        code = compression.codes.get(name)
+        if code is not None and table.sharding_type not in UNPOOLED:
+            table = replace(table, sharding_type=ShardingChoice.auto)
+        table = replace(table, quantize=code)
+        if name in compression.pruned and name in facts.kept_rows:
+            path = str(out / FACTS / kept_rows_file(name))
+            table = replace(table, num_embeddings=facts.kept_rows[name].num_rows, kept_rows=path)
+        elif name in compression.pruned:
+            table = replace(table, vocabulary=str(out / FACTS / vocabulary_file(name)))
+        tables[name] = table
+    run = replace(config.run, dir=str(out), plan=None)
+    return replace(config, tables=tables, run=run)
+
+
+def _facts(trials: Trials, compression: Compression) -> Facts:
+    """Return the facts of the tables as they are now; how often rows occur is counted again where a run goes on."""
+    facts = trials.facts
+    vocabularies, kept_rows = dict(facts.vocabularies), dict(facts.kept_rows)
+    for name, pruning in compression.pruned.items():
+        kept = pruning.kept.numpy()
+        if trials.config.tables[name].mapping is IdMappingType.vocabulary:
+            vocabularies[name] = vocabularies[name].filter(pa.array(kept[1 : 1 + len(vocabularies[name])]))
+        else:
+            before = kept_rows.get(name)
+            if before is not None:  # of which rows these were
+                whole = before.kept.to_numpy(zero_copy_only=False).copy()
+                whole[whole] = kept[:-1]
+                kept = whole
+            kept_rows[name] = KeptRows(pa.array(kept))
+    return Facts(vocabularies, facts.floats, kept_rows=kept_rows)
+
+
+def _table_of(tensor: str) -> tuple[str, bool]:
+    """Return the table of a tensor of a checkpoint, or nothing, and whether it holds the weights."""
+    if tensor.startswith(TABLE_OPTIMIZER):
+        return tensor.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0], False
+    return (tensor.removeprefix(TABLES), True) if tensor.startswith(TABLES) else ("", False)
+
+
+def _compacted(tensor: torch.Tensor, pruning: Pruning, shared: torch.Tensor | None) -> torch.Tensor:
+    """Return the rows that are kept, then those that are shared, [rows afterwards, …]."""
+    if shared is None:
+        shared = (pruning.weights @ tensor.float().view(len(tensor), -1)).view(tensor.shape[1:])
+    rows = shared.to(tensor.dtype).expand(pruning.num_shared, *tensor.shape[1:])
+    return torch.cat([tensor[pruning.kept], rows])

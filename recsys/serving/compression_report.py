@@ -1,0 +1,75 @@
+"""Reports of a compression: its stages as Markdown, JSON and a drawing."""
+
+import html
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recsys.runtime.files import replace_file
+from recsys.runtime.logs import to_json
+from recsys.runtime.versions import installed_versions
+from recsys.serving.trials import Trial, Trials
+
+_HEADER = ("Stage", "What was accepted", "Tables, bytes", "Less", "METRIC", "Lost", "Scoring, s")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of a compression: its name, what of it was accepted, and what the run comes to after it."""
+
+    name: str
+    remark: str
+    trial: Trial
+
+
+def write_report(stages: list[Stage], trials: Trials, max_loss: str, allowed: float, out: Path) -> None:
+    """Write compression.json, .md and .svg.
+
+    Args:
+        max_loss: as it was asked for; allowed: what that is of the metric.
+    """
+    content = {
+        "run": str(trials.source.path),
+        "metric": trials.metric,
+        "data": trials.role,
+        "max_loss": max_loss,
+        "allowed_loss": allowed,
+        "stages": [{"name": s.name, "accepted": s.remark, **asdict(s.trial)} for s in stages],
+        "versions": installed_versions(),
+    }
+    replace_file(out / "compression.json", to_json(content, indent=1) + "\n")
+    replace_file(out / "compression.md", as_markdown(stages, trials.metric, trials.role))
+    replace_file(out / "compression.svg", as_svg(stages, trials.metric))
+
+
+def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
+    """Return a table with a row for each stage; bytes are those of rows whose ids data.train holds."""
+    first, has_test = stages[0].trial, stages[0].trial.test is not None
+    header = [f"{metric}, {role}" if cell == "METRIC" else cell for cell in _HEADER]
+    header += [f"{metric}, test"] if has_test else []
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * 2}{'---:|' * (len(header) - 2)}"]
+    for stage in stages:
+        trial = stage.trial
+        cells = [
+            *(stage.name, stage.remark, f"{trial.seen_bytes:,}", f"{first.seen_bytes / max(1, trial.seen_bytes):.1f}×"),
+            *(f"{trial.metrics[metric]:.5f}", f"{first.metrics[metric] - trial.metrics[metric]:+.5f}"),
+            f"{trial.seconds:.2f}",
+        ]
+        cells += [f"{trial.test[metric]:.5f}"] if trial.test is not None else []
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def as_svg(stages: list[Stage], metric: str) -> str:
+    """Return a bar for the bytes of the tables after each stage, with the metric beside it."""
+    most, parts = max(1, *(stage.trial.seen_bytes for stage in stages)), []
+    for number, stage in enumerate(stages):
+        y, width = 20 + 22 * number, 320 * stage.trial.seen_bytes / most
+        label = f"{stage.trial.seen_bytes:,} bytes, {metric} {stage.trial.metrics[metric]:.4f}"
+        parts.append(
+            f'<text x="130" y="{y + 12}" text-anchor="end">{html.escape(stage.name)}</text>'
+            f'<rect x="140" y="{y}" width="{width:.1f}" height="16" fill="#4477aa"/>'
+            f'<text x="{148 + width:.1f}" y="{y + 12}">{html.escape(label)}</text>'
+        )
+    size = f'width="760" height="{40 + 22 * len(stages)}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"

@@ -1,0 +1,228 @@
+"""Trials of compressions on a finished run: its metrics with vectors quantised and rows pruned, in memory alone."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from recsys.config import Config, IdMappingType
+from recsys.config.choices import UNPOOLED, RowCode, ShardingChoice
+from recsys.config.features import id_features
+from recsys.data.facts import Facts, RowCounter, measure
+from recsys.errors import UserError
+from recsys.ids import NULL_ROW
+from recsys.models.metrics import is_higher_better
+from recsys.runtime.logs import logger, show_metrics
+from recsys.runtime.world import World
+from recsys.serving.finished import Finished, OpenRun
+from recsys.tables.bytes import WEIGHT_BYTES
+from recsys.tables.row_codes import coded_row_bytes
+from recsys.tables.spec import local_pieces
+from recsys.tables.updates import table_tensors
+from recsys.training.evaluation import evaluate_dataset
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Rows of a table that are kept, and what the others share.
+
+    Attributes:
+        kept: bool [rows]; the null row is, and rows that were shared before are not.
+        weights: float32 [rows], of the rows not kept in the vector that they share; they add up to 1.
+        num_shared: rows with this vector that the table has afterwards.
+    """
+
+    kept: torch.Tensor
+    weights: torch.Tensor
+    num_shared: int
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the table afterwards."""
+        return int(self.kept.sum()) + self.num_shared
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What is done to tables, by name: the codes of their vectors, and rows pruned."""
+
+    codes: Mapping[str, RowCode] = field(default_factory=dict)
+    pruned: Mapping[str, Pruning] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a compression comes to.
+
+    Attributes:
+        metrics: of the data that trials go by; test: of data.test, where there is such beside.
+        seconds: that scoring the former took.
+        seen_bytes: of tables, over the rows of ids that data.train holds; all_bytes: over all rows.
+    """
+
+    metrics: dict[str, float]
+    test: dict[str, float] | None
+    seconds: float
+    seen_bytes: int
+    all_bytes: int
+
+
+def looked_up_by_id(config: Config) -> Config:
+    """Return a config whose vectors can be quantised before they are summed, whatever its plans are."""
+    tables = {
+        name: replace(
+            table,
+            quantize=table.quantize or RowCode.FP16,
+            sharding_type=table.sharding_type if table.sharding_type in UNPOOLED else ShardingChoice.auto,
+        )
+        for name, table in config.tables.items()
+    }
+    return replace(config, tables=tables)
+
+
+class Trials:
+    """A finished run, opened to try compressions of its tables; collective.
+
+    Args:
+        metric: by which they are compared.
+
+    Attributes:
+        role: of the data that they are compared on: data.valid, or data.test without it.
+        config: of the opened run. facts: of it. source: its checkpoint.
+        counts: by table, how often data.train holds each of its rows, int64 [rows].
+        base: what the run itself comes to.
+    """
+
+    def __init__(self, run: Finished, world: World, metric: str) -> None:
+        roles = [role for role in ("valid", "test") if getattr(run.config.data, role) is not None]
+        if not roles:
+            raise UserError("there is nothing to compare compressions on; set data.valid or data.test")
+        self.role, self._has_test = roles[0], len(roles) > 1
+        self._opened = OpenRun(replace(run, config=looked_up_by_id(run.config)), world, ["train", *roles, "items"])
+        self.config, self.source = self._opened.inputs.config, self._opened.source
+        self.facts = self._opened.inputs.facts or Facts()
+        self.given = Compression({n: t.quantize for n, t in run.config.tables.items() if t.quantize is not None})
+        self.metric, self._world = metric, world
+        self._weights = table_tensors(self._opened.model)
+        self._trained = {name: [p.clone() for p, _ in local_pieces(w)] for name, w in self._weights.items()}
+        self.counts = self._count()
+        self.base = self.run(self.given)
+
+    def introduce(self) -> None:
+        """Tell in the log what runs where."""
+        self._opened.introduce()
+
+    def run(self, compression: Compression) -> Trial:
+        """Return what a compression comes to."""
+        self._apply(compression)
+        start = time.monotonic()
+        metrics = evaluate_dataset(self._opened.inputs, self._opened.model, self.role)
+        seconds = time.monotonic() - start
+        test = evaluate_dataset(self._opened.inputs, self._opened.model, "test") if self._has_test else None
+        if np.isnan(metrics[self.metric]):
+            raise UserError(f"--metric: {self.metric} is not a number on data.{self.role}; give other rows, or another")
+        return Trial(metrics, test, seconds, self.num_bytes(compression), self.num_bytes(compression, seen=False))
+
+    def loss(self, compression: Compression, remark: str) -> float:
+        """Return how much of the metric a compression loses; negative where it gains."""
+        self._apply(compression)
+        value = evaluate_dataset(self._opened.inputs, self._opened.model, self.role)[self.metric]
+        logger.info("%s: %s", remark, show_metrics({self.metric: value}))
+        return self.lost(value)
+
+    def lost(self, value: float) -> float:
+        """Return how much worse than the run's a value of the metric is."""
+        base = self.base.metrics[self.metric]
+        return base - value if is_higher_better(self.metric) else value - base
+
+    def num_bytes(self, compression: Compression, seen: bool = True) -> int:
+        """Return the bytes of the tables' vectors, and of what tells the rows kept of those without a vocabulary."""
+        total = 0
+        for name, table in self.config.tables.items():
+            pruning, rows = compression.pruned.get(name), table.num_embeddings
+            if pruning is not None:
+                rows = pruning.num_rows
+                total += 0 if table.mapping is IdMappingType.vocabulary else -(-len(pruning.kept) // 8)
+            elif seen:
+                rows = int(np.count_nonzero(self.counts[name]))
+            total += rows * self.row_bytes(name, compression.codes.get(name))
+        return total
+
+    def row_bytes(self, table: str, code: RowCode | None) -> int:
+        """Return the bytes of a row of a table as it is, or in a code."""
+        settings = self.config.tables[table]
+        if code is None:
+            return settings.embedding_dim * WEIGHT_BYTES[settings.data_type]
+        return coded_row_bytes(settings.embedding_dim, code)
+
+    def num_shared(self, table: str) -> int:
+        """Return how many rows at the end of a table several ids share, which a further pruning joins."""
+        settings = self.config.tables[table]
+        return (
+            settings.num_buckets
+            if settings.mapping is IdMappingType.vocabulary
+            else int(settings.kept_rows is not None)
+        )
+
+    @cached_property
+    def norms(self) -> dict[str, np.ndarray]:
+        """By table the lengths of its vectors, float32 [rows]."""
+        lengths = {}
+        for name, weights in self._weights.items():
+            squares = torch.zeros(weights.size()[0])
+            for (_, (row, _)), piece in zip(local_pieces(weights), self._trained[name], strict=True):
+                squares[row : row + len(piece)] += piece.float().square().sum(1).cpu()
+            lengths[name] = (self._world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
+        return lengths
+
+    def pruning(self, table: str, rows: Sequence[int] | np.ndarray) -> Pruning:
+        """Return a table's pruning of some rows, which share their mean by how often data.train holds each."""
+        counts = torch.from_numpy(self.counts[table])
+        kept, shared = torch.ones(len(counts), dtype=torch.bool), self.num_shared(table)
+        kept[torch.as_tensor(rows, dtype=torch.int64)] = False
+        kept[len(kept) - shared :] = False
+        kept[NULL_ROW] = True
+        weights = torch.where(kept, 0, counts).double()
+        if not weights.any():
+            weights = (~kept).double()
+        return Pruning(kept, (weights / weights.sum()).float(), max(1, shared))
+
+    @torch.no_grad()
+    def shared_vector(self, table: str, pruning: Pruning) -> torch.Tensor:
+        """Return the vector, as it was trained, that a table's rows share which are not kept: [columns] FP32."""
+        weights = self._weights[table]
+        vector = torch.zeros(weights.size()[1])
+        for (_, (row, column)), piece in zip(local_pieces(weights), self._trained[table], strict=True):
+            part = pruning.weights[row : row + len(piece)].to(piece.device) @ piece.float()
+            vector[column : column + piece.shape[1]] += part.cpu()
+        return self._world.sum(vector) if hasattr(weights, "local_shards") else vector
+
+    def _count(self) -> dict[str, np.ndarray]:
+        """Count the rows of each table in data.train, over all its features."""
+        inputs, counts = self._opened.inputs, dict[str, Any]()
+        for feature in id_features(self.config):
+            table, part = self.config.features[feature].table or "", inputs.id_column(feature)
+            counter = RowCounter(part, is_mapped=True)
+            measure(inputs.datasets["train"], {}, [], self._world, counter)
+            mine = torch.from_numpy(counter.counts(part, self.config.tables[table].num_embeddings)[0])
+            counts[table] = counts.get(table, 0) + self._world.sum(mine).numpy()
+        return counts
+
+    @torch.no_grad()
+    def _apply(self, compression: Compression) -> None:
+        """Let the model read vectors as a compression leaves them."""
+        features = {f: compression.codes.get(self.config.features[f].table or "") for f in id_features(self.config)}
+        self._opened.model.module.dense.codes = {f: code for f, code in features.items() if code is not None}
+        for name, weights in self._weights.items():
+            pieces = list(local_pieces(weights))
+            for (piece, _), trained in zip(pieces, self._trained[name], strict=True):
+                piece.copy_(trained)
+            if name in compression.pruned:
+                vector, kept = self.shared_vector(name, compression.pruned[name]), compression.pruned[name].kept
+                for piece, (row, column) in pieces:
+                    pruned = ~kept[row : row + len(piece)].to(piece.device)
+                    piece[pruned] = vector[column : column + piece.shape[1]].to(piece)

@@ -1,0 +1,169 @@
+"""`recsys compress`: what is accepted is a run as any other, of fewer bytes, and of the metric that was reported."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from checkpoints import load_tables
+from launch import evaluate, fork_train
+from retrieval import write_retrieval
+
+from recsys.ids import KeptRows
+
+# A list with weights of its own to be averaged, a vocabulary, several rows an id, and rows by number.
+CONFIG = (
+    "configs/dlrm_sample.yaml",
+    *("train.max_steps=24", "train.checkpoint_every_steps=24", "train.log_every_steps=1", "data.window_mib=1"),
+    *("tables.user={mapping: vocabulary, num_buckets: 3, min_count: 2}", "tables.category.num_hashes=2"),
+    *("optimizer.dense.learning_rate=0.01", "tables.device.sharding_type=data_parallel"),
+)
+
+
+def run_recsys(*arguments: str, nproc: int = 1) -> str:
+    done = fork_train(*arguments, nproc=nproc, program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def report(out: Path) -> dict[str, Any]:
+    return json.loads((out / "compression.json").read_text())
+
+
+def tables(run: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
+    return load_tables(max((run / "checkpoints").glob("step-*")), prefix)
+
+
+def losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run, and what it is compressed to."""
+    folder = tmp_path_factory.mktemp("compressed")
+    run_recsys("train", *CONFIG, f"run.dir={folder}/run")
+    printed = run_recsys("compress", f"{folder}/run", f"{folder}/small", "--max-loss", "0.03")
+    assert "prune: " in printed and (folder / "small" / "compression.svg").read_text().startswith("<svg")
+    return folder / "run", folder / "small"
+
+
+def test_a_compressed_run_is_what_was_reported(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    run, small = runs
+    found = report(small)
+    first, coded, pruned = found["stages"]
+    assert first["metrics"] == pytest.approx(evaluate(run)["valid"], abs=1e-6)
+    for nproc in (1, 2):
+        metrics = evaluate(small, f"run.dir={tmp_path}", nproc=nproc)
+        assert metrics["valid"] == pytest.approx(pruned["metrics"], abs=1e-6)
+        assert metrics["test"] == pytest.approx(pruned["test"], abs=1e-6)
+    for stage, share in ((coded, 1), (pruned, 2)):
+        assert first["metrics"]["auc"] - stage["metrics"]["auc"] <= share / 2 * found["allowed_loss"] == share * 0.015
+    assert first["seen_bytes"] > 2 * coded["seen_bytes"] > 2 * pruned["seen_bytes"]
+    rows = (small / "compression.md").read_text().splitlines()
+    assert len(rows) == 5 and f"| {pruned['seen_bytes']:,} |" in rows[-1] and "auc, test" in rows[0]
+
+
+def test_rows_are_gone_and_those_kept_are_as_they_were(runs: tuple[Path, Path]) -> None:
+    before, after = map(tables, runs)
+    num_pruned = 0
+    for name, weights in after.items():
+        marks = runs[1] / "vocabulary" / f"{name}.kept.parquet"
+        shared = 3 if name == "user" else 1
+        if marks.exists():
+            kept = KeptRows.read(marks).kept.to_numpy(zero_copy_only=False)
+        else:
+            ids, left = (pq.read_table(run / "vocabulary" / f"{name}.parquet")["id"] for run in runs)
+            kept = np.concatenate([[True], np.isin(ids.to_numpy(), left.to_numpy()), [False] * shared])
+        assert weights[:-shared].equal(before[name][torch.from_numpy(kept)])
+        assert len(weights) == kept.sum() + shared and (weights[-shared:] == weights[-1]).all()
+        assert weights[-1].norm() < before[name][torch.from_numpy(~kept)].norm(dim=1).max()
+        num_pruned += (~kept).sum() - shared
+    assert num_pruned > 500
+    sizes = [sum(path.stat().st_size for path in run.glob("checkpoints/*/*.bin")) for run in runs]
+    states = [sum(v.numel() * v.element_size() for v in tables(run, "table").values()) for run in runs]
+    assert sizes[0] - sizes[1] == states[0] - states[1] > 500 * 4 * 8
+
+
+def test_it_predicts_and_exports(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    for nproc in (1, 2):
+        run_recsys("predict", str(runs[1]), "data/sample/test", f"{tmp_path}/{nproc}", nproc=nproc)
+    one, two = (pq.read_table(tmp_path / str(n))["score"].to_numpy() for n in (1, 2))
+    np.testing.assert_allclose(one, two, atol=1e-6)
+    run_recsys("tables", "export", str(runs[1]), "item", f"{tmp_path}/item.parquet")
+    assert pq.read_metadata(tmp_path / "item.parquet").num_rows == len(tables(runs[1])["item"])
+
+
+def test_it_goes_on_training(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    for name, nproc, parts in (("whole", 1, (40,)), ("parts", 1, (31, 40)), ("two", 2, (40,))):
+        shutil.copytree(runs[1], tmp_path / name)
+        for steps in parts:
+            options = (f"run.dir={tmp_path}/{name}", "run.resume=true", f"train.max_steps={steps}")
+            run_recsys("train", f"{runs[1]}/config.yaml", *options, nproc=nproc)
+    whole = losses(tmp_path / "whole")
+    assert len(whole) == 16 and losses(tmp_path / "parts") == whole
+    torch.testing.assert_close(losses(tmp_path / "two"), whole, rtol=0, atol=1e-4)
+    trained, before = tables(tmp_path / "whole"), tables(runs[1])
+    assert {name: weights.shape for name, weights in trained.items()} == {n: w.shape for n, w in before.items()}
+    assert not trained["item"].equal(before["item"])
+
+
+def test_it_begins_another_run_and_is_compressed_again(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    start = (f"train.init_from={runs[1]}", f"run.dir={tmp_path}/next", "run.plan=null", "train.max_steps=3")
+    run_recsys("train", f"{runs[1]}/config.yaml", *start)
+    metrics = evaluate(tmp_path / "next")["valid"]
+    assert metrics["auc"] == pytest.approx(report(runs[1])["stages"][-1]["metrics"]["auc"], abs=0.05)
+    run_recsys("compress", f"{tmp_path}/next", f"{tmp_path}/less", "--max-loss", "100%", "--prune-by", "norm")
+    found = report(tmp_path / "less")["stages"]
+    assert found[0]["metrics"] == pytest.approx(metrics, abs=1e-6)
+    assert evaluate(tmp_path / "less")["valid"] == pytest.approx(found[-1]["metrics"], abs=1e-6)
+    assert all(len(weights) <= 4 for weights in tables(tmp_path / "less").values()), "all rows are pruned"
+
+
+def test_too_strict_a_loss_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    # Every row is of an id that was seen; on the rows that it was trained on, ids lose by sharing a vector.
+    mappings = [f"tables.{table}.mapping=vocabulary" for table in ("user", "item", "category", "device", "hour")]
+    run_recsys("train", CONFIG[0], f"run.dir={tmp_path}/run", "train.epochs=4", *mappings)
+    options = ("--steps", "prune", "--max-loss", "0", "--metric", "log_loss", "data.valid=data/sample/train")
+    run_recsys("compress", f"{tmp_path}/run", f"{tmp_path}/same", *options)
+    assert "| prune | left out, since" in (tmp_path / "same" / "compression.md").read_text()
+    before, after = (tables(tmp_path / name, "") for name in ("run", "same"))
+    assert before.keys() == after.keys() and all(after[name].equal(value) for name, value in before.items())
+    assert evaluate(tmp_path / "same") == evaluate(tmp_path / "run")
+
+
+def test_two_towers(tmp_path: Path) -> None:
+    config = str(write_retrieval(tmp_path))
+    run_recsys("train", config, f"run.dir={tmp_path}/run", "tables.user.mapping=vocabulary")
+    options = ("--steps", "prune,quantize", "--max-loss", "10%", "--metric", "recall@10")
+    run_recsys("compress", f"{tmp_path}/run", f"{tmp_path}/small", *options, nproc=2)
+    found = report(tmp_path / "small")
+    assert found["allowed_loss"] == pytest.approx(0.1 * found["stages"][0]["metrics"]["recall@10"])
+    assert evaluate(tmp_path / "small")["valid"] == pytest.approx(found["stages"][-1]["metrics"], abs=1e-6)
+    printed = pq.read_table(tmp_path / "valid.parquet")
+    run_recsys("recommend", f"{tmp_path}/small", f"{tmp_path}/valid.parquet", f"{tmp_path}/best", "--k", "5")
+    assert pq.read_table(tmp_path / "best").num_rows == printed.num_rows
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-loss", "1%", "--steps", "quantise"), "--steps: there is no 'quantise'; did you mean 'quantize'?"),
+        (("--max-loss", "-1"), "--max-loss must be a number from 0 on"),
+        (("--max-loss", "0.1", "--metric", "acu"), "did you mean 'auc'?"),
+        (("--max-loss", "0.1", "data.valid=null", "data.test=null"), "nothing to compare compressions on"),
+        (("--max-loss", "0.1", "tables.user.num_buckets=1"), "is a part of what the run has trained"),
+    ],
+)
+def test_mistakes(options: tuple[str, ...], said: str, runs: tuple[Path, Path], tmp_path: Path) -> None:
+    done = fork_train("compress", str(runs[0]), f"{tmp_path}/out", *options, program="recsys")
+    assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+    (tmp_path / "out").mkdir(exist_ok=True)
+    (tmp_path / "out" / "a").touch()
+    done = fork_train("compress", str(runs[0]), f"{tmp_path}/out", "--max-loss", "0.1", program="recsys")
+    assert f"OUT: '{tmp_path}/out' is not empty" in done.stderr
