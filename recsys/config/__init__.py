@@ -21,6 +21,7 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.schema import (
     Config,
     DataConfig,
+    DistillConfig,
     FeatureConfig,
     LabelConfig,
     OptimizerConfig,

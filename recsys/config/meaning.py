@@ -41,7 +41,7 @@ FREE = (
 # takes.
 _OF_ONE_RUN = (
     *("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter"),
-    *("data.keep_negatives", "train.global_batch_size", "tables.*.quantize"),
+    *("data.keep_negatives", "train.global_batch_size", "tables.*.quantize", "train.distill*"),
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.

@@ -237,6 +237,19 @@ class EarlyStopConfig:
 
 
 @dataclass
+class DistillConfig:
+    """Section `train.distill`: a teacher's scores, as `recsys predict` writes them, are learned beside the labels.
+
+    Of a binary label, whose score is a probability: the cross-entropy of both logits divided by the temperature, times
+    its square (Hinton et al. 2015, arXiv:1503.02531). Of a number: the squared error.
+    """
+
+    column: str = "score"  # of data.train; of several labels, COLUMN_LABEL
+    weight: float = bounded(0.5, 0, 1)  # of the teacher in each label's loss; the label itself has the rest
+    temperature: float = bounded(1.0, 0.01, 1000)
+
+
+@dataclass
 class TrainConfig:
     """Section `train`: how long, how much at a time, and what happens on the way."""
 
@@ -261,6 +274,7 @@ class TrainConfig:
     init_from: str | None = None  # run directory or checkpoint to take weights and optimizer from
     init: InitConfig = field(default_factory=InitConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
+    distill: DistillConfig | None = None
 
     @property
     def in_micro_batches(self) -> bool:
@@ -291,6 +305,13 @@ class Config:
         """Return the labels by name, in the order of a batch's columns."""
         column = self.data.label_column
         return self.data.labels or ({} if column is None else {"label": LabelConfig(column)})
+
+    def taught_columns(self) -> dict[str, str]:
+        """Return by label the column of data.train with a teacher's score, where there is a teacher."""
+        distill, labels = self.train.distill, self.labels()
+        if distill is None:
+            return {}
+        return {name: f"{distill.column}_{name}" if len(labels) > 1 else distill.column for name in labels}
 
     def unpooled_features(self) -> list[str]:
         """Return the id features of which the model reads a vector for each id of a list, not one for the list."""

@@ -40,7 +40,8 @@ class Batch(Pipelineable):
             int64 (half the bytes to page-lock, copy and exchange), lengths int32, and weights float32 if any feature is
             weighted.
         floats: [rows, float features] float32.
-        labels: [rows, labels] float32. weights: [rows] float32.
+        labels: [rows, labels] float32; in data.train with a teacher there are its scores behind them, one for each.
+        weights: [rows] float32.
         known_labels: [rows, labels] float32, 1 where a label is known and 0 where it was null; None: all are known.
         lists: retrieval's `targets` and `seen` as positions in the item corpus (-1: not in it), or None.
         num_rows: rows of the data in this batch, without the fill and the bad ones.

@@ -107,6 +107,8 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
         )
     if part.binary:
         _refuse_other_than_0_and_1(out, part)
+    if part.probability and ((out < 0) | (out > 1)).any():
+        raise UserError(f"{part.title} must hold probabilities, from 0 to 1, as `recsys predict` writes them")
     if part.transform is not None:
         numbers = numbers.astype(np.float64)
         if nulls is not None:

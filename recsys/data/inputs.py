@@ -30,6 +30,7 @@ from recsys.data.wanted import (
     role_features,
     role_lists,
     row_filter,
+    taught_columns,
 )
 from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
@@ -65,8 +66,7 @@ class Inputs:
 
     Args:
         corpus: raw ids of all items in the order of their positions, of a retrieval model with `data.items`.
-        facts: what has been learned from data.train, such as vocabularies; None before, when only types and values are
-            to be checked.
+        facts: what has been learned from data.train; None before, when only types and values are to be checked.
 
     Attributes:
         statistics: what this rank has counted of the ids of data.train, by feature.
@@ -137,6 +137,7 @@ class Inputs:
         if has_labels(config, role):
             schema = self.datasets[role].schema if role in self.datasets else None
             labels = [label_column(config, name, finite, schema) for name in config.labels()]
+            labels += taught_columns(config, finite, role)
             if weight_column is not None:
                 weight = FloatColumn("data.weight_column", weight_column, None, False, finite)
         negative_weight = 1 / (config.data.keep_negatives or 1.0) if role == "train" else 1.0

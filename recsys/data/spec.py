@@ -59,7 +59,7 @@ class FloatColumn:
         name: of the feature, for messages.
         column: name in the data; None: always `fill`.
         fill: raw value of a null, which is transformed like any other; None refuses nulls.
-        binary: takes 0 and 1 only.
+        binary: takes 0 and 1 only. probability: takes what lies between them.
         condition: in place of a column, which is then None: 1 where it is true, null where it is null.
         may_be_unknown: of a label, a null is no error; batches say which labels are known.
         finite: refuses NaN and infinity, also as the result of the transform.
@@ -74,6 +74,7 @@ class FloatColumn:
     transform: Transform | None = None
     may_be_unknown: bool = False
     condition: Condition | None = None
+    probability: bool = False
 
     @property
     def title(self) -> str:

@@ -75,6 +75,8 @@ def needed_columns(config: Config, role: str) -> dict[str, str]:
             condition = _condition(config, name)
             columns = [label.column or name] if condition is None else sorted(condition.columns())
             needed |= dict.fromkeys(columns, f"config key '{_label_key(config, name)}'")
+        if role == "train":
+            needed |= dict.fromkeys(config.taught_columns().values(), "config key 'train.distill.column'")
         if config.data.weight_column is not None:
             needed[config.data.weight_column] = "config key 'data.weight_column'"
     return needed
@@ -128,6 +130,15 @@ def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | No
     fill = 0.0 if unknown else None
     key = _label_key(config, name)
     return FloatColumn(key, column, fill, binary, finite, may_be_unknown=unknown, condition=condition)
+
+
+def taught_columns(config: Config, finite: bool, role: str) -> list[FloatColumn]:
+    """Return how a teacher's scores of the labels become numbers; none without a teacher, and of other data."""
+    labels, key = config.labels(), "train.distill.column"
+    return [
+        FloatColumn(key, column, None, finite=finite, probability=labels[name].loss is LabelLoss.binary)
+        for name, column in (config.taught_columns().items() if role == "train" else ())
+    ]
 
 
 def row_filter(config: Config, role: str) -> str | None:

@@ -217,7 +217,8 @@ def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) 
     )
     floats = torch.empty(rows, len(float_features(config)))
     id_bounds = tuple(tuple(count * bound // rows for bound in bounds) for count in counts)
-    dense = floats, torch.empty(rows, len(config.labels())), torch.empty(rows)
+    num_labels = len(config.labels()) + len(config.taught_columns())
+    dense = floats, torch.empty(rows, num_labels), torch.empty(rows)
     return Batch(ids, *dense, None, rows, 0, bounds, Position(), Fence(), id_bounds)
 
 

@@ -14,9 +14,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from recsys.config import LabelConfig, ModelConfig
+from recsys.config import DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
+from recsys.errors import UserError
 from recsys.models.metrics import Evaluator, LabelEvaluator
 from recsys.runtime.counter_random import make_key, uniform
 from recsys.tables.module_names import parameter_name
@@ -32,6 +33,7 @@ class DenseInputs:
     Attributes:
         dims: embedding_dim of the id features, in order. floats: names of the float features, in order.
         labels: what is learned of rows, in the order of a batch's columns.
+        distill: how they are learned of a teacher too, whose scores stand behind them in a batch.
         log_shares: of the table rows of `Needs.log_shares_of`, [num_embeddings] float32, if the model wants them.
     """
 
@@ -39,6 +41,7 @@ class DenseInputs:
     floats: list[str]
     labels: dict[str, LabelConfig] = field(default_factory=dict)
     log_shares: torch.Tensor | None = None
+    distill: DistillConfig | None = None
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -47,6 +50,14 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Te
 
 def _squared_error(values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (weights * (values - labels).square()).sum()
+
+
+def _softened_cross_entropy(
+    logits: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, temperature: float
+) -> torch.Tensor:
+    """Return the cross-entropy to a teacher's probabilities, both softened, scaled to the gradients of a hard one."""
+    taught = (scores.logit(eps=torch.finfo(scores.dtype).eps) / temperature).sigmoid()
+    return temperature**2 * _cross_entropy(logits / temperature, taught, weights)
 
 
 _SUMS = {LabelLoss.binary: _cross_entropy, LabelLoss.squared: _squared_error}
@@ -68,7 +79,9 @@ class Model(nn.Module):
 
     def __init__(self, inputs: DenseInputs) -> None:
         super().__init__()
-        self.labels = inputs.labels
+        self.labels, self.distill = inputs.labels, inputs.distill
+        if self.distill is not None and type(self).losses is not Model.losses:
+            raise UserError("config key 'train.distill': the model has a loss of its own, without a teacher; remove it")
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return a tensor or tuple of tensors whose first dimension is rows.
@@ -87,10 +100,22 @@ class Model(nn.Module):
         """
         assert isinstance(outputs, torch.Tensor)
         columns = outputs.view(len(outputs), len(self.labels)).unbind(1)
-        return {
+        losses = {
             name: _SUMS[label.loss](column, batch.labels[:, i], batch.label_weights(i))
             for i, ((name, label), column) in enumerate(zip(self.labels.items(), columns, strict=True))
         }
+        if self.distill is None:
+            return losses
+        share = self.distill.weight
+        taught = [self._taught(i, column, batch, self.distill.temperature) for i, column in enumerate(columns)]
+        return {name: (1 - share) * losses[name] + share * loss for name, loss in zip(losses, taught, strict=True)}
+
+    def _taught(self, i: int, column: torch.Tensor, batch: Batch, temperature: float) -> torch.Tensor:
+        """Return the sum of weight times loss by a teacher of a label, by its number."""
+        scores, weights = batch.labels[:, len(self.labels) + i], batch.label_weights(i)
+        if list(self.labels.values())[i].loss is LabelLoss.binary:
+            return _softened_cross_entropy(column, scores, weights, temperature)
+        return _squared_error(column, scores, weights)
 
     def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         """Return what a finished run tells of rows, by the name of its column: each [rows] float32.

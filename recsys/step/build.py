@@ -34,7 +34,7 @@ def build_dense_half(config: Config, log_shares: Callable[[], torch.Tensor]) -> 
     torch.manual_seed(config.seed)
     dims = {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
     shares = None if config.model.needs().log_shares_of is None else log_shares()
-    inputs = DenseInputs(dims, float_features(config), config.labels(), shares)
+    inputs = DenseInputs(dims, float_features(config), config.labels(), shares, config.train.distill)
     model = find_model(config.model.name)(config.model, inputs)
     if config.train.activation_checkpointing:
         checkpoint_mlps(model)

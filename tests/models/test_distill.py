@@ -1,0 +1,116 @@
+"""Distillation: a teacher's scores in a column of data.train are learned beside the labels, or in their place."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from launch import fork_train
+
+from recsys.config import DistillConfig, LabelConfig
+from recsys.config.choices import LabelLoss
+from recsys.models.base import DenseInputs, Model
+
+COLUMNS = "user_id,item_id,history,category,device,hour,price,label,weight"
+SETTINGS = ("train.log_every_steps=1", "data.window_mib=1", "data.valid=null", "data.test=null", "train.max_steps=12")
+
+
+def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
+    """Train and return the loss of each step."""
+    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run_dir}", *SETTINGS, *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A teacher, and data.train with its scores."""
+    folder = tmp_path_factory.mktemp("teacher")
+    train(folder / "run", "optimizer.dense.learning_rate=0.02")
+    arguments = ("predict", f"{folder}/run", "data/sample/train", f"{folder}/scored", "--keep", COLUMNS)
+    done = fork_train(*arguments, program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run", folder / "scored"
+
+
+class _Batch:
+    def __init__(self, labels: list[list[float]], weights: list[float]) -> None:
+        self.labels, self.weights = torch.tensor(labels), torch.tensor(weights)
+
+    def label_weights(self, label: int) -> torch.Tensor:
+        return self.weights
+
+
+def test_losses_by_hand() -> None:
+    labels = {"click": LabelConfig(), "price": LabelConfig(loss=LabelLoss.squared)}
+    model = Model(DenseInputs({}, [], labels, distill=DistillConfig(weight=0.25, temperature=2.0)))
+    outputs = torch.tensor([[1.0, 3.0], [-2.0, 1.0], [5.0, 5.0]])
+    # click, price, the teacher's probability of click, its price; the last row is fill
+    batch = _Batch([[1, 2, 0.9, 2.5], [0, 0, 0.2, 4.0], [0, 0, 0.5, 0.0]], [1.0, 0.5, 0.0])
+    losses = model.losses(outputs, batch)  # type: ignore[arg-type]
+
+    def entropy(logit: float, target: float) -> float:
+        p = 1 / (1 + np.exp(-logit))
+        return -target * np.log(p) - (1 - target) * np.log(1 - p)
+
+    def softened(p: float) -> float:  # of the logit over 2
+        return 1 / (1 + np.sqrt((1 - p) / p))
+
+    hard = entropy(1, 1) + 0.5 * entropy(-2, 0)
+    soft = 4 * (entropy(0.5, softened(0.9)) + 0.5 * entropy(-1, softened(0.2)))
+    assert float(losses["click"]) == pytest.approx(0.75 * hard + 0.25 * soft, rel=1e-5)
+    assert float(losses["price"]) == pytest.approx(0.75 * (1 + 0.5) + 0.25 * (0.25 + 0.5 * 9), rel=1e-5)
+
+
+def test_scores_that_are_certain_stay_finite() -> None:
+    model = Model(DenseInputs({}, [], {"label": LabelConfig()}, distill=DistillConfig(weight=1.0)))
+    outputs = torch.tensor([20.0, -20.0], requires_grad=True)
+    loss = model.losses(outputs, _Batch([[1.0, 1.0], [0.0, 0.0]], [1.0, 1.0]))["label"]  # type: ignore[arg-type]
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(outputs.grad).all()  # type: ignore[arg-type]
+
+
+def test_a_student_learns_of_its_teacher(scored: tuple[Path, Path], tmp_path: Path) -> None:
+    run, data = scored
+    taught = (f"data.train={data}", "tables.item.embedding_dim=8", "train.distill.temperature=2")
+    plain, half, whole = (
+        train(tmp_path / str(weight), *taught, f"train.distill.weight={weight}") for weight in (0, 0.5, 1)
+    )
+    assert half[0] == pytest.approx((plain[0] + whole[0]) / 2, abs=1e-6), "the loss is a mean of both"
+    # One that is its teacher loses no more than the scores' own entropy.
+    same = train(tmp_path / "same", *taught, "train.distill.weight=1", f"train.init_from={run}", "train.max_steps=1")
+    rows = pq.read_table(data)
+    softened = 1 / (1 + np.exp(-np.log(rows["score"] / (1 - rows["score"].to_numpy())) / 2))
+    assert len(rows) == 3000 and set(COLUMNS.split(",")) < set(rows.column_names)
+    entropy = -softened * np.log(softened) - (1 - softened) * np.log(1 - softened)
+    assert same[0] == pytest.approx(4 * entropy.mean(), rel=0.02) and same[0] < whole[0]
+    two = train(tmp_path / "two", *taught, "train.distill.weight=0.5", nproc=2)
+    torch.testing.assert_close(two, half, rtol=0, atol=1e-4)
+    train(tmp_path / "resumed", *taught, "train.distill.weight=0.5", "train.max_steps=5")
+    assert train(tmp_path / "resumed", *taught, "train.distill.weight=0.5", "run.resume=true") == half
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.distill.column=hour"], "column 'hour' (train.distill.column) must hold probabilities, from 0 to 1"),
+        (["train.distill={column: scor}"], "no column 'scor'"),
+        (["train.distill={weight: 2}"], "'train.distill.weight' must be at most 1, found 2"),
+    ],
+)
+def test_mistakes(overrides: list[str], said: str, scored: tuple[Path, Path], tmp_path: Path) -> None:
+    config = ("configs/dlrm_sample.yaml", f"run.dir={tmp_path}/run", f"data.train={scored[1]}")
+    done = fork_train(*config, *SETTINGS, *overrides)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_two_towers_have_no_teacher() -> None:
+    from recsys.errors import UserError
+    from recsys.models.two_tower import TwoTower, TwoTowerConfig
+
+    config = TwoTowerConfig(user_features=["user"], item_features=["item"], item_id="item")
+    with pytest.raises(UserError, match="a loss of its own, without a teacher"):
+        TwoTower(config, DenseInputs({"user": 4, "item": 4}, [], distill=DistillConfig()))
