@@ -282,6 +282,7 @@ class _Jagged:
             keys=self._keys,
             values=torch.from_numpy(values),
             lengths=torch.from_numpy(lengths.reshape(-1)),
+            length_per_key=lengths.sum(axis=1).tolist(),  # else torchrec sums them on the GPU, and waits
             weights=None if weights is None else torch.from_numpy(weights),
         )
 

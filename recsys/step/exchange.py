@@ -5,12 +5,13 @@ factors of tasks   one sum for each task's weights                         only 
 dense part         forward and backward, micro-batch by micro-batch        nothing is exchanged
 gradients          of the dense part, in buckets, as they become ready     with the last micro-batch
   └ totals         ride in the last bucket: see `Totals`, `LastInBackward`
-gradients          by looked-up vectors, to the ranks that hold the rows   while the last bucket is under way
+gradients          by looked-up vectors, to the ranks that hold the rows   while the last bucket is under way,
+                                                                           on GPUs while the host waits for the totals
 totals are read (`agree`): is the step finite everywhere? Then, and on all ranks alike:
 updates            of the dense part, of replicated tables, of tables      nothing is exchanged but for the second
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from recsys.data.batch import Batch
+from recsys.data.pool import Fence
 from recsys.models.base import Vectors
 
 _DIGIT = 1 << 12  # a number of rows travels in two digits, since FP32 counts to 2^24
@@ -51,7 +53,7 @@ class Totals:
         """Return what this rank adds, [SIZE + tasks]."""
         counts = [float(stops), *divmod(batch.num_rows, _DIGIT), *divmod(batch.num_bad_rows, _DIGIT)]
         sums = torch.stack([loss, batch.weights.sum(), (~is_finite).float()])
-        return torch.cat([sums, sums.new_tensor(counts), task_losses])
+        return torch.cat([sums, filled(counts, sums), task_losses])
 
     @staticmethod
     def unpack(sums: Sequence[float]) -> "Totals":
@@ -74,14 +76,29 @@ class Replica(nn.Module):
         return self.model(vectors, floats)
 
 
-def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Totals:
-    """Return the sums over all ranks; the gradients of the dense part, of all ranks, count among what is bad."""
+def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Callable[[], Totals]:
+    """Return what waits for the sums over all ranks, which are on their way to the host; the gradients of the dense
+    part, of all ranks, count among what is bad."""
     assert sums.grad is not None
     totals = sums.grad * dist.get_world_size()  # DistributedDataParallel gives means
-    # One tensor, for one copy from the GPU:
-    *numbers, is_bad = torch.cat([totals, (~all_finite(dense_gradients)).float()[None]]).tolist()
-    unpacked = Totals.unpack(numbers)
-    return replace(unpacked, num_bad=unpacked.num_bad + is_bad)
+    # One tensor, for one copy from the GPU, into page-locked memory: what a GPU is given after it is not waited for.
+    copied = torch.cat([totals, (~all_finite(dense_gradients)).float()[None]]).to("cpu", non_blocking=True)
+    fence = Fence()
+    if totals.is_cuda:
+        fence.record()
+
+    def wait() -> Totals:
+        fence.wait()
+        *numbers, is_bad = copied.tolist()
+        unpacked = Totals.unpack(numbers)
+        return replace(unpacked, num_bad=unpacked.num_bad + is_bad)
+
+    return wait
+
+
+def filled(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of numbers, of the type and device of another; a copy from the host would be waited for."""
+    return torch.cat([like.new_full((1,), number) for number in numbers])
 
 
 def all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from recsys.config import LabelConfig
 from recsys.config.choices import LabelNulls, RowCode
 from recsys.data.batch import Batch
 from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
-from recsys.step.exchange import Totals, all_finite
+from recsys.step.exchange import Totals, all_finite, filled
 from recsys.tables.row_codes import quantize_rows
 
 
@@ -188,7 +188,7 @@ def _task_factors(weights: Mapping[str, float], batch: Batch) -> torch.Tensor:
     """
     sums = torch.stack([batch.weights.sum(), *(batch.label_weights(task).sum() for task in range(len(weights)))])
     dist.all_reduce(sums)
-    return torch.where(sums[1:] > 0, sums.new_tensor(list(weights.values())) * sums[0] / sums[1:], 0.0)
+    return torch.where(sums[1:] > 0, filled(list(weights.values()), sums) * sums[0] / sums[1:], 0.0)
 
 
 class LastInBackward(torch.autograd.Function):
@@ -281,7 +281,8 @@ class MicroBatches:
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}
             self._lookup.add_l2(self.gradients, factors, weights)
-        Variable._execution_engine.queue_callback(partial(self._lookup.backward, self.gradients))
+        if not dense.late_exchange:
+            Variable._execution_engine.queue_callback(partial(self._lookup.backward, self.gradients))
         return Totals.pack(self.loss.total, self._batch, self.is_finite, dense.stop_requested, self.loss.by_task)
 
     def _gradients_by_outputs(self) -> list[torch.Tensor]:

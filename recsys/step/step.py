@@ -50,6 +50,8 @@ class DenseHalf(nn.Module):
         loss_scale: 1 unless the model computes in FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
         codes: by feature, what its vectors are quantised to.
+        late_exchange: gradients by vectors set out behind the sums, and not before these are waited for. A GPU queues
+            both, and its host waits for the sums alone; on CPU the host waits in each exchange of its own.
         skipped: the last step changed nothing, because it was not finite.
     """
 
@@ -70,7 +72,7 @@ class DenseHalf(nn.Module):
         self.gate = UpdateGate()
         self.replicated = ReplicatedTables([])
         self.enter_phase: Callable[[str], None] = ignore_phase
-        self.stop_requested = self.skipped = False
+        self.stop_requested = self.skipped = self.late_exchange = False
         self._replica: DistributedDataParallel | None = None  # with several ranks
         self._under_way: Iterator[torch.Tensor] = iter(())
 
@@ -114,9 +116,12 @@ class DenseHalf(nn.Module):
         batch, scaled_by = output.batch, self.loss_scale.value
         passes = MicroBatches(self, lookup, batch, StepLoss(self.model, self._tasks, batch))
         passes.run()
+        agreement = agree(self.sums, self._dense_gradients())
+        if self.late_exchange:
+            lookup.backward(passes.gradients)
         yield passes.loss.total
         self.enter_phase("backward")
-        totals = agree(self.sums, self._dense_gradients())
+        totals = agreement()
         output.take(totals, self._tasks)
         self.skipped = output.skipped = totals.num_bad > 0
         if self.skipped:

@@ -209,6 +209,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
         init_data_parallel=False,
     )
     dense: Any = model.module.dense
+    dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
     if world.world_size > 1:

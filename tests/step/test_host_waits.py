@@ -1,0 +1,130 @@
+"""Where a training step brings numbers of the device to the host, for which a GPU's host waits: once, for the sums."""
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import fork_train
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recsys.step.pipeline import OverlappedPipeline
+from recsys.step.step import DenseHalf
+
+CONFIG = "configs/dlrm_sample.yaml"
+# Read the values of a tensor, or copy values out of memory that is not page-locked.
+_BY_NAME = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "new_tensor", "tensor"}
+_BY_NAME |= {"as_tensor", "nonzero", "masked_select", "unique", "unique_consecutive", "allclose", "equal"}
+_OPERATORS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+_FIRST, _LAST = 8, 12  # steps
+
+_FBGEMM = "split_table_batched_embeddings_ops_training.py"
+# Of what lies in host memory with a GPU too: FBGEMM's count of its passes, and the widths of its features.
+ON_HOST = {("item", f"{_FBGEMM}:forward"), ("cpu", f"{_FBGEMM}:forward"), ("cpu", f"{_FBGEMM}:_generate_vbe_metadata")}
+# torchrec reads a step ahead how many ids go where, on a stream of its own with nothing but their exchange queued.
+# What `__torch_function__` does is counted there.
+_NOT_COUNTED = {"start_sparse_data_dist", "wait_sparse_data_dist", "dist_init", "__torch_function__"}
+THE_ONE = "tolist", "exchange.py:wait"
+
+
+def _caller() -> str:
+    """The innermost place outside torch; empty for what is not counted."""
+    frame: Any = sys._getframe(2)
+    place = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in _NOT_COUNTED:
+            return ""
+        if not place and ("/torch/" not in code.co_filename or "/torch/optim/" in code.co_filename):
+            place = f"{Path(code.co_filename).name}:{code.co_name}"
+        frame = frame.f_back
+    return place
+
+
+class Calls(TorchFunctionMode):
+    def __init__(self, found: Counter[tuple[str, str]]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _BY_NAME:
+            self.found[name, _caller()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self, found: Counter[tuple[str, str]]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+        if name in _OPERATORS or by_mask or unsized:
+            self.found[name, _caller()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_waits() -> None:
+    """Count in the order of a GPU's step."""
+    DenseHalf.late_exchange = property(lambda self: True, lambda self, late: None)  # type: ignore[assignment]
+    progress, step, found = OverlappedPipeline.progress, 0, Counter[tuple[str, str]]()
+
+    def counted(self: OverlappedPipeline, batches: Any) -> Any:
+        nonlocal step
+        step += 1
+        if not self._model.training or not _FIRST <= step < _LAST:
+            return progress(self, batches)
+        with Operators(found), Calls(found):
+            output = progress(self, batches)
+        if step == _LAST - 1:
+            by_place = {" ".join(key): count / (_LAST - _FIRST) for key, count in found.items() if key[1]}
+            (run_dir,) = (each.removeprefix("run.dir=") for each in sys.argv if each.startswith("run.dir="))
+            Path(run_dir, f"waits-{os.environ.get('RANK', 0)}").write_text(json.dumps(by_place))
+        return output
+
+    OverlappedPipeline.progress = counted
+
+
+BY_SPLIT = [f"tables.{name}.sharding_type=row_wise" for name in ("user", "item", "category", "device", "hour")]
+RUNS = {
+    "plain": (1, []),
+    "by rows on two ranks": (2, [*BY_SPLIT, "train.micro_batch_size=32", "optimizer.dense.clip_norm=1"]),
+    "much": (
+        2,
+        [
+            *("model.attention={history: item_id}", "model.dropout=0.1", "precision.autocast=bf16"),
+            *("tables.hour.sharding_type=data_parallel", "tables.user.l2=0.1", "data.label_column=null"),
+            "data.labels={a: label, b: {column: label, weight: 2, nulls: unknown}}",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_host_waits_once_a_step(name: str, tmp_path: Path) -> None:
+    nproc, options = RUNS[name]
+    short = ("train.max_steps=14", "data.valid=null", "data.test=null", "data.prefetch_batches=2")
+    options = [*short, "run.num_threads=1", "train.log_every_steps=1", *options]
+    done = fork_train(CONFIG, f"run.dir={tmp_path}", *options, nproc=nproc, before=count_waits)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for rank in range(nproc):
+        waits = json.loads((tmp_path / f"waits-{rank}").read_text())
+        allowed = {" ".join(each) for each in ON_HOST}
+        assert {place: count for place, count in waits.items() if place not in allowed} == {" ".join(THE_ONE): 1}
+    if name == "much":
+        done = fork_train(CONFIG, f"run.dir={tmp_path}/on_cpu", *options, nproc=nproc)
+        assert losses(tmp_path) == losses(tmp_path / "on_cpu")
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
