@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from recsys.data.order import Position
-from recsys.data.pool import Block, BlockPool, Fence, padded
+from recsys.data.pool import Block, BlockPool, Fence, moved, padded
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, Ragged
 from recsys.runtime.files import replace_file
@@ -52,6 +52,7 @@ class Batch(Pipelineable):
         id_bounds: where each of `micro_batches` begins and ends in the ids of each feature; empty if there is but one.
         first_row: the place of the first row in the global batch.
         sampled: the rows behind those of the data, of a model that wants some.
+        content: of the block that the tensors lie in, where that is host memory.
     """
 
     ids: KeyedJaggedTensor
@@ -68,6 +69,7 @@ class Batch(Pipelineable):
     first_row: int = 0
     known_labels: torch.Tensor | None = None
     sampled: Sampled | None = None
+    content: torch.Tensor | None = None
 
     def row_numbers(self, start: int, stop: int) -> torch.Tensor:
         """Return of rows `start` … `stop` - 1 of this rank's batch their places in the global batch, int64."""
@@ -82,11 +84,13 @@ class Batch(Pipelineable):
         return self.weights if self.known_labels is None else self.weights * self.known_labels[:, label]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
-        moved = {name: value.to(device, non_blocking=non_blocking) for name, value in self._tensors().items()}
-        copy = replace(self, **moved)
-        if device.type == "cuda" and self.floats.device.type == "cpu":
+        tensors, content = self._tensors(), self.content
+        if device.type == "cpu" or content is None:
+            return replace(self, **{name: each.to(device, non_blocking=non_blocking) for name, each in tensors.items()})
+        copy = content.to(device, non_blocking=non_blocking)  # one for all
+        if device.type == "cuda":
             self.fence.record()  # until then the loader must not write into the memory that is being copied
-        return copy
+        return replace(self, content=None, **{name: moved(each, content, copy) for name, each in tensors.items()})
 
     def dense_rows(self, start: int, stop: int) -> "Batch":
         """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
@@ -193,6 +197,7 @@ def collate(
         fence=block.fence,
         id_bounds=_id_bounds(lengths, bounds) if len(bounds) > 2 else (),
         first_row=first_row,
+        content=block.content,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _ALIGNMENT = 64
 
@@ -48,10 +49,30 @@ class Block:
         assert start + num_bytes <= len(self._memory)
         return self._memory[start : start + num_bytes].view(dtype).reshape(shape)
 
+    @property
+    def content(self) -> torch.Tensor:
+        """What has been cut out so far, [bytes] uint8."""
+        return torch.from_numpy(self._memory[: self._used])
+
 
 def padded(num_bytes: int) -> int:
     """Return what an array of so many bytes takes of a block."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def moved(value: Any, content: torch.Tensor, copy: torch.Tensor) -> Any:
+    """Return a tensor or KeyedJaggedTensor of a block as it lies in a copy of the block's content."""
+    if isinstance(value, KeyedJaggedTensor):
+        values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=value.keys(),
+            values=moved(values, content, copy),
+            lengths=moved(lengths, content, copy),
+            weights=None if weights is None else moved(weights, content, copy),
+            length_per_key=value.length_per_key(),
+        )
+    start = value.data_ptr() - content.data_ptr() if value.numel() else 0
+    return copy[start : start + value.nbytes].view(value.dtype).view(value.shape)
 
 
 class BlockPool:

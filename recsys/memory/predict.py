@@ -13,7 +13,7 @@ from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead, decoding_threads
 from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
-from recsys.tables.spec import Shard
+from recsys.tables.spec import CHUNK_ELEMENTS, Shard
 
 # What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
 CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FBGEMM
@@ -31,7 +31,8 @@ _THREAD_HEAP_BYTES = 4 << 20  # what the heap of a thread that decodes keeps
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
-_FILL_BYTES = 4 << 20  # temporaries of initial weights
+_FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an element:
+_FILLED_BYTES = 33
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
 _BLAS_THREADS = 2  # the training thread, and autograd's for backward passes on a GPU
 _BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
@@ -196,7 +197,9 @@ class _Rank:
         }
 
     def _init(self) -> tuple[Bytes, Bytes]:
-        fill = {"fill_temporaries": _FILL_BYTES}
+        elements = max((piece.size[0] * piece.size[1] for piece in self._pieces), default=0)
+        on_gpu = _FILLED_BYTES * min(elements, CHUNK_ELEMENTS["cuda"])
+        fill = {"fill_temporaries": on_gpu if self._topology.on_gpu else _FILL_BYTES}
         cached = sum(piece.size[0] for piece in self._pieces if piece.compute_kernel == "fused_uvm_caching")
         tables = self._config.tables
         in_fp8 = [piece for piece in self._pieces if tables[piece.table].data_type is DataType.FP8]

@@ -87,7 +87,7 @@ class _PairwiseDots(torch.autograd.Function):
     """The dot products of all pairs of a row's vectors, below the diagonal.
 
     Autograd's own backward takes two batched products where one is enough, since the products are symmetric, and picks
-    the pairs by indices, which takes longer than multiplying by a matrix of zeros and ones, unless that is large.
+    the pairs by indices, which takes CPUs longer than multiplying by a matrix of zeros and ones, unless that is large.
     """
 
     @staticmethod
@@ -96,11 +96,11 @@ class _PairwiseDots(torch.autograd.Function):
 
         Args:
             vectors: [rows, n, dim].
-            picked, spread: what `_pairs` gives; without elements where n is large.
+            picked, spread: what `_pairs` gives; without elements: indices pick the pairs.
         """
         ctx.save_for_backward(vectors, spread)
         n, products = vectors.shape[1], torch.bmm(vectors, vectors.transpose(1, 2))
-        if n > _MOST_BY_MATRIX:
+        if not spread.numel():
             rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
             return products[:, rows, columns]
         return products.flatten(1) @ picked
@@ -109,7 +109,7 @@ class _PairwiseDots(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         vectors, spread = ctx.saved_tensors
         n, gradient = vectors.shape[1], gradient.to(vectors.dtype)  # under autocast it comes in its type
-        if n > _MOST_BY_MATRIX:
+        if not spread.numel():
             rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
             both = gradient.new_zeros(len(gradient), n, n)
             both[:, rows, columns] = gradient
@@ -121,8 +121,6 @@ class _PairwiseDots(torch.autograd.Function):
 
 def _pairs(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what picks the entries below the diagonal, [n * n, pairs], and what puts them on both of its sides."""
-    if n > _MOST_BY_MATRIX:
-        return torch.zeros(0, dtype=dtype, device=device), torch.zeros(0, dtype=dtype, device=device)
     rows, columns = torch.tril_indices(n, n, offset=-1, device=device)
     numbers = torch.arange(len(rows), device=device)
     picked, spread = torch.zeros(2, n * n, len(rows), dtype=dtype, device=device)
@@ -177,6 +175,7 @@ class DLRM(Model):
         num_kept = num_vectors if self.keep_vectors else int(num_floats > 0)
         # Made once for each type that vectors come in, which autocast may change.
         self._pairs: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._like: str | None = None  # computes as on such a device
         self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, max(1, len(inputs.labels)), config.dropout)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
@@ -201,12 +200,20 @@ class DLRM(Model):
         if self.bottom is not None:
             vectors.insert(0, self.bottom(floats))
         stacked = torch.stack(vectors, dim=1)  # [rows, vectors, dim]
+        device = stacked.device.type
+        if (self._like or device) == "cuda" and torch.is_autocast_enabled(device):
+            stacked = stacked.to(torch.get_autocast_dtype(device))  # and so are its gradient's products
         dots = _PairwiseDots.apply(stacked, *self._picks(stacked))
         kept = [stacked.flatten(1)] if self.keep_vectors else vectors[:1] if self.bottom is not None else []
         return self.top(torch.cat([*kept, dots], dim=1)).squeeze(1)
 
+    def rehearse(self, device: torch.device) -> None:
+        self._like = device.type
+
     def _picks(self, stacked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key = stacked.dtype, stacked.device
+        if stacked.shape[1] > _MOST_BY_MATRIX or (self._like or stacked.device.type) != "cpu":
+            return stacked.new_zeros(0), stacked.new_zeros(0)
         if key not in self._pairs:
             self._pairs[key] = _pairs(stacked.shape[1], *key)
         return self._pairs[key]

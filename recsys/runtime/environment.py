@@ -46,6 +46,9 @@ def prepare_environment() -> None:
     # Arrow's own allocator keeps what each thread has freed: of 40 MiB decoded at most it held 110, or, told to give
     # it back at once, took twice the time. malloc takes as long, and holds what is used.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    # CUDA's allocator then grows the block that it has, where it would cut batches of other sizes out of new ones.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Blocks from the first size on come from the system, and go back to it when they are freed; smaller ones are cut
     # out of heaps, whose free end goes back beyond the second. glibc raises both as it sees large blocks freed, to
     # these at most and mostly to less: steps of 8192 rows then faulted 1,500 pages in again.

@@ -19,7 +19,8 @@ _DATA_TYPES = {
     DataType.FP16: TorchrecDataType.FP16,
     DataType.FP8: TorchrecDataType.NFP8,
 }
-_CHUNK_ELEMENTS = 1 << 16  # small, since glibc keeps what temporaries of megabytes leave
+# Drawn at once: on CPU few, since glibc keeps what temporaries of megabytes leave; on GPUs each kernel takes a while.
+CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
     num_rows, num_columns = shard.shape
     key = make_key(seed, "table", table)
     columns = torch.arange(column_offset, column_offset + num_columns, device=shard.device)
-    chunk = max(1, _CHUNK_ELEMENTS // max(1, num_columns))
+    chunk = max(1, CHUNK_ELEMENTS[shard.device.type] // max(1, num_columns))
     with torch.no_grad():
         for start in range(0, num_rows, chunk):
             stop = min(start + chunk, num_rows)

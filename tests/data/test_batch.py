@@ -1,5 +1,6 @@
 """Windows put into their order, and slices of them joined to batches."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from recsys.config import NullPolicy
 from recsys.data.batch import Batch, MicroBatches, Piece
 from recsys.data.batch import collate as collate_into
 from recsys.data.order import Position, Segment, Window
-from recsys.data.pool import BlockPool
+from recsys.data.pool import BlockPool, moved
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.storage import BadDataError
 from recsys.data.window import Columns, Ragged, convert_table, load_window
@@ -338,3 +339,47 @@ def test_a_batch_says_how_it_may_be_split():
     part = batch.dense_rows(3, 5)
     assert part.floats.tolist() == batch.floats[3:5].tolist()
     assert part.labels.tolist() == [[1], [0]] and part.weights.tolist() == [4, 5]
+
+
+# Copies to a GPU
+
+
+def test_a_batch_is_copied_at_once():
+    parts = [IdColumn("a", "a", IDENTITY), IdColumn("b", "b", IDENTITY, weights="w")]
+    spec = BatchSpec(parts, [], [FloatColumn("label", "label", may_be_unknown=True)])
+    rows = {"a": [1, 2, 3], "b": [[4], [], [5, 6]], "w": [[0.5], [], [1.0, 2.0]], "label": [1, None, 0]}
+    batch = collate([Piece(convert_table(pa.table(rows), spec), 0, 3, 0)], 4, spec, START)
+    copy = replace(batch, **{n: moved(v, batch.content, batch.content.clone()) for n, v in batch._tensors().items()})
+    assert copy.ids.to_dict().keys() == batch.ids.to_dict().keys() == {"a", "b"}
+    for of in (lambda b: b.ids.values(), lambda b: b.ids.lengths(), lambda b: b.ids.weights(), lambda b: b.floats,
+               lambda b: b.labels, lambda b: b.weights, lambda b: b.known_labels):  # fmt: skip
+        assert of(copy).equal(of(batch)) and (of(copy).data_ptr() != of(batch).data_ptr() or not of(batch).numel())
+    assert copy.ids.length_per_key() == [3, 3] == batch.ids._length_per_key
+    on_device = batch.to(torch.device("meta"))
+    values = [v for v in on_device._tensors().values() if isinstance(v, torch.Tensor)]
+    values += [on_device.ids.values(), on_device.ids.lengths(), on_device.ids.weights()]
+    assert len({value.untyped_storage()._cdata for value in values}) == 1 and on_device.content is None
+
+
+def test_no_block_is_given_out_before_its_copy_is_done(monkeypatch: pytest.MonkeyPatch):
+    events: list[str] = []
+
+    class Event:
+        def record(self) -> None:
+            events.append("recorded")
+
+        def synchronize(self) -> None:
+            events.append("waited for")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    pool = BlockPool()
+    block = pool.take(5000)
+    memory = block._memory.ctypes.data
+    block.fence.record()
+    other = pool.take(5000)  # the first is in use
+    assert other._memory.ctypes.data != memory and events == ["recorded"]
+    del block
+    again = pool.take(5000)
+    assert again._memory.ctypes.data == memory and events == ["recorded", "waited for"]
+    again.fence.wait()
+    assert len(events) == 2  # once

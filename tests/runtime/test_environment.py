@@ -1,11 +1,14 @@
 """What allocators are told before a program begins."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launch import ROOT, environment
+
+from recsys.runtime.environment import prepare_environment
 
 SETTING = "glibc.malloc.tcache_count=0"
 PROGRAM = """\
@@ -43,3 +46,17 @@ def test_other_settings_of_malloc_stay(tmp_path):
 )
 def test_a_program_goes_on_as_it_is(tmp_path, tunables, first):
     assert run(tmp_path, tunables, first) == ["begun PID a b c", f"runs {tunables}"]
+
+
+def test_the_allocator_of_gpus_grows_its_blocks_unless_told_otherwise(monkeypatch):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for given, expected in (({}, "expandable_segments:True"), ({names[0]: "a"}, "a"), ({names[1]: "a"}, None)):
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.delenv(name, raising=False)
+                if name in given:
+                    patch.setenv(name, given[name])
+            before = dict(os.environ)
+            patch.setattr(os, "environ", dict(os.environ))
+            prepare_environment()
+            assert os.environ.get(names[0]) == expected and before.keys() <= os.environ.keys()

@@ -257,16 +257,40 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
         assert (rows.grad is None) == output.skipped
 
 
-@pytest.mark.parametrize("num_vectors", [5, 60])
-def test_dots_of_pairs_and_their_gradient(num_vectors: int) -> None:
-    """Few pairs are picked by a matrix, many by their indices."""
+@pytest.mark.parametrize("by_matrix", [True, False])
+def test_dots_of_pairs_and_their_gradient(by_matrix: bool) -> None:
     torch.manual_seed(1)
-    vectors = torch.randn(3, num_vectors, 4, dtype=torch.double, requires_grad=True)
-    rows, columns = torch.tril_indices(num_vectors, num_vectors, offset=-1)
+    vectors = torch.randn(3, 5, 4, dtype=torch.double, requires_grad=True)
+    rows, columns = torch.tril_indices(5, 5, offset=-1)
     expected = torch.bmm(vectors, vectors.transpose(1, 2))[:, rows, columns]
-    dots = _PairwiseDots.apply(vectors, *_pairs(vectors.shape[1], vectors.dtype, vectors.device))
+    picks = _pairs(5, vectors.dtype, vectors.device) if by_matrix else [vectors.new_zeros(0)] * 2
+    dots = _PairwiseDots.apply(vectors, *picks)
     torch.testing.assert_close(dots, expected)
     gradient = torch.randn_like(dots)
     torch.testing.assert_close(
         torch.autograd.grad(dots, vectors, gradient), torch.autograd.grad(expected, vectors, gradient)
     )
+
+
+@pytest.mark.parametrize("num_vectors", [4, 60])
+def test_gpus_take_the_dots_by_indices_and_in_the_type_of_autocast(num_vectors: int) -> None:
+    """The same numbers as on CPU, where matrices pick the pairs of few vectors, and gradients are FP32 products."""
+    torch.manual_seed(1)
+    names = [f"f{i}" for i in range(num_vectors)]
+    model = DLRM(DLRMConfig(), DenseInputs(dict.fromkeys(names, 16), [], {"label": LabelConfig()}))
+    vectors = torch.randn(8, num_vectors, 16, requires_grad=True)
+    found: dict[str, list[torch.Tensor]] = {}
+    for device in ("cpu", "cuda"):
+        model.rehearse(torch.device(device))
+        for dtype in (torch.float32, torch.bfloat16):
+            saved: list[torch.Tensor] = []
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda t, into=saved: into.append(t) or t, lambda t: t)
+            with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16), hooks:
+                logits = model(dict(zip(names, vectors.unbind(1), strict=True)), torch.zeros(8, 0))
+            (gradient,) = torch.autograd.grad(logits.float().sum(), vectors)
+            found[f"{device} {dtype}"] = [logits.float(), gradient]
+            (stacked,) = (t for t in saved if t.shape == vectors.shape)
+            assert stacked.dtype == (dtype if device == "cuda" else torch.float32)
+    plain = found.pop("cpu torch.float32")
+    for name, values in found.items():
+        torch.testing.assert_close(values, plain, rtol=0, atol=1e-5 if "float32" in name else 0.3)

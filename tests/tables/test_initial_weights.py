@@ -59,7 +59,7 @@ def test_any_split_gives_the_same_table(data_type, monkeypatch):
     whole = table_weights(100, 24, data_type)
     generator = np.random.default_rng(0)
     for trial in range(20):
-        monkeypatch.setattr(spec, "_CHUNK_ELEMENTS", int(generator.choice([1, 37, 500, 1 << 20])))
+        monkeypatch.setitem(spec.CHUNK_ELEMENTS, "cpu", int(generator.choice([1, 37, 500, 1 << 20])))
         row_cuts, column_cuts = cuts(100, generator), cuts(24, generator)
         built = torch.full_like(whole, float("nan"))
         for r, row in enumerate(row_cuts[:-1]):
