@@ -87,6 +87,19 @@ class Sources:
             return None
         return {arg.arg for arg in [*node.args.args, *node.args.kwonlyargs]}
 
+    def function(self, name: str) -> tuple[ast.FunctionDef | None, bool]:
+        """The function that runs when `name` is called, if that is known, and whether it gets an object first."""
+        found = self.find(name)
+        if not isinstance(found, tuple):
+            return None, False
+        module, node = found
+        if isinstance(node, ast.ClassDef):
+            init = self._in_class(module, node, "__init__")
+            return (init[1] if isinstance(init, tuple) and isinstance(init[1], ast.FunctionDef) else None), True
+        decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
+        known = isinstance(node, ast.FunctionDef) and not set(decorators) - {"classmethod", "staticmethod"}
+        return (node if known else None), "classmethod" in decorators
+
     def calls(self, method: str, folder: str) -> Iterator[tuple[str, ast.Call]]:
         """Path and call, of every call of an attribute of this name in a folder."""
         for path, text in self._files.items():

@@ -1,5 +1,5 @@
-"""Every name and keyword that we take from torchrec exists in torchrec 1.6.1 and in the installed version, and what we
-override is called there as ours can be called.
+"""What we take from torchrec and FBGEMM exists in 1.6 and in the installed versions and can be called as we do; what we
+override is called there as ours can be.
 
 Tests run with one version, GPU machines with an older one. Sources are read, not imported: 1.6.1 would not run here.
 """
@@ -19,8 +19,17 @@ import pytest
 from sources import Sources
 
 ROOT = Path(__file__).resolve().parents[2]
-OLDEST = "torchrec==1.6.1"
+OLDEST = ("torchrec==1.6.1", "fbgemm-gpu-cpu==1.6.0")
 PACKAGES = ("torchrec", "fbgemm_gpu")
+_TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
+_JAGGED = "torchrec.sparse.jagged_tensor"
+# What variables of these names hold where tables, steps and models are.
+HELD = {
+    **dict.fromkeys(["fbgemm", "emb_module"], f"{_TRAINING}.SplitTableBatchedEmbeddingBagsCodegen"),
+    "ids": f"{_JAGGED}.KeyedJaggedTensor",
+    "jagged": f"{_JAGGED}.JaggedTensor",
+    "pooled": f"{_JAGGED}.KeyedTensor",
+}
 
 
 def falls_back(node: ast.AST) -> bool:
@@ -59,25 +68,38 @@ def names_of(tree: ast.Module) -> dict[str, str]:
     return {here or name.split(".")[0]: name if here else name.split(".")[0] for _, name, here in imported(tree)}
 
 
-def uses(tree: ast.Module) -> Iterator[tuple[int, str, list[str]]]:
-    """Line, full name and keywords of everything that the code takes from the packages and from their classes."""
+def uses(tree: ast.Module) -> Iterator[tuple[int, str, ast.Call | None]]:
+    """Line, full name and call of everything that the code takes from the packages and from their classes."""
     names = names_of(tree)
-    yield from ((line, name, []) for line, name, _ in imported(tree))
+    yield from ((line, name, None) for line, name, _ in imported(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (name := full(node, names)):
-            yield node.lineno, name, []
+            yield node.lineno, name, None
         elif isinstance(node, ast.Call) and (name := full(node.func, names)):
-            yield node.lineno, name, [k.arg for k in node.keywords if k.arg]
+            yield node.lineno, name, node
 
 
 def problems(path: str, tree: ast.Module, sources: Sources) -> Iterator[str]:
-    for line, name, keywords in uses(tree):
+    for line, name, call in uses(tree):
         if sources.find(name) is None:
             yield f"{path}:{line}: {name} does not exist"
         known = sources.keywords(name)
-        for keyword in keywords:
-            if known is not None and keyword not in known:
-                yield f"{path}:{line}: {name} has no parameter {keyword}"
+        wrong = [k.arg for k in call.keywords if k.arg and k.arg not in known] if call and known is not None else []
+        yield from (f"{path}:{line}: {name} has no parameter {keyword}" for keyword in wrong)
+        function, is_bound = sources.function(name)
+        if call and function and not wrong and not binds(call, function, is_bound):
+            yield f"{path}:{line}: {name} is not called as {ast.unparse(call)}"
+
+
+def problems_of_objects(path: str, tree: ast.Module, sources: Sources) -> Iterator[str]:
+    """Methods called on what `HELD` names that do not exist or are not called so."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            kind = HELD.get(getattr(owner, "id", getattr(owner, "attr", "")))
+            found = sources.find(f"{kind}.{node.func.attr}")
+            if kind and (found is None or (isinstance(found, tuple) and not binds(node, found[1]))):
+                yield f"{path}:{node.lineno}: {kind} is not called as {ast.unparse(node)}"
 
 
 def overrides(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -103,12 +125,14 @@ def signature(function: ast.FunctionDef) -> inspect.Signature:
     return inspect.signature(eval(compile(code, "", "eval")))
 
 
-def binds(call: ast.Call, function: ast.FunctionDef) -> bool:
-    """Can a method be called so?"""
+def binds(call: ast.Call, function: ast.AST, is_bound: bool = True) -> bool:
+    """Can a method, or a function that is not bound to an object, be called so?"""
+    if not isinstance(function, ast.FunctionDef):
+        return True  # an attribute, which may hold a function
     open_ended = any(isinstance(a, ast.Starred) for a in call.args) or any(k.arg is None for k in call.keywords)
     bind = signature(function).bind_partial if open_ended else signature(function).bind
     try:
-        bind(*([None] * (1 + len(call.args))), **{k.arg: None for k in call.keywords if k.arg})
+        bind(*([None] * (is_bound + len(call.args))), **{k.arg: None for k in call.keywords if k.arg})
     except TypeError:
         return False
     return True
@@ -137,20 +161,26 @@ def problems_of_ours(sources: Sources, newer: Sources) -> list[str]:
     found = []
     for path, tree in trees_of_ours():
         found += [*problems(path, tree, sources), *problems_of_overrides(path, tree, sources, newer)]
+        if path.startswith(("recsys/tables", "recsys/step", "recsys/models")):
+            found += problems_of_objects(path, tree, sources)
     return found
 
 
 @pytest.fixture(scope="module")
 def oldest(request) -> Sources:
     folder = request.config.cache.mkdir("torchrec-oldest")
-    if not list(folder.glob("*.whl")):
-        # A few hundred kilobytes. Whoever is offline has the other tests.
-        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(folder), OLDEST]
+    if len(list(folder.glob("*.whl"))) < len(OLDEST):
+        # Seven megabytes. Whoever is offline has the other tests. Any Python's wheel has the sources.
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "-d", str(folder), *OLDEST]
+        command += ["--only-binary", ":all:", "--python-version", "3.12"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         if done.returncode:
             pytest.skip(f"pip could not download {OLDEST}: {done.stderr.strip().splitlines()[-1:]}")
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        return Sources({n: wheel.read(n).decode() for n in wheel.namelist() if n.endswith(".py")})
+    files = {}
+    for path in folder.glob("*.whl"):
+        with zipfile.ZipFile(path) as wheel:
+            files |= {n: wheel.read(n).decode() for n in wheel.namelist() if n.endswith(".py")}
+    return Sources(files)
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +258,7 @@ class Net(nn.Module):
 GOOD = [
     "from torchrec import Jagged\nJagged(keys=1, stride=2)\nJagged.of(keys=1)",
     "from torchrec.kinds import Kind as K, Wide\nK.ROW\nWide(name='', dim=1)",
-    "from torchrec.kinds import plain, loose, Net\nplain(b=2)\nloose(x=1)\nNet(x=1).x",
+    "from torchrec.kinds import plain, loose, Net\nplain(1, b=2)\nloose(x=1)\nNet(x=1).x",
     "import torchrec\ntorchrec.kinds.Wide(dim=1)\ntorchrec.Kind.ROW",
     "import torchrec.jagged as j\nj.Jagged",
     "try:\n    from torchrec import New\nexcept ImportError:\n    New = None",
@@ -245,6 +275,9 @@ WRONG = [
     ("from torchrec import Jagged\nJagged.of(stride=1)", "torchrec.Jagged.of has no parameter stride"),
     ("from torchrec.kinds import Wide\nWide(rows=1)", "torchrec.kinds.Wide has no parameter rows"),
     ("from torchrec import plain as p\np(c=1)", "torchrec.plain has no parameter c"),
+    ("from torchrec import plain\nplain(1, 2, 3)", "torchrec.plain is not called as plain(1, 2, 3)"),
+    ("from torchrec import Jagged\nJagged(1, 2)", "torchrec.Jagged is not called as Jagged(1, 2)"),
+    ("from torchrec import Jagged\nJagged.of(1, 2)", "torchrec.Jagged.of is not called as Jagged.of(1, 2)"),
 ]
 
 
@@ -256,6 +289,12 @@ def test_nothing_is_found_in_good_code(code):
 @pytest.mark.parametrize(("code", "said"), WRONG)
 def test_what_is_wrong_is_found(code, said):
     assert any(found.endswith(said) for found in problems("x.py", ast.parse(code), Sources(PACKAGE)))
+
+
+@pytest.mark.parametrize(("call", "is_wrong"), [("ids.of([])", False), ("x.ids.off()", True), ("ids.of()", True)])
+def test_what_objects_do_not_take_is_found(call, is_wrong, monkeypatch):
+    monkeypatch.setitem(HELD, "ids", "torchrec.Jagged")
+    assert bool(list(problems_of_objects("x.py", ast.parse(call), Sources(PACKAGE)))) is is_wrong
 
 
 ESTIMATORS = {
