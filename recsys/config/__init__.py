@@ -26,6 +26,7 @@ from recsys.config.schema import (
     LabelConfig,
     OptimizerConfig,
     PrecisionConfig,
+    SparsityConfig,
     TableConfig,
     TableOptimizerConfig,
 )

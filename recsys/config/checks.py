@@ -215,7 +215,7 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
             f"with {key}.allow_column_split=true"
         )
     _check_unpooled(config, name, table)
-    check_compression(name, table)
+    check_compression(config, name, table)
     if optimizer.name.value.path is None and table.compute_kernel is not ComputeKernel.fused:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': {optimizer.name.name} trains tables in device memory, found "

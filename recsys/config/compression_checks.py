@@ -1,11 +1,12 @@
-"""Checks of what makes tables small enough to serve: quantised vectors, and rows that were pruned."""
+"""Checks of what makes tables small enough to serve: quantised vectors, rows that become 0, and that were pruned."""
 
-from recsys.config.choices import UNPOOLED, IdMappingType, RowCode
-from recsys.config.schema import TableConfig
+from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, ComputeKernel, IdMappingType, RowCode
+from recsys.config.schema import Config, TableConfig
+from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 
 
-def check_compression(name: str, table: TableConfig) -> None:
+def check_compression(config: Config, name: str, table: TableConfig) -> None:
     """Raise a UserError where a table's vectors cannot be quantised as it says, or its rows not have been pruned."""
     key = f"config key 'tables.{name}"
     if table.quantize is not None and table.sharding_type not in UNPOOLED:
@@ -22,4 +23,26 @@ def check_compression(name: str, table: TableConfig) -> None:
         raise UserError(
             f"{key}.kept_rows' is for mappings without a vocabulary, which lists the ids that have rows; drop it, or "
             f"name a shorter tables.{name}.vocabulary"
+        )
+    if table.sparsity is not None:
+        _check_sparsity(config, name, table)
+
+
+def _check_sparsity(config: Config, name: str, table: TableConfig) -> None:
+    key, optimizer = f"config key 'tables.{name}", config.table_optimizer(name)
+    assert table.sparsity is not None
+    # Rules in torch that go on from the weights themselves, on every plan.
+    able = [each for each in TableOptimizer if each.value.in_torch and each.value.path and not each.value.row_state]
+    if not (table.sparsity.l1 or table.sparsity.group_lasso):
+        raise UserError(f"{key}.sparsity' does nothing with l1 and group_lasso at 0; set one of them, or drop it")
+    if optimizer.name not in able or optimizer.weight_decay or table.compute_kernel is not ComputeKernel.fused:
+        names = ", ".join(each.name for each in able)
+        raise UserError(
+            f"{key}.sparsity' goes with optimizers {names} without weight_decay, and compute_kernel: fused, found "
+            f"{optimizer.name.name}, {optimizer.weight_decay} and {table.compute_kernel.name}"
+        )
+    if table.sparsity.group_lasso and table.sharding_type in COLUMN_SPLITS:
+        raise UserError(
+            f"{key}.sparsity.group_lasso' takes whole rows, which {table.sharding_type.name} splits; use row_wise, "
+            f"or l1"
         )

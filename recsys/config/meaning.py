@@ -34,7 +34,13 @@ FREE = (
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
     # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest
     *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor"),
-    *("tables.*.stochastic_rounding", "tables.*.init_range", "tables.*.l2", "tables.*.vocabulary"),
+    *(
+        "tables.*.stochastic_rounding",
+        "tables.*.init_range",
+        "tables.*.l2",
+        "tables.*.sparsity*",
+        "tables.*.vocabulary",
+    ),
     "tables.*.min_count",
 )
 # What a position in the data, and the best metric so far, stand for, and how weights are read: not what another run

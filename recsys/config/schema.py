@@ -161,6 +161,18 @@ class DenseOptimizerConfig:
 
 
 @dataclass
+class SparsityConfig:
+    """Section `tables.X.sparsity`: strengths of penalties by which rows become exactly 0, so that they can be pruned.
+
+    Each time that a batch touches a row, after its optimizer's step, lengths are made shorter by strength times
+    learning rate, and what is shorter is 0: the proximal step (Parikh & Boyd 2014, doi:10.1561/2400000003).
+    """
+
+    l1: float = bounded(0.0, 0, LARGE)  # of each element
+    group_lasso: float = bounded(0.0, 0, LARGE)  # of the row as a whole
+
+
+@dataclass
 class TableConfig:
     """A table: embeddings shared by all features that name it."""
 
@@ -186,6 +198,7 @@ class TableConfig:
     # Added to the loss: l2 / 2 times the mean over rows of the squared length of each vector that the table gives, by
     # their weights; of a list that is pooled, of its sum. Exact on every device and plan, other than weight_decay.
     l2: float = bounded(0.0, 0, LARGE)
+    sparsity: SparsityConfig | None = None
     sharding_type: ShardingChoice = ShardingChoice.auto
     compute_kernel: ComputeKernel = ComputeKernel.fused
     cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds
@@ -328,6 +341,10 @@ class Config:
     def table_optimizer(self, table: str) -> TableOptimizerConfig:
         """Return the optimizer of a table: its own, or that of all."""
         return self.tables[table].optimizer or self.optimizer.tables
+
+    def updated_in_torch(self, table: str) -> bool:
+        """Return whether a table is updated by rules in torch even where FBGEMM has kernels."""
+        return self.table_optimizer(table).name.value.path is None or self.tables[table].sparsity is not None
 
     def table_optimizer_key(self, table: str) -> str:
         """Return the key of the section that `table_optimizer` returns."""

@@ -268,7 +268,7 @@ def _caching(config: Config, topology: Topology) -> Iterator[Change]:
     movables = {
         name: table
         for name, table in config.tables.items()
-        if config.table_optimizer(name).name.value.path
+        if not config.updated_in_torch(name)
         and table.sharding_type is not ShardingChoice.data_parallel
         and table.compute_kernel is ComputeKernel.fused
     }

@@ -194,8 +194,8 @@ def _shown_codes(codes: Mapping[str, RowCode]) -> str:
 
 def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple[Compression, str]:
     """Return the rows that the metric allows to be pruned, and how many they are; nothing where it allows none."""
-    tables, rows, num_unseen = _least_important(trials, before, by)
-    cuts = np.unique([num_unseen, *np.linspace(0, len(rows), _CUTS + 1).astype(int)[1:]])
+    tables, rows, num_idle = _least_important(trials, before, by)
+    cuts = np.unique([*num_idle, *np.linspace(0, len(rows), _CUTS + 1).astype(int)[1:]])
     cuts = cuts[cuts > 0]
 
     def after(number: int) -> Compression:
@@ -210,15 +210,18 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
     return after(number), f"{cuts[number - 1]:,} of {len(rows):,} rows" if number else ""
 
 
-def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return number of table and row of all rows that may be pruned, the least important for their bytes first, and how
-    many begin them that data.train does not hold."""
+def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return number of table and row of all rows that may be pruned, the least important for their bytes first.
+
+    They begin with those that are 0, and those that data.train does not hold: where each of these kinds ends comes too.
+    """
     columns = []
     for number, name in enumerate(trials.config.tables):
         rows = np.arange(1, len(trials.counts[name]) - trials.num_shared(name))
         counts, norms = trials.counts[name][rows], trials.norms[name][rows]
         value = (counts if importance == "count" else norms) / trials.row_bytes(name, before.codes.get(name))
-        columns.append((np.full(len(rows), number), rows, counts > 0, value, norms))
-    tables, rows, seen, value, norms = map(np.concatenate, zip(*columns, strict=True))
-    order = np.lexsort((norms, value, seen))
-    return tables[order], rows[order], int((~seen).sum())
+        kind = np.where(norms > 0, np.where(counts > 0, 2, 1), 0)
+        columns.append((np.full(len(rows), number), rows, kind, value, norms))
+    tables, rows, kind, value, norms = map(np.concatenate, zip(*columns, strict=True))
+    order = np.lexsort((norms, value, kind))
+    return tables[order], rows[order], np.searchsorted(kind[order], [1, 2])

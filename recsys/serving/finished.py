@@ -88,7 +88,10 @@ def find_run(
 
 def _without_training(config: Config) -> Config:
     """Return a config whose tables have no optimizer's state, and train by what every device has."""
-    tables = {name: replace(table, optimizer=None, stochastic_rounding=False) for name, table in config.tables.items()}
+    tables = {
+        name: replace(table, optimizer=None, sparsity=None, stochastic_rounding=False)
+        for name, table in config.tables.items()
+    }
     sgd = OptimizerConfig(TableOptimizerConfig(TableOptimizer.sgd), DenseOptimizerConfig(DenseOptimizer.sgd))
     train = replace(config.train, init=InitConfig(optimizers=Take.none))
     return replace(config, tables=tables, optimizer=sgd, train=train)

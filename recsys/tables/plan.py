@@ -196,7 +196,8 @@ def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[Sh
         return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
     settings, optimizer = config.tables[table], config.table_optimizer(table)
     types = [ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.table_row_wise]
-    if not optimizer.name.is_row_wise or optimizer.allow_column_split:
+    whole_rows = settings.sparsity is not None and settings.sparsity.group_lasso > 0
+    if not whole_rows and (not optimizer.name.is_row_wise or optimizer.allow_column_split):
         types += COLUMN_SPLITS
     small = settings.num_embeddings * settings.embedding_dim <= _REPLICATED_ELEMENTS
     if small and optimizer.name.value.in_torch and not optimizer.weight_decay:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from recsys.config import TableOptimizerConfig
+from recsys.config import SparsityConfig, TableOptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -78,3 +78,12 @@ def ftrl(rows: Touched) -> torch.Tensor:
     threshold = rows.rate * rows.settings.l1
     trained = (linear.clamp(-threshold, threshold) - linear) / (root + rows.settings.eps)
     return torch.where(root > 0, trained, weights)
+
+
+def shrunk(rows: torch.Tensor, sparsity: SparsityConfig, rate: float) -> torch.Tensor:
+    """Return rows, [rows, columns] FP32, after the proximal step of their penalties; what is 0 then is exactly so."""
+    rows = rows.sign() * (rows.abs() - rate * sparsity.l1).clamp(min=0)
+    if not sparsity.group_lasso:
+        return rows
+    lengths = rows.norm(dim=1, keepdim=True)
+    return rows * (1 - rate * sparsity.group_lasso / lengths.clamp(min=torch.finfo(rows.dtype).tiny)).clamp(min=0)

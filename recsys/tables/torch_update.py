@@ -9,7 +9,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from recsys.config import TableOptimizerConfig
+from recsys.config import SparsityConfig, TableOptimizerConfig
 from recsys.tables import rules
 from recsys.tables.gate import Cut
 from recsys.tables.rules import Touched
@@ -25,6 +25,7 @@ class TorchTable:
     Attributes:
         weights: [rows, columns] FP32 or FP16, the lookup's own memory.
         offset: row and column of the table where it begins.
+        sparsity: by what penalties rows become 0, if by any.
         features: of a replicated table, those that it is looked up for.
         learning_rate: of the next update; num_updates: done before it.
         state: FP32, [rows] or [rows, columns] each.
@@ -33,6 +34,7 @@ class TorchTable:
     name: str
     weights: torch.Tensor
     settings: TableOptimizerConfig
+    sparsity: SparsityConfig | None = None
     offset: tuple[int, ...] = (0, 0)
     features: Sequence[str] = ()
     learning_rate: float = 0.0
@@ -57,7 +59,7 @@ class TorchTable:
     def update_looked_up(self, gradient: torch.Tensor, marks: torch.Tensor) -> None:
         """Update by the gradient of the whole table, [rows, columns], the rows whose mark, [rows], is not 0."""
         small = self.weights.numel() <= _ELEMENTS_AT_ONCE[gradient.device.type]
-        if small and self.settings.name.value.leaves_idle_rows:
+        if small and self.settings.name.value.leaves_idle_rows and self.sparsity is None:
             self._apply(slice(None), gradient)  # quicker than to pick rows, and the same
         else:
             rows = marks.nonzero().squeeze(1)
@@ -66,7 +68,10 @@ class TorchTable:
     def _apply(self, rows: torch.Tensor | slice, gradient: torch.Tensor) -> None:
         rule, state = getattr(rules, self.settings.name.name), [values[rows] for values in self.state]
         touched = Touched(self.weights[rows], gradient, state, self.settings, self.learning_rate, self.num_updates + 1)
-        self.weights[rows] = rule(touched).to(self.weights.dtype)
+        trained = rule(touched)
+        if self.sparsity is not None:
+            trained = rules.shrunk(trained, self.sparsity, self.learning_rate)
+        self.weights[rows] = trained.to(self.weights.dtype)
         if isinstance(rows, torch.Tensor):  # else the rule has changed the state itself
             for values, changed in zip(self.state, state, strict=True):
                 values[rows] = changed

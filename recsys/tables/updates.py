@@ -41,7 +41,7 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
     for table, parameter in parameters.items():
         settings = config.table_optimizer(table)
         rule = settings.name.value
-        if rule.path is None or not rule.in_fbgemm(on_gpu):
+        if rule.path is None or not _in_fbgemm(config, table, on_gpu):
             # FBGEMM has to have some optimizer, and its gradients end before it (`update_in_torch`).
             apply_optimizer_in_backward(SGD, [parameter], {"lr": 0.0})
             continue
@@ -58,6 +58,10 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
             arguments["weight_decay_mode"] = WeightDecayMode.DECOUPLE
 
 
+def _in_fbgemm(config: Config, table: str, on_gpu: bool) -> bool:
+    return config.table_optimizer(table).name.value.in_fbgemm(on_gpu) and not config.updated_in_torch(table)
+
+
 class TableUpdates:
     """Updates of the tables on this rank, of a model that is sharded.
 
@@ -71,7 +75,7 @@ class TableUpdates:
         self._shards: list[TorchTable] = []
         for kernel in _kernels(model, FusedOptimizerModule):
             tables = [config_name(table.name) for table in kernel.config.embedding_tables]
-            if all(config.table_optimizer(table).name.value.in_fbgemm(on_gpu) for table in tables):
+            if all(_in_fbgemm(config, table, on_gpu) for table in tables):
                 self._fbgemm.append((config.table_optimizer(tables[0]), kernel.emb_module))  # they have one optimizer
             else:
                 shards = _torch_tables(kernel, config)
@@ -125,7 +129,8 @@ def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
     for table, weights in zip(kernel.config.embedding_tables, kernel.emb_module.split_embedding_weights(), strict=True):
         name, shard = config_name(table.name), table.local_metadata  # None of a table that every rank holds
         offset = (0, 0) if shard is None else tuple(shard.shard_offsets)
-        tables.append(TorchTable(name, weights, config.table_optimizer(name), offset, table.feature_names))
+        settings, sparsity = config.table_optimizer(name), config.tables[name].sparsity
+        tables.append(TorchTable(name, weights, settings, sparsity, offset, table.feature_names))
     return tables
 
 
