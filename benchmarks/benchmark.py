@@ -20,6 +20,7 @@ exit_unless_installed()
 import benchmark_checkpoints  # noqa: E402
 import benchmark_loader  # noqa: E402
 import benchmark_peaks  # noqa: E402
+import benchmark_predict  # noqa: E402
 import benchmark_random  # noqa: E402
 import benchmark_shuffle  # noqa: E402
 import benchmark_step  # noqa: E402
@@ -78,6 +79,8 @@ def main() -> None:
     benchmark_checkpoints.add_arguments(checkpoints)
     peaks = commands.add_parser("peaks", help="peaks of memory, predicted and measured, of runs of many shapes")
     benchmark_peaks.add_arguments(peaks)
+    predict = commands.add_parser("predict", help="rate of predictions against that of evaluation, and their memory")
+    benchmark_predict.add_arguments(predict)
     random = commands.add_parser("random", help="peaks of memory, predicted and measured, of random configs and data")
     benchmark_random.add_arguments(random)
     arguments = parser.parse_args()
@@ -90,6 +93,7 @@ def main() -> None:
         "checkpoints": benchmark_checkpoints.run,
         "peaks": benchmark_peaks.run,
         "random": benchmark_random.run,
+        "predict": benchmark_predict.run,
     }
     result = {**measure[arguments.command](arguments), "machine": machine()}
     if int(os.environ.get("RANK", "0")) > 0:

@@ -90,15 +90,20 @@ def write_results(
             "columns": kept,
             **settings,
         }
-        _write_blocks(opened, out, given.role, task, results_of)
+        write_blocks(opened, out, given.role, task, results_of)
         then(opened)
         del opened
     return 0
 
 
-def _write_blocks(
+def write_blocks(
     opened: OpenRun, out: Path, role: str, task: dict[str, Any], results_of: Callable[[OpenRun], Results]
 ) -> None:
+    """Write what a model gives for the rows of a role, without those that are there; collective.
+
+    Args:
+        task: what is written, with the `columns` that are kept.
+    """
     inputs, world = opened.inputs, opened.world
     blocks = _blocks(inputs.datasets[role])
     parts = world.from_rank_zero(lambda: Parts.begin(out, task, [block.num_rows for block in blocks]))
