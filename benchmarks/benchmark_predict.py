@@ -39,11 +39,12 @@ def recsys(*words: str) -> list[str]:
 def prepared(rows: int) -> tuple[Path, Path]:
     """Return a run of the sample's config, and a folder of rows to predict; made if they are not there."""
     folder = ROOT / f"data/.cache/predict-benchmark/{rows}-rows"
-    if not (folder / "run/result.json").exists():
+    if not (folder / "logs/prepared.json").exists():
         made = ["--test-rows", str(rows), "--files", str(FILES), "--out", str(folder / "logs"), "--overwrite"]
         subprocess.run(recsys("prepare", "synthetic", "--rows", "200000", *made), cwd=ROOT, check=True)
+    if not (folder / "run/result.json").exists():
         data = [f"data.{role}={folder}/logs/{role}" for role in ("train", "valid", "test")]
-        settings = ["train.epochs=1", "data.weight_column=null", f"run.dir={folder}/run", "run.overwrite=true"]
+        settings = ["train.max_steps=100", "data.weight_column=null", f"run.dir={folder}/run", "run.overwrite=true"]
         subprocess.run(
             recsys("train", "configs/dlrm_sample.yaml", *data[:2], "data.test=null", *settings), cwd=ROOT, check=True
         )
