@@ -1,17 +1,22 @@
-"""Where a training step brings numbers of the device to the host, for which a GPU's host waits: once, for the sums."""
+"""What a training step asks of a GPU: to wait for it once, for the sums, and operators that have a kernel there."""
 
 import json
 import os
+import re
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchgen
 from launch import fork_train
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchgen.gen import ParsedYaml, parse_native_yaml
+from torchgen.model import DispatchKey
 
 from recsys.step.pipeline import OverlappedPipeline
 from recsys.step.step import DenseHalf
@@ -30,6 +35,13 @@ ON_HOST = {("item", f"{_FBGEMM}:forward"), ("cpu", f"{_FBGEMM}:forward"), ("cpu"
 # What `__torch_function__` does is counted there.
 _NOT_COUNTED = {"start_sparse_data_dist", "wait_sparse_data_dist", "dist_init", "__torch_function__"}
 THE_ONE = "tolist", "exchange.py:wait"
+# FBGEMM's operators with a kernel for CUDA, by its sources (DISPATCH_TO_CUDA, FBGEMM_OP_DISPATCH(CUDA, …)); wheels for
+# CPUs do not tell. Look there before you add one.
+FBGEMM_ON_CUDA = re.compile(
+    "asynchronous_complete_cumsum|block_bucketize_sparse_features|bounds_check_indices|invert_permute|"
+    "permute_[12]D_sparse_data|dense_embedding_codegen_lookup_function|"
+    "split_embedding_(nobag_)?(codegen_forward|backward_codegen_[a-z_]+?)_(un)?weighted_pt2_wrapper"
+)
 
 
 def _caller() -> str:
@@ -59,12 +71,13 @@ class Calls(TorchFunctionMode):
 
 
 class Operators(TorchDispatchMode):
-    def __init__(self, found: Counter[tuple[str, str]]) -> None:
+    def __init__(self, found: Counter[tuple[str, str]], operators: set[str]) -> None:
         super().__init__()
-        self.found = found
+        self.found, self.operators = found, operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        self.operators.add(str(func))
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
@@ -78,18 +91,19 @@ def count_waits() -> None:
     """Count in the order of a GPU's step."""
     DenseHalf.late_exchange = property(lambda self: True, lambda self, late: None)  # type: ignore[assignment]
     progress, step, found = OverlappedPipeline.progress, 0, Counter[tuple[str, str]]()
+    operators: set[str] = set()
 
     def counted(self: OverlappedPipeline, batches: Any) -> Any:
         nonlocal step
         step += 1
         if not self._model.training or not _FIRST <= step < _LAST:
             return progress(self, batches)
-        with Operators(found), Calls(found):
+        with Operators(found, operators), Calls(found):
             output = progress(self, batches)
         if step == _LAST - 1:
             by_place = {" ".join(key): count / (_LAST - _FIRST) for key, count in found.items() if key[1]}
             (run_dir,) = (each.removeprefix("run.dir=") for each in sys.argv if each.startswith("run.dir="))
-            Path(run_dir, f"waits-{os.environ.get('RANK', 0)}").write_text(json.dumps(by_place))
+            Path(run_dir, f"waits-{os.environ.get('RANK', 0)}").write_text(json.dumps([by_place, sorted(operators)]))
         return output
 
     OverlappedPipeline.progress = counted
@@ -111,19 +125,36 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_the_host_waits_once_a_step(name: str, tmp_path: Path) -> None:
+def test_the_host_waits_once_a_step_and_every_operator_is_there(name: str, tmp_path: Path) -> None:
     nproc, options = RUNS[name]
     short = ("train.max_steps=14", "data.valid=null", "data.test=null", "data.prefetch_batches=2")
     options = [*short, "run.num_threads=1", "train.log_every_steps=1", *options]
     done = fork_train(CONFIG, f"run.dir={tmp_path}", *options, nproc=nproc, before=count_waits)
     assert done.returncode == 0, done.stderr[-3000:]
     for rank in range(nproc):
-        waits = json.loads((tmp_path / f"waits-{rank}").read_text())
+        waits, operators = json.loads((tmp_path / f"waits-{rank}").read_text())
+        assert len(operators) > 40 and not [each for each in operators if not on_cuda(each)]
         allowed = {" ".join(each) for each in ON_HOST}
         assert {place: count for place, count in waits.items() if place not in allowed} == {" ".join(THE_ONE): 1}
     if name == "much":
         done = fork_train(CONFIG, f"run.dir={tmp_path}/on_cpu", *options, nproc=nproc)
         assert losses(tmp_path) == losses(tmp_path / "on_cpu")
+
+
+@cache
+def torchs_operators() -> ParsedYaml:
+    folder = Path(torchgen.__file__).parent / "packaged/ATen/native"
+    return parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
+
+
+def on_cuda(operator: str) -> bool:
+    namespace, name, overload = operator.split(".")
+    if namespace != "aten":
+        return namespace in ("c10d", "profiler") or bool(FBGEMM_ON_CUDA.fullmatch(name))
+    full = name if overload == "default" else f"{name}.{overload}"
+    (function,) = (each for each in torchs_operators().native_functions if str(each.func.name) == full)
+    in_cuda = torchs_operators().backend_indices[DispatchKey.CUDA].has_kernel(function)
+    return function.has_composite_kernel or in_cuda or function.structured_delegate is not None
 
 
 def losses(run_dir: Path) -> list[float]:
