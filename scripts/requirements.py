@@ -1,4 +1,4 @@
-"""Print the pinned packages of the CPU or the CUDA set, one a line: python scripts/requirements.py cpu|cuda.
+"""Print the pinned packages of the CPU or the CUDA set, one a line: requirements.py cpu|cuda [oldest|newest].
 
 pyproject.toml holds both, as extras. The CPU set has fbgemm-gpu-cpu in place of fbgemm-gpu; torchrec is in both, and
 has to be installed without its dependencies in the CPU set.
@@ -17,20 +17,26 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def requirements(kind: str) -> list[str]:
-    """Return the pins of the CPU or the CUDA set, torchrec's among them, of FAISS and of what checks the code."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+def requirements(kind: str, name: str | None = None) -> list[str]:
+    """Return the pins of the CPU or the CUDA set, torchrec's among them, of FAISS and of what checks the code.
+
+    Args:
+        name: of the set of `tool.recsys.sets` whose versions are taken in place of the others.
+    """
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, others = content["project"], content["tool"]["recsys"]["sets"][name] if name else []
+    instead = {pin.partition("==")[0]: pin for pin in others}
     extras = project["optional-dependencies"]
     torchrec = [pin for pin in extras["cuda"] if pin.startswith("torchrec==")]
     pins = [*project["dependencies"], *extras["torch"], *extras[kind], *extras["faiss"], *extras["dev"], *torchrec]
-    return [pin for pin in dict.fromkeys(pins) if pin != "recsys[torch]"]
+    return [instead.get(pin.partition("==")[0], pin) for pin in dict.fromkeys(pins) if pin != "recsys[torch]"]
 
 
 def main() -> None:
-    if sys.argv[1:] not in (["cpu"], ["cuda"]):
-        sys.exit("usage: python scripts/requirements.py cpu|cuda")
-    kind = sys.argv[1]
-    print(f"# {kind} set for Python {platform.python_version()} in {ROOT}", *requirements(kind), sep="\n")
+    kind, *names = sys.argv[1:] or [""]
+    if kind not in ("cpu", "cuda") or names not in ([], ["oldest"], ["newest"]):
+        sys.exit("usage: python scripts/requirements.py cpu|cuda [oldest|newest]")
+    print(f"# {kind} set for Python {platform.python_version()} in {ROOT}", *requirements(kind, *names), sep="\n")
 
 
 if __name__ == "__main__":

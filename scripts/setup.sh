@@ -4,6 +4,7 @@
 #   bash scripts/setup.sh              the CUDA set if `nvidia-smi -L` lists a GPU, else the CPU set
 #   bash scripts/setup.sh cpu|cuda     that set
 #   PYTHON=/path/to/python bash scripts/setup.sh     with that Python, 3.10 to 3.14
+#   SET=oldest|newest bash scripts/setup.sh     the oldest or newest versions that are supported, into .venv-SET
 #
 # Does nothing when all is there and the pins are unchanged. Two at once are safe: the second waits.
 #
@@ -12,9 +13,10 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-venv_python=.venv/bin/python
-stamp=.venv/recsys-set.txt # what was installed; its first line alone while the installation is not finished
-command=.venv/bin/recsys
+venv=.venv${SET:+-$SET}
+venv_python=$venv/bin/python
+stamp=$venv/recsys-set.txt # what was installed; its first line alone while the installation is not finished
+command=$venv/bin/recsys
 torch_cpu_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 
 say() { echo "setup: $*"; }
@@ -47,7 +49,7 @@ find_python() {
         "Ubuntu the packages python3.11 and python3.11-venv), or name one with PYTHON=/path/to/python."
 }
 
-wanted() { "$1" scripts/requirements.py "$kind"; }
+wanted() { "$1" scripts/requirements.py "$kind" ${SET:+"$SET"}; }
 
 first_line() { echo "${1%%$'\n'*}"; }
 
@@ -66,8 +68,8 @@ make_venv() {
             return
         fi
     fi
-    say "making .venv with $("$python" -V) ($python)"
-    "$python" -m venv --clear .venv
+    say "making $venv with $("$python" -V) ($python)"
+    "$python" -m venv --clear "$venv"
 }
 
 # The small CPU build, unless torch is there already; the rest of the CPU set finds it in place. The whole try takes 5 s.
@@ -110,7 +112,7 @@ verify() {
     if [[ "$kind" == "$(fitting_kind)" ]]; then
         say "checking that torch, fbgemm and torchrec load"
         "$venv_python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' >/dev/null ||
-            die "the $kind set is installed but does not load, see the error above; .venv can be removed to start anew."
+            die "the $kind set is installed but does not load, see the error above; $venv can be removed to start anew."
     fi
 }
 

@@ -16,6 +16,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from requirements import requirements, tomllib
 
+from recsys.runtime.versions import FIRST_MINOR, LAST_MINOR, TORCH_MINOR_OFFSET
+
 
 def all_required(names: set[str]) -> set[str]:
     """Return the names of what is required by these packages, as they are installed here, and by what they require."""
@@ -37,6 +39,20 @@ def test_the_sets_have_one_fbgemm_each_of_one_version() -> None:
     cpu, cuda = set(requirements("cpu")), set(requirements("cuda"))
     (cpu_only,), (cuda_only,) = cpu - cuda, cuda - cpu
     assert cpu_only.replace("-cpu==", "==") == cuda_only and cuda_only.startswith("fbgemm-gpu==")
+
+
+@pytest.mark.parametrize(("name", "minor"), [("oldest", FIRST_MINOR), ("newest", LAST_MINOR)])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_the_oldest_and_the_newest_set_are_what_is_supported(kind: str, name: str, minor: int) -> None:
+    plain, pins = requirements(kind), requirements(kind, name)
+    other = sorted(pin for pin in pins if pin not in plain)
+    assert len(pins) == len(plain) and len(other) == 3
+    names = [
+        f"fbgemm-gpu{'-cpu' * (kind == 'cpu')}==1.{minor}",
+        f"torch==2.{minor + TORCH_MINOR_OFFSET}",
+        f"torchrec==1.{minor}",
+    ]
+    assert [pin.rpartition(".")[0] for pin in other] == names
 
 
 @pytest.mark.slow

@@ -16,10 +16,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from launch import ROOT
 from sources import Sources
 
-ROOT = Path(__file__).resolve().parents[2]
-OLDEST = ("torchrec==1.6.1", "fbgemm-gpu-cpu==1.6.0")
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from requirements import requirements
+
+OLDEST = [pin for pin in requirements("cpu", "oldest") if pin.startswith(("torchrec==", "fbgemm"))]
 PACKAGES = ("torchrec", "fbgemm_gpu")
 _TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 _JAGGED = "torchrec.sparse.jagged_tensor"
