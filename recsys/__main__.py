@@ -49,6 +49,7 @@ _COMMANDS = {
     "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
     "embeddings": "write vectors by raw id as Parquet: of items, of users, or of a table; with a FAISS index of items",
     "compress": "quantise and prune a finished run's tables, as far as a metric allows",
+    "export": "write a finished run as a folder that scores and recommends without torch",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return predict(words[1:], command)
     if command == "compress":
         return compress(words[1:])
+    if command == "export":
+        return export(words[1:])
     return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
 
 
@@ -193,6 +196,26 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
             metric = words.metric or trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
             request = Request(tuple(words.steps.split(",")), metric, words.max_loss, words.prune_by)
         return compress_run(run, trained, words.out, request)
+
+
+def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
+    """Export a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    parser = _Parser(prog, description=_description("export"))
+    parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which is not there or empty")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.items")
+    encodings = ("fp32", "stored", "fp16", "int8", "int4", "int2")
+    parser.add_argument("--tables", choices=encodings, default="fp32", help="how rows of tables are written (fp32)")
+    parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
+    with _mistakes_told():
+        words = parser.parse_intermixed_args(arguments)
+        prepare_environment()
+        check_versions()
+        from recsys.serving.export import export as export_run
+        from recsys.serving.finished import find_run
+
+        run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
+        return export_run(run, words.out, words.tables)
 
 
 def _positive(text: str) -> int:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements(kind: str, name: str | None = None) -> list[str]:
-    """Return the pins of the CPU or the CUDA set, torchrec's among them, of FAISS and of what checks the code.
+    """Return the pins of the CPU or the CUDA set, torchrec's too, of FAISS, of export and of what checks code.
 
     Args:
         name: of the set of `tool.recsys.sets` whose versions are taken in place of the others.
@@ -28,7 +28,15 @@ def requirements(kind: str, name: str | None = None) -> list[str]:
     instead = {pin.partition("==")[0]: pin for pin in others}
     extras = project["optional-dependencies"]
     torchrec = [pin for pin in extras["cuda"] if pin.startswith("torchrec==")]
-    pins = [*project["dependencies"], *extras["torch"], *extras[kind], *extras["faiss"], *extras["dev"], *torchrec]
+    pins = [
+        *project["dependencies"],
+        *extras["torch"],
+        *extras[kind],
+        *extras["faiss"],
+        *extras["export"],
+        *extras["dev"],
+        *torchrec,
+    ]
     return [instead.get(pin.partition("==")[0], pin) for pin in dict.fromkeys(pins) if pin != "recsys[torch]"]
 
 

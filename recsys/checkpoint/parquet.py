@@ -16,7 +16,7 @@ import torch
 from recsys.checkpoint.files import file_problem
 from recsys.checkpoint.source import check_facts, facts_of
 from recsys.checkpoint.state import Marker, find_checkpoint
-from recsys.checkpoint.tensor_files import Entry, Piece, Pieces, read_tensors
+from recsys.checkpoint.tensor_files import Entry, Pieces, read_rows
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
@@ -69,13 +69,7 @@ def _batches(path: Path, entries: Mapping[str, Entry], vocabulary: pa.Array | No
     num_rows = entries[VECTOR].size[0]
     for start in range(0, num_rows, _ROWS_AT_ONCE):
         stop = min(num_rows, start + _ROWS_AT_ONCE)
-        columns = {}
-        for column, entry in entries.items():
-            tensor = torch.empty((stop - start, *entry.size[1:]), dtype=entry.torch_dtype)
-            piece = Piece(tensor, (start, *[0] * (tensor.dim() - 1)))
-            columns[column] = Pieces(entry.size, tensor.dtype, (piece,))
-        read_tensors(path, entries, columns)
-        values = {column: _to_arrow(pieces.pieces[0].tensor) for column, pieces in columns.items()}
+        values = {column: _to_arrow(read_rows(path, entry, start, stop)) for column, entry in entries.items()}
         yield pa.table({**_keys(start, stop, num_rows, vocabulary), **values})
 
 

@@ -171,6 +171,14 @@ def gather_rows(folder: Path, entry: Entry, rows: np.ndarray) -> torch.Tensor:
     return gathered
 
 
+def read_rows(folder: Path, entry: Entry, start: int, stop: int) -> torch.Tensor:
+    """Return rows of a tensor of a checkpoint, in its type; errors as of `read_tensors`."""
+    rows = torch.empty((stop - start, *entry.size[1:]), dtype=entry.torch_dtype)
+    piece = Piece(rows, (start, *[0] * (rows.dim() - 1)))
+    read_tensors(folder, {"": entry}, {"": Pieces(entry.size, rows.dtype, (piece,))})
+    return rows
+
+
 def _read_common(path: Path, place: Place, dtype: torch.dtype, piece: Piece) -> None:
     """Copy what a place and a piece of a tensor have in common, some rows at a time."""
     target, sizes = torch.atleast_1d(piece.tensor.detach()), place.sizes or (1,)

@@ -74,7 +74,7 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", module=r"(torch|torchrec|fbgemm_gpu|tensordict|torchmetrics|pyvers)(\..*)?$")
     # torchrec's planner logs to the root logger itself.
     logging.getLogger().addFilter(lambda record: record.levelno >= logging.ERROR)
-    for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint"):
+    for name in ("torchrec", "torch.fx", "torch.distributed", "torch.distributed.checkpoint", "torch.onnx"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

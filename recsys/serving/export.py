@@ -1,0 +1,231 @@
+"""A finished run as a folder that stands alone: tables, dense part, what ids and numbers mean, and a program to score.
+
+manifest.json describes the folder (docs/serving.md); `score.py` in it reads it with numpy, pyarrow and onnxruntime.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys.checkpoint import Source, verify_checkpoint
+from recsys.checkpoint.tensors import TABLES
+from recsys.config import Config, IdMappingType, TableConfig
+from recsys.config.choices import Device
+from recsys.config.features import averaged_features, float_features, id_features
+from recsys.data.decode import SegmentReader
+from recsys.data.footer_cache import kept_schema
+from recsys.data.inputs import Inputs, open_inputs
+from recsys.data.spec import FloatColumn
+from recsys.data.wanted import column_of, needed_columns
+from recsys.errors import UserError
+from recsys.ids import is_text
+from recsys.runtime.files import replace_file
+from recsys.runtime.logs import quiet_libraries
+from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import World, open_world
+from recsys.serving import export_dense
+from recsys.serving.export_dense import DenseExport, GraphSpec, check_packages, load_dense, package_versions
+from recsys.serving.export_tables import Files, write_index, write_kept, write_table
+from recsys.serving.finished import Finished
+from recsys.training.learning import learn_facts
+
+_PROGRAMS = ("score.py", "serve.py")  # copied as they are
+
+
+def export(run: Finished, out: Path, tables: str = "fp32") -> int:
+    """Export a finished run to a folder; return the exit status, 0.
+
+    The folder appears when all is written, and checked against the run. Memory does not grow with the tables.
+
+    Args:
+        out: a folder that is not there, or is empty.
+        tables: how rows are written, one of `export_tables.ENCODINGS`; a table with `quantize` is written so.
+
+    Raises:
+        UserError: a folder with something in it, a checkpoint that is corrupt, a package that is missing, or a model
+            that torch cannot export.
+    """
+    check_packages()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"'{out}' is there already; name another folder, or remove it")
+    quiet_libraries()
+    with open_world(Device.cpu, run.config.run.num_threads) as world:
+        source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+        try:
+            _Export(run, source, world, Files(folder), tables).write()
+            folder.chmod(0o755)
+            os.replace(folder, out)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    print(f"{out}: step {source.marker.state.step} of {run.run_dir}, {size:,} bytes", flush=True)
+    return 0
+
+
+class _Export:
+    """One export under way."""
+
+    def __init__(self, run: Finished, source: Source, world: World, files: Files, encoding: str) -> None:
+        self._run, self._source, self._files, self._encoding = run, source, files, encoding
+        needs, footers = run.config.model.needs(), run.run_dir / "footers"
+        self._has_items = needs.item_id is not None and run.config.data.items is not None
+        roles = ["items"] if self._has_items else []
+        inputs = open_inputs(run.config, world, known=footers, roles=roles)
+        self._inputs: Inputs = learn_facts(inputs, run.run_dir, source)
+        self._config: Config = self._inputs.config
+        self._schema = kept_schema(footers / "train.footers")
+
+    def write(self) -> None:
+        """Write all files, the manifest last."""
+        from recsys.serving.score import sha256
+
+        for name in _PROGRAMS:
+            shutil.copyfile(Path(__file__).with_name(name), self._files.folder / name)
+        state, config = self._source.marker.state, self._config
+        manifest: dict[str, Any] = {
+            "made": {
+                "run": self._run.run_dir.name,
+                "checkpoint": self._source.path.name,
+                "step": state.step,
+                "versions": {**installed_versions(), **package_versions()},
+            },
+            "model": config.model.name,
+            "features": self._features(),
+            "floats": float_features(config),
+            "tables": {name: self._table(name, table) for name, table in config.tables.items()},
+            **self._dense(),
+        }
+        self._write_manifest(manifest)
+        if self._has_items:
+            manifest["items"] = self._items()
+        # What score.py does not read, and so does not compare.
+        beside = {name: self._files.folder / name for name in (*_PROGRAMS, "dense.pt2")}
+        manifest["beside"] = {
+            name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in beside.items()
+        }
+        self._write_manifest(manifest)
+
+    def _write_manifest(self, manifest: dict[str, Any]) -> None:
+        from recsys.serving.score import FORMAT, MANIFEST, checksum
+
+        content = {"format": FORMAT, **manifest, "files": self._files.entries}
+        content["sha256"] = checksum(content)
+        replace_file(self._files.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    def _features(self) -> list[dict[str, Any]]:
+        """Return how columns become ids and numbers, in the order of the config."""
+        config, spec = self._config, self._inputs.spec("rows")
+        floats = {part.name: _float_entry(part) for part in spec.floats}
+        averaged, unpooled = averaged_features(config), config.unpooled_features()
+        entries = []
+        for part in spec.ids:
+            feature = config.features[part.name]
+            entry: dict[str, Any] = {"name": part.name, "type": "id", "table": feature.table}
+            entry |= {"column": None, "cross": list(feature.cross)} if feature.cross else {"column": part.column}
+            entry |= {"pooling": "none" if part.name in unpooled else "mean" if part.name in averaged else "sum"}
+            entry |= {"nulls": part.null.name, "max_length": part.max_length, "keep": part.keep.name}
+            entry |= {"weights": part.weights, "boundaries": part.boundaries and list(part.boundaries)}
+            entries.append(entry)
+        by_name = {**floats, **{entry["name"]: entry for entry in entries}}
+        return [by_name[name] for name in config.features]
+
+    def _table(self, name: str, table: TableConfig) -> dict[str, Any]:
+        """Write a table, and what tells its rows; return what the manifest says of them."""
+        encoding = table.quantize.name.lower() if table.quantize else self._encoding
+        entry = self._source.marker.tensors[TABLES + name]
+        vectors = write_table(self._files, name, self._source.path, entry, encoding)
+        return {"mapping": self._mapping(name, table), "text": self._is_text(name), "vectors": vectors}
+
+    def _mapping(self, name: str, table: TableConfig) -> dict[str, Any]:
+        vocabulary, kept = self._inputs.facts.of_table(name) if self._inputs.facts else (None, None)
+        entry: dict[str, Any] = {"type": table.mapping.name, "seed": table.hash_seed}
+        entry["rows"] = table.num_embeddings if kept is None else kept.num_before
+        if table.mapping is IdMappingType.hash:
+            entry["num_hashes"] = table.num_hashes
+        if table.mapping is IdMappingType.quotient_remainder:
+            entry["num_ids"] = table.num_ids
+        if table.mapping is IdMappingType.vocabulary and vocabulary is not None:
+            index = write_index(self._files, f"mappings/{name}.arrow", vocabulary, table.hash_seed)
+            entry |= {"num_ids": len(vocabulary), "num_buckets": table.num_buckets, "index": index}
+        return entry if kept is None else {**entry, "kept": write_kept(self._files, name, kept)}
+
+    def _is_text(self, table: str) -> bool | None:
+        """Return whether the ids of a table were texts in training; None where no column of it tells."""
+        for name in id_features(self._config):
+            column = column_of(self._config, name)
+            if self._config.features[name].table == table and column in self._schema.names:
+                kind = self._schema.field(column).type
+                kind = getattr(kind, "value_type", kind)
+                if not pa.types.is_null(kind):
+                    return is_text(kind)
+        return None
+
+    def _dense(self) -> dict[str, Any]:
+        """Write the graphs and weights of the dense part; return what the manifest says of them."""
+        config, needs = self._config, self._config.model.needs()
+        model = load_dense(config, self._source)
+        dims = {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
+        weighted = self._inputs.spec("rows").weighted
+        inputs = export_dense.Inputs(dims, len(float_features(config)), config.unpooled_features(), weighted)
+        dense = DenseExport(self._files, model, inputs)
+        weights = dense.write_weights()
+        graphs = [GraphSpec("score", "dense.onnx", [*config.features], *dense.predictions())]
+        if needs.item_id is not None:
+            of_users = [name for name in config.features if name not in needs.item_features]
+            graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda outputs: outputs[:1]))
+            graphs.append(GraphSpec("item", "item.onnx", [*needs.item_features], ["item"], lambda outputs: outputs[1:]))
+        entries = {}
+        for graph in graphs:
+            program = dense.write_graph(graph)
+            if graph.name == "score":
+                torch.export.save(program, self._files.folder / "dense.pt2")
+            entries[graph.name] = {"file": graph.file, "features": graph.features, "outputs": graph.outputs}
+        return {"weights": weights, "graphs": entries}
+
+    def _items(self) -> dict[str, Any]:
+        """Write ids and vectors of the items; return what the manifest says of them."""
+        from recsys.serving.score import ROWS_AT_ONCE, Scorer
+
+        config, corpus = self._config, self._inputs.corpus
+        assert corpus is not None
+        dataset = self._inputs.datasets["items"]
+        reader = SegmentReader(dataset, list(needed_columns(config, "items")))
+        scorer = Scorer(self._files.folder)
+
+        def vectors() -> Iterator[np.ndarray]:
+            for number in range(len(dataset.row_groups)):
+                table = reader.read(dataset.row_groups.segment(number))
+                for start in range(0, len(table), ROWS_AT_ONCE):
+                    yield scorer.outputs("item", table.slice(start, ROWS_AT_ONCE))[0]
+
+        dim = config.model.needs().vector_dim
+        file = self._files.write("items/vectors.bin", vectors(), always_verified=False)
+        return {
+            "ids": self._files.arrow(
+                "items/ids.arrow", {column_of(config, config.model.needs().item_id or ""): corpus}
+            ),
+            "index": write_index(self._files, "items/index.arrow", corpus, 0),
+            "vectors": {"file": file, "encoding": "fp32", "rows": len(corpus), "columns": dim, "stride": 4 * dim},
+            "seen": config.data.seen_column,
+            "candidates": config.data.candidates_column,
+        }
+
+
+def _float_entry(part: FloatColumn) -> dict[str, Any]:
+    transform = part.transform
+    entry = {"name": part.name, "type": "float", "column": part.column, "fill": part.fill}
+    if transform is None:
+        return entry
+    clip = None if transform.clip is None else list(transform.clip)
+    return {**entry, "clip": clip, "log1p": transform.log1p, "mean": transform.mean, "std": transform.std}

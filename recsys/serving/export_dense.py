@@ -1,0 +1,287 @@
+"""The dense part of a finished run as ONNX graphs over one file of weights, and by `torch.export`."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from recsys.checkpoint import Source
+from recsys.checkpoint.tensor_files import Entry, Pieces, read_tensors
+from recsys.checkpoint.tensors import DENSE
+from recsys.config import Config
+from recsys.errors import UserError
+from recsys.models.base import Model, Vectors
+from recsys.runtime.logs import quiet_libraries
+from recsys.serving.export_tables import Files
+from recsys.step.build import build_dense_half
+from recsys.tables.module_names import parameter_name
+
+WEIGHTS = "dense.bin"
+_ALIGNED = 64  # bytes at which the weights of the ONNX graphs begin
+_PREFIX = "model."  # of the weights' names in a graph
+_CLOSE = 1e-5
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+
+
+def check_packages() -> None:
+    """Raise a UserError where a package is missing."""
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and export needs them; "
+            f"`bash scripts/setup.sh` installs them, without a clone the wheel's extra export (there is no onnxruntime "
+            f"for Python 3.10: export with 3.11 or later, any Python reads the run)"
+        )
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that the export was made with."""
+    return {name: version(name) for name in _PACKAGES}
+
+
+def load_dense(config: Config, source: Source) -> Model:
+    """Return the dense part of a checkpoint, on the CPU, in eval mode.
+
+    Raises:
+        UserError: the model's class has other parameters by now.
+    """
+    model: Model = build_dense_half(config, lambda: torch.zeros(1)).model
+    targets = {DENSE + parameter_name(name): Pieces.of(value) for name, value in model.state_dict().items()}
+    saved = {name: entry for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
+    sizes, expected = ({name: each.size for name, each in part.items()} for part in (saved, targets))
+    if sizes != expected:
+        differing = sorted(name for name in {**sizes, **expected} if sizes.get(name) != expected.get(name))
+        raise UserError(
+            f"checkpoint '{source.path}' has other weights than the class of the model ({', '.join(differing[:5])}); "
+            f"export with the class that it was trained with"
+        )
+    read_tensors(source.path, saved, targets)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the dense part reads.
+
+    Attributes:
+        dims: embedding_dim of the id features. sequences: those of which it reads a vector for each id.
+        weighted: ids have weights.
+    """
+
+    dims: Mapping[str, int]
+    num_floats: int
+    sequences: Sequence[str]
+    weighted: bool
+
+    def names(self, features: Sequence[str]) -> list[str]:
+        """Return the names of a graph's inputs for some features, with the floats before them."""
+        names = ["floats"]
+        for name in features:
+            kinds = ["values", "lengths", *(["weights"] if self.weighted else [])]
+            names += [f"{kind}:{name}" for kind in (kinds if name in self.sequences else ["vector"])]
+        return names
+
+    def draw(self, features: Sequence[str], num_rows: int, generator: torch.Generator) -> list[torch.Tensor]:
+        """Return random values of these inputs."""
+        tensors = [torch.randn(num_rows, self.num_floats, generator=generator)]
+        for name in features:
+            if name not in self.sequences:
+                tensors.append(torch.randn(num_rows, self.dims[name], generator=generator))
+                continue
+            lengths = torch.randint(0, 5, (num_rows,), generator=generator)
+            lengths[-1] = 3  # so that there are some
+            ids = int(lengths.sum())
+            tensors += [torch.randn(ids, self.dims[name], generator=generator), lengths]
+            tensors += [torch.rand(ids, generator=generator)] if self.weighted else []
+        return tensors
+
+
+class Graph(nn.Module):
+    """The dense part as a function of the tensors that `Inputs.names` names.
+
+    Args:
+        features: id features that are given; the others have an empty list in every row.
+        results: from the model's outputs to those of the graph.
+    """
+
+    def __init__(self, model: Model, inputs: Inputs, features: Sequence[str], results: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.model, self._inputs, self._features, self._results = model, inputs, list(features), results
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the outputs, each [rows, …]."""
+        given = iter(tensors)
+        floats = next(given)
+        vectors: Vectors = {}
+        for name, dim in self._inputs.dims.items():
+            is_given = name in self._features
+            if name not in self._inputs.sequences:
+                vectors[name] = next(given) if is_given else floats.new_zeros(floats.shape[0], dim)
+                continue
+            values = next(given) if is_given else floats.new_zeros(0, dim)
+            lengths = next(given) if is_given else torch.zeros(floats.shape[0], dtype=torch.int64)
+            weights = (next(given) if is_given else floats.new_zeros(0)) if self._inputs.weighted else None
+            vectors[name] = JaggedTensor(values, lengths=lengths, weights=weights)
+        return tuple(self._results(self.model(vectors, floats)))
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """One graph of an export.
+
+    Attributes:
+        features: that it reads, of both kinds. outputs: their names. results: makes them of the model's outputs.
+    """
+
+    name: str
+    file: str
+    features: list[str]
+    outputs: list[str]
+    results: Callable[[Any], Any]
+
+
+class DenseExport:
+    """Writes the weights of a model, and graphs that read them."""
+
+    def __init__(self, files: Files, model: Model, inputs: Inputs) -> None:
+        check_packages()
+        quiet_libraries()
+        self._files, self._model, self._inputs = files, model, inputs
+        self._weights = {parameter_name(name): value for name, value in model.state_dict().items()}
+        self._places, at = dict[str, int](), 0
+        for name, value in self._weights.items():
+            self._places[name] = at
+            at += -(-value.numel() * value.element_size() // _ALIGNED) * _ALIGNED
+
+    def write_weights(self) -> dict[str, Any]:
+        """Write the weights of all graphs; return what the manifest says of them."""
+
+        def chunks() -> Iterator[Any]:
+            for value in self._weights.values():
+                content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                yield content
+                yield bytes(-len(content) % _ALIGNED)
+
+        self._files.write(WEIGHTS, chunks(), always_verified=False)
+        tensors = {
+            name: {"offset": self._places[name], **_described(Entry.of(Pieces.of(value)))}
+            for name, value in self._weights.items()
+        }
+        return {"file": WEIGHTS, "tensors": tensors}
+
+    def predictions(self) -> tuple[list[str], Callable[[Any], Any]]:
+        """Return the names of what the model predicts of rows, and what makes it of the model's outputs."""
+        ids, generator = list(self._inputs.dims), torch.Generator().manual_seed(0)
+        with torch.no_grad():  # a tuple of what `predictions` returns is one of its names
+            names = Graph(self._model, self._inputs, ids, self._model.predictions)(
+                *self._inputs.draw(ids, 2, generator)
+            )
+        return [str(name) for name in names], lambda outputs: self._model.predictions(outputs).values()
+
+    def write_graph(self, spec: GraphSpec) -> torch.export.ExportedProgram:
+        """Write an ONNX graph, compare it with the model, and return what it was made from.
+
+        Raises:
+            UserError: torch cannot export the model, or the graph gives other numbers.
+        """
+        features = [name for name in spec.features if name in self._inputs.dims]
+        graph = Graph(self._model, self._inputs, features, spec.results).eval()
+        program, onnx = self._exported(graph, features, spec.outputs)
+        self._files.write(spec.file, iter([self._with_places(onnx.model_proto).SerializeToString()]))
+        self._compare(spec.file, graph, features)
+        return program
+
+    def _exported(self, graph: Graph, features: Sequence[str], outputs: Sequence[str]) -> tuple[Any, Any]:
+        names = self._inputs.names(features)
+        example = self._inputs.draw(features, 7, torch.Generator().manual_seed(0))
+        rows = torch.export.Dim("rows")
+        ids = {name: torch.export.Dim(f"ids_{number}") for number, name in enumerate(features)}
+        kinds = [name.partition(":") for name in names]
+        shapes = [{0: ids[name] if kind in ("values", "weights") else rows} for kind, _, name in kinds]
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of torch about itself
+                graph(*example)  # what is made at the first call is made of tensors that hold numbers
+                program = torch.export.export(graph, tuple(example), dynamic_shapes=(tuple(shapes),), strict=True)
+                table: dict[Any, Any] = {torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave}
+                onnx = torch.onnx.export(
+                    program,
+                    dynamo=True,
+                    input_names=names,
+                    output_names=list(outputs),
+                    optimize=False,  # which would fold weights into others
+                    verbose=False,
+                    custom_translation_table=table,
+                )
+        except Exception as error:  # of any kind: whatever a model does that cannot be exported
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(
+                f"torch cannot export model '{type(self._model).__name__}' ({type(error).__name__}: {reason}); its "
+                f"forward has to be made of operators that torch.export and ONNX have"
+            ) from error
+        return program, onnx
+
+    def _with_places(self, graph: Any) -> Any:
+        """Return an ONNX model whose weights lie in the file of weights."""
+        import onnx
+
+        names = {_PREFIX + name: parameter_name(name) for name in self._model.state_dict()}
+        for node in graph.graph.node:
+            node.ClearField("metadata_props")  # where in the code it comes from
+        for tensor in graph.graph.initializer:
+            if tensor.name in names:
+                size = len(tensor.raw_data)
+                tensor.ClearField("raw_data")
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                facts = {"location": WEIGHTS, "offset": self._places[names[tensor.name]], "length": size}
+                for key, value in facts.items():
+                    tensor.external_data.add(key=key, value=str(value))
+        return graph
+
+    def _compare(self, file: str, graph: Graph, features: Sequence[str]) -> None:
+        """Compare a graph in ONNX Runtime with the model in torch, on random rows: one, and many."""
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(self._files.folder / file), providers=["CPUExecutionProvider"])
+        names = self._inputs.names(features)
+        for num_rows in (1, 100):
+            tensors = self._inputs.draw(features, num_rows, torch.Generator().manual_seed(num_rows))
+            wanted = {each.name for each in session.get_inputs()}
+            feed = {name: value.numpy() for name, value in zip(names, tensors, strict=True) if name in wanted}
+            with torch.no_grad():
+                expected = [output.numpy() for output in graph(*tensors)]
+            for ours, theirs in zip(expected, session.run(None, feed), strict=True):
+                worst = float(np.max(np.abs(ours - theirs) / np.maximum(1, np.abs(ours)), initial=0.0))
+                if not worst <= _CLOSE:
+                    raise UserError(
+                        f"'{file}' gives other numbers in ONNX Runtime than model '{type(self._model).__name__}' in "
+                        f"torch (they differ by {worst:.3g}); report it with the model"
+                    )
+
+
+def _described(entry: Entry) -> dict[str, Any]:
+    return {"shape": list(entry.size), "dtype": entry.dtype}
+
+
+def _repeat_interleave(repeats: Any, output_size: Any = None) -> Any:
+    """Say in ONNX which row each id is of, given how many each row has; the exporter's own takes rows × ids of memory.
+
+    A mark where each row ends, summed up.
+    """
+    from onnxscript import opset18
+
+    op: Any = opset18
+    first, one = op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
+    ends = op.CumSum(repeats, first)
+    total = op.Gather(ends, op.Constant(value_ints=[-1]))
+    marks = op.ScatterElements(
+        op.Expand(first, op.Add(total, one)), ends, op.Expand(one, op.Shape(ends)), axis=0, reduction="add"
+    )
+    return op.Slice(op.CumSum(marks, first), first, total, first)

@@ -1,0 +1,110 @@
+"""Files of an export that hold rows of tables, and ids by hash: written in pieces, each with its checksum."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from recsys.checkpoint.tensor_files import Entry, read_rows
+from recsys.config.choices import RowCode
+from recsys.errors import UserError
+from recsys.ids import KeptRows, read_keys
+from recsys.runtime.files import naming
+from recsys.tables.bytes import CHUNK_BYTES
+from recsys.tables.row_codes import encode_rows
+
+ENCODINGS = ("fp32", "stored", "fp16", "int8", "int4", "int2")  # of tables
+_STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Files:
+    """Files of a folder, with what the manifest says of each."""
+
+    folder: Path
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def write(self, name: str, chunks: Iterator[Any], always_verified: bool = True) -> str:
+        """Write a file from pieces of memory, synced; return its name.
+
+        Args:
+            always_verified: whoever opens the export compares the checksum, whatever the size.
+        """
+        path, total, size = self.folder / name, hashlib.sha256(), 0
+        path.parent.mkdir(exist_ok=True)
+        with naming(path), path.open("wb") as file:
+            for chunk in chunks:
+                total.update(chunk)
+                size += file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        self.entries[name] = {"bytes": size, "sha256": total.hexdigest(), "always_verified": always_verified}
+        return name
+
+    def arrow(self, name: str, columns: dict[str, pa.Array]) -> str:
+        """Write columns as an Arrow file, which is memory-mapped as it is; return its name."""
+        table = pa.table(columns)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        return self.write(name, iter([sink.getvalue()]))
+
+
+def write_table(files: Files, name: str, checkpoint: Path, entry: Entry, encoding: str) -> dict[str, Any]:
+    """Write the rows of a checkpoint's table; return what the manifest says of them.
+
+    Args:
+        encoding: one of ENCODINGS; `stored` is the type that the checkpoint has.
+
+    Raises:
+        UserError: the table's type, or its width, does not go with that.
+    """
+    num_rows, columns = entry.size
+    if entry.dtype not in _STORED:
+        raise UserError(f"table '{name}' is stored as {entry.dtype}, and export reads {', '.join(_STORED)}")
+    encoding = _STORED[entry.dtype] if encoding == "stored" else encoding
+    if encoding == "int2" and columns % 8:
+        raise UserError(f"table '{name}' has embedding_dim {columns}, and int2 takes a multiple of 8; use int4")
+    step, strides = max(1, CHUNK_BYTES // (4 * columns)), set()
+
+    def chunks() -> Iterator[np.ndarray]:
+        for start in range(0, num_rows, step):
+            rows = read_rows(checkpoint, entry, start, min(num_rows, start + step))
+            if encoding in _FLOATS:
+                coded = rows.to(_FLOATS[encoding]).view(torch.uint8)
+            else:
+                coded = encode_rows(rows.float(), RowCode[encoding.upper()])
+            strides.add(coded.shape[1])
+            yield coded.reshape(-1).numpy()
+
+    file = files.write(f"tables/{name}.bin", chunks(), always_verified=False)
+    (stride,) = strides
+    return {"file": file, "encoding": encoding, "rows": num_rows, "columns": columns, "stride": stride}
+
+
+def write_index(files: Files, name: str, ids: pa.Array, seed: int) -> dict[str, Any]:
+    """Write the hashes of distinct ids in order, the place of each id among them, and of texts these; return what the
+    manifest says of it."""
+    keys = read_keys(ids)
+    hashes = keys.hashes(seed)
+    places = np.arange(len(ids)) if keys.indices is None else np.argsort(keys.indices)
+    order = np.argsort(hashes)
+    width = np.int32 if len(ids) < 2**31 else np.int64
+    columns = {"hash": pa.array(hashes[order]), "number": pa.array(places[order].astype(width))}
+    if len(keys.texts):
+        columns["text"] = keys.texts.take(pa.array(order))
+    kind = "texts" if len(keys.texts) else "unsigned" if keys.numbers.dtype.kind == "u" else "integers"
+    return {"file": files.arrow(name, columns), "ids": kind}
+
+
+def write_kept(files: Files, table: str, kept: KeptRows) -> str:
+    """Write a bit for each row that a table had before some were pruned, in words of 64; return the file's name."""
+    bits = np.packbits(kept.kept.to_numpy(zero_copy_only=False), bitorder="little")
+    return files.write(f"mappings/{table}.kept.bin", iter([np.pad(bits, (0, -len(bits) % 8))]))

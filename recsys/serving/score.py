@@ -1,0 +1,797 @@
+"""Score rows and recommend items with an exported model; needs numpy, pyarrow and onnxruntime, and nothing else.
+
+    python score.py predict DATA OUT.parquet [--keep a,b]
+    python score.py recommend USERS OUT.parquet --k 20 [--keep a,b]
+
+DATA is a Parquet file, a folder of such, or a glob. In a program:
+
+    from score import Scorer
+    scorer = Scorer("folder of the export")
+    scores = scorer.score(table)                    # Arrow in, Arrow out, row for row
+    best = scorer.recommend(users, k=20)
+
+manifest.json says what lies in the folder, and how a column becomes numbers. The way of a batch: raw ids to hashes,
+hashes to rows of tables, rows to vectors, vectors of a list to their sum, all vectors and floats to the ONNX graph.
+"""
+
+import argparse
+import glob
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+NULL_ROW = 0
+ROWS_AT_ONCE = 8192  # of a file
+VERIFIED_BYTES = 64 << 20  # larger files of vectors are read by row, and verified if that is asked for
+SCORES_AT_ONCE = 1 << 24  # of users with items
+BITS, LOW = 2**64 - 1, 2**32 - 1
+
+
+class ExportError(Exception):
+    """A mistake in the data, or a damaged export, in one sentence."""
+
+
+# Hashes: SplitMix64's finalizer for integers, XXH3-64 for texts; both are seeded.
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Return SplitMix64's finalizer of uint64 [n]."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+def seeded(x: np.ndarray, seed: int) -> np.ndarray:
+    """Return the hashes of uint64 [n] by a seed."""
+    return mix(x + (0x9E3779B97F4A7C15 * (seed + 1) & BITS))
+
+
+def hash_numbers(numbers: np.ndarray, seed: int) -> np.ndarray:
+    """Return the hashes of integers of any type, uint64 [n]: equal numbers have equal ones."""
+    return seeded(numbers.astype(np.int64 if numbers.dtype.kind == "i" else np.uint64).view(np.uint64), seed)
+
+
+def hash_texts(texts: pa.Array, seed: int) -> np.ndarray:
+    """Return the XXH3-64 of a large_binary array, uint64 [n]; texts of one length together."""
+    bounds = np.frombuffer(texts.buffers()[1], np.int64, len(texts) + 1, texts.offset * 8) if len(texts) else [0]
+    content = np.frombuffer(texts.buffers()[2] or b"", np.uint8) if len(texts) else np.zeros(0, np.uint8)
+    starts, lengths, hashes = np.asarray(bounds)[:-1], np.diff(bounds), np.empty(len(texts), np.uint64)
+    for length in np.unique(lengths):
+        places = np.flatnonzero(lengths == length)
+        hashes[places] = xxh3(content[starts[places, None] + np.arange(length)], seed)
+    return hashes
+
+
+SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221b8084674f743248e"
+    "e03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8a8fa763fe39c343ff9dcbbc7c70b4f1d"
+    "8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc"
+    "8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+PRIME64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
+
+
+def word(at: int) -> int:
+    """Return 64 bits of the secret."""
+    return int.from_bytes(SECRET[at : at + 8], "little")
+
+
+def folded(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the low half of the 128 bits of a product XOR the high one, uint64."""
+    (al, ah), (bl, bh) = (a & LOW, a >> 32), (b & LOW, b >> 32)
+    middle = (al * bl >> 32) + (ah * bl & LOW) + al * bh
+    return (a * b) ^ ((ah * bl >> 32) + (middle >> 32) + ah * bh)
+
+
+def avalanche(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> 37)) * 0x165667919E3779F9
+    return x ^ (x >> 32)
+
+
+def xxh3(texts: np.ndarray, seed: int) -> np.ndarray:
+    """Return the XXH3-64 of texts of one length, uint8 [n, length], as uint64 [n]."""
+    n, length = texts.shape
+    x: np.ndarray
+
+    def read(at: int, width: int = 8) -> np.ndarray:
+        return np.ascontiguousarray(texts[:, at : at + width]).view(f"<u{width}")[:, 0].astype(np.uint64)
+
+    def mixed(at: int, secret: int) -> np.ndarray:
+        return folded(read(at) ^ (word(secret) + seed & BITS), read(at + 8) ^ (word(secret + 8) - seed & BITS))
+
+    if length <= 3:
+        if length == 0:
+            x = np.full(n, seed ^ word(56) ^ word(64), np.uint64)
+        else:
+            first, middle, last = (texts[:, at].astype(np.uint64) for at in (0, length >> 1, length - 1))
+            key = ((word(0) & LOW) ^ (word(0) >> 32)) + seed & BITS
+            x = (first << 16 | middle << 24 | last | length << 8) ^ key
+        x = (x ^ (x >> 33)) * PRIME64[1]
+        x = (x ^ (x >> 29)) * PRIME64[2]
+        return x ^ (x >> 32)
+    if length <= 8:
+        seed ^= int.from_bytes((seed & LOW).to_bytes(4, "little"), "big") << 32
+        x = (read(length - 4, 4) + (read(0, 4) << 32)) ^ ((word(8) ^ word(16)) - seed & BITS)
+        x = (x ^ (x << 49 | x >> 15) ^ (x << 24 | x >> 40)) * 0x9FB21C651E98DF25
+        x = (x ^ ((x >> 35) + length)) * 0x9FB21C651E98DF25
+        return x ^ (x >> 28)
+    if length <= 16:
+        low = read(0) ^ ((word(24) ^ word(32)) + seed & BITS)
+        high = read(length - 8) ^ ((word(40) ^ word(48)) - seed & BITS)
+        return avalanche(low.byteswap() + high + folded(low, high) + length)
+    total = np.full(n, length * PRIME64[0] & BITS, np.uint64)
+    if length <= 128:
+        for i in range((length + 31) // 32):
+            total += mixed(16 * i, 32 * i) + mixed(length - 16 * (i + 1), 32 * i + 16)
+    elif length <= 240:
+        for i in range(8):
+            total += mixed(16 * i, 16 * i)
+        total = avalanche(total) + mixed(length - 16, 119)
+        for i in range(8, length // 16):
+            total += mixed(16 * i, 16 * (i - 8) + 3)
+    else:
+        total += xxh3_sums(texts, seed)
+    return avalanche(total)
+
+
+def xxh3_sums(texts: np.ndarray, seed: int) -> np.ndarray:
+    """Return what XXH3 makes of the stripes of 64 bytes of texts above 240 bytes, uint64 [n]."""
+    n, length = texts.shape
+    pairs = [(word(at) + seed & BITS, word(at + 8) - seed & BITS) for at in range(0, len(SECRET), 16)]
+    secret = b"".join(number.to_bytes(8, "little") for pair in pairs for number in pair)
+    p32, p64 = PRIME32, PRIME64
+    sums = np.tile(np.array([p32[2], *p64[:4], p32[1], p64[4], p32[0]], np.uint64), (n, 1))
+
+    def add(at: int, where: int) -> None:
+        data = np.ascontiguousarray(texts[:, at : at + 64]).view("<u8")
+        keyed = data ^ np.frombuffer(secret, "<u8", 8, where)
+        sums[:] += data[:, [1, 0, 3, 2, 5, 4, 7, 6]] + (keyed & LOW) * (keyed >> 32)
+
+    for stripe in range((length - 1) // 64):
+        add(64 * stripe, 8 * (stripe % 16))
+        if stripe % 16 == 15:
+            sums[:] = (sums ^ (sums >> 47) ^ np.frombuffer(secret, "<u8", 8, 128)) * PRIME32[0]
+    add(length - 64, 121)
+    keyed = sums ^ np.frombuffer(secret, "<u8", 8, 11)
+    return np.add.reduce([folded(keyed[:, i], keyed[:, i + 1]) for i in range(0, 8, 2)])
+
+
+# Columns: what Parquet would hold of an Arrow column, and the ids and numbers in it
+
+
+class Keys(NamedTuple):
+    """Ids as integers of any type [numbers], then as texts, large_binary [texts]; `places` [ids] says which each is,
+    None: one after the other. Only decimals may be both."""
+
+    numbers: np.ndarray
+    texts: pa.Array
+    places: np.ndarray | None
+    kind: pa.DataType
+
+    def spread(self, values: np.ndarray) -> np.ndarray:
+        """Return values of ids, given those of keys."""
+        return values if self.places is None else values[self.places]
+
+    def hashes(self, seed: int) -> np.ndarray:
+        """Return the hashes of keys, uint64 [keys]."""
+        return np.concatenate([hash_numbers(self.numbers, seed), hash_texts(self.texts, seed)])
+
+
+def stored(array: pa.Array) -> pa.Array:
+    """Return a column as Parquet would hold it, so that whatever Arrow type it has, it is read as in training."""
+    kind, is_a = array.type, pa.types
+    if is_a.is_dictionary(kind):
+        return stored(array.dictionary_decode())
+    if is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind) or "list_view" in str(kind):
+        return array.cast(pa.list_(kind.value_type))
+    if is_a.is_null(kind):
+        return array.cast(pa.int64())
+    if is_a.is_duration(kind):
+        return array.view(pa.int64())
+    if is_a.is_date64(kind):
+        return array.cast(pa.date32())
+    if is_a.is_timestamp(kind) and kind.unit == "s":
+        return array.cast(pa.timestamp("ms", kind.tz))
+    return array.cast(pa.time32("ms")) if is_a.is_time32(kind) else array
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether a type holds strings or bytes."""
+    return any(name in str(kind) for name in ("string", "binary")) and not pa.types.is_nested(kind)
+
+
+def is_number(kind: pa.DataType) -> bool:
+    """Tell whether a type holds numbers, booleans, or points or lengths of time."""
+    return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
+
+
+def raw_times(array: pa.Array) -> np.ndarray:
+    """Return dates and times without nulls by their integers."""
+    return array.view(pa.int32() if array.type.bit_width == 32 else pa.int64()).to_numpy()
+
+
+def read_keys(ids: pa.Array) -> Keys:
+    """Return the keys of a `stored` column of ids without nulls."""
+    kind, none = ids.type, pa.array([], pa.large_binary())
+    if is_text(kind):
+        encoded = ids.dictionary_encode()
+        texts = encoded.dictionary.cast(pa.large_binary())
+        return Keys(np.zeros(0, np.int64), texts, encoded.indices.to_numpy(), kind)
+    if pa.types.is_decimal(kind):
+        return decimal_keys(ids)
+    if not is_number(kind):
+        raise ExportError(f"ids must be integers or strings, found {kind}")
+    if pa.types.is_boolean(kind):
+        return Keys(ids.cast(pa.uint8()).to_numpy(), none, None, kind)
+    numbers = raw_times(ids) if pa.types.is_temporal(kind) else ids.to_numpy()
+    if numbers.dtype.kind == "f":
+        bits = np.finfo(numbers.dtype).nmant + 1
+        wrong = (numbers != np.rint(numbers)) | ~(np.abs(numbers) <= 2**bits)
+        if wrong.any():
+            raise ExportError(f"ids must be whole numbers up to 2**{bits}, found {numbers[wrong][0]}")
+        numbers = numbers.astype(np.int64)
+    return Keys(numbers, none, None, kind)
+
+
+def decimal_keys(ids: pa.Array) -> Keys:
+    """Return the keys of decimals: numbers where they are whole and fit int64, else the text of their digits."""
+    encoded = ids.cast(pa.decimal256(76, ids.type.scale)).dictionary_encode()
+    values = encoded.dictionary.to_pylist()
+    whole = np.array([-(2**63) <= value < 2**63 and value == int(value) for value in values], bool)
+    numbers = [int(value) for value, is_whole in zip(values, whole, strict=True) if is_whole]
+    digits = [format(value, "f") for value, is_whole in zip(values, whole, strict=True) if not is_whole]
+    texts = [(text.rstrip("0").rstrip(".") if "." in text else text).encode() for text in digits]
+    order = np.where(whole, np.cumsum(whole) - 1, len(numbers) + np.cumsum(~whole) - 1)
+    places = order[encoded.indices.to_numpy()]
+    return Keys(np.array(numbers, np.int64), pa.array(texts, pa.large_binary()), places, ids.type)
+
+
+def numbers_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a `stored` column, of times seconds, and a mask of what is not null."""
+    valid, kind = array.is_valid().to_numpy(zero_copy_only=False), array.type
+    if pa.types.is_decimal(kind):
+        return np.array([0.0 if value is None else float(value) for value in array.to_pylist()]), valid
+    array = pa.Array.from_buffers(kind, len(array), [None, *array.buffers()[1:]], offset=array.offset)
+    if pa.types.is_date32(kind):
+        return raw_times(array) * 86400.0, valid
+    if pa.types.is_temporal(kind):
+        return raw_times(array) / float({"ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]), valid
+    return array.to_numpy(zero_copy_only=False), valid
+
+
+def lists_of(array: pa.Array, max_length: int | None, keep: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the places in `array.values` of the elements of lists that are kept, and the lengths of these."""
+    bounds = array.offsets.to_numpy().astype(np.int64)
+    lengths = np.diff(bounds) * array.is_valid().to_numpy(zero_copy_only=False)
+    kept = lengths if max_length is None else np.minimum(lengths, max_length)
+    starts = bounds[:-1] + (lengths - kept if keep == "last" else 0)
+    return np.repeat(starts - (np.cumsum(kept) - kept), kept) + np.arange(kept.sum()), kept
+
+
+def column(table: pa.Table, name: str) -> pa.Array:
+    """Return a column in one piece, `stored`."""
+    if table.column_names.count(name) != 1:
+        found = "is missing" if name not in table.column_names else "is there twice"
+        raise ExportError(f"column '{name}' {found}; the columns are {', '.join(map(repr, table.column_names[:20]))}")
+    chunks = [stored(chunk) for chunk in table.column(name).chunks]
+    return pa.concat_arrays(chunks) if chunks else stored(pa.array([], table.schema.field(name).type))
+
+
+def crossed(table: pa.Table, names: list[str]) -> pa.Array:
+    """Return an id for each combination of the ids in some columns, null where one is."""
+    columns = [column(table, name) for name in names]
+    known = np.logical_and.reduce([each.is_valid().to_numpy(zero_copy_only=False) for each in columns])
+    hashes = np.zeros(int(known.sum()), np.uint64)
+    for place, each in enumerate(columns):
+        keys = read_keys(each.filter(pa.array(known)))
+        hashes = hash_numbers(hashes ^ keys.spread(keys.hashes(place)), 0)
+    ids = np.zeros(len(known), np.int64)
+    ids[known] = hashes.view(np.int64)
+    return pa.array(ids, mask=~known)
+
+
+# Mappings: keys to rows of a table, int64 [keys, rows of an id]
+
+
+class Index:
+    """Numbers of distinct ids, by a file of their hashes in order, with the ids themselves where they are texts."""
+
+    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+        self._entry = entry
+        table = pa.ipc.open_file(pa.memory_map(str(folder / entry["file"]))).read_all()
+        parts = {name: table.column(name).chunks for name in table.column_names}
+        self._columns = {name: chunks[0] if chunks else pa.array([], pa.uint64()) for name, chunks in parts.items()}
+        self._hashes, self._numbers = (self._columns[name].to_numpy() for name in ("hash", "number"))
+
+    def find(self, keys: Keys, hashes: np.ndarray) -> np.ndarray:
+        """Return the numbers of keys, -1 of those that are not in it; the hashes are by the seed of the index."""
+        kind = self._entry["ids"]
+        if len(self._hashes) and ((len(keys.texts) and kind != "texts") or (len(keys.numbers) and kind == "texts")):
+            raise ExportError(f"ids of type {keys.kind} do not compare with the {kind} of the model; write both as one")
+        if not len(self._hashes):
+            return np.full(len(hashes), -1)
+        places = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
+        found = self._hashes[places] == hashes
+        if kind == "texts":
+            same = pc.equal(self._columns["text"].take(pa.array(places[found])), keys.texts.filter(pa.array(found)))
+            found[found] = same.to_numpy(zero_copy_only=False)
+        elif keys.numbers.dtype.kind != ("u" if kind == "unsigned" else "i"):  # -1 and 2**64 - 1 have the same bits
+            found &= (keys.numbers >= 0) & (keys.numbers <= np.uint64(2**63 - 1))
+        return np.where(found, self._numbers[places], -1)
+
+
+class Mapping:
+    """Keys to rows of a table, by what the manifest says of it."""
+
+    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+        self._entry = entry
+        self._index = Index(folder, entry["index"]) if entry["type"] == "vocabulary" else None
+        if "kept" in entry:
+            self._kept = np.fromfile(folder / entry["kept"], "<u8")
+            ends = np.cumsum(np.bitwise_count(self._kept), dtype=np.int64)
+            self._before, self._shared = np.append(0, ends[:-1]), ends[-1]
+
+    def rows(self, keys: Keys) -> np.ndarray:
+        """Return the rows of keys, int64 [keys, rows of an id]."""
+        rows = self._before_pruning(keys)
+        return self._places(rows) if "kept" in self._entry else rows
+
+    def _places(self, rows: np.ndarray) -> np.ndarray:
+        """Return where rows are in a table without the pruned ones, which share the row behind the others: a bit of
+        `kept` says of each row whether it is there."""
+        words, bits = self._kept[rows >> 6], (rows & 63).astype(np.uint64)
+        places = self._before[rows >> 6] + np.bitwise_count(words & ((np.uint64(1) << bits) - np.uint64(1)))
+        return np.where(words >> bits & np.uint64(1), places, self._shared)
+
+    def _before_pruning(self, keys: Keys) -> np.ndarray:
+        entry, size = self._entry, self._entry["rows"]
+        if entry["type"] == "identity":
+            return self._identity(keys)
+        hashes = keys.hashes(entry["seed"])
+        if self._index is not None:
+            places = self._index.find(keys, hashes)
+            shared = 1 + entry["num_ids"] + (hashes % entry["num_buckets"]).view(np.int64)
+            return np.where(places < 0, shared, 1 + places)[:, None]
+        if entry["type"] == "quotient_remainder":
+            n = size - 1
+            quotients = (n - math.isqrt(n**2 - 4 * entry["num_ids"])) // 2
+            quotients += quotients * (n - quotients) < entry["num_ids"]
+            q, r = np.divmod(hashes % entry["num_ids"], np.uint64(n - quotients))
+            return np.stack([1 + q, 1 + quotients + r], axis=1).astype(np.int64)
+        all_hashes = [hashes, *(seeded(hashes, j) for j in range(1, entry["num_hashes"]))]
+        return np.stack([1 + each % (size - 1) for each in all_hashes], axis=1).astype(np.int64)
+
+    def _identity(self, keys: Keys) -> np.ndarray:
+        if len(keys.texts) or pa.types.is_temporal(keys.kind):
+            raise ExportError(f"ids are rows of the table themselves (mapping: identity), found {keys.kind}")
+        rows, size = keys.numbers, self._entry["rows"]
+        if len(rows) and (rows.min() < 0 or rows.max() >= size):
+            wrong = rows[(rows < 0) | (rows >= size)][0]
+            raise ExportError(f"id {wrong} is outside 0 … {size - 1} (mapping: identity), and has no row")
+        return rows.astype(np.int64)[:, None]
+
+
+# Features: a column to rows of a table, or to float32
+
+
+class Ids(NamedTuple):
+    """Rows of a table, int64 [ids]; how many each row of data has, [rows], None: one each; their weights, [ids]."""
+
+    rows: np.ndarray
+    lengths: np.ndarray | None
+    weights: np.ndarray | None
+
+
+def convert_ids(table: pa.Table, feature: dict[str, Any], mapping: Mapping, text: bool | None) -> Ids:
+    """Return the table rows of a feature; `text` says what the table's ids were in training, if that is known."""
+    array = crossed(table, feature["cross"]) if feature.get("cross") else column(table, feature["column"])
+    weights = column(table, feature["weights"]) if feature.get("weights") else None
+    lengths = None
+    if pa.types.is_list(array.type):
+        places, lengths = lists_of(array, feature.get("max_length"), feature["keep"])
+        if weights is not None:
+            weights = weights_of_lists(weights, array, feature)
+        array = stored(array.values).take(pa.array(places))
+    elif weights is not None and pa.types.is_list(weights.type):
+        raise ExportError(f"one id a row goes with one weight a row, but column '{feature['weights']}' has lists")
+    if text is not None and text != is_text(array.type) and array.null_count < len(array):
+        raise ExportError(f"ids were {'strings' if text else 'numbers'} in training, and are {array.type} here")
+    if feature.get("boundaries") is not None:
+        array = buckets(array, feature["boundaries"])
+    if pa.types.is_nested(array.type):
+        raise ExportError(f"ids must be integers or strings, or one list of them a row, found {array.type}")
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    if not valid.all() and feature["nulls"] == "refuse":
+        raise ExportError(f"{int((~valid).sum())} nulls found, and nulls: refuse allows none")
+    keys = read_keys(array.drop_null())
+    rows = keys.spread(mapping.rows(keys))
+    if feature["nulls"] == "empty" and not valid.all():
+        weights = None if weights is None else weights.filter(pa.array(valid))
+        row_of = np.repeat(np.arange(len(table)), 1 if lengths is None else lengths)
+        lengths = np.bincount(row_of[valid], minlength=len(table))
+    elif not valid.all():
+        known, rows = rows, np.full((len(array), rows.shape[1]), NULL_ROW)
+        rows[valid] = known
+    factors = None
+    if weights is not None:
+        factors = convert_floats(weights, {"column": feature["weights"], "name": "weights of its ids", "fill": None})
+    k = rows.shape[1]
+    if k > 1:
+        lengths = np.full(len(table), k) if lengths is None else lengths * k
+        factors = None if factors is None else np.repeat(factors, k)
+    return Ids(rows.reshape(-1), lengths, factors)
+
+
+def weights_of_lists(weights: pa.Array, ids: pa.Array, feature: dict[str, Any]) -> pa.Array:
+    """Return the weights of the ids that are kept of lists."""
+    if not pa.types.is_list(weights.type):
+        raise ExportError(f"lists of ids go with lists of weights, but column '{feature['weights']}' is {weights.type}")
+    (_, own), (_, other) = (lists_of(each, None, "last") for each in (ids, weights))
+    if len(wrong := np.flatnonzero(own != other)):
+        row = wrong[0]
+        raise ExportError(f"row {row} has {own[row]} ids, but {other[row]} weights in column '{feature['weights']}'")
+    places, _ = lists_of(weights, feature.get("max_length"), feature["keep"])
+    return stored(weights.values).take(pa.array(places))
+
+
+def buckets(array: pa.Array, boundaries: list[float]) -> pa.Array:
+    """Return for numbers how many boundaries are <= each, null for NaN and null."""
+    if not is_number(array.type):
+        raise ExportError(f"boundaries take numbers, found {array.type}")
+    numbers, valid = numbers_of(array)
+    numbers = numbers.astype(np.float64)
+    return pa.array(np.searchsorted(boundaries, numbers, side="right"), mask=np.isnan(numbers) | ~valid)
+
+
+def convert_floats(array: pa.Array, feature: dict[str, Any]) -> np.ndarray:
+    """Return a column of numbers as float32 [rows]: nulls filled, and transformed in float64."""
+    title = f"column '{feature['column']}' ({feature['name']})"
+    if not is_number(array.type):
+        raise ExportError(f"{title} must hold numbers, found {array.type}")
+    numbers, valid = numbers_of(array)
+    if not valid.all():
+        if feature["fill"] is None:
+            raise ExportError(f"{title} holds {int((~valid).sum())} nulls, and may hold none")
+        numbers = np.where(valid, numbers.astype(np.float64), feature["fill"])
+    with np.errstate(over="ignore", invalid="ignore"):
+        if not (finite := np.isfinite(numbers.astype(np.float32))).all():
+            raise ExportError(f"{title} holds {numbers[~finite][0]}, and only finite numbers up to 3.4e38 are scored")
+        x = transformed(numbers.astype(np.float64), feature, title).astype(np.float32)
+    if not np.isfinite(x).all():
+        raise ExportError(f"{title} is beyond 3.4e38 after its transform")
+    return x
+
+
+def transformed(x: np.ndarray, feature: dict[str, Any], title: str) -> np.ndarray:
+    """Return numbers clipped, their logarithm taken, and standardised, as far as the feature says so."""
+    if feature.get("clip"):
+        x = np.clip(x, *feature["clip"])
+    if feature.get("log1p"):
+        if x.size and x.min() <= -1:
+            raise ExportError(f"{title} holds {x.min():.10g}, and log1p takes numbers above -1")
+        x = np.log(x + 1) if feature.get("std") is None else np.log1p(x)
+    return x if feature.get("std") is None else (x - feature["mean"]) / (feature["std"] or 1.0)
+
+
+# Vectors: rows of a file, each of the same number of bytes, and sums of them
+
+
+def whole_numbers(bits: int, raw: np.ndarray, columns: int) -> np.ndarray:
+    """Return the rows that FBGEMM has quantised: codes, then a scale and a bias, FP32 of 8 bits and FP16 of fewer."""
+    codes, kind = raw[:, : columns * bits // 8], "<f4" if bits == 8 else "<f2"
+    scale_and_bias = np.ascontiguousarray(raw[:, codes.shape[1] :]).view(kind).astype(np.float32)
+    if bits < 8:  # the lowest bits of a byte are the first
+        codes = (codes[:, :, None] >> np.arange(0, 8, bits, dtype=np.uint8) & 2**bits - 1).reshape(len(raw), columns)
+    return codes.astype(np.float32) * scale_and_bias[:, :1] + scale_and_bias[:, 1:]
+
+
+# What the bytes of rows, uint8 [rows, stride], hold: by encoding a function to float32 [rows, columns].
+DECODERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "fp32": lambda raw, columns: raw.view("<f4"),
+    "fp16": lambda raw, columns: raw.view("<f2").astype(np.float32),
+    "bf16": lambda raw, columns: (raw.view("<u2").astype(np.uint32) << 16).view(np.float32),
+    "int8": partial(whole_numbers, 8),
+    "int4": partial(whole_numbers, 4),
+    "int2": partial(whole_numbers, 2),
+}
+
+
+class Rows:
+    """Vectors by row number, memory-mapped."""
+
+    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+        self.columns = entry["columns"]
+        if entry["encoding"] not in DECODERS:
+            raise ExportError(f"rows of '{entry['file']}' are {entry['encoding']}, which this score.py does not know")
+        self._decode = DECODERS[entry["encoding"]]
+        size = (entry["rows"], entry["stride"])
+        self._bytes = np.asarray(np.memmap(folder / entry["file"], np.uint8, "r", shape=size)) if size[0] else None
+
+    def take(self, rows: Any) -> np.ndarray:
+        """Return the vectors of some rows, an array of numbers or a slice, float32 [rows, columns]."""
+        if self._bytes is None:
+            return np.zeros((0, self.columns), np.float32)
+        return self._decode(self._bytes[rows], self.columns)
+
+
+def sums(vectors: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return the sums of the vectors of each list, [rows, columns]."""
+    total = np.zeros((len(lengths), vectors.shape[1]), np.float32)
+    filled = lengths > 0
+    if filled.any():
+        total[filled] = np.add.reduceat(vectors, (np.cumsum(lengths) - lengths)[filled], axis=0)
+    return total
+
+
+# The export
+
+
+def checksum(content: dict[str, Any]) -> str:
+    """Return the SHA-256 of a manifest without its own."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with path.open("rb") as file:
+        total = hashlib.sha256()
+        while chunk := file.read(8 << 20):
+            total.update(chunk)
+    return total.hexdigest()
+
+
+def read_manifest(folder: Path, verify: bool) -> dict[str, Any]:
+    """Return the manifest of an export, and compare its files with it: sizes, and checksums, those of vectors of more
+    than `VERIFIED_BYTES` only with `verify`."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["sha256"] != checksum(manifest):
+            raise ExportError(f"'{path}' has changed since it was written; export the run again")
+        if manifest["format"] != FORMAT:
+            raise ExportError(f"'{path}' has format {manifest['format']}, and this score.py reads {FORMAT}")
+        for name, entry in manifest["files"].items():
+            size, path = entry["bytes"], folder / name
+            if (found := path.stat().st_size) != size:
+                raise ExportError(f"'{path}' has {found} bytes, and was written with {size}")
+            if (verify or entry["always_verified"] or size <= VERIFIED_BYTES) and sha256(path) != entry["sha256"]:
+                raise ExportError(f"'{path}' has changed since it was written; export the run again")
+    except OSError as error:
+        raise ExportError(f"'{error.filename}' cannot be read ({os.strerror(error.errno or 0)})") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ExportError(
+            f"'{folder / MANIFEST}' is no manifest of an export ({type(error).__name__}: {error})"
+        ) from error
+    return manifest
+
+
+class Scorer:
+    """An exported model, opened to score rows and to recommend items.
+
+    Args:
+        folder: of the export. verify: compare all files with their checksums. num_threads: of the dense part.
+
+    Raises:
+        ExportError: a file is missing, or is not what was written.
+    """
+
+    def __init__(self, folder: str | Path, verify: bool = False, num_threads: int = 0) -> None:
+        self._folder = folder = Path(folder)
+        self.manifest = manifest = read_manifest(folder, verify)
+        tables = manifest["tables"]
+        self._mappings = {name: Mapping(folder, entry["mapping"]) for name, entry in tables.items()}
+        self._vectors = {name: Rows(folder, entry["vectors"]) for name, entry in tables.items()}
+        self._features = {feature["name"]: feature for feature in manifest["features"]}
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        providers = ["CPUExecutionProvider"]
+        self._graphs = {
+            name: onnxruntime.InferenceSession(str(folder / graph["file"]), options, providers=providers)
+            for name, graph in manifest["graphs"].items()
+        }
+        self._items = items = manifest.get("items")
+        if items is not None:
+            ids = pa.ipc.open_file(pa.memory_map(str(folder / items["ids"]))).read_all().column(0)
+            self._item_ids = ids.chunk(0) if ids.num_chunks else pa.array([], ids.type)
+            self._item_vectors, self._index = Rows(folder, items["vectors"]), Index(folder, items["index"])
+
+    def score(self, rows: pa.Table) -> pa.Table:
+        """Return the scores of rows: a column for each output of the model."""
+        return pa.table(
+            dict(zip(self.manifest["graphs"]["score"]["outputs"], self.outputs("score", rows), strict=True))
+        )
+
+    def recommend(self, users: pa.Table, k: int = 20, seen: str | None = "", candidates: str | None = "") -> pa.Table:
+        """Return the best `k` items of users as lists `items`, raw ids, best first, and `scores`.
+
+        Args:
+            seen: a column with the ids of items to leave out. candidates: one with the ids of those to choose from.
+                Default: the columns of the run's config; None: no such column.
+        """
+        items = self._items
+        if items is None:
+            raise ExportError(f"model '{self.manifest['model']}' has no vectors of items to recommend; score its rows")
+        seen, candidates = (
+            items[key] if name == "" else name for key, name in (("seen", seen), ("candidates", candidates))
+        )
+        vectors, best = self.outputs("user", users)[0], []
+        lists = [None if name is None else self._positions(users, name) for name in (seen, candidates)]
+        step = max(1, SCORES_AT_ONCE // max(1, len(self._item_ids)))
+        for start in range(0, len(vectors), step):
+            scores = vectors[start : start + step] @ self._item_vectors.take(slice(None)).T
+            for is_barred, pairs in zip((True, False), lists, strict=True):
+                if pairs is not None:
+                    mine = (pairs[0] >= start) & (pairs[0] < start + step)
+                    mask = np.full(scores.shape, not is_barred)
+                    mask[pairs[0][mine] - start, pairs[1][mine]] = is_barred
+                    scores[mask] = -np.inf
+            for row in scores:
+                places = best_places(row, k)
+                best.append((places, row[places]))
+        bounds = pa.array(np.cumsum([0, *(len(places) for places, _ in best)]), pa.int32())
+        places, scores = (np.concatenate([np.zeros(0), *(each[i] for each in best)]) for i in (0, 1))
+        ids = self._item_ids.take(pa.array(places.astype(np.int64)))
+        values = {"items": ids, "scores": pa.array(scores.astype(np.float32))}
+        return pa.table({name: pa.ListArray.from_arrays(bounds, each) for name, each in values.items()})
+
+    def id_columns(self, graph: str, table: pa.Table) -> list[str]:
+        """Return the columns of ids, one a row, that a graph reads."""
+        features = [self._features[name] for name in self.manifest["graphs"][graph]["features"]]
+        names = dict.fromkeys(
+            feature["column"] for feature in features if feature["type"] == "id" and feature["column"]
+        )
+        return [name for name in names if not pa.types.is_nested(column(table, name).type)]
+
+    def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
+        """Return what a graph (`score`; of two towers `user` and `item` too) gives for rows, each [rows, …] float32."""
+        entry, session = self.manifest["graphs"][graph], self._graphs[graph]
+        inputs: dict[str, np.ndarray] = {}
+        for name in entry["features"]:
+            inputs.update(self._inputs(table, self._features[name]))
+        numbers = [self._floats(table, name, name in entry["features"]) for name in self.manifest["floats"]]
+        inputs["floats"] = np.stack(numbers, axis=1) if numbers else np.zeros((len(table), 0), np.float32)
+        wanted = {each.name: inputs[each.name] for each in session.get_inputs()}
+        if not len(table):
+            return [np.zeros((0, *each.shape[1:]), np.float32) for each in session.get_outputs()]
+        return session.run(None, wanted)
+
+    def _floats(self, table: pa.Table, name: str, is_read: bool) -> np.ndarray:
+        feature = self._features[name]
+        return (
+            convert_floats(column(table, feature["column"]), feature) if is_read else np.zeros(len(table), np.float32)
+        )
+
+    def _inputs(self, table: pa.Table, feature: dict[str, Any]) -> dict[str, np.ndarray]:
+        """Return the inputs of a graph that an id feature gives: a vector for each row, or for each id of its lists."""
+        if feature["type"] == "float":
+            return {}
+        name, of_table = feature["name"], self.manifest["tables"][feature["table"]]
+        try:
+            ids = convert_ids(table, feature, self._mappings[feature["table"]], of_table.get("text"))
+        except (ExportError, pa.ArrowException) as error:
+            where = feature.get("column") or " × ".join(feature["cross"])
+            raise ExportError(f"column '{where}' (feature '{name}'): {error}") from error
+        vectors = self._vectors[feature["table"]].take(ids.rows)
+        if feature["pooling"] == "none":
+            lengths = np.ones(len(table), np.int64) if ids.lengths is None else ids.lengths.astype(np.int64)
+            weights = np.ones(len(vectors), np.float32) if ids.weights is None else ids.weights
+            return {f"values:{name}": vectors, f"lengths:{name}": lengths, f"weights:{name}": weights}
+        if ids.weights is not None:
+            vectors = vectors * ids.weights[:, None]
+        if ids.lengths is not None:
+            vectors = sums(vectors, ids.lengths)
+            if feature["pooling"] == "mean":
+                vectors /= np.maximum(ids.lengths, 1)[:, None].astype(np.float32)
+        return {f"vector:{name}": np.ascontiguousarray(vectors)}
+
+    def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return row and position among the items of each id in a column; null and unknown ones are left out."""
+        array, lengths = column(users, name), np.ones(len(users), np.int64)
+        if pa.types.is_list(array.type):
+            places, lengths = lists_of(array, None, "last")
+            array = stored(array.values).take(pa.array(places))
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+        keys = read_keys(array.drop_null())
+        found = keys.spread(self._index.find(keys, keys.hashes(0)))
+        rows = np.repeat(np.arange(len(users)), lengths)[valid]
+        return rows[found >= 0], found[found >= 0]
+
+
+def best_places(scores: np.ndarray, k: int) -> np.ndarray:
+    """Return where the best `k` scores are, best first, without those of -inf."""
+    places = np.argpartition(-scores, k - 1)[:k] if k < len(scores) else np.arange(len(scores))
+    places = places[np.argsort(-scores[places], kind="stable")]
+    return places[scores[places] > -np.inf]
+
+
+# The command
+
+
+def files_of(data: str) -> list[str]:
+    """Return the Parquet files of a folder, a glob or a file, in order."""
+    if os.path.isdir(data):
+        found = sorted(map(str, Path(data).rglob("*.parquet")))
+        found = [name for name in found if not Path(name).name.startswith(("_", "."))]
+    else:
+        found = sorted(glob.glob(data)) if glob.has_magic(data) else [data]
+    if not found:
+        raise ExportError(f"'{data}' holds no Parquet file")
+    return found
+
+
+def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
+    """Yield columns that are kept, and results, of the rows of all files, some at a time."""
+    of_rows = words.command == "predict"
+    for path in files_of(words.data):
+        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(ROWS_AT_ONCE):
+            rows = pa.Table.from_batches([batch])
+            results = scorer.score(rows) if of_rows else scorer.recommend(rows, words.k)
+            keep = scorer.id_columns("score" if of_rows else "user", rows) if words.keep is None else words.keep
+            kept = {name: column(rows, name) for name in keep}
+            if twice := kept.keys() & set(results.column_names):
+                raise ExportError(f"--keep: column '{min(twice)}' would be there twice; leave it out")
+            yield pa.table({**kept, **dict(zip(results.column_names, results.columns, strict=True))})
+
+
+def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
+    """Write tables to a file, which appears when it is complete; return how many rows there are."""
+    aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
+    try:
+        first = next(tables, None)
+        if first is None:
+            raise ExportError(f"'{words.data}' holds no rows")
+        with pq.ParquetWriter(aside, first.schema, compression="zstd") as writer:
+            for table in chain([first], tables):
+                writer.write_table(table.cast(first.schema))
+                num_rows += len(table)
+        os.replace(aside, words.out)
+    except (pa.ArrowException, OSError) as error:
+        raise ExportError(f"'{words.data}' cannot be scored ({' '.join(str(error).split())[:300]})") from error
+    finally:
+        if os.path.exists(aside):
+            os.remove(aside)
+    return num_rows
+
+
+def main() -> None:
+    """Predict or recommend; a mistake is one sentence, and status 1."""
+    parser = argparse.ArgumentParser(
+        description="Score rows, or recommend items, with the exported model beside this file."
+    )
+    parser.add_argument("command", choices=["predict", "recommend"])
+    parser.add_argument("data", metavar="DATA", help="Parquet: a file, a folder or a glob")
+    parser.add_argument("out", metavar="OUT.parquet")
+    parser.add_argument(
+        "--keep", type=lambda text: [name for name in text.split(",") if name], help="columns to write beside"
+    )
+    parser.add_argument("--k", type=int, default=20, help="items for each row (20)")
+    parser.add_argument(
+        "--verify", action="store_true", help="compare large files of vectors with their checksums, too"
+    )
+    words = parser.parse_args()
+    try:
+        num_rows = write(results_of(Scorer(Path(__file__).parent, words.verify), words), words)
+    except ExportError as error:
+        sys.exit(f"error: {error}")
+    print(f"{words.out}: {num_rows:,} rows")
+
+
+if __name__ == "__main__":
+    main()

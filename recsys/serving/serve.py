@@ -1,0 +1,29 @@
+"""The export beside this file over HTTP, by litserve: python serve.py; needs litserve beside what score.py needs.
+
+    curl localhost:8000/predict -H 'content-type: application/json' -d '{"user_id": [7, 7], "item_id": [3, 5]}'
+
+A request has a list for each column, a row for each candidate; the answer has one for each score.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import litserve
+import pyarrow as pa
+from score import Scorer
+
+
+class Scores(litserve.LitAPI):
+    """Scores the rows of a request."""
+
+    def setup(self, device: str) -> None:
+        """Open the export, once in each worker."""
+        self.scorer = Scorer(Path(__file__).parent)
+
+    def predict(self, request: dict[str, list[Any]]) -> dict[str, list[float]]:
+        """Return the scores of a request's rows."""
+        return self.scorer.score(pa.table(request)).to_pydict()
+
+
+if __name__ == "__main__":
+    litserve.LitServer(Scores()).run(port=8000)

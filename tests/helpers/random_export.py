@@ -1,0 +1,189 @@
+"""Draws configs with features of any kind, and data for them, whose test rows have ids that training did not see."""
+
+import datetime
+import decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+TRAIN_ROWS, TEST_ROWS = 300, 211
+_DAY = datetime.date(2026, 11, 1)
+# By name: an Arrow type, and an id of it by number.
+KINDS: dict[str, tuple[pa.DataType, Any]] = {
+    "int64": (pa.int64(), lambda i: (-1) ** i * i * 10**15),
+    "int8": (pa.int8(), lambda i: i % 256 - 128),
+    "uint64": (pa.uint64(), lambda i: 2**64 - 1 - i),
+    "whole floats": (pa.float64(), lambda i: float(i)),
+    "bool": (pa.bool_(), lambda i: i % 2 == 0),
+    "date": (pa.date32(), lambda i: _DAY + datetime.timedelta(i)),
+    "timestamp": (pa.timestamp("s"), lambda i: datetime.datetime(2026, 11, 1) + datetime.timedelta(hours=i)),
+    "time": (pa.time64("us"), lambda i: datetime.time(i % 24, i % 60)),
+    "duration": (pa.duration("ms"), lambda i: datetime.timedelta(seconds=i)),
+    "decimal": (pa.decimal128(20, 2), lambda i: decimal.Decimal(i)),
+    "odd decimal": (pa.decimal128(20, 2), lambda i: decimal.Decimal(i) / 4),
+    "dictionary": (pa.dictionary(pa.int32(), pa.int64()), lambda i: i),
+    "string": (pa.string(), lambda i: "ü" * (i % 150) + f"id {i}"),
+    "large string": (pa.large_string(), lambda i: f"{i}"),
+    "binary": (pa.binary(), lambda i: bytes([i % 256]) * (i % 20)),
+    "dictionary of strings": (pa.dictionary(pa.int8(), pa.string()), lambda i: f"{i % 100}"),
+}
+_FLOATS: dict[str, tuple[pa.DataType, Any]] = {
+    "float": (pa.float64(), lambda x: x),
+    "int": (pa.int32(), lambda x: int(x * 100)),
+    "decimal": (pa.decimal128(12, 3), lambda x: decimal.Decimal(f"{x:.3f}")),
+    "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
+}
+
+
+class Drawn:
+    """A config and its data: `rows(n, most)` makes n rows with ids below `most`."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = np.random.default_rng(seed)
+        self.columns: dict[str, Any] = {}  # by name: (type, row to value)
+        self.features: dict[str, dict[str, Any]] = {}
+        self.tables: dict[str, dict[str, Any]] = {}
+        self.dim = int(self.dice.choice([4, 8]))
+        for number in range(self.dice.integers(3, 7)):
+            self._id_feature(f"id_{number}")
+        for number in range(self.dice.integers(0, 4)):
+            self._float_feature(f"float_{number}")
+        if self._chance(0.5):
+            names = [str(name) for name in self.dice.choice(["a", "b"], 2, replace=False)]
+            self.columns |= {name: self._scalars(*KINDS[self._kind()], nulls=0.1) for name in names}
+            self.features["crossed"] = {"cross": names, "table": "crossed"}
+            self.tables["crossed"] = self._table(["hash", "vocabulary", "quotient_remainder"])
+
+    def _chance(self, p: float) -> bool:
+        return bool(self.dice.random() < p)
+
+    def _kind(self) -> str:
+        return str(self.dice.choice(list(KINDS)))
+
+    def _scalars(self, kind: pa.DataType, value: Any, nulls: float) -> Any:
+        return kind, lambda i: None if self._chance(nulls) else value(i)
+
+    def _table(self, mappings: list[str]) -> dict[str, Any]:
+        table = {"num_embeddings": int(self.dice.integers(50, 90)), "embedding_dim": self.dim, "init_range": 0.5}
+        mapping = str(self.dice.choice(mappings))
+        table |= {"mapping": mapping, "data_type": str(self.dice.choice(["FP32", "FP16"]))}
+        table |= {"pooling": str(self.dice.choice(["sum", "mean"])), "hash_seed": int(self.dice.integers(0, 2**60))}
+        if mapping == "hash":
+            table |= {"num_hashes": int(self.dice.integers(1, 4))}
+        if mapping == "quotient_remainder":
+            table |= {"num_ids": 500}
+        if mapping == "vocabulary":
+            table |= {"num_embeddings": 500, "num_buckets": int(self.dice.integers(1, 4)), "min_count": 2}
+        if self._chance(0.3) and mapping != "quotient_remainder" and table.get("num_hashes", 1) == 1:
+            table |= {"quantize": str(self.dice.choice(["FP16", "INT8", "INT4"])), "sharding_type": "table_wise"}
+        return table
+
+    def _id_feature(self, name: str) -> None:
+        kind_name = self._kind()
+        kind, value = KINDS[kind_name]
+        mappings = ["hash", "vocabulary", "quotient_remainder"]
+        if kind_name == "odd decimal":
+            mappings.remove("vocabulary")
+        if kind_name == "bool":
+            mappings.append("identity")
+        settings: dict[str, Any] = {"table": name, "column": f"column of {name}"}
+        settings["nulls"] = str(self.dice.choice(["reserved", "empty", "refuse"]))
+        nulls = 0.0 if settings["nulls"] == "refuse" else 0.15
+        column = settings["column"]
+        self.tables[name] = self._table(mappings)
+        if self._chance(0.15):
+            settings["boundaries"] = [-0.5, 0.0, 0.25, 1.0]
+            self.columns[column] = self._scalars(pa.float32(), lambda i: float(np.sin(i)), nulls)
+            self.tables[name] = {"mapping": "identity", "num_embeddings": 5, "embedding_dim": self.dim}
+        elif not pa.types.is_dictionary(kind) and self._chance(0.4):
+            self._list_column(column, kind, value, nulls, settings)
+        else:
+            self.columns[column] = self._scalars(kind, value, nulls)
+        self.features[name] = settings
+
+    def _list_column(self, column: str, kind: Any, value: Any, nulls: float, settings: dict[str, Any]) -> None:
+        if self._chance(0.5):
+            settings |= {"max_length": 3, "keep": str(self.dice.choice(["first", "last"]))}
+
+        def ids(i: int) -> list[Any] | None:
+            if self._chance(0.1):
+                return None
+            return [None if self._chance(nulls) else value(i + j) for j in range(self.dice.integers(0, 6))]
+
+        self.columns[column] = pa.list_(kind), ids
+        if self._chance(0.4):
+            settings["weights"] = f"weights of {column}"
+
+    def _float_feature(self, name: str) -> None:
+        kind, value = _FLOATS[str(self.dice.choice(list(_FLOATS)))]
+        settings: dict[str, Any] = {"type": "float"}
+        if self._chance(0.5) or pa.types.is_timestamp(kind):
+            settings |= {"standardise": True}
+        if self._chance(0.5) and not pa.types.is_timestamp(kind):
+            settings |= {"clip": [0.0, 50.0], "log1p": self._chance(0.7)}
+        settings |= {"nulls": str(self.dice.choice(["mean", "refuse"]))} if self._chance(0.5) else {"fill": 0.5}
+        self.columns[name] = self._scalars(kind, value, 0.0 if settings.get("nulls") == "refuse" else 0.2)
+        self.features[name] = settings
+
+    def rows(self, count: int, most: int) -> pa.Table:
+        """Return rows with ids below a number, and labels."""
+        arrays = {}
+        for name, (kind, value) in self.columns.items():
+            numbers = self.dice.integers(0, most, count)
+            is_float = name.startswith("float")
+            values = [value(abs(float(np.sin(i))) * 9 if is_float else int(i)) for i in numbers]
+            arrays[name] = _array(values, kind)
+        for feature in self.features.values():
+            if "weights" in feature:
+                lists = arrays[feature["column"]].to_pylist()
+                weights = [None if ids is None else [float(self.dice.random()) for _ in ids] for ids in lists]
+                arrays[feature["weights"]] = pa.array(weights, pa.list_(pa.float32()))
+        labels = {"label": pa.array(self.dice.integers(0, 2, count)), "rating": pa.array(self.dice.random(count))}
+        return pa.table({**arrays, **labels})
+
+    def model(self) -> dict[str, Any]:
+        """Return the section of a model that fits."""
+        name = str(self.dice.choice(["dlrm", "dlrm", "mmoe", "logistic_regression"]))
+        if name != "dlrm":
+            return {"name": name}
+        model: dict[str, Any] = {"name": name, "interaction": str(self.dice.choice(["dot", "dot_and_embeddings"]))}
+        ids = [name for name in self.features if self.features[name].get("type") != "float"]
+        lists = [name for name in ids if "column" in self.features[name] and self._is_list(name)]
+        queries = [name for name in ids if name not in lists]
+        if not (lists and queries):
+            return model
+        self.tables[lists[0]] = {**self._table(["hash"]), "num_hashes": 1}
+        return {**model, "attention": {lists[0]: queries[0]}}
+
+    def _is_list(self, name: str) -> bool:
+        return pa.types.is_list(self.columns[self.features[name]["column"]][0])
+
+
+def _array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if pa.types.is_dictionary(kind):
+        return pa.array(values, kind.value_type).dictionary_encode()
+    return pa.array(values, kind)
+
+
+def write_random(folder: Path, seed: int) -> Path:
+    """Write data and the config of a random run; return the config."""
+    drawn = Drawn(seed)
+    pq.write_table(drawn.rows(TRAIN_ROWS, 60), folder / "train.parquet", row_group_size=71)
+    pq.write_table(drawn.rows(TEST_ROWS, 90), folder / "test.parquet", row_group_size=37)
+    labels: dict[str, Any] = {"label_column": "label"}
+    if drawn._chance(0.4):
+        labels = {"labels": {"like": "label", "stars": {"column": "rating", "loss": "squared"}}}
+    config = {
+        "data": {"train": f"{folder}/train.parquet", "num_streams": 1, **labels},
+        "features": drawn.features,
+        "model": drawn.model(),
+        "tables": drawn.tables,
+        "optimizer": {"tables": {"learning_rate": 0.5}},
+        "train": {"global_batch_size": 64},
+    }
+    (folder / "config.yaml").write_text(yaml.dump(config, allow_unicode=True))
+    return folder / "config.yaml"

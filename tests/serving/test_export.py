@@ -1,0 +1,191 @@
+"""`recsys export`: what score.py computes without torch is what the run itself predicts and recommends."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT, fork_train
+from random_export import write_random
+from retrieval import write_retrieval
+
+from recsys.checkpoint.state import Marker, find_checkpoint
+from recsys.checkpoint.tensor_files import read_rows
+from recsys.serving import score as score_module
+from recsys.serving.export_tables import Files, write_table
+from recsys.serving.score import ExportError, Rows, Scorer
+
+BLOCKED = "import runpy, sys; sys.modules |= dict.fromkeys(['torch', 'recsys', 'xxhash', 'omegaconf']); "
+
+
+def recsys(*arguments: object, status: int = 0) -> str:
+    done = fork_train(*map(str, arguments), program="recsys")
+    assert done.returncode == status, done.stderr[-3000:]
+    return done.stderr.strip() if status else done.stdout
+
+
+def train(folder: Path, config: Path, *overrides: str) -> Path:
+    done = fork_train(str(config), f"run.dir={folder}/run", *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run"
+
+
+def score(folder: Path, *arguments: object, status: int = 0) -> str:
+    """Run score.py of an export where there is neither torch nor recsys; return what it says."""
+    code = f"{BLOCKED} sys.argv[1:] = sys.argv[2:]; runpy.run_path({str(folder / 'score.py')!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code, "", *map(str, arguments)]
+    done = subprocess.run(command, cwd=folder.parent, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done.stderr.strip() if status else done.stdout.strip()
+
+
+def assert_same_scores(ours: pa.Table, theirs: pa.Table, atol: float = 1e-5) -> None:
+    assert ours.column_names == theirs.column_names and len(ours) == len(theirs)
+    for name in ours.column_names:
+        if name.startswith("score"):
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=atol)
+        else:
+            assert ours[name].to_pylist() == theirs[name].to_pylist(), name
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, its export, and what it predicts of the sample's test rows."""
+    folder = tmp_path_factory.mktemp("ranker")
+    overrides = ("train.max_steps=20", "data.valid=null", "data.test=null", "tables.user={mapping: vocabulary}")
+    run = train(folder, ROOT / "configs" / "dlrm_sample.yaml", *overrides)
+    recsys("export", run, folder / "out")
+    recsys("predict", run, ROOT / "data/sample/test", folder / "predicted")
+    return folder
+
+
+def test_scores_are_those_of_the_run(ranker: Path, tmp_path: Path) -> None:
+    out = tmp_path / "scores.parquet"
+    assert score(ranker / "out", "predict", ROOT / "data/sample/test", out) == f"{out}: 500 rows"
+    assert_same_scores(pq.read_table(out), pq.read_table(ranker / "predicted"))
+    manifest = json.loads((ranker / "out" / "manifest.json").read_text())
+    assert "/" not in manifest["made"]["run"] and manifest["made"]["step"] == 20
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_random_runs(seed: int, tmp_path: Path) -> None:
+    run = train(tmp_path, write_random(tmp_path, seed))
+    recsys("export", run, tmp_path / "out")
+    recsys("predict", run, tmp_path / "test.parquet", tmp_path / "predicted", "--keep", "label")
+    score(tmp_path / "out", "predict", tmp_path / "test.parquet", tmp_path / "s.parquet", "--keep", "label")
+    assert_same_scores(pq.read_table(tmp_path / "s.parquet"), pq.read_table(tmp_path / "predicted"))
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two towers and its export."""
+    folder = tmp_path_factory.mktemp("towers")
+    recsys("export", train(folder, write_retrieval(folder), "train.epochs=3"), folder / "out")
+    return folder
+
+
+def test_items_are_those_of_the_run(towers: Path, tmp_path: Path) -> None:
+    users = towers / "valid.parquet"
+    recsys("recommend", towers / "run", users, tmp_path / "best", "--k", "7", "--keep", "user,seen")
+    score(towers / "out", "recommend", users, tmp_path / "s.parquet", "--k", 7, "--keep", "user,seen")
+    ours, theirs = pq.read_table(tmp_path / "s.parquet"), pq.read_table(tmp_path / "best")
+    assert ours.drop("scores").equals(theirs.drop("scores"))
+    np.testing.assert_allclose(*(each["scores"].combine_chunks().flatten() for each in (ours, theirs)), atol=1e-6)
+
+    recsys("predict", towers / "run", towers / "train.parquet", tmp_path / "predicted")
+    score(towers / "out", "predict", towers / "train.parquet", tmp_path / "rows.parquet")
+    assert_same_scores(pq.read_table(tmp_path / "rows.parquet"), pq.read_table(tmp_path / "predicted"))
+
+
+def test_candidates_and_unknown_items(towers: Path) -> None:
+    scorer, users = Scorer(towers / "out"), pq.read_table(towers / "valid.parquet").slice(0, 2)
+    lists = pa.array([["item-1", None, "no such item", "item-0"], None])
+    best = scorer.recommend(users.append_column("some", lists), seen=None, candidates="some").to_pydict()
+    assert [sorted(items) for items in best["items"]] == [["item-0", "item-1"], []]
+    assert len(scorer.recommend(users, k=100, seen=None)["items"][0]) == 60
+    assert scorer.recommend(users.slice(0, 0)).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("encoding", "stride", "atol"),
+    [("fp32", 32, 0), ("stored", 16, 0), ("fp16", 16, 0), ("int8", 16, 1e-3), ("int4", 8, 0.02), ("int2", 6, 0.1)],
+)
+def test_rows_in_fewer_bytes(ranker: Path, tmp_path: Path, encoding: str, stride: int, atol: float) -> None:
+    checkpoint = find_checkpoint(ranker / "run")
+    entry = Marker.read(checkpoint).tensors["tables/item"]
+    described = write_table(Files(tmp_path), "item", checkpoint, entry, encoding)
+    assert (described["stride"], (tmp_path / "tables/item.bin").stat().st_size) == (stride, 1000 * stride)
+    rows, found = np.array([3, 999, 0, 3]), Rows(tmp_path, described)
+    np.testing.assert_allclose(
+        found.take(rows), read_rows(checkpoint, entry, 0, 1000).float().numpy()[rows], rtol=0, atol=atol
+    )
+
+
+def test_a_changed_file_is_named_and_no_pickle_is_opened(ranker: Path, tmp_path: Path) -> None:
+    names = [path.relative_to(ranker / "out") for path in (ranker / "out").rglob("*") if path.is_file()]
+    kept = [name for name in names if name.suffix not in (".py", ".pt2")]
+    assert len(kept) >= 9
+    folder = tmp_path / "copy"
+    shutil.copytree(ranker / "out", folder)
+    (folder / "dense.pt2").unlink()  # nothing reads it
+    for name in kept:
+        whole = (folder / name).read_bytes()
+        middle = len(whole) // 2
+        altered = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        for content in (altered, whole[:-3], whole + b" x", b""):
+            (folder / name).write_bytes(content)
+            with pytest.raises(ExportError, match=str(name)):
+                Scorer(folder)
+        (folder / name).unlink()
+        with pytest.raises(ExportError, match=f"{name}' cannot be read .No such file"):
+            Scorer(folder)
+        (folder / name).write_bytes(whole)
+    Scorer(folder)
+
+
+def test_large_files_of_vectors_are_verified_on_request(
+    ranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(ranker / "out", tmp_path / "copy")
+    with (tmp_path / "copy/tables/item.bin").open("r+b") as file:
+        file.write(b"x")
+    monkeypatch.setattr(score_module, "VERIFIED_BYTES", 31_999)
+    Scorer(tmp_path / "copy")
+    with pytest.raises(ExportError, match=r"tables/item.bin' has changed"):
+        Scorer(tmp_path / "copy", verify=True)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "said"),
+    [
+        ("user_id", "x", "ids were numbers in training, and are string"),
+        ("user_id", 0.5, "ids must be whole numbers"),
+        ("hour", 99, "id 99 is outside 0 … 23"),
+        ("price", "1", "must hold numbers"),
+        ("price", np.nan, "only finite"),
+        ("history", 0.25, "column 'history' (feature 'history'): ids must be whole numbers"),
+        ("item_id", None, "column 'item_id' is missing"),
+        ("", None, "holds no rows"),
+    ],
+)
+def test_mistakes_in_data(ranker: Path, tmp_path: Path, column: str, values: object, said: str) -> None:
+    table = pq.read_table(ROOT / "data/sample/test")
+    bad = table.drop(column) if column else table.slice(0, 0)
+    if values is not None:
+        bad = bad.append_column(column, pa.array([values] * len(table)))
+    pq.write_table(bad, tmp_path / "bad.parquet")
+    assert said in score(ranker / "out", "predict", tmp_path / "bad.parquet", tmp_path / "s", status=1)
+
+
+def test_mistakes(ranker: Path, tmp_path: Path) -> None:
+    assert "is there already" in recsys("export", ranker / "run", ranker / "out", status=1)
+    assert "has no vectors of items" in score(
+        ranker / "out", "recommend", ROOT / "data/sample/test", tmp_path / "s", status=1
+    )
+    assert "cannot be" in score(ranker / "out", "predict", tmp_path / "nothing.parquet", tmp_path / "s", status=1)
+    assert not [path for path in ranker.iterdir() if path.name.startswith(".out")]
