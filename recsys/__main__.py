@@ -117,7 +117,11 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
             return dry_run(config)
         from recsys.training.run import run
 
-        return run(config)
+        if config.train.publish.dir is None:
+            return run(config)
+        from recsys.serving.publish import Publisher
+
+        return run(config, Publisher)
 
 
 def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
@@ -200,12 +204,18 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
 
 def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
     """Export a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    from recsys.config.choices import TableEncoding
+
     parser = _Parser(prog, description=_description("export"))
     parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which is not there or empty")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.items")
-    encodings = ("fp32", "stored", "fp16", "int8", "int4", "int2")
-    parser.add_argument("--tables", choices=encodings, default="fp32", help="how rows of tables are written (fp32)")
+    parser.add_argument(
+        "--tables",
+        choices=[each.name for each in TableEncoding],
+        default="fp32",
+        help="how rows of tables are written (fp32)",
+    )
     parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
     with _mistakes_told():
         words = parser.parse_intermixed_args(arguments)

@@ -334,6 +334,9 @@ def _check_training(config: Config) -> None:
                 "config key 'train.early_stop.metric' needs train.eval_every_epochs (or eval_every_steps), which is "
                 "not set"
             )
+    publish = train.publish
+    if publish.dir is not None and (publish.every_steps is None) == (publish.every_seconds is None):
+        raise UserError("config key 'train.publish.dir' needs one of train.publish.every_steps and every_seconds")
     every = [key for key in ("eval_every_steps", "eval_every_epochs") if getattr(train, key) is not None]
     if len(every) > 1:
         raise UserError(

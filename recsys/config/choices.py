@@ -148,6 +148,12 @@ class Saver(Enum):
     fp16_tables = "fp16_tables"
 
 
+class TableEncoding(Enum):
+    """How exports and publications write rows of tables; `stored`: as checkpoints do."""
+
+    fp32, stored, fp16, int8, int4, int2 = "fp32", "stored", "fp16", "int8", "int4", "int2"
+
+
 class Device(Enum):
     """Device of a run: `auto` takes CUDA where there is a GPU, the CPU otherwise."""
 

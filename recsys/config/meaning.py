@@ -29,7 +29,14 @@ FREE = (
     # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept
     *("train.eval_batch_size", "train.micro_batch_*", "train.epochs", "train.max_*steps", "train.*_every_*"),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
-    *("train.init_from", "train.init.*", "train.early_stop.patience", "optimizer.schedule.*", "precision.*"),
+    *(
+        "train.publish.*",
+        "train.init_from",
+        "train.init.*",
+        "train.early_stop.patience",
+        "optimizer.schedule.*",
+        "precision.*",
+    ),
     *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "l1", "beta1", "beta2", "momentum", "weight_decay")),
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
     # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest

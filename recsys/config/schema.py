@@ -29,6 +29,7 @@ from recsys.config.choices import (
     Schedule,
     ShardingChoice,
     StateType,
+    TableEncoding,
 )
 from recsys.config.initial import InitConfig
 from recsys.config.table_optimizers import TableOptimizer
@@ -263,6 +264,16 @@ class DistillConfig:
 
 
 @dataclass
+class PublishConfig:
+    """Publishing while training goes on: a folder that scorers follow (docs/publishing.md)."""
+
+    dir: str | None = None  # null: nothing is published
+    every_steps: int | None = bounded(None, 1)
+    every_seconds: float | None = bounded(None, 0.1, 1e8)  # in place of steps
+    tables: TableEncoding = TableEncoding.fp32
+
+
+@dataclass
 class TrainConfig:
     """Section `train`: how long, how much at a time, and what happens on the way."""
 
@@ -288,6 +299,7 @@ class TrainConfig:
     init: InitConfig = field(default_factory=InitConfig)
     early_stop: EarlyStopConfig = field(default_factory=EarlyStopConfig)
     distill: DistillConfig | None = None
+    publish: PublishConfig = field(default_factory=PublishConfig)
 
     @property
     def in_micro_batches(self) -> bool:

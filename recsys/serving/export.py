@@ -7,11 +7,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 
@@ -37,7 +35,7 @@ from recsys.serving.export_tables import Files, write_index, write_kept, write_t
 from recsys.serving.finished import Finished
 from recsys.training.learning import learn_facts
 
-_PROGRAMS = ("score.py", "serve.py")  # copied as they are
+_PROGRAMS = ("score.py", "serve.py", "follow.py")  # copied as they are
 
 
 def export(run: Finished, out: Path, tables: str = "fp32") -> int:
@@ -47,7 +45,7 @@ def export(run: Finished, out: Path, tables: str = "fp32") -> int:
 
     Args:
         out: a folder that is not there, or is empty.
-        tables: how rows are written, one of `export_tables.ENCODINGS`; a table with `quantize` is written so.
+        tables: how rows are written, a TableEncoding's name; a table with `quantize` is written so.
 
     Raises:
         UserError: a folder with something in it, a checkpoint that is corrupt, a package that is missing, or a model
@@ -201,17 +199,13 @@ class _Export:
         assert corpus is not None
         dataset = self._inputs.datasets["items"]
         reader = SegmentReader(dataset, list(needed_columns(config, "items")))
-        scorer = Scorer(self._files.folder)
-
-        def vectors() -> Iterator[np.ndarray]:
-            for number in range(len(dataset.row_groups)):
-                table = reader.read(dataset.row_groups.segment(number))
-                for start in range(0, len(table), ROWS_AT_ONCE):
-                    yield scorer.outputs("item", table.slice(start, ROWS_AT_ONCE))[0]
-
+        tables = (reader.read(dataset.row_groups.segment(number)) for number in range(len(dataset.row_groups)))
+        rows = self._files.parquet("items/rows.parquet", tables, ROWS_AT_ONCE)
+        vectors = Scorer(self._files.folder).vectors_of_items(self._files.folder / rows)
         dim = config.model.needs().vector_dim
-        file = self._files.write("items/vectors.bin", vectors(), always_verified=False)
+        file = self._files.write("items/vectors.bin", vectors, always_verified=False)
         return {
+            "rows": rows,
             "ids": self._files.arrow(
                 "items/ids.arrow", {column_of(config, config.model.needs().item_id or ""): corpus}
             ),

@@ -162,14 +162,7 @@ class DenseExport:
 
     def write_weights(self) -> dict[str, Any]:
         """Write the weights of all graphs; return what the manifest says of them."""
-
-        def chunks() -> Iterator[Any]:
-            for value in self._weights.values():
-                content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-                yield content
-                yield bytes(-len(content) % _ALIGNED)
-
-        self._files.write(WEIGHTS, chunks(), always_verified=False)
+        self._files.write(WEIGHTS, weight_chunks(self._model), always_verified=False)
         tensors = {
             name: {"offset": self._places[name], **_described(Entry.of(Pieces.of(value)))}
             for name, value in self._weights.items()
@@ -264,6 +257,14 @@ class DenseExport:
                         f"'{file}' gives other numbers in ONNX Runtime than model '{type(self._model).__name__}' in "
                         f"torch (they differ by {worst:.3g}); report it with the model"
                     )
+
+
+def weight_chunks(model: nn.Module) -> Iterator[Any]:
+    """Yield the bytes of the file of weights of a model, on any device."""
+    for value in model.state_dict().values():
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield content
+        yield bytes(-len(content) % _ALIGNED)
 
 
 def _described(entry: Entry) -> dict[str, Any]:

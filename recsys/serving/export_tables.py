@@ -4,22 +4,24 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from recsys.checkpoint.tensor_files import Entry, read_rows
 from recsys.config.choices import RowCode
 from recsys.errors import UserError
 from recsys.ids import KeptRows, read_keys
-from recsys.runtime.files import naming
+from recsys.runtime.files import naming, sync
+from recsys.serving.score import sha256
 from recsys.tables.bytes import CHUNK_BYTES
 from recsys.tables.row_codes import encode_rows
 
-ENCODINGS = ("fp32", "stored", "fp16", "int8", "int4", "int2")  # of tables
 _STORED = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -48,6 +50,18 @@ class Files:
         self.entries[name] = {"bytes": size, "sha256": total.hexdigest(), "always_verified": always_verified}
         return name
 
+    def parquet(self, name: str, tables: Iterator[pa.Table], rows_at_once: int) -> str:
+        """Write tables as a Parquet file; return its name."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        first = next(tables)
+        with naming(path), pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
+            for table in chain([first], tables):
+                writer.write_table(table.cast(first.schema), rows_at_once)
+        sync(path)
+        self.entries[name] = {"bytes": path.stat().st_size, "sha256": sha256(path), "always_verified": True}
+        return name
+
     def arrow(self, name: str, columns: dict[str, pa.Array]) -> str:
         """Write columns as an Arrow file, which is memory-mapped as it is; return its name."""
         table = pa.table(columns)
@@ -61,7 +75,7 @@ def write_table(files: Files, name: str, checkpoint: Path, entry: Entry, encodin
     """Write the rows of a checkpoint's table; return what the manifest says of them.
 
     Args:
-        encoding: one of ENCODINGS; `stored` is the type that the checkpoint has.
+        encoding: a TableEncoding's name; `stored` is the type that the checkpoint has.
 
     Raises:
         UserError: the table's type, or its width, does not go with that.
@@ -76,17 +90,20 @@ def write_table(files: Files, name: str, checkpoint: Path, entry: Entry, encodin
 
     def chunks() -> Iterator[np.ndarray]:
         for start in range(0, num_rows, step):
-            rows = read_rows(checkpoint, entry, start, min(num_rows, start + step))
-            if encoding in _FLOATS:
-                coded = rows.to(_FLOATS[encoding]).view(torch.uint8)
-            else:
-                coded = encode_rows(rows.float(), RowCode[encoding.upper()])
+            coded = encoded(read_rows(checkpoint, entry, start, min(num_rows, start + step)), encoding)
             strides.add(coded.shape[1])
             yield coded.reshape(-1).numpy()
 
     file = files.write(f"tables/{name}.bin", chunks(), always_verified=False)
     (stride,) = strides
     return {"file": file, "encoding": encoding, "rows": num_rows, "columns": columns, "stride": stride}
+
+
+def encoded(rows: torch.Tensor, encoding: str) -> torch.Tensor:
+    """Return rows, [rows, columns], as bytes by an encoding other than `stored`, uint8 [rows, stride]."""
+    if encoding in _FLOATS:
+        return rows.to(_FLOATS[encoding]).view(torch.uint8)
+    return encode_rows(rows.float(), RowCode[encoding.upper()])
 
 
 def write_index(files: Files, name: str, ids: pa.Array, seed: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ hashes to rows of tables, rows to vectors, vectors of a list to their sum, all v
 """
 
 import argparse
+import copy
 import glob
 import hashlib
 import json
@@ -522,12 +523,46 @@ class Rows:
         self._decode = DECODERS[entry["encoding"]]
         size = (entry["rows"], entry["stride"])
         self._bytes = np.asarray(np.memmap(folder / entry["file"], np.uint8, "r", shape=size)) if size[0] else None
+        # Rows that have been published since, in order, and their bytes.
+        self._newer, self._newer_bytes = np.zeros(0, np.int64), np.zeros((0, size[1]), np.uint8)
 
     def take(self, rows: Any) -> np.ndarray:
         """Return the vectors of some rows, an array of numbers or a slice, float32 [rows, columns]."""
         if self._bytes is None:
             return np.zeros((0, self.columns), np.float32)
-        return self._decode(self._bytes[rows], self.columns)
+        return self._decode(self.bytes_of(rows), self.columns)
+
+    def bytes_of(self, rows: Any) -> np.ndarray:
+        """Return some rows as they are stored, uint8 [rows, stride]."""
+        assert self._bytes is not None
+        found = self._bytes[rows]
+        if not len(self._newer):
+            return found
+        numbers = np.arange(*rows.indices(len(self._bytes))) if isinstance(rows, slice) else rows
+        places = np.searchsorted(self._newer, numbers).clip(max=len(self._newer) - 1)
+        is_newer = self._newer[places] == numbers
+        return np.where(is_newer[:, None], self._newer_bytes[places], found)
+
+    def changed(self, path: Path) -> "Rows":
+        """Return these vectors with those rows others that a delta holds: records of number and bytes."""
+        records = np.fromfile(path, np.dtype([("row", "<i8"), ("bytes", np.uint8, self._newer_bytes.shape[1])]))
+        newer = copy.copy(self)
+        newer._newer = np.union1d(self._newer, records["row"])
+        newer._newer_bytes = np.empty((len(newer._newer), self._newer_bytes.shape[1]), np.uint8)
+        newer._newer_bytes[np.searchsorted(newer._newer, self._newer)] = self._newer_bytes
+        newer._newer_bytes[np.searchsorted(newer._newer, records["row"])] = records["bytes"]
+        return newer
+
+
+class InMemory:
+    """Vectors by row number, float32 [rows, columns]."""
+
+    def __init__(self, vectors: np.ndarray) -> None:
+        self._vectors = vectors
+
+    def take(self, rows: Any) -> np.ndarray:
+        """Return the vectors of some rows, an array of numbers or a slice."""
+        return self._vectors[rows]
 
 
 def sums(vectors: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -599,18 +634,39 @@ class Scorer:
         self._mappings = {name: Mapping(folder, entry["mapping"]) for name, entry in tables.items()}
         self._vectors = {name: Rows(folder, entry["vectors"]) for name, entry in tables.items()}
         self._features = {feature["name"]: feature for feature in manifest["features"]}
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = num_threads
-        providers = ["CPUExecutionProvider"]
-        self._graphs = {
-            name: onnxruntime.InferenceSession(str(folder / graph["file"]), options, providers=providers)
-            for name, graph in manifest["graphs"].items()
-        }
+        self._num_threads = num_threads
+        self._graphs = self._sessions(folder)
         self._items = items = manifest.get("items")
         if items is not None:
             ids = pa.ipc.open_file(pa.memory_map(str(folder / items["ids"]))).read_all().column(0)
             self._item_ids = ids.chunk(0) if ids.num_chunks else pa.array([], ids.type)
-            self._item_vectors, self._index = Rows(folder, items["vectors"]), Index(folder, items["index"])
+            self._item_vectors: Rows | InMemory = Rows(folder, items["vectors"])
+            self._index = Index(folder, items["index"])
+
+    def changed(self, folder: Path, manifest: dict[str, Any]) -> "Scorer":
+        """Return a scorer of what this one has with a published delta over it; this one stays as it is."""
+        newer = copy.copy(self)
+        newer._graphs = self._sessions(folder)
+        newer._vectors = {name: rows.changed(folder / f"tables/{name}.bin") for name, rows in self._vectors.items()}
+        if self._items is not None:
+            parts = list(newer.vectors_of_items(self._folder / self._items["rows"]))
+            newer._item_vectors = InMemory(np.concatenate(parts))
+        return newer
+
+    def _sessions(self, folder: Path) -> dict[str, onnxruntime.InferenceSession]:
+        """Return the graphs over the weights of the dense part that lie in a folder."""
+        options, providers = onnxruntime.SessionOptions(), ["CPUExecutionProvider"]
+        options.intra_op_num_threads = self._num_threads
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        graphs = {name: (self._folder / graph["file"]).read_bytes() for name, graph in self.manifest["graphs"].items()}
+        return {
+            name: onnxruntime.InferenceSession(graph, options, providers=providers) for name, graph in graphs.items()
+        }
+
+    def vectors_of_items(self, path: Path) -> Iterator[np.ndarray]:
+        """Yield the vectors of the items of a file, float32 [items, dim], some at a time."""
+        for batch in pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE):
+            yield self.outputs("item", pa.Table.from_batches([batch]))[0]
 
     def score(self, rows: pa.Table) -> pa.Table:
         """Return the scores of rows: a column for each output of the model."""

@@ -31,7 +31,8 @@ class Totals:
     """What a step sums over all ranks, in FP32.
 
     Attributes:
-        loss, weight: sums over rows. num_bad, num_stops: ranks that are not finite, and that ask to stop.
+        loss, weight: sums over rows. num_bad, num_stops, num_publishes: ranks that are not finite, that ask to stop,
+            and to publish.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         task_losses: where there are several tasks, their shares of the loss.
     """
@@ -41,27 +42,38 @@ class Totals:
     loss: float
     weight: float
     num_bad: float
-    num_stops: float
+    num_stops: int
+    num_publishes: int
     num_rows: int
     num_bad_rows: int
     task_losses: tuple[float, ...]
 
     @staticmethod
     def pack(
-        loss: torch.Tensor, batch: Batch, is_finite: torch.Tensor, stops: bool, task_losses: torch.Tensor
+        loss: torch.Tensor,
+        batch: Batch,
+        is_finite: torch.Tensor,
+        stops: bool,
+        publishes: bool,
+        task_losses: torch.Tensor,
     ) -> torch.Tensor:
         """Return what this rank adds, [SIZE + tasks]."""
-        counts = [float(stops), *divmod(batch.num_rows, _DIGIT), *divmod(batch.num_bad_rows, _DIGIT)]
+        counts = [
+            float(stops + _DIGIT * publishes),
+            *divmod(batch.num_rows, _DIGIT),
+            *divmod(batch.num_bad_rows, _DIGIT),
+        ]
         sums = torch.stack([loss, batch.weights.sum(), (~is_finite).float()])
         return torch.cat([sums, filled(counts, sums), task_losses])
 
     @staticmethod
     def unpack(sums: Sequence[float]) -> "Totals":
         """Return the totals of the sums over all ranks of what `pack` gave."""
-        loss, weight, num_bad, num_stops, *digits = sums[: Totals.SIZE]
+        loss, weight, num_bad, asked, *digits = sums[: Totals.SIZE]
+        num_publishes, num_stops = divmod(round(asked), _DIGIT)
         high, low, bad_high, bad_low = map(round, digits)
         rows = high * _DIGIT + low, bad_high * _DIGIT + bad_low
-        return Totals(loss, weight, num_bad, num_stops, *rows, tuple(sums[Totals.SIZE :]))
+        return Totals(loss, weight, num_bad, num_stops, num_publishes, *rows, tuple(sums[Totals.SIZE :]))
 
 
 class Replica(nn.Module):

@@ -283,7 +283,8 @@ class MicroBatches:
             self._lookup.add_l2(self.gradients, factors, weights)
         if not dense.late_exchange:
             Variable._execution_engine.queue_callback(partial(self._lookup.backward, self.gradients))
-        return Totals.pack(self.loss.total, self._batch, self.is_finite, dense.stop_requested, self.loss.by_task)
+        asks = dense.stop_requested, dense.publish_requested
+        return Totals.pack(self.loss.total, self._batch, self.is_finite, *asks, self.loss.by_task)
 
     def _gradients_by_outputs(self) -> list[torch.Tensor]:
         """Return the gradients of the loss of the whole batch by each of the model's outputs."""

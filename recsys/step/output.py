@@ -14,7 +14,8 @@ class StepOutput:
     """What a step leaves: `outputs` of the model for the rank's rows, and in training the sums over all ranks.
 
     Attributes:
-        loss: mean over the global batch, weighted; of several tasks the sum of theirs. stop: some rank asked to stop.
+        loss: mean over the global batch, weighted; of several tasks the sum of theirs.
+        stop, publish: some rank asked to stop, and to publish.
         losses: of several tasks, by name, the mean over the rows that count for it; without the task's weight.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         skipped: on some rank the loss or a gradient is not finite, and no rank has changed a table or a weight.
@@ -28,6 +29,7 @@ class StepOutput:
     loss: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
     stop: bool = False
+    publish: bool = False
     num_rows: int = 0
     num_bad_rows: int = 0
     skipped: bool = False
@@ -38,7 +40,7 @@ class StepOutput:
         """Take the sums over all ranks; `tasks` gives the weight of each task's loss."""
         weight = totals.weight
         self.loss = totals.loss / weight if weight else 0.0
-        self.stop = totals.num_stops > 0
+        self.stop, self.publish = totals.num_stops > 0, totals.num_publishes > 0
         self.num_rows, self.num_bad_rows = totals.num_rows, totals.num_bad_rows
         shares = zip(tasks.items(), totals.task_losses, strict=True)
         self.losses = {name: loss / weight / factor for (name, factor), loss in shares if weight and factor}

@@ -42,6 +42,7 @@ class DenseHalf(nn.Module):
 
     Attributes:
         stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
+        publish_requested: likewise; the model is to be published after the step.
         enter_phase: told "forward" and "backward" as a training step comes to them.
         gate: stands between the tables and the exchange of what is looked up.
         sums: a parameter whose gradient is what a step sums over the ranks. So it goes with the others, and costs no
@@ -72,7 +73,7 @@ class DenseHalf(nn.Module):
         self.gate = UpdateGate()
         self.replicated = ReplicatedTables([])
         self.enter_phase: Callable[[str], None] = ignore_phase
-        self.stop_requested = self.skipped = self.late_exchange = False
+        self.stop_requested = self.publish_requested = self.skipped = self.late_exchange = False
         self._replica: DistributedDataParallel | None = None  # with several ranks
         self._under_way: Iterator[torch.Tensor] = iter(())
 

@@ -73,7 +73,7 @@ class TableUpdates:
         self._model = model
         self._fbgemm: list[tuple[TableOptimizerConfig, Any]] = []
         self._shards: list[TorchTable] = []
-        for kernel in _kernels(model, FusedOptimizerModule):
+        for kernel in kernels(model, FusedOptimizerModule):
             tables = [config_name(table.name) for table in kernel.config.embedding_tables]
             if all(_in_fbgemm(config, table, on_gpu) for table in tables):
                 self._fbgemm.append((config.table_optimizer(tables[0]), kernel.emb_module))  # they have one optimizer
@@ -82,7 +82,7 @@ class TableUpdates:
                 update_in_torch(kernel, shards)
                 self._shards += shards
         replicas: list[TorchTable] = []
-        for kernel in _kernels(model, BatchedDenseEmbeddingBag):
+        for kernel in kernels(model, BatchedDenseEmbeddingBag):
             kernel.emb_module.weights.requires_grad_(False)
             replicas += _torch_tables(kernel, config)
         self.replicated = ReplicatedTables(replicas)
@@ -169,7 +169,7 @@ def table_of(key: str) -> str:
     return config_name(key.removesuffix(".weight").rpartition(".")[2])
 
 
-def _kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
+def kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
     """Yield the kernels of a kind on this rank; torchrec keeps them in a plain list, out of sight of `modules()`."""
     for lookup in lookups(model):
         yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))

@@ -3,7 +3,7 @@
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,11 +31,11 @@ from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.runtime.watchdog import Watchdog
 from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world
 from recsys.tables.shard import save_plan
-from recsys.training.build import build_model
+from recsys.training.build import Built, build_model
 from recsys.training.learning import learn_facts
 from recsys.training.memory_log import MemoryLog
 from recsys.training.result import closing_lines, how_to_go_on, run_result
-from recsys.training.trainer import Trainer
+from recsys.training.trainer import Publishes, Trainer
 
 _WRITTEN = (
     *("config.yaml", "plan.json", "loaded.json", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs"),
@@ -50,8 +50,11 @@ _WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
 
 
-def run(asked: Config) -> int:
+def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None = None) -> int:
     """Train as the config says; return the exit status: 0 when done, 143 when a signal stopped it (after saving).
+
+    Args:
+        publisher_of: makes what publishes the model in training, if the config asks for that.
 
     Raises:
         UserError: a mistake in config or data.
@@ -82,7 +85,8 @@ def run(asked: Config) -> int:
             store.set(_BEGUN, str(run_dir))
             log = start_logging(run_dir / "logs", world.rank)
             with Watchdog(world, math.inf if config.debug else config.run.stuck_after_s, log) as watchdog:
-                return _run(inputs, _Session(run_dir, footers, instead, timeline, explained, watchdog, lock))
+                session = _Session(run_dir, footers, instead, timeline, explained, watchdog, lock)
+                return _run(inputs, session, publisher_of)
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,7 @@ class _Session:
         self.watchdog.enter(phase, step)
 
 
-def _run(opened: Inputs, session: _Session) -> int:
+def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Built], Publishes] | None) -> int:
     start = time.monotonic()
     config, world, run_dir = opened.config, opened.world, session.run_dir
     timeline, explained = session.timeline, session.explained
@@ -129,7 +133,8 @@ def _run(opened: Inputs, session: _Session) -> int:
     for line in describe_plan(built.pieces):
         logger.info("table %s", line)
     with timeline.phase("load"):
-        trainer = Trainer(inputs, built, run_dir, timeline, source, session.enter)
+        publisher = publisher_of(inputs, built) if publisher_of and config.train.publish.dir else None
+        trainer = Trainer(inputs, built, run_dir, timeline, source, session.enter, publisher)
     memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.

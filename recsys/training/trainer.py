@@ -7,6 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from recsys.checkpoint import Checkpoints, Source, load_tensors, verify_checkpoint
 from recsys.config import Schedule
@@ -50,12 +51,23 @@ class TimedIterator(Iterator[Batch]):
             self._enter_phase("the exchange of ids")
 
 
+class Publishes(Protocol):
+    """What publishes the model in training; see `recsys.serving.publish.Publisher`."""
+
+    def asks(self, step: int) -> bool:
+        """Return whether this rank asks for a publication after a step."""
+
+    def publish(self, step: int, save: Callable[[], Path]) -> None:
+        """Publish the model as it is after a step; collective."""
+
+
 class Trainer:
     """Trains a built model to the end of its epochs, to `train.max_steps`, or to a stop signal.
 
     Args:
         source: what it starts from, if anything.
         enter_phase: told what training comes to, which is progress: the phase, and with a new step its number.
+        publisher: publishes the model at the steps that it asks for, and at the end of training.
 
     Attributes:
         state: as of checkpoints; metrics: of the last evaluation of each dataset by this process.
@@ -70,10 +82,12 @@ class Trainer:
         timeline: Timeline,
         source: Source | None = None,
         enter_phase: Callable[..., None] = ignore_phase,
+        publisher: Publishes | None = None,
     ) -> None:
         config, world = inputs.config, inputs.world
         self._inputs, self._config, self._built, self._world = inputs, config, built, world
         self._run_dir, self._timeline, self._enter_phase = run_dir, timeline, enter_phase
+        self._publisher, self._published_at = publisher, -1
         self.loader = inputs.loader("train")
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints",
@@ -115,6 +129,7 @@ class Trainer:
             if self._saved_at != self.state.step:
                 self._save()
             if not stopped:
+                self._publish()
                 stopped = self._final_evaluation()
             self._checkpoints.wait()
         return stopped
@@ -169,6 +184,8 @@ class Trainer:
             self._enter_phase("forward", state.step + 1)
             self._stop_requested()
             self._begin_updates()
+            if self._publisher is not None:
+                self._built.step.dense.publish_requested = self._publisher.asks(state.step + 1)
             waited = timed.seconds
             output = self._pipeline.progress(timed)
             self._step_traced()
@@ -176,6 +193,8 @@ class Trainer:
             # No line of its own for a stop, so that after it the lines are those of a run that went on.
             if state.step % train.log_every_steps == 0 or state.step == boundary:
                 self._tell()
+            if output.publish:
+                self._publish()
             if output.stop:
                 logger.info("stop requested: saving step %d", state.step)
                 return True
@@ -319,6 +338,22 @@ class Trainer:
             self._checkpoints.save(self._built.tensors, self.state)
         self._saved_at = self.state.step
         self.progress.pause(time.monotonic() - start)
+
+    def _publish(self) -> None:
+        """Publish the model as it is, unless it has been."""
+        if self._publisher is not None and self._published_at != self.state.step:
+            start, self._published_at = time.monotonic(), self.state.step
+            self._enter_phase("publishing", self.state.step)
+            with self._timeline.phase("save"):
+                self._publisher.publish(self.state.step, self._saved)
+            self.progress.pause(time.monotonic() - start)
+
+    def _saved(self) -> Path:
+        """Return the folder of a checkpoint of the step, saved if it is not yet."""
+        if self._saved_at != self.state.step:
+            self._save()
+        self._checkpoints.wait()
+        return self._checkpoints.path(self.state.step)
 
     def _stop_requested(self) -> bool:
         """Return whether this rank wants to end; the step's all-reduce carries its wish to the others."""

@@ -1,0 +1,102 @@
+"""Follow a folder that training publishes to (`train.publish`): answer from the newest publication that is whole.
+
+    from follow import Follower
+    follower = Follower("published", every_s=5)
+    scores = follower.scorer.score(table)
+
+Needs what score.py needs, which lies beside this file. A publication is read in full before it is answered from, and
+whoever has taken `follower.scorer` goes on with the one that it was.
+"""
+
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+try:
+    from score import ExportError, Scorer, read_manifest
+except ImportError:  # inside the package
+    from recsys.serving.score import ExportError, Scorer, read_manifest
+
+
+class Follower:
+    """Keeps a scorer at the newest publication.
+
+    Args:
+        folder: `train.publish.dir`. every_s: look for something new so often, in a thread; None: at `refresh` alone.
+
+    Attributes:
+        scorer: of the newest publication; take it once for each request.
+        number: of that publication. step: of training.
+        problem: what is wrong with the next one, if anything.
+
+    Raises:
+        ExportError: there is no whole base in it.
+    """
+
+    def __init__(self, folder: str | Path, every_s: float | None = None) -> None:
+        self._folder, self._every_s = Path(folder), every_s
+        self.number, self.step, self._last = 0, 0, ""
+        self.problem: str | None = None
+        self.scorer: Scorer
+        self._take_base()
+        if not self.number:
+            raise ExportError(
+                f"'{folder}' holds no base-*; give the folder of train.publish.dir, once it has published"
+            )
+        self.refresh_or_tell()
+        if every_s is not None:
+            threading.Thread(target=self._follow, daemon=True).start()
+
+    def refresh(self) -> int:
+        """Take what has been published since; return the number of the newest publication.
+
+        Raises:
+            ExportError: the next one is torn, of another order or altered; it is named, and not applied.
+        """
+        self._take_base()
+        while (folder := self._folder / f"delta-{self.number + 1:09d}").is_dir():
+            self._apply(folder)
+        if ahead := [number for number in self._numbers("delta") if number > self.number]:
+            raise ExportError(f"'{self._folder}' has delta-{ahead[0]:09d}, and lacks '{folder.name}' before it")
+        return self.number
+
+    def refresh_or_tell(self) -> None:
+        """Take what has been published since, and tell on the standard error what is wrong, once."""
+        try:
+            self.refresh()
+            self.problem = None
+        except ExportError as error:
+            if str(error) != self.problem:
+                print(f"error: {error}; answers stay those of number {self.number}", file=sys.stderr, flush=True)
+            self.problem = str(error)
+
+    def _follow(self) -> None:
+        while True:
+            threading.Event().wait(self._every_s)
+            self.refresh_or_tell()
+
+    def _numbers(self, kind: str) -> list[int]:
+        names = [path.name for path in self._folder.glob(f"{kind}-*")]
+        return sorted(int(name.partition("-")[2]) for name in names if re.fullmatch(rf"{kind}-\d+", name))
+
+    def _take_base(self) -> None:
+        """Open the newest base, where it is newer than what is there."""
+        bases = [number for number in self._numbers("base") if number > self.number]
+        if bases:
+            folder = self._folder / f"base-{bases[-1]:09d}"
+            scorer = Scorer(folder)
+            made: dict[str, Any] = scorer.manifest["made"]
+            self.scorer, self.number, self.step = scorer, bases[-1], made["step"]
+            self._last = scorer.manifest["sha256"]
+
+    def _apply(self, folder: Path) -> None:
+        manifest = read_manifest(folder, verify=True)
+        if manifest.get("number") != self.number + 1 or manifest.get("follows") != self._last:
+            raise ExportError(
+                f"'{folder}' is number {manifest.get('number')} and does not follow number {self.number}; it is a copy "
+                f"of another, or of another run"
+            )
+        self.scorer = self.scorer.changed(folder, manifest)
+        self.number, self.step, self._last = manifest["number"], manifest["step"], manifest["sha256"]

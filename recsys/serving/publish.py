@@ -1,0 +1,216 @@
+"""Publishing while training goes on: an export, then what has changed since, for scorers that follow.
+
+A publication is a folder of `train.publish.dir`: `base-NUMBER` is an export, `delta-NUMBER` has the rows of tables that
+training has touched since the one before, and the dense part. It appears whole, under the next number.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from recsys.data.inputs import Inputs
+from recsys.errors import UserError, why
+from recsys.runtime.files import replace_file, sync
+from recsys.runtime.logs import logger
+from recsys.serving.export_dense import WEIGHTS, check_packages, weight_chunks
+from recsys.serving.export_tables import Files, encoded
+from recsys.serving.score import FORMAT, MANIFEST, checksum
+from recsys.tables.bytes import CHUNK_BYTES
+from recsys.tables.touched import TouchedRows
+from recsys.training.build import Built
+
+_KINDS = ("base-", "delta-")
+_ASIDE = ".tmp"
+_OF_RANKS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+
+
+class Publisher:
+    """Publishes a model in training; every rank has one, and calls `publish` at the same steps.
+
+    The first publication of a process is a base, since what an earlier one has published may be ahead of the checkpoint
+    that training goes on from; and so is one after deltas that have more bytes than the base.
+
+    Raises:
+        UserError: the folder cannot be written or holds something else, or a package that exports need is missing.
+    """
+
+    def __init__(self, inputs: Inputs, built: Built) -> None:
+        self._config, self._world, self._built = inputs.config, inputs.world, built
+        self._settings = inputs.config.train.publish
+        self._folder = Path(self._settings.dir or "")
+        self._touched = TouchedRows(built.model)
+        self._number = self._world.from_rank_zero(self._prepare)
+        self._base: dict[str, Any] | None = None  # its manifest, while deltas can follow; of rank 0
+        self._last = ""  # checksum of the manifest that was published last
+        self._delta_bytes = 0
+        self._published_at = time.monotonic()
+
+    def asks(self, step: int) -> bool:
+        """Return whether this rank asks for a publication after a step; all ranks hear of it with the step's sums."""
+        if self._world.rank != 0:
+            return False
+        if self._settings.every_steps is not None:
+            return step % self._settings.every_steps == 0
+        return time.monotonic() - self._published_at >= (self._settings.every_seconds or 0)
+
+    def publish(self, step: int, save: Callable[[], Path]) -> None:
+        """Publish the model as it is after a step; collective.
+
+        What cannot be written is told in the log, and training goes on: the next publication is a base then.
+
+        Args:
+            save: writes a checkpoint of this step, waits for it, and returns its folder.
+        """
+        start = time.monotonic()
+        if self._world.from_rank_zero(self._wants_base):
+            self._touched.clear()
+            checkpoint = save()
+            problem = self._world.from_rank_zero(lambda: _problem_of(lambda: self._write_base(checkpoint)))
+        else:
+            problem = self._write_delta(step)
+        self._published_at = time.monotonic()
+        if problem is None:
+            logger.info("published step %d as number %d in %.1f s", step, self._number, time.monotonic() - start)
+            self._number += 1
+        else:
+            self._base = None
+            logger.warning("step %d is not published: %s; the next publication is a whole one", step, problem)
+
+    def _prepare(self) -> int:
+        """Remove what a killed process has left half written; return the number of the next publication."""
+        check_packages()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for path in self._folder.iterdir():
+                if path.name.startswith(".") or path.suffix == _ASIDE:
+                    shutil.rmtree(path)
+                elif not path.name.startswith(_KINDS):
+                    raise UserError(
+                        f"config key 'train.publish.dir': '{self._folder}' holds '{path.name}', which was not "
+                        f"published; name another folder"
+                    )
+        except OSError as error:
+            raise UserError(
+                f"config key 'train.publish.dir': cannot write to '{self._folder}' ({why(error)}); name another folder"
+            ) from error
+        return max((_number_of(path) for path in self._folder.iterdir()), default=0) + 1
+
+    def _wants_base(self) -> bool:
+        base = self._base
+        return base is None or self._delta_bytes > sum(file["bytes"] for file in base["files"].values())
+
+    def _write_base(self, checkpoint: Path) -> None:
+        """Export the checkpoint, in a process of its own, whose memory ends with it."""
+        out = self._folder / f"base-{self._number:09d}"
+        root = str(Path(__file__).resolve().parents[2])
+        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "recsys", "export", str(checkpoint), str(out), "--trust-code"]
+        command += ["--tables", self._settings.tables.name.lower()]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise UserError((done.stderr.strip().splitlines() or ["it was killed"])[-1].removeprefix("error: "))
+        self._base = json.loads((out / MANIFEST).read_text())
+        self._last, self._delta_bytes = self._base["sha256"], 0
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        """Remove what came before the base before the last: scorers may still read that one."""
+        bases = sorted(self._folder.glob("base-*"))
+        for path in self._folder.iterdir():
+            if len(bases) > 1 and _number_of(path) < _number_of(bases[-2]):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write_delta(self, step: int) -> str | None:
+        """Write what has changed; return on every rank what went wrong, if anything."""
+        name = f"delta-{self._number:09d}"
+        files = Files(self._folder / (name + _ASIDE))
+        problem = None
+        if self._world.rank == 0:
+            problem = _problem_of(files.folder.mkdir)
+        for table, value in self._built.tensors.tables().items():
+            chunks = self._changed_rows(table, value)
+            if self._world.rank == 0 and problem is None:
+                problem = _problem_of(partial(files.write, f"tables/{table}.bin", chunks))
+            deque(chunks, maxlen=0)  # the other ranks, or after an error, take part in what is left
+        return self._world.from_rank_zero(
+            lambda: problem or _problem_of(lambda: self._complete(step, files, self._folder / name))
+        )
+
+    def _changed_rows(self, table: str, value: Any) -> Iterator[np.ndarray]:
+        """Yield on rank 0 the rows of a table that training has touched, some at a time; collective.
+
+        They are uint8 [rows, 8 + stride]: the number of the row, then its bytes as in the base.
+        """
+        num_rows, dim = self._config.tables[table].num_embeddings, self._config.tables[table].embedding_dim
+        step = CHUNK_BYTES // (4 * dim)
+        for start in range(0, num_rows, step):
+            own = self._touched.take(table, value, start, start + step)
+            parts = [part for of_rank in self._gather(own) for part in of_rank]
+            if parts:
+                rows = torch.cat([rows for _, rows, _ in parts]).unique()
+                vectors = torch.empty(len(rows), dim)
+                for column, some, weights in parts:
+                    vectors[torch.searchsorted(rows, some), column : column + weights.shape[1]] = weights.float()
+                assert self._base is not None
+                coded = encoded(vectors, self._base["tables"][table]["vectors"]["encoding"])
+                yield torch.cat([rows[:, None].view(torch.uint8), coded], dim=1).numpy()
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Return every rank's value on rank 0, and nothing elsewhere."""
+        if self._world.world_size == 1:
+            return [value]
+        values = [None] * self._world.world_size if self._world.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._world.host_group)
+        return values or []
+
+    def _complete(self, step: int, files: Files, final: Path) -> None:
+        """Write the dense part and what tells of all, and let the delta appear."""
+        files.write(WEIGHTS, weight_chunks(self._built.dense_model))
+        content: dict[str, Any] = {"format": FORMAT, "number": self._number, "step": step, "follows": self._last}
+        content["files"] = files.entries
+        content["sha256"] = checksum(content)
+        replace_file(files.folder / MANIFEST, json.dumps(content, indent=1) + "\n")
+        for folder in (files.folder / "tables", files.folder):
+            if folder.exists():
+                sync(folder)
+        files.folder.rename(final)
+        sync(self._folder)
+        self._last = content["sha256"]
+        self._delta_bytes += sum(file["bytes"] for file in files.entries.values())
+
+
+def _number_of(path: Path) -> int:
+    digits = path.name.partition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+def _problem_of(action: Callable[[], Any]) -> str | None:
+    """Return why something could not be written, or None."""
+    try:
+        action()
+    except OSError as error:
+        return f"{error.filename or 'a file'}: {why(error)}"
+    except UserError as error:
+        return str(error)
+    return None

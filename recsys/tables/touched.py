@@ -1,0 +1,73 @@
+"""Rows of the tables that training has looked up, and so may have changed, since it was last asked."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torchrec.distributed.batched_embedding_kernel import BatchedDenseEmbeddingBag
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys.tables.module_names import config_name
+from recsys.tables.spec import local_pieces
+from recsys.tables.updates import kernels, table_tensors
+
+Offsets = tuple[int, ...]
+
+
+class TouchedRows:
+    """Marks rows of the tables on this rank as training looks them up, from now on; a byte for each row.
+
+    A row that is marked may be as it was: by a step that was left out, or a gradient of 0.
+    """
+
+    def __init__(self, model: DistributedModelParallel) -> None:
+        self._marks: dict[tuple[str, Offsets], torch.Tensor] = {}
+        for table, value in table_tensors(model).items():
+            for shard, offsets in local_pieces(value):
+                self._marks[table, offsets] = torch.zeros(len(shard), dtype=torch.bool, device=shard.device)
+        for kind in (FusedOptimizerModule, BatchedDenseEmbeddingBag):
+            for kernel in kernels(model, kind):
+                tables = kernel.config.embedding_tables
+                marks = [self._marks[_place(table)] for table in tables for _ in range(table.num_features())]
+                kernel.register_forward_pre_hook(partial(_mark, marks))
+
+    def clear(self) -> None:
+        """Forget what was touched."""
+        for marks in self._marks.values():
+            marks.zero_()
+
+    def take(self, table: str, value: Any, start: int, stop: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Return the touched ones of some rows of a table, as far as they are on this rank, and forget them.
+
+        Args:
+            value: the table as `table_tensors` gives it. start, stop: of the rows.
+
+        Returns:
+            For each piece of the table the column where it begins; the rows, int64 [n], ascending; their weights in
+            host memory, [n, columns]. Of a table that every rank holds, the rows that this one has looked up.
+        """
+        taken = []
+        for shard, offsets in local_pieces(value):
+            first = offsets[0]
+            some = slice(max(0, start - first), max(0, stop - first))
+            marks = self._marks[table, offsets][some]
+            rows = marks.nonzero().squeeze(1) + some.start
+            if len(rows):
+                taken.append((offsets[1], (rows + first).cpu(), shard.detach()[rows].cpu()))
+                marks.zero_()
+        return taken
+
+
+def _place(table: Any) -> tuple[str, Offsets]:
+    shard = table.local_metadata  # None of a table that every rank holds
+    return config_name(table.name), (0, 0) if shard is None else tuple(shard.shard_offsets)
+
+
+def _mark(marks: list[torch.Tensor], _: Any, inputs: tuple[KeyedJaggedTensor]) -> None:
+    """Mark the rows of a lookup in training, by feature; a hook before a kernel's forward pass."""
+    if not torch.is_grad_enabled():
+        return
+    for of_table, rows in zip(marks, inputs[0].values().split(inputs[0].length_per_key()), strict=True):
+        of_table.index_fill_(0, rows.long(), True)

@@ -1,0 +1,229 @@
+"""Publishing: a base and its deltas are the export of that step, and who follows never answers from half of one."""
+
+import json
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import fork_train
+from retrieval import write_retrieval
+
+pytest.importorskip("onnxruntime")
+
+from recsys.serving.follow import Follower
+from recsys.serving.score import ExportError, Scorer
+
+_PLAN = ["tables.user.sharding_type=row_wise", "tables.item.sharding_type=column_wise", "tables.item.embedding_dim=16",
+         "optimizer.tables.name=adagrad"]  # fmt: skip
+
+
+def train(folder: Path, *arguments: Any, nproc: int = 1, before: Any = None, code: int = 0) -> Path:
+    """Train with a publication every 20 steps; return the run directory."""
+    publish = f"train.publish={{dir: {folder}/published, every_steps: 20, tables: {{TABLES}}}}"
+    tables = next((text for text in arguments if text.startswith("tables=")), "tables=fp32").partition("=")[2]
+    rest = [text for text in arguments if not text.startswith("tables=")]
+    done = fork_train(str(folder / "config.yaml"), f"run.dir={folder}/run", publish.replace("{TABLES}", tables), *rest,
+                      nproc=nproc, before=before, timeout=300)  # fmt: skip
+    assert done.returncode == code, done.stderr[-3000:]
+    return folder / "run"
+
+
+def exported(run: Path, out: Path, *options: str) -> Path:
+    done = fork_train("export", str(run), str(out), *options, program="recsys", timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def assert_same(followed: Scorer, export: Path) -> None:
+    """Compare bit for bit the tables, the dense part by what it gives, and the vectors of items."""
+    whole = Scorer(export)
+    for name, rows in whole._vectors.items():
+        everything = np.arange(whole.manifest["tables"][name]["vectors"]["rows"])
+        assert np.array_equal(followed._vectors[name].bytes_of(everything), rows.bytes_of(everything)), name
+    everything = slice(None)
+    assert np.array_equal(followed._item_vectors.take(everything), whole._item_vectors.take(everything))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "options"),
+    [pytest.param(1, [], marks=pytest.mark.slow), (2, _PLAN), pytest.param(4, _PLAN, marks=pytest.mark.slow),
+     pytest.param(2, ["tables=int8", "tables.item.sharding_type=data_parallel"], marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_base_and_deltas_are_the_export(tmp_path: Path, nproc: int, options: list[str]) -> None:
+    write_retrieval(tmp_path)
+    run = train(tmp_path, *options, nproc=nproc)
+    published = tmp_path / "published"
+    names = sorted(path.name for path in published.iterdir())
+    assert names[0] == "base-000000001"
+    assert names[1:] == [f"delta-{n:09d}" for n in range(2, len(names) + 1)]
+    assert len(names) > 3
+    follower = Follower(published)
+    tables = next((text.partition("=")[2] for text in options if text.startswith("tables=")), "fp32")
+    export = exported(run, tmp_path / "export", "--tables", tables)
+    assert follower.step == Scorer(export).manifest["made"]["step"]
+    assert_same(follower.scorer, export)
+    dense = json.loads((export / "manifest.json").read_text())["files"]["dense.bin"]["sha256"]
+    assert json.loads((published / names[-1] / "manifest.json").read_text())["files"]["dense.bin"]["sha256"] == dense
+    users = pq.read_table(tmp_path / "valid.parquet")
+    assert follower.scorer.recommend(users, 5).equals(Scorer(export).recommend(users, 5))
+
+
+def kill_at_the_second(place: str) -> Any:
+    return {"rows": kill_in_rows, "manifest": kill_before_manifest, "renamed": kill_after_renaming}[place]
+
+
+def _kill() -> None:
+    import os
+
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_rows() -> None:
+    from recsys.serving.export_tables import Files
+
+    _killing(Files, "write", 2, after=True)
+
+
+def kill_before_manifest() -> None:
+    from recsys.serving.publish import Publisher
+
+    _killing(Publisher, "_complete", 2, after=False)
+
+
+def kill_after_renaming() -> None:
+    from recsys.serving.publish import Publisher
+
+    _killing(Publisher, "_complete", 2, after=True)
+
+
+def _killing(owner: Any, name: str, number: int, after: bool) -> None:
+    whole, calls = getattr(owner, name), iter(range(1, 1 << 30))
+
+    def part(*arguments: Any, **named: Any) -> Any:
+        last = next(calls) == number
+        if last and not after:
+            _kill()
+        result = whole(*arguments, **named)
+        if last:
+            _kill()
+        return result
+
+    setattr(owner, name, part)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["rows", "manifest", "renamed"])
+def test_killed_while_publishing(tmp_path: Path, place: str) -> None:
+    write_retrieval(tmp_path)
+    before = kill_at_the_second(place)
+    train(tmp_path, "train.checkpoint_every_steps=10", before=before, code=-signal.SIGKILL)
+    Follower(tmp_path / "published")  # what is there can be followed
+    run = train(tmp_path, "run.resume=true")
+    published = tmp_path / "published"
+    assert not list(published.glob("*.tmp"))
+    follower = Follower(published)
+    assert_same(follower.scorer, exported(run, tmp_path / "export"))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published")
+    write_retrieval(folder)
+    train(folder)
+    return folder / "published"
+
+
+def _damage_altered(folder: Path) -> str:
+    path = folder / "delta-000000003/tables/user.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return "delta-000000003"
+
+
+def _damage_torn(folder: Path) -> str:
+    (folder / "delta-000000003/dense.bin").write_bytes(b"")
+    return "delta-000000003"
+
+
+def _damage_missing(folder: Path) -> str:
+    shutil.rmtree(folder / "delta-000000003")
+    return "delta-000000003"
+
+
+def _damage_repeated(folder: Path) -> str:
+    shutil.rmtree(folder / "delta-000000003")
+    shutil.copytree(folder / "delta-000000002", folder / "delta-000000003")
+    return "delta-000000003"
+
+
+def _damage_exchanged(folder: Path) -> str:
+    (folder / "delta-000000003").rename(folder / "aside")
+    (folder / "delta-000000004").rename(folder / "delta-000000003")
+    (folder / "aside").rename(folder / "delta-000000004")
+    return "delta-000000003"
+
+
+@pytest.mark.parametrize(
+    "damage", [_damage_altered, _damage_torn, _damage_missing, _damage_repeated, _damage_exchanged]
+)
+def test_a_delta_that_is_not_whole_is_named_and_not_applied(published: Path, tmp_path: Path, damage: Any) -> None:
+    shutil.copytree(published, tmp_path / "copy")
+    name = damage(tmp_path / "copy")
+    follower = Follower(tmp_path / "copy")
+    assert follower.number == 2
+    assert name in (follower.problem or "")
+    with pytest.raises(ExportError, match=name):
+        follower.refresh()
+    assert follower.number == 2
+
+
+def test_answers_under_load_are_of_one_publication(published: Path, tmp_path: Path) -> None:
+    """Every answer given while deltas arrive is that of one of the publications."""
+    users = pq.read_table(published.parent / "valid.parquet")
+    names = sorted(path.name for path in published.iterdir())
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copytree(published / names[0], copy / names[0])
+    expected, follower = [], Follower(published.parent / "published")
+    follower = Follower(copy)
+    answers: list[pa.Table] = []
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            answers.append(follower.scorer.recommend(users, 5))
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    expected.append(follower.scorer.recommend(users, 5))
+    for thread in threads:
+        thread.start()
+    for name in names[1:]:
+        shutil.copytree(published / name, copy / (name + ".tmp"))
+        (copy / (name + ".tmp")).rename(copy / name)
+        follower.refresh()
+        expected.append(follower.scorer.recommend(users, 5))
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not expected[0].equals(expected[-1])
+    assert len(answers) > len(names)
+    for answer in answers:
+        assert any(answer.equals(one) for one in expected)
+
+
+def test_delta_bytes_are_those_of_touched_rows(published: Path) -> None:
+    """At most twice the bytes of the rows, which come with their number, beside the dense part."""
+    manifest = json.loads((published / "base-000000001/manifest.json").read_text())
+    for delta in published.glob("delta-*"):
+        for name, table in manifest["tables"].items():
+            size, stride = (delta / f"tables/{name}.bin").stat().st_size, table["vectors"]["stride"]
+            assert size % (stride + 8) == 0
+            assert size <= 2 * stride * (size // (stride + 8))
+            assert size // (stride + 8) <= table["vectors"]["rows"]
