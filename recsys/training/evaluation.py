@@ -10,7 +10,7 @@ from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Position
 from recsys.step.output import StepOutput
-from recsys.step.pipeline import build_pipeline
+from recsys.step.pipeline import Pipeline, build_pipeline
 
 
 class EvaluationStopped(Exception):
@@ -18,7 +18,11 @@ class EvaluationStopped(Exception):
 
 
 def evaluate_dataset(
-    inputs: Inputs, model: DistributedModelParallel, role: str, stop_requested: Callable[[], bool] = lambda: False
+    inputs: Inputs,
+    model: DistributedModelParallel,
+    role: str,
+    stop_requested: Callable[[], bool] = lambda: False,
+    pipeline: Pipeline | None = None,
 ) -> dict[str, float]:
     """Return the metrics of a dataset over all ranks; collective.
 
@@ -26,6 +30,7 @@ def evaluate_dataset(
         model: its own: a training pipeline that rewrote it is detached before.
         role: of the dataset in `inputs.datasets`.
         stop_requested: asked before every batch.
+        pipeline: of the model, and detached from it; default: one is made.
 
     Raises:
         EvaluationStopped: on every rank, soon after `stop_requested` says so on any.
@@ -34,9 +39,9 @@ def evaluate_dataset(
     try:
         with torch.no_grad():
             is_retrieval = inputs.config.model.needs().item_id is not None
-            items = item_vectors(inputs, model, stop_requested) if is_retrieval else None
+            items = item_vectors(inputs, model, stop_requested, pipeline) if is_retrieval else None
             evaluator = model.module.dense.model.evaluator(items)
-            for output in outputs_of(inputs, model, inputs.loader(role), stop_requested):
+            for output in outputs_of(inputs, model, inputs.loader(role), stop_requested, pipeline):
                 evaluator.update(output.outputs, output.batch)
             return evaluator.compute(inputs.world)
     finally:
@@ -44,12 +49,15 @@ def evaluate_dataset(
 
 
 def item_vectors(
-    inputs: Inputs, model: DistributedModelParallel, stop_requested: Callable[[], bool] = lambda: False
+    inputs: Inputs,
+    model: DistributedModelParallel,
+    stop_requested: Callable[[], bool] = lambda: False,
+    pipeline: Pipeline | None = None,
 ) -> torch.Tensor:
     """Return the vectors of the whole corpus, [items, vector_dim], on every rank."""
     assert inputs.corpus is not None
     vectors = torch.zeros(len(inputs.corpus), inputs.config.model.needs().vector_dim)
-    for output in outputs_of(inputs, model, inputs.loader("items"), stop_requested):
+    for output in outputs_of(inputs, model, inputs.loader("items"), stop_requested, pipeline):
         positions = output.batch.lists["position"]  # type: ignore[index]
         real = positions.lengths() > 0  # the fill of the last batch has none
         vectors[positions.values().cpu()] = output.outputs[1][real].float().cpu()
@@ -61,6 +69,7 @@ def outputs_of(
     model: DistributedModelParallel,
     loader: Loader,
     stop_requested: Callable[[], bool] = lambda: False,
+    pipeline: Pipeline | None = None,
 ) -> Iterator[StepOutput]:
     """Yield what a model in eval mode gives for the batches of a loader; collective.
 
@@ -68,8 +77,8 @@ def outputs_of(
         EvaluationStopped: as `evaluate_dataset`.
     """
     world = inputs.world
-    # The pipeline asks for an optimizer, and leaves it alone in eval mode.
-    pipeline = build_pipeline(model, torch.optim.SGD([torch.zeros(1)]), world.device, inputs.config.debug)
+    if pipeline is None:  # it asks for an optimizer, and leaves it alone in eval mode
+        pipeline = build_pipeline(model, torch.optim.SGD([torch.zeros(1)]), world.device, inputs.config.debug)
     with closing(loader.batches()) as batches:
         for _ in range(loader.steps_left(Position(), 1)):
             # Evaluation may outlast the time between a signal and the kill that follows it.

@@ -271,7 +271,8 @@ class Trainer:
 
         with self._timeline.phase("evaluation"):
             give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
-            metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested)
+            # In training's pipeline, which holds nothing now: another would have streams, and so memory, of its own.
+            metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested, self._pipeline)
             give_unused_back()
         self.metrics[role] = self.state.metrics[role] = metrics
         logger.info("%s at step %d: %s", role, step, show_metrics(metrics))

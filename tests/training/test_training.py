@@ -14,6 +14,8 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from launch import ROOT, environment, fork_train, run_train, train_command
 
+from recsys.step.pipeline import OverlappedPipeline
+
 CONFIG = "configs/dlrm_sample.yaml"
 EACH_STEP = ("train.log_every_steps=1", "data.window_mib=1")
 
@@ -191,7 +193,15 @@ def test_debug_mode_is_one_short_plain_process(tmp_path: Path) -> None:
     assert losses(tmp_path) == losses(tmp_path / "normal")
 
 
-def tell_of_caches() -> None:
+def tell_of_caches_and_pipelines() -> None:
+    make = OverlappedPipeline.__init__
+
+    def init(self: OverlappedPipeline, *arguments: Any) -> None:
+        getLogger("recsys").info("a pipeline is made")
+        make(self, *arguments)
+
+    OverlappedPipeline.__init__ = init  # type: ignore[method-assign]
+
     def reset_cache_states(self: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         getLogger("recsys").info("the cache is dropped")
 
@@ -200,7 +210,7 @@ def tell_of_caches() -> None:
 
 def test_early_stop_tests_the_best(tmp_path: Path) -> None:
     stop = ("train.early_stop.metric=auc", "train.early_stop.patience=2", "train.eval_every_epochs=1")
-    launch = partial(fork_train, before=tell_of_caches)
+    launch = partial(fork_train, before=tell_of_caches_and_pipelines)
     result = train(tmp_path, *stop, "train.epochs=40", "optimizer.dense.learning_rate=0.03", launch=launch)
     evaluations = lines(tmp_path, "valid")
     best = max(evaluations, key=lambda record: record["auc"])
@@ -209,6 +219,7 @@ def test_early_stop_tests_the_best(tmp_path: Path) -> None:
     assert result["metrics"]["valid"]["auc"] == best["auc"]
     log = (tmp_path / "logs" / "rank_0.log").read_text()
     # `fused_uvm_caching` would go on with rows of the last step, which a GPU holds.
+    assert log.count("a pipeline is made") == 1
     assert log.count("the cache is dropped") >= 1 and "early stopping: back" in log.rpartition("is dropped")[2]
 
 
