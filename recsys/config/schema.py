@@ -90,8 +90,7 @@ class DataConfig:
     # Rows of a stream shuffled together, in MiB as held in memory; two are held for each stream.
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
-    # Decoding threads of a rank; 0 reads in the training thread. Default: 2, and with a GPU the rank's cores less two.
-    num_threads: int | None = bounded(None, 0, 1024)
+    num_threads: int | None = bounded(None, 0, 1024)  # that decode; 0: in the training thread; default: 2, or by cores
     # Put together ahead of training, by a thread; 0: in the training thread. Default: 4, but 0 where ranks of a CPU run
     # have no core to spare, and the two threads would only wait for each other.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
