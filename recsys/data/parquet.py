@@ -184,7 +184,8 @@ def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]
         footer = parsed_footer(footer_of(read_footer(files.storage, name, int(files.sizes[0]))))
         return {*footer.schema.to_arrow_schema().names, *partition_keys(name)}
     except (pa.ArrowException, OSError) as error:
-        raise BadDataError(f"'{name}' cannot be read ({reason(error)}); write it anew", name) from error
+        problem = f"'{name}' is not a readable Parquet file ({reason(error)}); write it anew"
+        raise BadDataError(f"config key '{key}': {problem}", name) from error
 
 
 def read_head(dataset: Dataset, num_rows: int) -> pa.Table:

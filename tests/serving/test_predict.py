@@ -21,7 +21,7 @@ BLOCK_ROWS = 60
 def rows(tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
     """The test rows of the sample, as ten files of unequal length; the schema's metadata name their folder."""
     folder = tmp_path_factory.mktemp("rows")
-    table = pq.read_table(ROOT / "data/sample/test")
+    table = pq.read_table(ROOT / "data/sample/test").slice(0, 449)
     ends = np.sort(np.random.default_rng(0).choice(np.arange(1, len(table)), 9, replace=False))
     for i, (start, end) in enumerate(zip([0, *ends], [*ends, len(table)], strict=True)):
         pq.write_table(table.slice(start, end - start), folder / f"{i:02d}.parquet", row_group_size=50)
@@ -73,21 +73,30 @@ def folder_of(rows: pa.Table) -> str:
     return rows.schema.metadata[b"folder"].decode()
 
 
-def test_scores_are_those_of_the_rows_on_any_number_of_ranks(run: Path, rows: pa.Table, tmp_path: Path) -> None:
-    alone = predicted("predict", run, folder_of(rows), tmp_path / "one", "--keep", "user_id,label,price")
-    assert alone.column_names == ["user_id", "label", "price", "score"]
-    assert alone.select(["user_id", "label", "price"]).equals(rows.select(["user_id", "label", "price"]))
+@pytest.fixture(scope="module")
+def alone(run: Path, rows: pa.Table, tmp_path_factory: pytest.TempPathFactory) -> pa.Table:
+    """Predictions of one rank."""
+    return predicted("predict", run, folder_of(rows), tmp_path_factory.mktemp("alone") / "out")
+
+
+def test_scores_are_those_of_the_rows(run: Path, rows: pa.Table, alone: pa.Table, tmp_path: Path) -> None:
+    kept = predicted("predict", run, folder_of(rows), tmp_path / "one", "--keep", "user_id,label,price")
+    assert kept.column_names == ["user_id", "label", "price", "score"] and kept["score"].equals(alone["score"])
+    assert kept.drop_columns("score").equals(rows.select(["user_id", "label", "price"]))
     scores = alone["score"].to_numpy()
     metrics = evaluate(run, f"data.test={folder_of(rows)}")["test"]
     labels, weights = rows["label"].to_numpy(), rows["weight"].to_numpy()
     assert auc(labels, scores, weights) == pytest.approx(metrics["auc"], abs=1e-6)
     assert ((scores > 0) & (scores < 1)).all()
 
-    on_three = predicted("predict", run, folder_of(rows), tmp_path / "three", nproc=3)
-    assert on_three.column_names[-1] == "score" and "user_id" in on_three.column_names
-    assert on_three["user_id"].equals(alone["user_id"])
-    np.testing.assert_allclose(on_three["score"].to_numpy(), scores, rtol=0, atol=1e-6)
-    assert len(list((tmp_path / "three").glob("part-*"))) > 3
+
+@pytest.mark.parametrize("nproc", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 4, 7))])
+def test_any_number_of_ranks(nproc: int, run: Path, rows: pa.Table, alone: pa.Table, tmp_path: Path) -> None:
+    on_some = predicted("predict", run, folder_of(rows), tmp_path / "out", nproc=nproc)
+    assert len(rows) == 449  # which no batch divides
+    assert on_some.drop_columns("score").equals(alone.drop_columns("score"))
+    np.testing.assert_allclose(on_some["score"].to_numpy(), alone["score"].to_numpy(), rtol=0, atol=1e-6)
+    assert len(list((tmp_path / "out").glob("part-*"))) > nproc
 
 
 def test_an_interrupted_prediction_goes_on(run: Path, rows: pa.Table, tmp_path: Path) -> None:

@@ -41,10 +41,19 @@ def test_the_lists_are_those_that_the_run_was_evaluated_by(run: Path, tmp_path: 
     for row in alone.to_pylist():
         assert len(row["items"]) == 10 and not {*row["items"]} & {*row["seen"]}
         assert row["scores"] == sorted(row["scores"], reverse=True)
-    on_three = recommended(run, tmp_path / "three", "--k", "10", nproc=3)
-    assert on_three.column_names == ["user", "items", "scores"] and on_three["items"].equals(alone["items"])
-    scores = [table["scores"].combine_chunks().values.to_numpy() for table in (alone, on_three)]
+
+
+@pytest.mark.parametrize("nproc", [3, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 4))])
+def test_any_number_of_ranks(nproc: int, run: Path, tmp_path: Path) -> None:
+    alone = recommended(run, tmp_path / "one", "--k", "10")
+    on_some = recommended(run, tmp_path / "some", "--k", "10", nproc=nproc)
+    assert on_some.column_names == ["user", "items", "scores"] and on_some["user"].equals(alone["user"])
+    scores = [table["scores"].combine_chunks().values.to_numpy() for table in (alone, on_some)]
     np.testing.assert_allclose(*scores, rtol=0, atol=1e-6)
+    for row, other in zip(alone.to_pylist(), on_some.to_pylist(), strict=True):
+        score = dict(zip(row["items"], row["scores"], strict=True))
+        same = [score.get(item, row["scores"][-1]) for item in other["items"]]  # in another order where they tie
+        np.testing.assert_allclose(same, row["scores"], rtol=0, atol=1e-6)
 
 
 def test_what_users_lose_when_a_feature_is_permuted(run: Path, tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""What predict, recommend, embeddings and evaluate refuse, each in a sentence that names file, column or word."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT, fork_train
+from retrieval import write_retrieval
+
+import recsys
+from recsys.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose hour has mapping: identity, and whose user may not be null."""
+    folder = tmp_path_factory.mktemp("ranker")
+    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={folder}/run", "train.max_steps=2", "data.valid=null",
+                      "data.test=null", "features.user_id.nulls=refuse")  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("towers")
+    done = fork_train(str(write_retrieval(folder)), f"run.dir={folder}/run", "train.epochs=1")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "run"
+
+
+def with_column(table: pa.Table, name: str, column: Any) -> pa.Table:
+    return table.set_column(table.column_names.index(name), name, column)
+
+
+def bad_rows() -> Iterator[tuple[Any, str]]:
+    yield lambda rows: rows.drop_columns("price"), "has no column 'price'"
+    yield (
+        lambda rows: with_column(rows, "item_id", rows["item_id"].cast("string")),
+        "its ids are string in column 'item_id'",
+    )
+    yield lambda rows: with_column(rows, "price", rows["device"]), "must hold numbers, found"
+    yield (
+        lambda rows: with_column(rows, "hour", pa.array([24] * len(rows))),
+        "id 24 is outside 0 … 23 (mapping: identity)",
+    )
+    yield lambda rows: with_column(rows, "user_id", pa.nulls(len(rows), pa.int64())), "nulls: refuse"
+    yield lambda rows: with_column(rows, "price", pa.array([float("nan")] * len(rows))), "only finite numbers"
+    yield lambda rows: rows.slice(0, 0), "hold no rows"
+
+
+@pytest.mark.parametrize(("change", "said"), list(bad_rows()), ids=lambda each: each if isinstance(each, str) else "")
+def test_rows(change: Any, said: str, ranker: Path, tmp_path: Path) -> None:
+    rows = change(pq.read_table(ROOT / "data/sample/test"))
+    run = recsys.open_run(ranker)
+    with pytest.raises(UserError) as raised:
+        run.predict(rows)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    done = fork_train("evaluate", str(ranker), f"{tmp_path}/rows.parquet", program="recsys")
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_files(ranker: Path, tmp_path: Path) -> None:
+    run = recsys.open_run(ranker)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "empty.parquet").touch()
+    (tmp_path / "text.parquet").write_text("user_id,item_id\n1,2\n")
+    unreadable = "is not a readable Parquet file"
+    for name, said in (
+        ("nothing", "DATA: "), ("empty.parquet", unreadable), ("text.parquet", unreadable), ("none", "does not exist")
+    ):  # fmt: skip
+        for use in (run.predict, lambda paths: run.embeddings("item", paths)):
+            with pytest.raises(UserError) as raised:
+                use(str(tmp_path / name))
+            assert said in str(raised.value) and name in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_users_and_names(towers: Path) -> None:
+    run = recsys.open_run(towers)
+    users = pq.read_table(towers.parent / "valid.parquet")
+    items = pq.read_table(towers.parent / "items.parquet")
+    for use, said in (
+        (lambda: run.recommend(users.drop_columns("history")), "has no column 'history'"),
+        (lambda: run.recommend(users.drop_columns("seen")), "has no column 'seen'"),
+        (lambda: run.recommend(users, keep=["usr"]), "--keep: file"),
+        (lambda: run.recommend(users.slice(0, 0)), "hold no rows"),
+        (
+            lambda: run.embeddings("user"),
+            "nothing says of which users the vectors are wanted; give their rows as --data",
+        ),
+        (lambda: run.embeddings("itm"), "the run has no vectors of 'itm'; did you mean 'item'?"),
+        (lambda: run.embeddings("tables.itm"), "the run has no vectors of 'tables.itm'"),
+        (lambda: run.embeddings("item", items.drop_columns("year")), "has no column 'year'"),
+        (lambda: run.embeddings("item", pa.concat_tables([items, items])), "DATA: item item-0 is there 2 times"),
+        (lambda: run.embeddings("tables.user"), "table 'user' has mapping: hash, which keeps no ids"),
+    ):
+        with pytest.raises(UserError) as raised:
+            use()
+        assert said in str(raised.value) and "\n" not in str(raised.value), str(raised.value)
+
+
+def test_faiss_that_is_not_there(towers: Path, tmp_path: Path) -> None:
+    done = fork_train("embeddings", str(towers), "item", f"{tmp_path}/out", "--faiss", "flat", before=without_faiss,
+                      program="recsys")  # fmt: skip
+    assert (
+        done.returncode == 1
+        and "--faiss needs faiss-cpu, which is not installed; pip install 'recsys[faiss]'" in done.stderr
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def without_faiss() -> None:
+    import sys
+
+    sys.modules["faiss"] = None  # type: ignore[assignment]
