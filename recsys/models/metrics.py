@@ -1,6 +1,6 @@
 """Metrics over all ranks, exact to the value of a single process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -118,25 +118,28 @@ class LabelEvaluator:
 
 
 def best_items(
-    users: torch.Tensor, items: torch.Tensor, k: int, batch: Batch, rows: slice
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scores and positions of the best items for some rows of a batch, best first: each [rows, k].
+    users: torch.Tensor, items: torch.Tensor, k: int, batch: Batch
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Yield some rows of a batch at a time, with scores and positions of their best items, best first: each [rows, k].
 
     Items that a row has in `seen`, and where there are `candidates` those that are none, have a score of -inf. Of fewer
     than k items all come.
 
     Args:
-        users: [rows, dim]. items: [items, dim].
+        users: of the batch, [batch, dim]. items: [items, dim].
     """
-    scores, lists = users @ items.T, batch.lists
-    if lists is not None and "candidates" in lists.keys():  # noqa: SIM118
-        barred = torch.ones_like(scores, dtype=torch.bool)
-        barred[_members(batch, "candidates", rows)] = False
-        scores.masked_fill_(barred, -torch.inf)
-    if lists is not None and "seen" in lists.keys():  # noqa: SIM118
-        scores[_members(batch, "seen", rows)] = -torch.inf
-    values, best = scores.topk(min(k, len(items)), dim=1)
-    return values, best
+    step = rows_at_once(len(items), users.device.type)
+    keys = [] if batch.lists is None else batch.lists.keys()
+    for start in range(0, len(users), step):
+        rows = slice(start, start + step)
+        scores = users[rows] @ items.T
+        if "candidates" in keys:
+            barred = torch.ones_like(scores, dtype=torch.bool)
+            barred[_members(batch, "candidates", rows)] = False
+            scores.masked_fill_(barred, -torch.inf)
+        if "seen" in keys:
+            scores[_members(batch, "seen", rows)] = -torch.inf
+        yield rows, *scores.topk(min(k, len(items)), dim=1)
 
 
 def _members(batch: Batch, key: str, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,12 +170,12 @@ class RetrievalEvaluator:
 
     def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
         assert batch.lists is not None
-        vectors = outputs[0]
-        step = rows_at_once(len(self._items), vectors.device.type)
-        for start in range(0, len(vectors), step):
-            rows = slice(start, start + step)
-            hits, num_targets = self._hits(vectors[rows], batch, rows)
-            self._add(hits, num_targets, batch.weights[rows])
+        for rows, scores, best in best_items(outputs[0], self._items, max(self._top_k), batch):
+            relevant = torch.zeros(len(best), len(self._items), dtype=torch.bool, device=best.device)
+            relevant[_members(batch, "targets", rows)] = True
+            # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
+            hits = relevant.gather(1, best) & (scores > -torch.inf)
+            self._add(hits, batch.lists["targets"].lengths()[rows], batch.weights[rows])
 
     def compute(self, world: World) -> dict[str, float]:
         sums = world.sum(self._sums)
@@ -184,15 +187,6 @@ class RetrievalEvaluator:
     def names(top_k: Sequence[int]) -> list[str]:
         """Return the names of the metrics, in order."""
         return [f"{name}@{k}" for k in top_k for name in ("recall", "ndcg")]
-
-    def _hits(self, vectors: torch.Tensor, batch: Batch, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether each of the best items is a target, [rows, max K] bool, and the number of targets."""
-        values, best = best_items(vectors, self._items, max(self._top_k), batch, rows)
-        relevant = torch.zeros(len(vectors), len(self._items), dtype=torch.bool, device=vectors.device)
-        relevant[_members(batch, "targets", rows)] = True
-        # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
-        hits = relevant.gather(1, best) & (values > -torch.inf)
-        return hits, batch.lists["targets"].lengths()[rows]  # type: ignore[index]
 
     def _add(self, hits: torch.Tensor, num_targets: torch.Tensor, weights: torch.Tensor) -> None:
         counted = (num_targets > 0) & (weights > 0)

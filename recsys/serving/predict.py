@@ -17,7 +17,7 @@ from recsys.data.loader import Loader
 from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
 from recsys.errors import UserError
-from recsys.models.metrics import best_items, rows_at_once
+from recsys.models.metrics import best_items
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.world import open_world
 from recsys.serving.finished import Finished, OpenRun
@@ -191,11 +191,8 @@ def best_of_users(opened: OpenRun, k: int) -> Results:
     assert corpus is not None
 
     def results(output: StepOutput) -> pa.Table:
-        users = output.outputs[0]
-        step = rows_at_once(len(items), users.device.type)
-        pieces = [slice(start, start + step) for start in range(0, len(users), step)]
-        best = [best_items(users[rows], items, k, output.batch, rows) for rows in pieces]
-        scores, positions = (torch.cat(columns).cpu() for columns in zip(*best, strict=True))
+        _, *best = zip(*best_items(output.outputs[0], items, k, output.batch), strict=True)
+        scores, positions = (torch.cat(pieces).cpu() for pieces in best)
         chosen = scores > -torch.inf
         offsets = pa.array(np.concatenate([[0], chosen.sum(1).cumsum(0).numpy()]), pa.int32())
         ids = corpus.take(pa.array(positions[chosen].numpy()))
