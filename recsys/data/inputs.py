@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from recsys.config import Config, IdMappingType
+from recsys.config import Config, IdMappingType, NullPolicy
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
 from recsys.data.convert import convert_ids
@@ -132,7 +132,7 @@ class Inputs:
         lists = []
         for name, (column, _) in role_lists(config, role).items():
             assert self._positions is not None
-            lists.append(IdColumn(name, column, self._positions))
+            lists.append(IdColumn(name, column, self._positions, NullPolicy.empty))  # a null is no item
         labels, weight, weight_column = [], None, config.data.weight_column
         if has_labels(config, role):
             schema = self.datasets[role].schema if role in self.datasets else None

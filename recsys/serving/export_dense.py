@@ -203,7 +203,10 @@ class DenseExport:
                 warnings.simplefilter("ignore")  # of torch about itself
                 graph(*example)  # what is made at the first call is made of tensors that hold numbers
                 program = torch.export.export(graph, tuple(example), dynamic_shapes=(tuple(shapes),), strict=True)
-                table: dict[Any, Any] = {torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave}
+                table: dict[Any, Any] = {
+                    torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
+                    torch.ops.aten.squeeze.dim: _squeeze,
+                }
                 onnx = torch.onnx.export(
                     program,
                     dynamo=True,
@@ -286,3 +289,13 @@ def _repeat_interleave(repeats: Any, output_size: Any = None) -> Any:
         op.Expand(first, op.Add(total, one)), ends, op.Expand(one, op.Shape(ends)), axis=0, reduction="add"
     )
     return op.Slice(op.CumSum(marks, first), first, total, first)
+
+
+def _squeeze(tensor: Any, dim: int) -> Any:
+    """Say in ONNX that squeezing a dimension other than 1 does nothing; the exporter's own gives a graph that fails."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    if tensor.shape is not None and isinstance(tensor.shape[dim], int) and tensor.shape[dim] != 1:
+        return op.Identity(tensor)
+    return op.Squeeze(tensor, op.Constant(value_ints=[dim]))

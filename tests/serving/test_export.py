@@ -16,6 +16,7 @@ from retrieval import write_retrieval
 
 from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensor_files import read_rows
+from recsys.ids import hash_column
 from recsys.serving import score as score_module
 from recsys.serving.export_tables import Files, write_table
 from recsys.serving.score import ExportError, Rows, Scorer
@@ -48,7 +49,7 @@ def assert_same_scores(ours: pa.Table, theirs: pa.Table, atol: float = 1e-5) -> 
     assert ours.column_names == theirs.column_names and len(ours) == len(theirs)
     for name in ours.column_names:
         if name.startswith("score"):
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=atol)
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=atol, atol=atol)
         else:
             assert ours[name].to_pylist() == theirs[name].to_pylist(), name
 
@@ -90,11 +91,14 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_items_are_those_of_the_run(towers: Path, tmp_path: Path) -> None:
-    users = towers / "valid.parquet"
+    rows, users = pq.read_table(towers / "valid.parquet"), tmp_path / "users.parquet"
+    seen = pa.array([[*items[:10], None, "no such item"] for items in rows["seen"].to_pylist()])
+    pq.write_table(rows.set_column(rows.column_names.index("seen"), "seen", seen), users)
     recsys("recommend", towers / "run", users, tmp_path / "best", "--k", "7", "--keep", "user,seen")
     score(towers / "out", "recommend", users, tmp_path / "s.parquet", "--k", 7, "--keep", "user,seen")
     ours, theirs = pq.read_table(tmp_path / "s.parquet"), pq.read_table(tmp_path / "best")
     assert ours.drop("scores").equals(theirs.drop("scores"))
+    assert any("item-0" in items for items in ours["items"].to_pylist())  # which a null in `seen` does not bar
     np.testing.assert_allclose(*(each["scores"].combine_chunks().flatten() for each in (ours, theirs)), atol=1e-6)
 
     recsys("predict", towers / "run", towers / "train.parquet", tmp_path / "predicted")
@@ -180,6 +184,26 @@ def test_mistakes_in_data(ranker: Path, tmp_path: Path, column: str, values: obj
         bad = bad.append_column(column, pa.array([values] * len(table)))
     pq.write_table(bad, tmp_path / "bad.parquet")
     assert said in score(ranker / "out", "predict", tmp_path / "bad.parquet", tmp_path / "s", status=1)
+
+
+def test_every_length_of_text_has_the_hash_of_training() -> None:
+    generator = np.random.default_rng(0)
+    texts = [generator.bytes(length) for length in [*range(270), 511, 512, 1023, 1024, 1025, 1088, 2049, 5000]]
+    for seed in (0, 1, 2**31 + 5, 2**64 - 1):
+        np.testing.assert_array_equal(
+            score_module.hash_texts(pa.array(texts, pa.large_binary()), seed), hash_column(pa.array(texts), seed)
+        )
+
+
+def test_a_server_answers(ranker: Path) -> None:
+    """What litserve calls, without litserve."""
+    stub = "import types, sys; sys.modules['litserve'] = types.SimpleNamespace(LitAPI=object)"
+    rows = pq.read_table(ROOT / "data/sample/test").slice(0, 2).to_pydict()
+    code = f"{stub}; import serve; api = serve.Scores(); api.setup('cpu'); print(api.predict({rows!r})['score'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ranker / "out", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    expected = pq.read_table(ranker / "predicted")["score"].to_pylist()[:2]
+    np.testing.assert_allclose(json.loads(done.stdout), expected, atol=1e-5)
 
 
 def test_mistakes(ranker: Path, tmp_path: Path) -> None:
