@@ -97,7 +97,7 @@ class PlainStep(nn.Module):
 
     def forward(self, batch: Batch) -> Any:
         """As `TrainStep.forward`."""
-        return self.dense(self.embeddings(batch.ids), None, batch)
+        return self.dense(self.embeddings(batch.ids), [], batch)
 
 
 def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:

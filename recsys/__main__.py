@@ -48,7 +48,7 @@ _COMMANDS = {
     "predict": "write a finished run's scores of rows as Parquet",
     "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
     "embeddings": "write vectors by raw id as Parquet: of items, of users, or of a table; with a FAISS index of items",
-    "compress": "quantise and prune a finished run's tables, as far as a metric allows",
+    "compress": "quantise, prune and distil a finished run, as far as a metric allows",
     "export": "write a finished run as a folder that scores and recommends without torch",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
@@ -184,6 +184,9 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
     parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
     parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train (default), norm")
+    parser.add_argument(
+        "--student", metavar="key=value", nargs="+", default=[], help="of distill: changes to the config"
+    )
     parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
     with _mistakes_told():
         words = parser.parse_intermixed_args(arguments)
@@ -198,7 +201,8 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
             run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
             trained = load_config(run.checkpoint / "config.yaml", trust_code=words.trust_code)
             metric = words.metric or trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
-            request = Request(tuple(words.steps.split(",")), metric, words.max_loss, words.prune_by)
+            steps, of_student = tuple(words.steps.split(",")), (tuple(words.student), tuple(words.overrides))
+            request = Request(steps, metric, words.max_loss, words.prune_by, *of_student, words.trust_code)
         return compress_run(run, trained, words.out, request)
 
 

@@ -103,7 +103,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     block_bytes = SMALL_HEAP_BLOCK_BYTES if config.train.in_micro_batches else HEAP_BLOCK_BYTES
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), block_bytes)
     with live, torch.set_grad_enabled(step.training):
-        step.dense(pooled, by_id, batch)
+        step.dense(pooled, [by_id], batch)
     if dist.get_world_size() > 1:  # gradients live in DistributedDataParallel's buckets all the time
         return live.peak, live.heap_peak
     gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
@@ -169,7 +169,7 @@ def layer_page(config: Config, data: DataFacts, rows: int) -> str:
         batch = _batch(config, data, rows, (0, rows))
         pooled, by_id = _looked_up(config, data, rows)
         with torch.no_grad():
-            layers = analyse_layers(step.dense.model, lambda: step.dense(pooled, by_id, batch))
+            layers = analyse_layers(step.dense.model, lambda: step.dense(pooled, [by_id], batch))
     return format_layers([*_table_layers(config, data, rows), *layers], rows)
 
 

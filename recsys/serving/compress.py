@@ -3,6 +3,7 @@
 1. *Quantise*: a code for the vectors of each table. Each table is tried alone in each code; then the codes are taken in
    the order of bytes saved by loss, as many of them as the metric allows.
 2. *Prune*: rows of all tables go by their importance, the least first, as many as the metric allows.
+3. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,17 +13,18 @@ from pathlib import Path
 
 import numpy as np
 
-from recsys.config import Config
+from recsys.config import Config, load_config
 from recsys.config.choices import RowCode
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.world import World, open_world
 from recsys.serving.compressed_run import make_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
-from recsys.serving.finished import Finished
+from recsys.serving.distill import train_student
+from recsys.serving.finished import Finished, find_run
 from recsys.serving.trials import Compression, Trials
 
-STEPS, IMPORTANCES = ("quantize", "prune"), ("count", "norm")
+STEPS, IMPORTANCES = ("quantize", "prune", "distill"), ("count", "norm")
 _CUTS = 64  # shares of the rows that pruning tries
 
 
@@ -33,15 +35,19 @@ class Request:
     Attributes:
         steps: of `STEPS`, in their order. Of n steps the k-th may lose k / n of the loss allowed, with those before it.
         metric: on data.valid, or on data.test without it. max_loss: of it, as it was given.
-        prune_by: of `IMPORTANCES`.
+        prune_by: of `IMPORTANCES`. student: `key=value` over the config so far, of distill.
+        overrides: `key=value` that name other data. trust_code: the class that a run names as its model is imported.
     """
 
     steps: tuple[str, ...]
     metric: str
     max_loss: str
     prune_by: str = "count"
+    student: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    trust_code: bool = False
 
-    def check(self, config: Config) -> None:
+    def check(self, config: Config, world_size: int) -> None:
         """Raise a UserError for what does not fit to a run."""
         steps = [("--steps", step, STEPS) for step in self.steps]
         metrics = tuple(config.model.metric_names(config))
@@ -52,6 +58,8 @@ class Request:
         ):
             if word not in known:
                 raise UserError(f"{option}: there is no '{word}'{nearest(word, known)} (known: {', '.join(known)})")
+        if "distill" in self.steps and world_size > 1:
+            raise UserError("--steps: distill trains in a process of its own; start recsys compress on one rank")
         self.allowed(1.0)
 
     def allowed(self, value: float) -> float:
@@ -82,42 +90,64 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
     return 0
 
 
+@dataclass(frozen=True)
+class _State:
+    """What steps go on with: a run, the config that it was trained with, and what has been accepted of its tables."""
+
+    trials: Trials
+    trained: Config
+    compression: Compression
+
+    def write(self, out: Path) -> None:
+        """Write the run as it is so far; collective."""
+        pruned, trials = self.compression.pruned, self.trials
+        shared = {table: trials.shared_vector(table, pruning) for table, pruning in pruned.items()}
+        trials.world.from_rank_zero(lambda: write_run(self.trained, trials, self.compression, shared, out))
+
+
 def _compress(run: Finished, trained: Config, out: Path, request: Request, world: World) -> None:
-    world.agree(lambda: request.check(run.config))
+    world.agree(lambda: request.check(run.config, world.world_size))
     world.from_rank_zero(lambda: make_folder(out))
     start_logging(out / "logs", world.rank)
     trials = Trials(run, world, request.metric)
     trials.introduce()
     allowed = request.allowed(trials.base.metrics[request.metric])
-    stages, compression = _stages(trials, request, allowed)
-    shared = {table: trials.shared_vector(table, pruning) for table, pruning in compression.pruned.items()}
-    world.from_rank_zero(lambda: write_run(trained, trials, compression, shared, out))
+    stages, state = _stages(_State(trials, trained, trials.given), request, allowed, out)
+    state.write(out)
     world.from_rank_zero(lambda: write_report(stages, trials, request.max_loss, allowed, out))
     logger.info("done: %s", out)
 
 
-def _stages(trials: Trials, request: Request, allowed: float) -> tuple[list[Stage], Compression]:
-    """Take the steps one after another; return what each comes to, and all that was accepted."""
-    compression, stages = trials.given, [Stage("as trained", "", trials.base)]
+def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple[list[Stage], _State]:
+    """Take the steps one after another; return what each comes to, and the run as the last one leaves it."""
+    stages, teacher = [Stage("as trained", "", state.trials.base)], state.trials
     for number, step in enumerate(request.steps, start=1):
-        take = _quantize if step == "quantize" else partial(_prune, by=request.prune_by)
-        compression, accepted = take(trials, compression, allowed * number / len(request.steps))
+        budget = allowed * number / len(request.steps)
+        if step == "distill":
+            state, accepted = _distill(state, request, budget, teacher, out / f"distill-{number}")
+        else:
+            take = _quantize if step == "quantize" else partial(_prune, by=request.prune_by)
+            compression, accepted = take(state.trials, state.compression, budget)
+            state = replace(state, compression=compression)
         remark = accepted or "left out, since it would lose more than is allowed"
-        stages.append(Stage(step, remark, trials.run(compression) if accepted else stages[-1].trial))
+        stages.append(Stage(step, remark, state.trials.run(state.compression) if accepted else stages[-1].trial))
         logger.info("%s: %s", step, remark)
-    return stages, compression
+    return stages, state
 
 
-def _limit(max_loss: str) -> Callable[[float], float]:
-    """Return what gives the loss allowed of a metric's value."""
-    is_share = max_loss.endswith("%")
-    try:
-        number = float(max_loss.removesuffix("%"))
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise UserError(f"--max-loss must be a number from 0 on, or a percentage such as 1%, found {max_loss}")
-    return lambda value: number / 100 * value if is_share else number
+def _distill(state: _State, request: Request, budget: float, teacher: Trials, folder: Path) -> tuple[_State, str]:
+    """Return a student of the run, and what it began with; nothing where it loses more than is allowed."""
+    start = folder / "start"
+    make_folder(start)
+    state.write(start)
+    run, began = train_student(teacher.source.path, start, folder, request.student)
+    student = find_run(str(run), request.overrides, request.trust_code)
+    trials = Trials(student, teacher.world, request.metric, teacher.base)
+    loss = trials.loss(trials.given, "distill, the student")
+    if loss > budget:
+        return state, ""
+    config = load_config(student.checkpoint / "config.yaml", trust_code=request.trust_code)
+    return _State(trials, config, trials.given), f"a student {began}"
 
 
 def most_accepted(last: int, is_accepted: Callable[[int], bool]) -> int:

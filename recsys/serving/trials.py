@@ -88,16 +88,16 @@ class Trials:
     """A finished run, opened to try compressions of its tables; collective.
 
     Args:
-        metric: by which they are compared.
+        metric: by which they are compared. base: what they are compared with; default: the run itself.
 
     Attributes:
         role: of the data that they are compared on: data.valid, or data.test without it.
         config: of the opened run. facts: of it. source: its checkpoint.
         counts: by table, how often data.train holds each of its rows, int64 [rows].
-        base: what the run itself comes to.
+        base: what losses are counted from.
     """
 
-    def __init__(self, run: Finished, world: World, metric: str) -> None:
+    def __init__(self, run: Finished, world: World, metric: str, base: Trial | None = None) -> None:
         roles = [role for role in ("valid", "test") if getattr(run.config.data, role) is not None]
         if not roles:
             raise UserError("there is nothing to compare compressions on; set data.valid or data.test")
@@ -106,11 +106,11 @@ class Trials:
         self.config, self.source = self._opened.inputs.config, self._opened.source
         self.facts = self._opened.inputs.facts or Facts()
         self.given = Compression({n: t.quantize for n, t in run.config.tables.items() if t.quantize is not None})
-        self.metric, self._world = metric, world
+        self.metric, self.world = metric, world
         self._weights = table_tensors(self._opened.model)
         self._trained = {name: [p.clone() for p, _ in local_pieces(w)] for name, w in self._weights.items()}
         self.counts = self._count()
-        self.base = self.run(self.given)
+        self.base = base or self.run(self.given)
 
     def introduce(self) -> None:
         """Tell in the log what runs where."""
@@ -176,7 +176,7 @@ class Trials:
             squares = torch.zeros(weights.size()[0])
             for (_, (row, _)), piece in zip(local_pieces(weights), self._trained[name], strict=True):
                 squares[row : row + len(piece)] += piece.float().square().sum(1).cpu()
-            lengths[name] = (self._world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
+            lengths[name] = (self.world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
         return lengths
 
     def pruning(self, table: str, rows: Sequence[int] | np.ndarray) -> Pruning:
@@ -199,7 +199,7 @@ class Trials:
         for (_, (row, column)), piece in zip(local_pieces(weights), self._trained[table], strict=True):
             part = pruning.weights[row : row + len(piece)].to(piece.device) @ piece.float()
             vector[column : column + piece.shape[1]] += part.cpu()
-        return self._world.sum(vector) if hasattr(weights, "local_shards") else vector
+        return self.world.sum(vector) if hasattr(weights, "local_shards") else vector
 
     def _count(self) -> dict[str, np.ndarray]:
         """Count the rows of each table in data.train, over all its features."""
@@ -207,9 +207,9 @@ class Trials:
         for feature in id_features(self.config):
             table, part = self.config.features[feature].table or "", inputs.id_column(feature)
             counter = RowCounter(part, is_mapped=True)
-            measure(inputs.datasets["train"], {}, [], self._world, counter)
+            measure(inputs.datasets["train"], {}, [], self.world, counter)
             mine = torch.from_numpy(counter.counts(part, self.config.tables[table].num_embeddings)[0])
-            counts[table] = counts.get(table, 0) + self._world.sum(mine).numpy()
+            counts[table] = counts.get(table, 0) + self.world.sum(mine).numpy()
         return counts
 
     @torch.no_grad()

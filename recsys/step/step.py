@@ -7,7 +7,7 @@ weights, and the tables are updated. So nothing reaches a table before every ran
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -88,14 +88,16 @@ class DenseHalf(nn.Module):
         object.__setattr__(self, "_replica", replica)  # not as a submodule, which `model` is already
 
     def forward(
-        self, pooled: KeyedTensor | None, by_id: dict[str, JaggedTensor] | None, batch: Batch
+        self, pooled: KeyedTensor | None, by_id: Sequence[Mapping[str, JaggedTensor]], batch: Batch
     ) -> tuple[torch.Tensor, StepOutput]:
         """Return the loss of this rank's rows and the output; in training, gradients are then on their way.
 
         Args:
-            pooled, by_id: what the tables gave: a vector for each row, and one for each id, by feature.
+            pooled, by_id: what the tables gave: a vector for each row, and one for each id, by feature, of each
+                collection.
         """
-        lookup = Lookup(batch.ids, pooled, {} if by_id is None else dict(by_id.items()), self.codes)
+        vectors_by_id = {name: jagged for vectors in by_id for name, jagged in vectors.items()}
+        lookup = Lookup(batch.ids, pooled, vectors_by_id, self.codes)
         output = StepOutput(batch, ())
         if self.training:
             self._under_way = self.step(lookup, output)
@@ -184,24 +186,24 @@ class TrainStep(nn.Module):
 
     Args:
         embeddings: tables that give the sum of each list's rows; None if there is no such table.
-        embeddings_by_id: tables that give a vector for each id of a list, likewise.
+        embeddings_by_id: tables that give a vector for each id of a list, by their dimensions.
     """
 
     def __init__(
         self,
         embeddings: EmbeddingBagCollection | None,
-        embeddings_by_id: EmbeddingCollection | None,
+        embeddings_by_id: Iterable[EmbeddingCollection],
         dense: DenseHalf,
     ) -> None:
         super().__init__()
         self.embeddings = embeddings
-        self.embeddings_by_id = embeddings_by_id
+        self.embeddings_by_id = nn.ModuleList(embeddings_by_id)
         self.dense = dense
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """Return (loss of this rank, StepOutput). The pipeline then calls `dense.backward()`."""
         pooled = None if self.embeddings is None else self.embeddings(batch.ids)
-        by_id = None if self.embeddings_by_id is None else self.embeddings_by_id(batch.ids)
+        by_id = [embeddings(batch.ids) for embeddings in self.embeddings_by_id]
         return self.dense(pooled, by_id, batch)
 
 

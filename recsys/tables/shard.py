@@ -97,7 +97,8 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
             raise UserError(f"{key} has table '{name}' {wrong}; drop it, to have a plan made")
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
     for key in filter(is_table, dict(step.named_parameters())):
-        module, name = modules.setdefault(key.split(".")[0], EmbeddingModuleShardingPlan()), table_of(key)
+        # Of `MODULE.embeddings.TABLE.weight`, where a module may be one of several.
+        module, name = modules.setdefault(key.rsplit(".", 3)[0], EmbeddingModuleShardingPlan()), table_of(key)
         module[module_name(name)] = _parameter_sharding(by_table[name], config, topology)
     return ShardingPlan(dict(modules))
 

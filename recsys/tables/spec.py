@@ -44,11 +44,12 @@ def local_pieces(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
             yield shard.tensor, tuple(shard.metadata.shard_offsets)
 
 
-def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, EmbeddingCollection | None]:
+def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, list[EmbeddingCollection]]:
     """Return the tables on the meta device, to be sharded before they take memory.
 
     The first collection sums the rows of a feature's list. Tables with a feature that the model reads id by id are in
-    the second, since the two cannot share weights; their other features are summed in the dense half of a step.
+    the others, since the two kinds cannot share weights, one for each dimension, since torchrec has them so; their
+    other features are summed in the dense half of a step.
     """
     by_id, meta = config.unpooled_tables(), torch.device("meta")
     pooled = [
@@ -58,11 +59,13 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, Emb
         for name in config.tables
         if name not in by_id
     ]
-    unpooled = [EmbeddingConfig(**_settings(config, name)) for name in config.tables if name in by_id]
+    unpooled: dict[int, list[EmbeddingConfig]] = {}
+    for name in (name for name in config.tables if name in by_id):
+        unpooled.setdefault(config.tables[name].embedding_dim, []).append(EmbeddingConfig(**_settings(config, name)))
     weighted = any(feature.weights is not None for feature in config.features.values())
     return (
         EmbeddingBagCollection(tables=pooled, device=meta, is_weighted=weighted) if pooled else None,
-        EmbeddingCollection(tables=unpooled, device=meta) if unpooled else None,
+        [EmbeddingCollection(tables=tables, device=meta) for tables in unpooled.values()],
     )
 
 

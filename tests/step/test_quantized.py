@@ -16,6 +16,7 @@ from recsys.tables.row_codes import quantize_rows
 
 CODES = {"item": RowCode.INT2, "user": RowCode.INT4, "category": RowCode.INT8}  # item: of a list, averaged
 SETTINGS = (
+    "tables.category.embedding_dim=4",  # other than the rest
     "optimizer.tables={name: sgd, learning_rate: 10}",
     "tables.item.data_type=FP32",
     *("train.log_every_steps=1", "data.window_mib=1", "data.valid=null"),

@@ -1,0 +1,64 @@
+"""A student of a run that is compressed: the teacher scores data.train once, and the ordinary trainer does the rest."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from recsys.config import Config, load_config
+from recsys.data.wanted import needed_columns
+from recsys.errors import UserError
+from recsys.runtime.logs import logger
+
+
+def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[str]) -> tuple[Path, str]:
+    """Train the run that `start` holds once more, beside a teacher's scores where the model learns labels.
+
+    It begins with the weights of `start` where `changes` leave tables, features and model as they are.
+
+    Args:
+        teacher: checkpoint of the run that scores. start: a run directory.
+        folder: gets the scores, a folder of Parquet files, and the student's run directory.
+        changes: `key=value` over the config of `start`.
+
+    Returns:
+        The student's run directory, and what it began with.
+
+    Raises:
+        UserError: a mistake in the changes, or a scoring or training that has failed.
+    """
+    now = load_config(start / "config.yaml")
+    student = load_config(start / "config.yaml", changes)
+    words = list(changes)
+    if student.model.needs().labels:
+        words = ["train.distill.weight=0.5", *words, f"data.train={_scored(teacher, student, folder / 'scores')}"]
+    is_same = _shape(now) == _shape(student)
+    if is_same and student.train.init_from == now.train.init_from:
+        words.append(f"train.init_from={start}")
+    run = folder / "student"
+    _recsys("train", str(start / "config.yaml"), "run.resume=false", *words, f"run.dir={run}")
+    return run, "from the weights so far" if is_same else "from the beginning"
+
+
+def _shape(config: Config) -> object:
+    tables = {name: (table.embedding_dim, table.mapping, table.num_embeddings) for name, table in config.tables.items()}
+    return tables, config.features, config.model
+
+
+def _scored(teacher: Path, student: Config, out: Path) -> Path:
+    """Write data.train with the teacher's scores."""
+    if not isinstance(student.data.train, str):
+        raise UserError("--steps: distill scores a data.train of one path, found a list; name a folder or a glob")
+    taught = set(student.taught_columns().values())
+    columns = [column for column in needed_columns(student, "train") if column not in taught]
+    _recsys("predict", str(teacher), student.data.train, str(out), "--keep", ",".join(columns))
+    return out
+
+
+def _recsys(*words: str) -> None:
+    """Run a command in a process of its own, whose last words are those of an error."""
+    logger.info("recsys %s", " ".join(words))
+    done = subprocess.run([sys.executable, "-m", "recsys", *words], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        *_, last = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
+        raise UserError(f"--steps: distill: recsys {words[0]} failed: {last.removeprefix('error: ')}")

@@ -1,0 +1,74 @@
+"""`recsys compress --steps distill`: a student beside its teacher's scores, taken where it is as good."""
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import load_tables
+from launch import evaluate, fork_train
+from retrieval import write_retrieval
+
+
+def run_recsys(*arguments: str) -> str:
+    done = fork_train(*arguments, program="recsys", timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher") / "run"
+    options = ("train.max_steps=24", "tables.user.mapping=vocabulary", "optimizer.dense.learning_rate=0.01")
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}", *options)
+    return folder
+
+
+def test_a_smaller_student_is_compressed_further(run: Path, tmp_path: Path) -> None:
+    student = ("--student", "tables.item.embedding_dim=4", "train.max_steps=30", "train.distill.temperature=2")
+    run_recsys("compress", str(run), f"{tmp_path}/small", "--steps", "distill,quantize", "--max-loss", "0.2", *student)
+    found = json.loads((tmp_path / "small" / "compression.json").read_text())["stages"]
+    assert [stage["name"] for stage in found] == ["as trained", "distill", "quantize"]
+    assert found[1]["accepted"] == "a student from the beginning"
+    assert found[0]["seen_bytes"] > found[1]["seen_bytes"] > 2 * found[2]["seen_bytes"]
+    assert evaluate(tmp_path / "small")["valid"] == pytest.approx(found[2]["metrics"], abs=1e-6)
+    tables = load_tables(max((tmp_path / "small" / "checkpoints").glob("step-*")))
+    assert tables["item"].shape[1] == 4 and tables["user"].shape[1] == 8
+    config = (tmp_path / "small" / "config.yaml").read_text()
+    assert "temperature: 2" in config and "quantize: INT" in config and "column: score" in config
+
+
+def test_a_student_goes_on_from_codes_or_is_left_out(run: Path, tmp_path: Path) -> None:
+    options = ("--steps", "quantize,distill", "--max-loss", "0.1", "--student")
+    run_recsys("compress", str(run), f"{tmp_path}/small", *options, "train.max_steps=8")
+    found = json.loads((tmp_path / "small" / "compression.json").read_text())["stages"]
+    assert found[2]["accepted"] == "a student from the weights so far"
+    assert found[2]["seen_bytes"] == found[1]["seen_bytes"]
+    trained = json.loads((tmp_path / "small" / "distill-2" / "student" / "loaded.json").read_text())
+    assert trained["source"].startswith(str(tmp_path / "small" / "distill-2" / "start"))
+    run_recsys("compress", str(run), f"{tmp_path}/same", "--steps", "distill", "--max-loss", "0", "--student",
+               "optimizer.dense.learning_rate=3", "optimizer.tables.learning_rate=3")  # fmt: skip
+    assert "| distill | left out, since" in (tmp_path / "same" / "compression.md").read_text()
+    assert evaluate(tmp_path / "same") == evaluate(run)
+
+
+def test_two_towers_are_trained_without_a_teacher(tmp_path: Path) -> None:
+    config = str(write_retrieval(tmp_path))
+    run_recsys("train", config, f"run.dir={tmp_path}/run")
+    options = ("--steps", "distill", "--max-loss", "90%", "--student", "tables.user.embedding_dim=4")
+    run_recsys("compress", f"{tmp_path}/run", f"{tmp_path}/small", *options, "tables.user.quantize=INT4")
+    found = json.loads((tmp_path / "small" / "compression.json").read_text())["stages"]
+    assert evaluate(tmp_path / "small")["valid"] == pytest.approx(found[1]["metrics"], abs=1e-6)
+    assert not (tmp_path / "small" / "distill-1" / "scores").exists()
+
+
+def test_mistakes(run: Path, tmp_path: Path) -> None:
+    for change, said in (
+        ("tables.itm.embedding_dim=4", "did you mean 'tables.item'?"),
+        ("data.train=[a, b]", "a list"),
+    ):
+        options = ("--steps", "distill", "--max-loss", "1", "--student", change)
+        done = fork_train("compress", str(run), f"{tmp_path}/{change[:9]}", *options, program="recsys")
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+    done = fork_train("compress", str(run), f"{tmp_path}/two", "--steps", "distill", "--max-loss", "1", nproc=2,
+                      program="recsys")  # fmt: skip
+    assert "distill trains in a process of its own; start recsys compress on one rank" in done.stderr
