@@ -21,12 +21,11 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.schema import (
     Config,
     DataConfig,
-    DistillConfig,
     FeatureConfig,
     LabelConfig,
     OptimizerConfig,
     PrecisionConfig,
-    SparsityConfig,
     TableConfig,
     TableOptimizerConfig,
 )
+from recsys.config.serving import DistillConfig, PublishConfig, SparsityConfig

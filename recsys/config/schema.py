@@ -29,9 +29,9 @@ from recsys.config.choices import (
     Schedule,
     ShardingChoice,
     StateType,
-    TableEncoding,
 )
 from recsys.config.initial import InitConfig
+from recsys.config.serving import DistillConfig, PublishConfig, SparsityConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.config.topology import MemoryConfig, TopologyConfig
 
@@ -161,18 +161,6 @@ class DenseOptimizerConfig:
 
 
 @dataclass
-class SparsityConfig:
-    """Section `tables.X.sparsity`: strengths of penalties by which rows become exactly 0, so that they can be pruned.
-
-    Each time that a batch touches a row, after its optimizer's step, lengths are made shorter by strength times
-    learning rate, and what is shorter is 0: the proximal step (Parikh & Boyd 2014, doi:10.1561/2400000003).
-    """
-
-    l1: float = bounded(0.0, 0, LARGE)  # of each element
-    group_lasso: float = bounded(0.0, 0, LARGE)  # of the row as a whole
-
-
-@dataclass
 class TableConfig:
     """A table: embeddings shared by all features that name it."""
 
@@ -247,29 +235,6 @@ class EarlyStopConfig:
 
     metric: str | None = None  # auc, recall@20 …; null: train to the end
     patience: int = bounded(3, 1)
-
-
-@dataclass
-class DistillConfig:
-    """Section `train.distill`: a teacher's scores, as `recsys predict` writes them, are learned beside the labels.
-
-    Of a binary label, whose score is a probability: the cross-entropy of both logits divided by the temperature, times
-    its square (Hinton et al. 2015, arXiv:1503.02531). Of a number: the squared error.
-    """
-
-    column: str = "score"  # of data.train; of several labels, COLUMN_LABEL
-    weight: float = bounded(0.5, 0, 1)  # of the teacher in each label's loss; the label itself has the rest
-    temperature: float = bounded(1.0, 0.01, 1000)
-
-
-@dataclass
-class PublishConfig:
-    """Publishing while training goes on: a folder that scorers follow (docs/publishing.md)."""
-
-    dir: str | None = None  # null: nothing is published
-    every_steps: int | None = bounded(None, 1)
-    every_seconds: float | None = bounded(None, 0.1, 1e8)  # in place of steps
-    tables: TableEncoding = TableEncoding.fp32
 
 
 @dataclass

@@ -1,0 +1,41 @@
+"""Sections of a config for what is served: rows that become 0, learning of a teacher, and publishing."""
+
+from dataclasses import dataclass
+
+from recsys.config.bounds import LARGE, bounded
+from recsys.config.choices import TableEncoding
+
+
+@dataclass
+class SparsityConfig:
+    """Section `tables.X.sparsity`: strengths of penalties by which rows become exactly 0, so that they can be pruned.
+
+    Each time that a batch touches a row, after its optimizer's step, lengths are made shorter by strength times
+    learning rate, and what is shorter is 0: the proximal step (Parikh & Boyd 2014, doi:10.1561/2400000003).
+    """
+
+    l1: float = bounded(0.0, 0, LARGE)  # of each element
+    group_lasso: float = bounded(0.0, 0, LARGE)  # of the row as a whole
+
+
+@dataclass
+class DistillConfig:
+    """Section `train.distill`: a teacher's scores, as `recsys predict` writes them, are learned beside the labels.
+
+    Of a binary label, whose score is a probability: the cross-entropy of both logits divided by the temperature, times
+    its square (Hinton et al. 2015, arXiv:1503.02531). Of a number: the squared error.
+    """
+
+    column: str = "score"  # of data.train; of several labels, COLUMN_LABEL
+    weight: float = bounded(0.5, 0, 1)  # of the teacher in each label's loss; the label itself has the rest
+    temperature: float = bounded(1.0, 0.01, 1000)
+
+
+@dataclass
+class PublishConfig:
+    """Publishing while training goes on: a folder that scorers follow (docs/publishing.md)."""
+
+    dir: str | None = None  # null: nothing is published
+    every_steps: int | None = bounded(None, 1)
+    every_seconds: float | None = bounded(None, 0.1, 1e8)  # in place of steps
+    tables: TableEncoding = TableEncoding.fp32
