@@ -621,13 +621,14 @@ class Scorer:
     """An exported model, opened to score rows and to recommend items.
 
     Args:
-        folder: of the export. verify: compare all files with their checksums. num_threads: of the dense part.
+        folder: of the export. verify: compare all files with their checksums. num_threads: of the dense part;
+            more than one wait for each other in a loop, which costs a request of a hundred rows more than it gains.
 
     Raises:
         ExportError: a file is missing, or is not what was written.
     """
 
-    def __init__(self, folder: str | Path, verify: bool = False, num_threads: int = 0) -> None:
+    def __init__(self, folder: str | Path, verify: bool = False, num_threads: int = 1) -> None:
         self._folder = folder = Path(folder)
         self.manifest = manifest = read_manifest(folder, verify)
         tables = manifest["tables"]
