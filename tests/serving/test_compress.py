@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -14,6 +15,7 @@ from launch import evaluate, fork_train
 from retrieval import write_retrieval
 
 from recsys.ids import KeptRows
+from recsys.serving.score import Scorer
 
 # A list with weights of its own to be averaged, a vocabulary, several rows an id, and rows by number.
 CONFIG = (
@@ -97,6 +99,19 @@ def test_it_predicts_and_exports(runs: tuple[Path, Path], tmp_path: Path) -> Non
     np.testing.assert_allclose(one, two, atol=1e-6)
     run_recsys("tables", "export", str(runs[1]), "item", f"{tmp_path}/item.parquet")
     assert pq.read_metadata(tmp_path / "item.parquet").num_rows == len(tables(runs[1])["item"])
+
+
+def test_what_was_accepted_is_what_is_exported(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    run_recsys("export", str(runs[1]), f"{tmp_path}/export")
+    run_recsys("predict", str(runs[1]), "data/sample/test", f"{tmp_path}/scores")
+    rows = pa.concat_tables([pq.read_table(path) for path in sorted(Path("data/sample/test").glob("*.parquet"))])
+    scores = Scorer(tmp_path / "export").score(rows)["score"].to_numpy()
+    np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-5)
+    stored = sum(
+        path.stat().st_size for path in (tmp_path / "export").rglob("*") if path.suffix not in (".py", ".onnx")
+    )
+    assert stored < 2 * report(runs[1])["stages"][-1]["all_bytes"] + 20_000
 
 
 def test_it_goes_on_training(runs: tuple[Path, Path], tmp_path: Path) -> None:
