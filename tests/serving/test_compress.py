@@ -108,10 +108,6 @@ def test_what_was_accepted_is_what_is_exported(runs: tuple[Path, Path], tmp_path
     rows = pa.concat_tables([pq.read_table(path) for path in sorted(Path("data/sample/test").glob("*.parquet"))])
     scores = Scorer(tmp_path / "export").score(rows)["score"].to_numpy()
     np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-5)
-    stored = sum(
-        path.stat().st_size for path in (tmp_path / "export").rglob("*") if path.suffix not in (".py", ".onnx")
-    )
-    assert stored < 2 * report(runs[1])["stages"][-1]["all_bytes"] + 20_000
 
 
 def test_it_goes_on_training(runs: tuple[Path, Path], tmp_path: Path) -> None:
