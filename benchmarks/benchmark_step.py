@@ -43,10 +43,10 @@ from recsys.data.inputs import Inputs, open_inputs  # noqa: E402
 from recsys.memory import Timeline  # noqa: E402
 from recsys.runtime.versions import installed_versions  # noqa: E402
 from recsys.runtime.world import World, open_world  # noqa: E402
-from recsys.step.pipeline import build_pipeline  # noqa: E402
+from recsys.step.pipeline import TimedIterator, build_pipeline  # noqa: E402
 from recsys.tables.shard import TableSharder  # noqa: E402
 from recsys.training.build import build_model  # noqa: E402
-from recsys.training.trainer import TimedIterator, Trainer  # noqa: E402
+from recsys.training.trainer import Trainer  # noqa: E402
 
 ROWS = 2_097_152
 NUM_EMBEDDINGS, DIM = 200_000, 16

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -179,6 +180,14 @@ def launch_identity() -> dict[str, Any]:
         "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         "torchrun": None if torchrun == "none" else torchrun,  # as where no --rdzv-id was given
     }
+
+
+def environment_of_one_process() -> dict[str, str]:
+    """Return this process's environment without what its launcher says of ranks, with recsys on the path of imports."""
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in of_ranks and not k.startswith("TORCHELASTIC")}
+    path = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(path)}
 
 
 @contextlib.contextmanager

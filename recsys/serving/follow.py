@@ -14,10 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-try:
-    from score import ExportError, Scorer, read_manifest
-except ImportError:  # inside the package
-    from recsys.serving.score import ExportError, Scorer, read_manifest
+from score import ExportError, Scorer, read_manifest
 
 
 class Follower:

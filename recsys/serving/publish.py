@@ -5,7 +5,6 @@ training has touched since the one before, and the dense part. It appears whole,
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from recsys.data.inputs import Inputs
 from recsys.errors import UserError, why
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.logs import logger
+from recsys.runtime.world import environment_of_one_process
 from recsys.serving.export_dense import WEIGHTS, check_packages, weight_chunks
 from recsys.serving.export_tables import Files, encoded
 from recsys.serving.score import FORMAT, MANIFEST, checksum
@@ -33,15 +33,6 @@ from recsys.training.build import Built
 
 _KINDS = ("base-", "delta-")
 _ASIDE = ".tmp"
-_OF_RANKS = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-)
 
 
 class Publisher:
@@ -122,12 +113,9 @@ class Publisher:
     def _write_base(self, checkpoint: Path) -> None:
         """Export the checkpoint, in a process of its own, whose memory ends with it."""
         out = self._folder / f"base-{self._number:09d}"
-        root = str(Path(__file__).resolve().parents[2])
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "recsys", "export", str(checkpoint), str(out), "--trust-code"]
         command += ["--tables", self._settings.tables.name.lower()]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, env=environment_of_one_process(), capture_output=True, text=True)
         if done.returncode:
             raise UserError((done.stderr.strip().splitlines() or ["it was killed"])[-1].removeprefix("error: "))
         self._base = json.loads((out / MANIFEST).read_text())

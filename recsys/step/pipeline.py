@@ -1,6 +1,7 @@
 """torchrec's training pipeline with the step's two halves, and the same without overlap for debugging."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from recsys.data.batch import Batch
+from recsys.step.step import ignore_phase
 
 
 class Pipeline(Protocol):
@@ -80,3 +82,20 @@ def build_pipeline(
     """Return the pipeline for training or, with the model in eval mode, for evaluation."""
     gated = GatedOptimizer(optimizer, model.module.dense)
     return (PlainPipeline if debug else OverlappedPipeline)(model, gated, device)
+
+
+class TimedIterator(Iterator[Batch]):
+    """Iterator of batches that adds up the time the training thread waits for them."""
+
+    def __init__(self, batches: Iterator[Batch], enter_phase: Callable[..., None] = ignore_phase) -> None:
+        self._batches, self._enter_phase = batches, enter_phase
+        self.seconds = 0.0
+
+    def __next__(self) -> Batch:
+        start = time.monotonic()
+        self._enter_phase("data loading")
+        try:
+            return next(self._batches)
+        finally:
+            self.seconds += time.monotonic() - start
+            self._enter_phase("the exchange of ids")

@@ -26,7 +26,7 @@ from recsys.runtime.profiling import traced_steps
 from recsys.runtime.signals import StopRequests
 from recsys.step.optim import schedule_factor, set_learning_rate
 from recsys.step.output import StepOutput
-from recsys.step.pipeline import build_pipeline
+from recsys.step.pipeline import TimedIterator, build_pipeline
 from recsys.step.step import ignore_phase
 from recsys.training.build import Built
 from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
@@ -34,31 +34,11 @@ from recsys.training.learning import facts_entries
 from recsys.training.resume import start_training
 
 
-class TimedIterator(Iterator[Batch]):
-    """Iterator of batches that adds up the time the training thread waits for them."""
-
-    def __init__(self, batches: Iterator[Batch], enter_phase: Callable[..., None] = ignore_phase) -> None:
-        self._batches, self._enter_phase = batches, enter_phase
-        self.seconds = 0.0
-
-    def __next__(self) -> Batch:
-        start = time.monotonic()
-        self._enter_phase("data loading")
-        try:
-            return next(self._batches)
-        finally:
-            self.seconds += time.monotonic() - start
-            self._enter_phase("the exchange of ids")
-
-
 class Publishes(Protocol):
     """What publishes the model in training; see `recsys.serving.publish.Publisher`."""
 
-    def asks(self, step: int) -> bool:
-        """Return whether this rank asks for a publication after a step."""
-
-    def publish(self, step: int, save: Callable[[], Path]) -> None:
-        """Publish the model as it is after a step; collective."""
+    def asks(self, step: int) -> bool: ...
+    def publish(self, step: int, save: Callable[[], Path]) -> None: ...
 
 
 class Trainer:
@@ -66,7 +46,7 @@ class Trainer:
 
     Args:
         source: what it starts from, if anything.
-        enter_phase: told what training comes to, which is progress: the phase, and with a new step its number.
+        enter_phase: told what training comes to: the phase, and with a new step its number.
         publisher: publishes the model at the steps that it asks for, and at the end of training.
 
     Attributes:
@@ -153,9 +133,8 @@ class Trainer:
 
     def _at_boundary(self) -> bool:
         """Evaluate and save if it is time; return whether a signal came meanwhile (resuming evaluates then)."""
-        state = self.state
         try:
-            if self._evaluation_is_due() and state.evaluated_step != state.step:
+            if self._evaluation_is_due() and self.state.evaluated_step != self.state.step:
                 self._evaluate_and_compare()
         except EvaluationStopped:
             return True

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from launch import fork_train
+from launch import ROOT, fork_train
 from retrieval import write_retrieval
 
 pytest.importorskip("onnxruntime")
 
-from recsys.serving.follow import Follower
-from recsys.serving.score import ExportError, Scorer
+sys.path.insert(0, str(ROOT / "recsys" / "serving"))  # as it stands in an export
+
+from follow import Follower
+from score import ExportError, Scorer
 
 _PLAN = ["tables.user.sharding_type=row_wise", "tables.item.sharding_type=column_wise", "tables.item.embedding_dim=16",
          "optimizer.tables.name=adagrad"]  # fmt: skip
