@@ -183,7 +183,7 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     parser.add_argument("--steps", default="quantize,prune", help="what to do, in this order (quantize,prune)")
     parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
     parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
-    parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train (default), norm")
+    parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train, norm, gradient")
     parser.add_argument(
         "--student", metavar="key=value", nargs="+", default=[], help="of distill: changes to the config"
     )

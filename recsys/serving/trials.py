@@ -19,6 +19,7 @@ from recsys.models.metrics import is_higher_better
 from recsys.runtime.logs import logger, show_metrics
 from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
+from recsys.serving.importance import importances
 from recsys.tables.bytes import WEIGHT_BYTES
 from recsys.tables.row_codes import coded_row_bytes
 from recsys.tables.spec import local_pieces
@@ -178,6 +179,13 @@ class Trials:
                 squares[row : row + len(piece)] += piece.float().square().sum(1).cpu()
             lengths[name] = (self.world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
         return lengths
+
+    @cached_property
+    def gradients(self) -> dict[str, np.ndarray]:
+        """By table the importance of its rows as `importances` has it, float32 [rows]; of the vectors as last tried."""
+        self._opened.model.eval()
+        totals = importances(self._opened.inputs, self._opened.model.module, self.config)
+        return {name: self.world.sum(each).numpy() for name, each in totals.items()}
 
     def pruning(self, table: str, rows: Sequence[int] | np.ndarray) -> Pruning:
         """Return a table's pruning of some rows, which share their mean by how often data.train holds each."""

@@ -15,7 +15,6 @@ from launch import evaluate, fork_train
 from retrieval import write_retrieval
 
 from recsys.ids import KeptRows
-from recsys.serving.score import Scorer
 
 # A list with weights of its own to be averaged, a vocabulary, several rows an id, and rows by number.
 CONFIG = (
@@ -101,8 +100,22 @@ def test_it_predicts_and_exports(runs: tuple[Path, Path], tmp_path: Path) -> Non
     assert pq.read_metadata(tmp_path / "item.parquet").num_rows == len(tables(runs[1])["item"])
 
 
+def test_importance_by_gradient_is_the_same_on_two_ranks(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    found = []
+    for nproc in (1, 2):
+        options = ("--steps", "prune", "--max-loss", "0.05", "--prune-by", "gradient")
+        run_recsys("compress", str(runs[0]), f"{tmp_path}/{nproc}", *options, nproc=nproc)
+        found.append(report(tmp_path / str(nproc))["stages"][-1])
+        assert evaluate(tmp_path / str(nproc))["valid"] == pytest.approx(found[-1]["metrics"], abs=1e-6)
+    assert found[0]["accepted"] == found[1]["accepted"] and found[0]["all_bytes"] == found[1]["all_bytes"]
+    one, two = (tables(tmp_path / str(n)) for n in (1, 2))
+    torch.testing.assert_close(one["item"][:-1], two["item"][:-1], rtol=0, atol=0)
+
+
 def test_what_was_accepted_is_what_is_exported(runs: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
+    from recsys.serving.score import Scorer
+
     run_recsys("export", str(runs[1]), f"{tmp_path}/export")
     run_recsys("predict", str(runs[1]), "data/sample/test", f"{tmp_path}/scores")
     rows = pa.concat_tables([pq.read_table(path) for path in sorted(Path("data/sample/test").glob("*.parquet"))])
