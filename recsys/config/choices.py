@@ -70,6 +70,26 @@ class LabelLoss(Enum):
     binary, squared = "binary", "squared"
 
 
+class SequenceLayer(Enum):
+    """Layer of a sequence model.
+
+    `sasrec`: attention, then two linear layers with a ReLU, each added to what came in. `ligr`: the same with SwiGLU,
+    and each added times a gate (Borisyuk et al. 2025, arXiv:2502.03417; as eSASRec, arXiv:2508.06450).
+    """
+
+    sasrec, ligr = "sasrec", "ligr"
+
+
+class SequenceLoss(Enum):
+    """Loss of a sequence's next item against items that are drawn.
+
+    `softmax`: the cross-entropy among them all. `gbce`: binary cross-entropies, the next item's calibrated to how few
+    are drawn (Petrov & Macdonald 2023, arXiv:2308.07192).
+    """
+
+    softmax, gbce = "softmax", "gbce"
+
+
 class LabelNulls(Enum):
     """Null labels: an error (`refuse`), or `unknown`, so that the row does not count for this label."""
 

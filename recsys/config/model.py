@@ -24,6 +24,7 @@ MODELS = {
     "fm": "recsys.models.fm.FM",
     "logistic_regression": "recsys.models.logistic_regression.LogisticRegression",
     "mmoe": "recsys.models.mmoe.MMoE",
+    "sasrec": "recsys.models.sasrec.SASRec",
     "two_tower": "recsys.models.two_tower.TwoTower",
 }
 LABEL_METRICS = {LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"), LabelLoss.squared: ("rmse", "mae")}
@@ -38,6 +39,8 @@ class Needs:
         sequences: id features that it reads a vector of for each id of a list, not one for the list.
         item_id: of a retrieval model, the feature that tells the items of data.items apart.
         item_features: of a retrieval model, what it reads of items; all other features are a user's.
+        items_in_rows: of a retrieval model, rows of data.train hold an item with its features; else only those that are
+            drawn do.
         vector_dim: of a retrieval model, the width of the vectors of users and items.
         log_shares_of: id feature whose table rows' shares of data.train it wants the logarithms of.
         sampled_items: how many items of data.items it wants drawn for a global batch, as rows behind those of the data.
@@ -48,6 +51,7 @@ class Needs:
     sequences: tuple[str, ...] = ()
     item_id: str | None = None
     item_features: tuple[str, ...] = ()
+    items_in_rows: bool = True
     vector_dim: int = 0
     log_shares_of: str | None = None
     sampled_items: int = 0

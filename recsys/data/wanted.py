@@ -24,7 +24,8 @@ def role_features(config: Config, role: str) -> list[str]:
     needs = config.model.needs()
     if needs.item_id is not None and role == "items":
         return list(needs.item_features)
-    if needs.item_id is not None and role in _OF_USERS:
+    without_items = _OF_USERS if needs.items_in_rows else (*_OF_USERS, "train")
+    if needs.item_id is not None and role in without_items:
         return [name for name in config.features if name not in needs.item_features]
     return list(config.features)
 

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys.datasets.retrieval import Log, split_last, split_random, write_retrieval
-from recsys.datasets.writer import WHERE_HELP, columns_where, names, option, replacing, rows_where
+from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, write_retrieval
+from recsys.datasets.writer import WHERE_HELP, columns_where, is_true, names, option, replacing, rows_where
 from recsys.errors import UserError, nearest
 
 WRITTEN = ("history", "targets", "seen")
@@ -25,11 +25,18 @@ class LogOptions:
     """What is what in a log, and which of its rows are held out: by a rule, or as the log, or its files, have it."""
 
     user: str = option("user_id", "column of users", metavar="COLUMN")
-    item: str = option("item_id", "column of items", metavar="COLUMN")
+    item: str = option("item_id", "column of items, or of lists of them in the order of time", metavar="COLUMN")
     time: str | None = option(None, "without it, rows are taken to be in order", metavar="COLUMN")
     user_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
     item_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
+    train_rows: str = option(
+        "interactions",
+        "interactions: each with the user's items before it, of one item with a user the first; users: each with a "
+        "list of items, as sequence models take them",
+        choices=("interactions", "users"),
+    )
+    history: int = option(HISTORY, "items of a history, at most; the newest", least=1)
     hold_out: str = option(
         "last",
         "last: each user's last item is of test, the one before of valid; random: a tenth of each user's items for "
@@ -39,6 +46,8 @@ class LogOptions:
     split_column: str | None = option(
         None, "with train, valid or test in each row, or 0, 1 or 2, or whether it is of test", metavar="COLUMN"
     )
+    valid_where: str | None = option(None, "rows of valid, as in --where; of train are all others", metavar="FILTER")
+    test_where: str | None = option(None, "rows of test, likewise", metavar="FILTER")
     valid: list[Path] = option([], f"valid{_FILES_HELP}", type=Path, nargs="+", metavar="PATH")
     test: list[Path] = option([], f"test{_FILES_HELP}", type=Path, nargs="+", metavar="PATH")
 
@@ -46,16 +55,19 @@ class LogOptions:
 def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrite: bool = False) -> None:
     """Write the interactions of Parquet files, or folders of them, below ``out`` as `write_retrieval` does.
 
-    Of a user's rows with one item the first counts; of an existing split, the first of the first part. Features are
-    those of the user's, or item's, last row. The columns are held in memory, histories too: some 900 bytes a row.
+    Of a user's rows with one item the first counts, unless users are the rows of train; of an existing split, the first
+    of the first part. Features are those of the user's, or item's, last row. The columns are held in memory, histories
+    too: some 900 bytes a row.
 
     Raises:
         UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
     """
+    wheres = [options.valid_where, options.test_where]
     given = [options.valid or options.test, options.split_column, options.hold_out != LogOptions().hold_out]
-    if sum(map(bool, given)) > 1:
+    if sum(map(bool, [*given, any(wheres)])) > 1:
         raise UserError(
-            "--valid and --test are a split by themselves, as are --split-column and --hold-out; give one of the three"
+            "--valid and --test are a split by themselves, as are --valid-where and --test-where, --split-column, and "
+            "--hold-out; give one of them"
         )
     wanted = [options.user, options.item, *filter(None, [options.time])]
     wanted += [*options.user_features, *options.item_features]
@@ -63,7 +75,12 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
     wanted = list(dict.fromkeys([*wanted, *filter(None, [options.split_column])]))
-    parts = [_read(paths, wanted, options.where) for paths in (inputs, options.valid, options.test) if paths]
+    wanted = list(dict.fromkeys([*wanted, *(name for each in wheres for name in columns_where(each))]))
+    parts = [
+        _one_item_a_row(_read(paths, wanted, options.where), options.item)
+        for paths in (inputs, options.valid, options.test)
+        if paths
+    ]
     table = _joined(parts)
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
     last = options.hold_out == "last" if split is None else _held_out_last(log, split)
@@ -73,7 +90,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
             raise UserError(f"no user has {3 if last else 10} different items, as many as it takes to hold some out")
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
-        write_retrieval(folder, log, split, last)
+        write_retrieval(folder, log, split, last, options.history, options.train_rows == "users")
 
 
 def _given_split(table: pa.Table, options: LogOptions, sizes: Sequence[int]) -> np.ndarray | None:
@@ -88,6 +105,12 @@ def _given_split(table: pa.Table, options: LogOptions, sizes: Sequence[int]) -> 
                 f"and 2, or whether a row is of test (true or false)"
             )
         split = np.array(list(_SPLIT_VALUES.values()))[places.to_numpy()]
+    elif options.valid_where or options.test_where:
+        split = np.zeros(len(table), np.int8)
+        for number, condition in enumerate((options.valid_where, options.test_where), start=1):
+            if condition is not None:
+                flag = ("--valid-where", "--test-where")[number - 1]
+                split[is_true(table, condition, flag).fill_null(False).to_numpy(zero_copy_only=False)] = number
     elif options.valid or options.test:
         numbers = [i for i, given in enumerate((True, options.valid, options.test)) if given]
         split = np.repeat(numbers, sizes)
@@ -120,6 +143,15 @@ def _read(inputs: Sequence[Path], names: list[str], where: str | None) -> pa.Tab
     return _joined(tables)
 
 
+def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
+    """Return the rows of a log, one for each item where the items of a user, or a session, are a list."""
+    column = table[item]
+    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+        return table
+    rows = table.drop_columns([item]).take(pc.list_parent_indices(column))
+    return rows.append_column(item, pc.list_flatten(column))
+
+
 def _joined(tables: Sequence[pa.Table]) -> pa.Table:
     try:
         return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
@@ -128,14 +160,14 @@ def _joined(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
-    """Return each user's first row with each item, and the split of these rows, where there is one."""
+    """Return each user's first row with each item, or all rows, and the split of these, where there is one."""
     user, users = _numbered(table, columns.user)
     item, items = _numbered(table, columns.item)
     time = np.arange(len(table)) if columns.time is None else _ranks(table, columns.time)
     order = np.argsort(time, kind="stable")
     first_order = order if split is None else order[np.argsort(split[order], kind="stable")]
     _, first = np.unique(user[first_order] * len(items[0]) + item[first_order], return_index=True)
-    rows = np.sort(first_order[first])
+    rows = np.sort(first_order[first]) if columns.train_rows == "interactions" else np.arange(len(table))
     for codes, known, features in ((user, users, columns.user_features), (item, items, columns.item_features)):
         latest = np.empty(len(known[0]), np.int64)
         latest[codes[order]] = order  # of several the last stays

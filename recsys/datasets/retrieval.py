@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from recsys.datasets.writer import ROW_GROUP_ROWS, write_parts
 
-HISTORY = 50
 FILE_ROWS = 16 * ROW_GROUP_ROWS
+HISTORY = 50
 _RANDOM_SEED = 2020  # RecBole's
 
 
@@ -40,10 +40,13 @@ class Timeline:
     Args:
         item_ids: of every row of the log.
         chosen: [rows] bool.
+        most: items of a history.
     """
 
-    def __init__(self, user: np.ndarray, item_ids: pa.Array, time: np.ndarray, chosen: np.ndarray) -> None:
-        rows = np.flatnonzero(chosen)
+    def __init__(
+        self, user: np.ndarray, item_ids: pa.Array, time: np.ndarray, chosen: np.ndarray, most: int = HISTORY
+    ) -> None:
+        rows, self._most = np.flatnonzero(chosen), most
         self.rows = rows[np.lexsort((time[rows], user[rows]))]
         self.items = item_ids.take(pa.array(self.rows))
         self.keys = time_key(user[self.rows], time[self.rows])
@@ -63,13 +66,13 @@ class Timeline:
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), self.items.take(pa.array(positions)))
 
     def history(self, user: np.ndarray, ends: np.ndarray) -> pa.ListArray:
-        """The last HISTORY items of each user before position ``ends``."""
-        return self.lists(np.maximum(self.starts(user), ends - HISTORY), ends)
+        """The last items of each user before position ``ends``."""
+        return self.lists(np.maximum(self.starts(user), ends - self._most), ends)
 
     def others(self, user: np.ndarray, positions: np.ndarray) -> pa.ListArray:
-        """The last HISTORY items of each user, the one at the row's own position left out."""
+        """The last items of each user, the one at the row's own position left out."""
         ends = self.starts(user + 1)
-        starts = np.where(positions < ends - HISTORY, ends - HISTORY, ends - HISTORY - 1)
+        starts = np.where(positions < ends - self._most, ends - self._most, ends - self._most - 1)
         return self.lists(np.maximum(self.starts(user), starts), ends, without=positions)
 
 
@@ -119,7 +122,9 @@ def shuffled(num_rows: int) -> np.ndarray:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(_RANDOM_SEED)).numpy()
 
 
-def write_retrieval(folder: Path, log: Log, split: np.ndarray, last: bool) -> None:
+def write_retrieval(
+    folder: Path, log: Log, split: np.ndarray, last: bool, most: int = HISTORY, of_users: bool = False
+) -> None:
     """Write ``train``, ``valid``, ``test`` and ``items`` below a folder; data/README.md lists their columns.
 
     Where random rows are held out, train rows know the user's other items, whether they came before or after, and a
@@ -129,9 +134,31 @@ def write_retrieval(folder: Path, log: Log, split: np.ndarray, last: bool) -> No
     Args:
         split: [rows] int8, an index into SPLITS; a split without rows is not written.
         last: what is held out came after a user's rows of train, and histories hold what came before.
+        most: items of a history. of_users: a row of train is a user, with the history of all items, two at least.
     """
     item_ids = log.items.column(0).combine_chunks().take(pa.array(log.item))
-    train, valid, test = (Timeline(log.user, item_ids, log.time, split == index) for index in range(3))
+    train, valid, test = (Timeline(log.user, item_ids, log.time, split == index, most) for index in range(3))
+    train_rows = _lists_of_users(log, train) if of_users else _interactions(log, split, train, last)
+    write_files(train_rows, folder / "train", files=4)
+    earlier = Timeline(log.user, item_ids, log.time, split < 2, most)
+    for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
+        if not len(held_out.rows):
+            continue
+        queries = _queries(log, held_out, seen, seen if last else train)
+        write_files(queries, folder / name, files=2)
+    write_files(log.items, folder / "items", files=2)
+
+
+def _lists_of_users(log: Log, train: Timeline) -> pa.Table:
+    """One row for each user of two items or more."""
+    user, counts = np.unique(log.user[train.rows], return_counts=True)
+    user = user[counts > 1]
+    history = train.history(user, train.starts(user + 1))
+    return pa.table({**columns_of(log.users.take(pa.array(user))), "history": history})
+
+
+def _interactions(log: Log, split: np.ndarray, train: Timeline, last: bool) -> pa.Table:
+    """One row for each row of train, with the user's other items, or those before it."""
     rows = np.flatnonzero(split == 0)
     position = np.empty(len(split), np.int64)
     position[train.rows] = np.arange(len(train.rows))
@@ -142,14 +169,7 @@ def write_retrieval(folder: Path, log: Log, split: np.ndarray, last: bool) -> No
     if log.kept is not None:
         columns |= columns_of(log.kept.take(pa.array(rows)))
     columns |= {**columns_of(users), **columns_of(items), "history": history}
-    write_files(pa.table(columns), folder / "train", files=4)
-    earlier = Timeline(log.user, item_ids, log.time, split < 2)
-    for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
-        if not len(held_out.rows):
-            continue
-        queries = _queries(log, held_out, seen, seen if last else train)
-        write_files(queries, folder / name, files=2)
-    write_files(log.items, folder / "items", files=2)
+    return pa.table(columns)
 
 
 def columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:

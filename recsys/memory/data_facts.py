@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType
-from recsys.config.features import id_features
+from recsys.config.features import id_features, rank_rows, sampled_rows
 from recsys.data.dataset import Dataset
 from recsys.data.decode import CACHED_ROW_GROUPS
 from recsys.data.facts import counts_of
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import read_head
-from recsys.data.wanted import column_of, with_figures
+from recsys.data.wanted import column_of, role_features, with_figures
 from recsys.data.window import Columns, Ragged, convert_table
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts
@@ -59,7 +59,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     vocabularies, counted = _vocabularies(config, inputs, distinct)
     vocabularies += _drawn_bytes(inputs)
     return DataFacts(
-        mean_ids=sample.mean_ids(),
+        mean_ids=_mean_ids(config, sample, world_size),
         id_bytes=inputs.spec("train").dtype.itemsize,
         window_bytes=int(sample.row_bytes * (held + max((rows for rows, _ in others.values()), default=0))),
         decode_bytes=decoding.later,
@@ -74,6 +74,15 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         statistics_bytes=sum(map(statistics_bytes, distinct.values())),
         ranking_bytes=_ranking_bytes(inputs),
     )
+
+
+def _mean_ids(config: Config, sample: "_Sample", world_size: int) -> dict[str, float]:
+    """Return the table rows of each feature, of one row of a batch of training, with those for items that are drawn."""
+    needs, means = config.model.needs(), sample.mean_ids()
+    drawn = sampled_rows(config, world_size) / rank_rows(config, world_size)
+    items = {} if needs.items_in_rows else dict.fromkeys(needs.item_features, drawn)
+    kept = {} if not needs.items_in_rows else {name: means[name] for name in needs.item_features if name in means}
+    return {name: mean * (1 - drawn) for name, mean in means.items()} | kept | items
 
 
 def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, float]) -> tuple[int, dict[str, int]]:
@@ -221,7 +230,8 @@ def _ranking_bytes(inputs: Inputs) -> int:
 def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> int:
     """Return what it takes to decode the columns of a row group that vocabularies and figures are learned from."""
     config = inputs.config
-    names = [n for n in id_features(config) if (config.features[n].table or "") in tables or counts_of(n) in tables]
+    present = [name for name in role_features(config, "train") if name in id_features(config)]
+    names = [n for n in present if (config.features[n].table or "") in tables or counts_of(n) in tables]
     columns = dict.fromkeys(column_of(config, name) for name in [*names, *with_figures(config)])
     rows = int(inputs.datasets["train"].row_groups.num_rows.max())
     return int(sample.decoding_bytes(rows, columns))

@@ -84,7 +84,7 @@ class Model(nn.Module):
             raise UserError("config key 'train.distill': the model has a loss of its own, without a teacher; remove it")
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Return a tensor or tuple of tensors whose first dimension is rows.
+        """Return a tensor or tuple of tensors whose first dimension is rows, or in training the ids of their lists.
 
         Args:
             vectors: by feature [rows, embedding_dim]; for `Needs.sequences` a JaggedTensor, a vector for each id.
@@ -116,6 +116,13 @@ class Model(nn.Module):
         if list(self.labels.values())[i].loss is LabelLoss.binary:
             return _softened_cross_entropy(column, scores, weights, temperature)
         return _squared_error(column, scores, weights)
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        """Return what this rank adds to what the step's losses are divided by, a scalar; the sum of the rows' weights.
+
+        A model whose losses have another number of terms in each row adds up the weights of these.
+        """
+        return batch.weights.sum()
 
     def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         """Return what a finished run tells of rows, by the name of its column: each [rows] float32.

@@ -17,6 +17,7 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
+from recsys.models.gather import first_ids, gather, gather_rows
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
 # Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
@@ -150,11 +151,11 @@ class TwoTower(Model):
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
         users, items = outputs
-        keys = _first_ids(batch, self.config.item_id)
-        everyones_items = _GatherRows.apply(items)
+        keys = first_ids(batch, self.config.item_id)
+        everyones_items = gather_rows(items)
         end = len(users) if batch.sampled is None else batch.sampled.start
         is_item = torch.cat([batch.weights[:end] > 0, keys[end:] >= 0])
-        others_keys = _gather(torch.where(is_item, keys, -1))
+        others_keys = gather(torch.where(is_item, keys, -1))
         offsets = everyones_items.new_zeros(len(others_keys))
         if self.log_shares is not None:
             offsets = -self.log_shares[others_keys.clamp(min=0)]
@@ -173,14 +174,6 @@ class TwoTower(Model):
 
     def rehearse(self, device: torch.device) -> None:
         self._scores, self._most_pieces = _SCORES[device.type], 2
-
-
-def _first_ids(batch: Batch, feature: str) -> torch.Tensor:
-    """Return the first table row of each list of a feature, -1 where it is empty: [rows] integers."""
-    jagged = batch.ids[feature]
-    padded = torch.cat([jagged.values(), jagged.values().new_full((1,), -1)])
-    first = jagged.offsets()[:-1].long().clamp(max=len(padded) - 1)
-    return torch.where(jagged.lengths() > 0, padded[first], -1)
 
 
 class _SoftmaxLoss(torch.autograd.Function):
@@ -223,23 +216,3 @@ class _SoftmaxLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_users, of_items = ctx.saved_tensors
         return of_users * gradient, of_items * gradient, *[None] * 6
-
-
-class _GatherRows(torch.autograd.Function):
-    """The rows of all ranks, in order of rank; the gradient of a row is summed over the ranks that used it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        return _gather(rows)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous()
-        dist.all_reduce(total)
-        return total.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return torch.cat(gathered)

@@ -31,7 +31,7 @@ class Totals:
     """What a step sums over all ranks, in FP32.
 
     Attributes:
-        loss, weight: sums over rows. num_bad, num_stops, num_publishes: ranks that are not finite, that ask to stop,
+        loss, weight: the sum over rows, and what it is divided by. num_bad, num_stops, num_publishes: ranks that are not finite, that ask to stop,
             and to publish.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         task_losses: where there are several tasks, their shares of the loss.
@@ -51,6 +51,7 @@ class Totals:
     @staticmethod
     def pack(
         loss: torch.Tensor,
+        weight: torch.Tensor,
         batch: Batch,
         is_finite: torch.Tensor,
         stops: bool,
@@ -63,7 +64,7 @@ class Totals:
             *divmod(batch.num_rows, _DIGIT),
             *divmod(batch.num_bad_rows, _DIGIT),
         ]
-        sums = torch.stack([loss, batch.weights.sum(), (~is_finite).float()])
+        sums = torch.stack([loss, weight, (~is_finite).float()])
         return torch.cat([sums, filled(counts, sums), task_losses])
 
     @staticmethod

@@ -159,11 +159,13 @@ class StepLoss:
 
     Attributes:
         total: the sum over the rows so far. by_task: the tasks' shares of it, [tasks].
+        weight: what this rank adds to what the sum over ranks is divided by.
     """
 
     def __init__(self, model: Model, weights: Mapping[str, float], batch: Batch) -> None:
         self._model = model
-        self._factors = _task_factors(weights, batch) if weights else None
+        self.weight = model.denominator(batch)
+        self._factors = _task_factors(weights, batch, self.weight) if weights else None
         self.total = batch.weights.new_zeros(())
         self.by_task = batch.weights.new_zeros(len(weights))
 
@@ -181,12 +183,12 @@ class StepLoss:
 
 
 @torch.no_grad()
-def _task_factors(weights: Mapping[str, float], batch: Batch) -> torch.Tensor:
-    """Return the factors of the tasks' sums of losses, [tasks]: over the sum of weights, their weighted means come out.
+def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+    """Return the factors of the tasks' sums of losses, [tasks], so that over the sum of `weight` they become means.
 
     Collective, before the loss, since each task has a denominator of its own.
     """
-    sums = torch.stack([batch.weights.sum(), *(batch.label_weights(task).sum() for task in range(len(weights)))])
+    sums = torch.stack([weight, *(batch.label_weights(task).sum() for task in range(len(weights)))])
     dist.all_reduce(sums)
     return torch.where(sums[1:] > 0, filled(list(weights.values()), sums) * sums[0] / sums[1:], 0.0)
 
@@ -243,7 +245,7 @@ class MicroBatches:
             with self._dense.exchanging(last):
                 self._pass(part, last, cached)
 
-    def _pass(self, part: Part, last: bool, cached: list[torch.Tensor] | None) -> None:
+    def _pass(self, part: Part, last: bool, cached: list[Iterator[torch.Tensor]] | None) -> None:
         leaves = [tensor.detach().requires_grad_() for tensor in self._lookup.rows(part)]
         rows = self._batch.dense_rows(*part.rows)
         sums = [LastInBackward.apply(self._dense.sums, partial(self._set_out, leaves))] if last else []
@@ -253,7 +255,7 @@ class MicroBatches:
         if cached is None:
             torch.autograd.backward([self.loss.add(outputs, rows) * self._factor, *sums])
         else:
-            seeds = [gradient[slice(*part.rows)] for gradient in cached]
+            seeds = [next(gradients) for gradients in cached]
             torch.autograd.backward([*_as_tuple(outputs), *sums], [*seeds, *(None for _ in sums)])
         if not last:
             self._by_part.append([leaf.grad for leaf in leaves])
@@ -275,7 +277,7 @@ class MicroBatches:
             leaf.grad = None
         dense, weights = self._dense, self._batch.weights
         own = [gradient for gradient in self.gradients if gradient is not None]
-        self.is_finite = torch.isfinite(torch.stack([self.loss.total, weights.sum()])).all() & all_finite(own)
+        self.is_finite = torch.isfinite(torch.stack([self.loss.total, self.loss.weight])).all() & all_finite(own)
         if dense.loss_scale.value != 1:
             torch._foreach_div_(own, dense.loss_scale.value)  # a wire of FP16 takes no more than 65,504
         if dense.l2:
@@ -283,11 +285,11 @@ class MicroBatches:
             self._lookup.add_l2(self.gradients, factors, weights)
         if not dense.late_exchange:
             Variable._execution_engine.queue_callback(partial(self._lookup.backward, self.gradients))
-        asks = dense.stop_requested, dense.publish_requested
-        return Totals.pack(self.loss.total, self._batch, self.is_finite, *asks, self.loss.by_task)
+        sums, asks = (self.loss.total, self.loss.weight), (dense.stop_requested, dense.publish_requested)
+        return Totals.pack(*sums, self._batch, self.is_finite, *asks, self.loss.by_task)
 
-    def _gradients_by_outputs(self) -> list[torch.Tensor]:
-        """Return the gradients of the loss of the whole batch by each of the model's outputs."""
+    def _gradients_by_outputs(self) -> list[Iterator[torch.Tensor]]:
+        """Return of each of the model's outputs the gradients of the whole batch's loss by its parts, in order."""
         with torch.no_grad():
             by_part = [
                 _as_tuple(
@@ -295,9 +297,11 @@ class MicroBatches:
                 )
                 for part in self._parts
             ]
-        leaves = [torch.cat(outputs).requires_grad_() for outputs in zip(*by_part, strict=True)]
+        outputs = list(zip(*by_part, strict=True))
+        leaves = [torch.cat(parts).requires_grad_() for parts in outputs]
         loss = self.loss.add(tuple(leaves) if len(leaves) > 1 else leaves[0], self._batch)
-        return list(torch.autograd.grad(loss * self._factor, leaves))
+        gradients = torch.autograd.grad(loss * self._factor, leaves)
+        return [iter(each.split(list(map(len, parts)))) for each, parts in zip(gradients, outputs, strict=True)]
 
 
 def _as_tuple(outputs: Outputs) -> tuple[torch.Tensor, ...]:

@@ -25,7 +25,7 @@ from recsys.data.facts import (
     vocabulary_file,
 )
 from recsys.data.inputs import Inputs
-from recsys.data.wanted import column_of, float_column, with_figures
+from recsys.data.wanted import column_of, float_column, role_features, with_figures
 from recsys.errors import UserError
 from recsys.ids import KeptRows, is_new, joined, read_vocabulary
 from recsys.runtime.environment import give_unused_back
@@ -202,7 +202,7 @@ def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
 
 
 def _request(config: Config, table: str, inherited: pa.Array | None) -> VocabularyRequest:
-    features = [name for name in id_features(config) if config.features[name].table == table]
+    features = [name for name in role_features(config, "train") if config.features[name].table == table]
     settings = config.tables[table]
     columns = tuple(dict.fromkeys(column_of(config, name) for name in features))
     return VocabularyRequest(columns, settings.min_count, settings.num_embeddings - 1 - settings.num_buckets, inherited)

@@ -90,7 +90,7 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
             "0.parquet has no column 'wat', only who, what, at, age, kind, some; did you mean 'what'?",
         ),
         (LogOptions("who", "what", "kind"), "column 'kind' is list<element: string>; a time is a number"),
-        (LogOptions("who", "kind"), "column 'kind' is list<element: string>; an id is an integer or a string"),
+        (LogOptions("kind", "what"), "column 'kind' is list<element: string>; an id is an integer or a string"),
         (LogOptions("who", "some"), "column 'some' holds 6 nulls; every row needs an id"),
         (LogOptions("who", "what", "who"), "column 'who' is named twice"),
         (LogOptions("who", "what", hold_out="random"), "no user has 10 different items"),
@@ -164,3 +164,34 @@ def test_only_some_rows_of_a_log(tmp_path: Path) -> None:
     for where, message in (("aeg < 3", "no column 'aeg'.*did you mean 'age'"), ("age < 'x'", "^--where: column 'age'")):
         with pytest.raises(UserError, match=message):
             convert_log([source], tmp_path / "other", LogOptions(**given, where=where))
+
+
+def test_lists_of_users_for_sequence_models(tmp_path: Path) -> None:
+    """Repeats stay, the newest items are kept, and a user of one item has nothing to be found."""
+    lists = {"ann": ["a", "b", "a", "c", "d", "e"], "bob": ["b", "c"], "eve": ["c"], "joe": []}
+    rows = [{"who": who, "items": items} for who, items in lists.items()]
+    options = LogOptions("who", "items", train_rows="users", history=3)
+    convert_log([log(tmp_path / "log", rows, files=1)], tmp_path / "out", options)
+    assert read(tmp_path / "out/train") == [
+        {"who": "ann", "history": ["b", "a", "c"]},
+        {"who": "bob", "history": ["b", "c"]},
+    ]
+    assert read(tmp_path / "out/valid") == [
+        {"who": "ann", "history": ["b", "a", "c"], "targets": ["d"], "seen": ["a", "b", "a", "c"]}
+    ]
+    (test,) = read(tmp_path / "out/test")
+    assert test["history"] == ["a", "c", "d"] and test["targets"] == ["e"]
+    assert sorted(row["items"] for row in read(tmp_path / "out/items")) == ["a", "b", "c", "d", "e"]
+
+
+def test_conditions_hold_rows_out(tmp_path: Path) -> None:
+    rows = [{"who": "ann", "what": i, "last": i == 4, "checked": i == 3} for i in range(5)]
+    options = LogOptions("who", "what", train_rows="users", valid_where="checked", test_where="last == True")
+    convert_log([log(tmp_path / "log", rows, files=1)], tmp_path / "out", options)
+    assert [row["history"] for row in read(tmp_path / "out/train")] == [[0, 1, 2]]
+    assert [(row["history"], row["targets"]) for row in read(tmp_path / "out/test")] == [([0, 1, 2, 3], [4])]
+    both = LogOptions("who", "what", valid_where="checked", split_column="last")
+    with pytest.raises(UserError, match="--valid-where and --test-where, --split-column, and --hold-out; give one"):
+        convert_log([tmp_path / "log"], tmp_path / "out2", both)
+    with pytest.raises(UserError, match=r"has no column .chekced., only who, what"):
+        convert_log([tmp_path / "log"], tmp_path / "out2", LogOptions("who", "what", test_where="chekced"))

@@ -1,0 +1,89 @@
+"""Causal attention on jagged lists: lists of about one length are padded together, and nothing else is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+
+_MOST_PADDING = 1.25  # places of a bucket for each id in it
+
+# Of queries, keys and values, each [lists, heads, length, width], the result in the same shape; no id sees later ones.
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def softmax_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the means of values by the softmax of scaled products, over an id and those before it."""
+    return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Where the ids of a batch's lists lie, and the buckets that they are padded in.
+
+    Lists are sorted by their lengths, and cut where padding to the longest of a bucket would take more than 1.25 places
+    an id. On a GPU a kernel for lists of any length (torch.nn.attention.varlen) would need no buckets.
+
+    Attributes:
+        row: of each id its list, [ids] int64. from_end: how many ids of its list follow, [ids] int64.
+        places: of each id its place among the padded ones, [ids] int64.
+        buckets: lists and padded length of each bucket.
+    """
+
+    row: torch.Tensor
+    from_end: torch.Tensor
+    places: torch.Tensor
+    buckets: list[tuple[int, int]]
+
+    @staticmethod
+    def of(lengths: np.ndarray, device: torch.device) -> "Lists":
+        """Return the places of the ids of lists of such lengths, [lists] int64, on a device."""
+        row = np.repeat(np.arange(len(lengths)), lengths)
+        place = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        longest_first = np.argsort(-lengths, kind="stable")
+        buckets, starts = _buckets(lengths[longest_first]), np.zeros_like(lengths)
+        first = start = 0
+        for number, length in buckets:
+            starts[longest_first[first : first + number]] = start + length * np.arange(number)
+            first, start = first + number, start + number * length
+        arrays = row, lengths[row] - 1 - place, starts[row] + place
+        row_of_id, from_end, places = (torch.from_numpy(each).to(device) for each in arrays)
+        return Lists(row_of_id, from_end, places, buckets)
+
+    def attend(self, qkv: torch.Tensor, num_heads: int, attention: Attention = softmax_attention) -> torch.Tensor:
+        """Return what attention gives for each id, [ids, width].
+
+        Args:
+            qkv: queries, keys and values side by side, [ids, 3 * width].
+        """
+        sizes = [number * length for number, length in self.buckets]
+        padded = qkv.new_zeros(sum(sizes), qkv.shape[1]).index_copy(0, self.places, qkv)
+        width, results = qkv.shape[1] // 3, [qkv[:0, : qkv.shape[1] // 3]]
+        for bucket, shape in zip(padded.split(sizes), self.buckets, strict=True):
+            # [3, lists, heads, length, width of a head]
+            parts = bucket.view(*shape, 3, num_heads, width // num_heads).permute(2, 0, 3, 1, 4)
+            results.append(attention(*parts.unbind()).transpose(1, 2).reshape(-1, width))
+        return torch.cat(results)[self.places]
+
+
+def host_lengths(lengths: torch.Tensor, num_ids: int) -> np.ndarray:
+    """Return the lengths of lists on the host, [lists] int64; those of a fake tensor, which has none, are alike."""
+    if isinstance(lengths, FakeTensor):
+        return np.diff(np.arange(len(lengths) + 1) * num_ids // max(1, len(lengths)))
+    return lengths.cpu().numpy().astype(np.int64)
+
+
+def _buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Return the number of lists and the greatest length of each bucket; `lengths` descend, and 0 are in none."""
+    lengths = lengths[lengths > 0]
+    ends, buckets, start = np.concatenate([[0], np.cumsum(lengths)]), [], 0
+    while start < len(lengths):
+        ids = ends[start + 1 :] - ends[start]
+        padded = int(lengths[start]) * np.arange(1, len(ids) + 1)
+        # The share of padding grows with each further list, since they descend.
+        number = int(np.count_nonzero(padded <= _MOST_PADDING * ids))
+        buckets.append((number, int(lengths[start])))
+        start += number
+    return buckets

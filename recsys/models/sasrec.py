@@ -1,0 +1,288 @@
+"""Sequence models: the next item of a user by attention over the items before it, as SASRec and eSASRec have it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from omegaconf import MISSING
+from torch import nn
+
+from recsys.config import Config
+from recsys.config.bounds import bounded
+from recsys.config.choices import SequenceLayer, SequenceLoss
+from recsys.config.model import ModelConfig, Needs
+from recsys.config.names import one_of
+from recsys.data.batch import Batch
+from recsys.errors import UserError
+from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+from recsys.models.gather import first_ids, gather, gather_rows
+from recsys.models.jagged import Lists, host_lengths
+from recsys.models.metrics import Evaluator, RetrievalEvaluator
+
+# Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
+_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
+
+
+@dataclass
+class SASRecConfig(ModelConfig):
+    """SASRec (Kang & McAuley 2018, arXiv:1808.09781) with sampled softmax (arXiv:2508.06450), over one list of items.
+
+    A row of data.train is a user's list, which gives inputs (all but the last item) and what is to be found after each
+    of them (all but the first). Negatives are drawn from data.items, alike for all positions of a global batch.
+    """
+
+    name: str = "sasrec"
+    history: str = MISSING  # the feature with a user's items, the oldest first
+    item_id: str = MISSING  # the item feature that tells items apart, of the same table
+    dim: int = bounded(64, 1, WIDEST)  # embedding_dim of the table
+    max_length: int = bounded(50, 1, 2**16)  # items that are looked back at; history's max_length is one more
+    num_blocks: int = bounded(2, 0, 1000)
+    num_heads: int = bounded(1, 1, WIDEST)
+    layer: SequenceLayer = SequenceLayer.sasrec
+    feed_forward: int | None = bounded(None, 1, WIDEST)  # hidden width; default: dim, and of ligr 4 * dim
+    dropout: float = bounded(0.2, 0, below=1)
+    loss: SequenceLoss = SequenceLoss.softmax
+    sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
+    calibration: float = bounded(0.75, 0, 1)  # of gbce: 0 is plain binary cross-entropy
+    num_items: int | None = bounded(None, 2)  # of gbce: how many there are in data.items
+    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
+
+    free: ClassVar = ("dropout", "top_k", "sampled_negatives")
+    shapes: ClassVar = ("dim", "max_length", "num_blocks", "feed_forward")
+
+    def needs(self) -> Needs:
+        return Needs(
+            labels=False,
+            sequences=(self.history,),
+            item_id=self.item_id,
+            item_features=(self.item_id,),
+            items_in_rows=False,
+            vector_dim=self.dim,
+            sampled_items=self.sampled_negatives,
+        )
+
+    def metric_names(self, config: Config) -> list[str]:
+        return RetrievalEvaluator.names(self.top_k)
+
+    def check(self, config: Config) -> None:
+        for key in ("history", "item_id"):
+            one_of(f"model.{key}", getattr(self, key), config.features, "feature")
+        unused = set(config.features) - {self.history, self.item_id}
+        if unused or self.history == self.item_id:
+            raise UserError(
+                f"model {self.name} reads two features, model.history and model.item_id, found {list(config.features)}"
+            )
+        history, item = config.features[self.history], config.features[self.item_id]
+        if history.table != item.table:
+            raise UserError(
+                f"config key 'model.history': its items are compared with those of model.item_id, so both take one "
+                f"table, found tables.{history.table} and tables.{item.table}"
+            )
+        if history.weights is not None:
+            raise UserError(f"config key 'features.{self.history}.weights': model {self.name} reads none; drop it")
+        if history.max_length != self.max_length + 1:
+            raise UserError(
+                f"config key 'features.{self.history}.max_length' must be model.max_length + 1 = {self.max_length + 1},"
+                f" since the last item of a list is only to be found, found {history.max_length}"
+            )
+        dim = config.tables[history.table or ""].embedding_dim if history.table in config.tables else self.dim
+        if dim != self.dim or self.dim % self.num_heads:
+            raise UserError(
+                f"config key 'model.dim' must be tables.{history.table}.embedding_dim={dim}, and a multiple of "
+                f"model.num_heads={self.num_heads}, found {self.dim}"
+            )
+        if not config.data.items:
+            raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
+        if self.loss is SequenceLoss.gbce and self.num_items is None:
+            raise UserError("config key 'model.num_items' is not set, and gbce has to know how many items there are")
+        if config.train.compile:
+            raise UserError("config key 'train.compile': lists take other shapes in each step; set it to false")
+        if not self.top_k:
+            raise UserError("config key 'model.top_k' is empty, and needs a number at least")
+
+
+class SwiGLU(nn.Module):
+    """Two linear layers with a gate between them (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, dim: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(dim, 2 * width), nn.Linear(width, dim)
+        self.dropout = RowDropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [ids, dim] of [ids, dim]."""
+        gate, value = self.inner(x).chunk(2, dim=1)
+        return self.outer(self.dropout(F.silu(gate) * value))
+
+
+class Block(nn.Module):
+    """Attention over the ids before, then layers of each id by itself; both are added to what comes in.
+
+    As of LiGR, what is added is multiplied by a gate, a function of what comes in.
+    """
+
+    def __init__(self, config: SASRecConfig) -> None:
+        super().__init__()
+        dim, is_gated = config.dim, config.layer is SequenceLayer.ligr
+        self.num_heads = config.num_heads
+        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
+        self.gates = nn.ModuleList([nn.Linear(dim, dim), nn.Linear(dim, dim)] if is_gated else [])
+        self.dropouts = nn.ModuleList([RowDropout(config.dropout), RowDropout(config.dropout)])
+        self.qkv, self.output = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        width = config.feed_forward or (4 * dim if is_gated else dim)
+        layers = SwiGLU(dim, width, config.dropout) if is_gated else mlp(dim, [width], dim, config.dropout)
+        self.feed_forward: nn.Module = layers
+
+    def forward(self, x: torch.Tensor, lists: Lists) -> torch.Tensor:
+        """Return [ids, dim] of [ids, dim]."""
+        attended = self.output(lists.attend(self.qkv(self.norms[0](x)), self.num_heads))
+        x = x + self._gated(0, x, self.dropouts[0](attended))
+        return x + self._gated(1, x, self.dropouts[1](self.feed_forward(self.norms[1](x))))
+
+    def _gated(self, number: int, x: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        return self.gates[number](x).sigmoid() * change if len(self.gates) else change
+
+
+class SASRec(Model):
+    """Attention over a user's items, trained to find the next one; a score is a dot product with an item's vector.
+
+    Positions count from the end, so that the newest item is always at the same one.
+    """
+
+    Config = SASRecConfig
+    loss_by_rows = False
+    _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
+    _most_pieces: int | None = None
+
+    def __init__(self, config: SASRecConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.config = config
+        self.positions = nn.Parameter(torch.empty(config.max_length, config.dim))
+        self.dropout = RowDropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
+        self.norm = nn.LayerNorm(config.dim)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_normal_(parameter)
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return vectors of users and of items, each [rows, dim].
+
+        In training, return for each id of the lists the state after it and its vector, each [ids, dim], and the vectors
+        of items, [rows, dim].
+        """
+        history, items = vectors[self.config.history], vectors[self.config.item_id]
+        lengths = host_lengths(history.lengths(), len(history.values()))
+        lists = Lists.of(lengths, items.device)
+        if self.training:
+            self._spread_dropout(lists)
+        # The last id of a list is no input in training, and what would be its state is not used.
+        place = (lists.from_end - int(self.training)).clamp(0, self.config.max_length - 1)
+        x = self.dropout(history.values() + self.positions[place])
+        for block in self.blocks:
+            x = block(x, lists)
+        states = self.norm(x)
+        if self.training:
+            return states, history.values(), items
+        ends = torch.from_numpy(np.cumsum(lengths)[lengths > 0] - 1).to(items.device)
+        users = states.new_zeros(len(lengths), states.shape[1])
+        return users.index_copy(0, lists.row[ends], states[ends]), items
+
+    def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
+        states, vectors, items = outputs
+        jagged = batch.ids[self.config.history]
+        lengths = host_lengths(jagged.lengths(), len(states))
+        ends = np.cumsum(lengths)
+        inputs = torch.from_numpy(np.delete(np.arange(len(states)), ends[lengths > 0] - 1)).to(states.device)
+        rows = torch.from_numpy(np.repeat(np.arange(len(lengths)), np.maximum(lengths - 1, 0))).to(states.device)
+        drawn = slice(len(items) if batch.sampled is None else batch.sampled.start, None)
+        negatives = gather_rows(items[drawn]), gather(first_ids(batch, self.config.item_id)[drawn])
+        positives = vectors[inputs + 1], jagged.values()[inputs + 1]
+        settings = self._scores or _SCORES[states.device.type], self._most_pieces, self._beta()
+        loss = _LossOfDrawn.apply(states[inputs], *positives, *negatives, batch.weights[rows], *settings)
+        return {self.config.loss.name: loss}
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        lengths = batch.ids[self.config.history].lengths()
+        return (batch.weights * (lengths - 1).clamp(min=0)).sum()
+
+    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        users, items = outputs
+        return {"score": (users * items).float().sum(dim=1)}
+
+    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
+        assert items is not None
+        return RetrievalEvaluator(items, self.config.top_k)
+
+    def rehearse(self, device: torch.device) -> None:
+        self._scores, self._most_pieces = _SCORES[device.type], 2
+
+    def _spread_dropout(self, lists: Lists) -> None:
+        """Let masks go by the place of an id in its list too, in place of rows alone."""
+        dropouts = [module for module in self.modules() if isinstance(module, RowDropout) and module.p > 0]
+        if dropouts:
+            rows = dropouts[0].rows[lists.row] * (self.config.max_length + 1) + lists.from_end
+        for module in dropouts:
+            module.rows = rows
+
+    def _beta(self) -> float | None:
+        """Return what the cross-entropy of the next item is multiplied by, as of gBCE; None for the softmax."""
+        config = self.config
+        if config.loss is SequenceLoss.softmax or config.num_items is None:
+            return None
+        share = min(1.0, config.sampled_negatives / (config.num_items - 1))
+        return share * (config.calibration * (1 - 1 / share) + 1 / share)
+
+
+def _pieces(num_rows: int, step: int, most: int | None) -> Iterator[slice]:
+    return (slice(start, start + step) for start in range(0, num_rows, step)[:most])
+
+
+class _LossOfDrawn(torch.autograd.Function):
+    """The losses of positions whose next items are told from the same negatives: their weighted sum.
+
+    Scores, [positions, negatives], are what takes memory. Some positions have theirs at a time, and their gradient is
+    made where they lie, in the forward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        positives: torch.Tensor,
+        keys: torch.Tensor,
+        negatives: torch.Tensor,
+        negatives_keys: torch.Tensor,
+        weights: torch.Tensor,
+        num_scores: int,
+        most_pieces: int | None,
+        beta: float | None,
+    ) -> torch.Tensor:
+        losses, of_states, of_positives = torch.empty_like(weights), torch.empty_like(states), torch.empty_like(states)
+        of_negatives = torch.zeros_like(negatives)
+        for rows in _pieces(len(states), max(1, num_scores // len(negatives)), most_pieces):
+            queries, own, weight = states[rows], positives[rows], weights[rows]
+            barred = (negatives_keys == -1)[None, :] | (negatives_keys[None, :] == keys[rows, None])
+            scores, positive = (queries @ negatives.T).masked_fill_(barred, -torch.inf), (queries * own).sum(1)
+            if beta is None:
+                total = torch.logaddexp(positive, scores.logsumexp(1))
+                losses[rows] = (total - positive) * weight
+                by_positive, by_negatives = (positive - total).expm1(), scores.sub_(total[:, None]).exp_()
+            else:
+                number = 1 + len(negatives)
+                losses[rows] = (beta * F.softplus(-positive) + F.softplus(scores).sum(1)) * weight / number
+                by_positive, by_negatives = -beta * (-positive).sigmoid() / number, scores.sigmoid_().div_(number)
+            by_positive, by_negatives = (by_positive * weight)[:, None], by_negatives.mul_(weight[:, None])
+            of_states[rows] = torch.addmm(by_positive * own, by_negatives, negatives)
+            of_positives[rows] = by_positive * queries
+            of_negatives.addmm_(by_negatives.T, queries)
+        ctx.save_for_backward(of_states, of_positives, of_negatives)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_states, of_positives, of_negatives = (each * gradient for each in ctx.saved_tensors)
+        return of_states, of_positives, None, of_negatives, *[None] * 5

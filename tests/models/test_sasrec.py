@@ -1,0 +1,225 @@
+"""Sequence models: attention and loss by hand, and the same numbers however lists are cut into ranks and batches."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from launch import evaluate, fork_train
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recsys.config import load_config
+from recsys.config.choices import SequenceLayer, SequenceLoss
+from recsys.data.batch import Batch, Sampled
+from recsys.data.order import Position
+from recsys.data.pool import Fence
+from recsys.errors import UserError
+from recsys.models import DenseInputs, sasrec
+from recsys.models.jagged import Lists
+from recsys.runtime.world import open_world
+
+NUM_ITEMS = 30
+CONFIG = """
+data: {train: DIR/train.parquet, valid: DIR/valid.parquet, test: DIR/valid.parquet, items: DIR/items.parquet}
+features:
+  history: {table: item, max_length: 9}
+  item: {table: item}
+tables:
+  item: {num_embeddings: 64, embedding_dim: 8, mapping: vocabulary, init_range: 0.1}
+model:
+  name: sasrec
+  history: history
+  item_id: item
+  dim: 8
+  max_length: 8
+  num_heads: 2
+  dropout: 0.1
+  sampled_negatives: 16
+  top_k: [1, 5]
+optimizer:
+  tables: {name: adam, learning_rate: 0.1, eps: 1e-4}
+  dense: {learning_rate: 0.02}
+train: {global_batch_size: 32, epochs: 6, log_every_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the config of users who take every second item, or every third, of a circle of items."""
+    folder, generator = tmp_path_factory.mktemp("sequences"), np.random.default_rng(0)
+    rows, queries = [], []
+    for user in range(150):
+        start, length = generator.integers(0, NUM_ITEMS), generator.integers(1, 13)
+        items = [f"item {(start + i * (2 + user % 2)) % NUM_ITEMS}" for i in range(length + 1)]
+        rows.append({"history": items[:-1]})
+        queries.append({"history": items[:-1], "targets": items[-1:], "seen": items[:-1]})
+    corpus = [{"item": f"item {i}"} for i in range(NUM_ITEMS)]
+    for name, content in (("train", rows), ("valid", queries), ("items", corpus)):
+        pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet", row_group_size=41)
+    (folder / "config.yaml").write_text(CONFIG.replace("DIR", str(folder)))
+    return folder / "config.yaml"
+
+
+def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
+    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
+    return metrics, [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, float], list[float]]:
+    return train(config, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "overrides"),
+    [
+        (1, ["train.micro_batch_size=5"]),
+        (1, ["train.micro_batch_ids=40", "train.activation_checkpointing=true"]),
+        (2, ["tables.item.sharding_type=row_wise"]),
+        (3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"]),
+    ],
+    ids=["rows", "ids", "two", "three"],
+)
+def test_no_split_changes_what_is_learned(
+    nproc: int,
+    overrides: list[str],
+    config: Path,
+    one_process: tuple[dict[str, float], list[float]],
+    tmp_path: Path,
+) -> None:
+    metrics, losses = train(config, tmp_path, *overrides, nproc=nproc)
+    assert len(losses) == 6 * -(-150 // 32)
+    torch.testing.assert_close(losses, one_process[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(metrics, one_process[0], rtol=0, atol=1e-6)
+
+
+def test_it_learns_what_comes_next(config: Path, one_process: tuple[dict[str, float], list[float]]) -> None:
+    metrics, losses = one_process
+    assert abs(losses[0] - np.log(1 + 16 * 29 / 30)) < 0.1, "a mean over positions, of 17 items less those barred"
+    assert metrics["recall@5"] > 0.5 and metrics["users"] == 150
+
+
+def test_resumed_equals_uninterrupted(
+    config: Path, one_process: tuple[dict[str, float], list[float]], tmp_path: Path
+) -> None:
+    train(config, tmp_path, "train.max_steps=13")
+    assert train(config, tmp_path, "run.resume=true") == one_process
+    again = evaluate(tmp_path, nproc=2)
+    torch.testing.assert_close(again["test"], one_process[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [[3, 0, 7, 7, 1, 20, 6, 2, 2, 2], [0, 0], [1], []])
+def test_attention_on_jagged_lists_is_that_on_padded_ones(lengths: list[int]) -> None:
+    torch.manual_seed(0)
+    lists = Lists.of(np.array(lengths, np.int64), torch.device("cpu"))
+    num_ids, heads, width = sum(lengths), 2, 6
+    assert sum(number * length for number, length in lists.buckets) <= 1.25 * num_ids
+    qkv = torch.randn(num_ids, 3 * width, requires_grad=True)
+    result = lists.attend(qkv, heads)
+    parts = []
+    for rows in qkv.split(lengths):
+        padded = F.pad(rows, (0, 0, 0, 25 - len(rows))).view(25, 3, heads, width // heads).permute(1, 2, 0, 3)
+        attended = F.scaled_dot_product_attention(*padded, is_causal=True)
+        parts.append(attended.transpose(0, 1).reshape(25, width)[: len(rows)])
+    expected = torch.cat([qkv[:0, :width], *parts])
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-5)
+    factors = torch.randn_like(result)
+    gradients = [torch.autograd.grad((each * factors).sum(), qkv)[0] for each in (result, expected)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-5)
+    within = [i for length in lengths for i in reversed(range(length))]
+    assert lists.from_end.tolist() == within
+    assert lists.row.tolist() == [row for row, length in enumerate(lengths) for _ in range(length)]
+
+
+def model_of(**settings: object) -> sasrec.SASRec:
+    config = sasrec.SASRecConfig(history="history", item_id="item", dim=4, max_length=6, **settings)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    return sasrec.SASRec(config, DenseInputs({"history": 4, "item": 4}, []))
+
+
+@pytest.mark.parametrize("layer", list(SequenceLayer))
+def test_a_later_item_changes_no_earlier_state(layer: SequenceLayer) -> None:
+    model = model_of(layer=layer, dropout=0.0)
+    lengths = torch.tensor([3, 6, 1], dtype=torch.int32)
+    vectors = torch.randn(10, 4)
+
+    def states(values: torch.Tensor) -> torch.Tensor:
+        return model({"history": JaggedTensor(values, lengths=lengths), "item": torch.zeros(3, 4)}, torch.zeros(3, 0))[
+            0
+        ]
+
+    changed = vectors.clone()
+    changed[5] += torch.randn(4)  # the third item of the second list
+    before, after = states(vectors), states(changed)
+    same = [*range(5), 9]
+    torch.testing.assert_close(after[same], before[same], rtol=0, atol=0)
+    assert ((after - before).abs().amax(1) > 1e-4).nonzero().flatten().tolist() == [5, 6, 7, 8]
+    model.eval()
+    users, _ = model({"history": JaggedTensor(vectors, lengths=lengths), "item": torch.zeros(3, 4)}, torch.zeros(3, 0))
+    # As users they are one position further on than as states of training, but where all is alike: the last item.
+    shorter = JaggedTensor(vectors[[0, 1, 2]], lengths=torch.tensor([3, 0], dtype=torch.int32))
+    alone, _ = model({"history": shorter, "item": torch.zeros(2, 4)}, torch.zeros(2, 0))
+    torch.testing.assert_close(alone[0], users[0])
+    assert not alone[1].any(), "of nothing there is no state"
+
+
+@pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
+@pytest.mark.parametrize("loss", list(SequenceLoss))
+def test_the_loss_by_hand(loss: SequenceLoss, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lists of 3, 0, 1 and 2 items, the last of weight 2; drawn are items 2, 9, 9, 4, and nothing in the last row."""
+    monkeypatch.setattr(sasrec, "_SCORES", {"cpu": scores_at_once})
+    torch.manual_seed(0)
+    history, drawn = [7, 2, 7, 5, 4, 1], [2, 9, 9, 4]
+    states, vectors, items = (torch.randn(n, 4, requires_grad=True) for n in (6, 6, 9))
+    lengths = torch.tensor([3, 0, 1, 2, 0, 0, 0, 0, 0] + 4 * [0] + 4 * [1] + [0], dtype=torch.int32)
+    ids = KeyedJaggedTensor(["history", "item"], torch.tensor(history + drawn), lengths=lengths)
+    weights = torch.tensor([1.0, 1, 1, 2] + 5 * [0.0])
+    batch = Batch(ids, torch.zeros(9, 0), torch.zeros(9, 0), weights, None, 4, 0, (0, 9), Position(), Fence())
+    batch.sampled = Sampled(4, 4)
+    share = 5 / 11
+    beta = share * (0.5 * (1 - 1 / share) + 1 / share)
+
+    expected = torch.zeros(())
+    for at, weight in ((0, 1), (1, 1), (4, 2)):
+        positive = states[at] @ vectors[at + 1]
+        negatives = [states[at] @ items[4 + i] for i in range(4) if drawn[i] != history[at + 1]]
+        if loss is SequenceLoss.softmax:
+            expected = expected + weight * (torch.stack([positive, *negatives]).logsumexp(0) - positive)
+        else:
+            others = sum(-(1 - negative.sigmoid()).log() for negative in negatives)
+            expected = expected + weight * (others - beta * positive.sigmoid().log()) / 6
+
+    with open_world():
+        model = model_of(loss=loss, sampled_negatives=5, num_items=12, calibration=0.5)
+        result = model.losses((states, vectors, items), batch)[loss.name]
+        gradients = torch.autograd.grad(3 * result, (states, vectors, items))
+        assert model.denominator(batch).item() == 4
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (states, vectors, items)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["features.history.max_length=8"], r"must be model.max_length \+ 1 = 9.* found 8"),
+        (["features.history.max_length=null"], r"must be model.max_length \+ 1 = 9.* found None"),
+        (["model.dim=12"], r"'model.dim' must be tables.item.embedding_dim=8.* found 12"),
+        (["model.num_heads=3"], r"a multiple of model.num_heads=3, found 8"),
+        (["model.history=histroy"], r"'model.history': there is no feature 'histroy'; did you mean 'history'"),
+        (["features.user.table=item"], r"reads two features, model.history and model.item_id, found"),
+        (["data.items=null"], r"'data.items' is not set, and negatives are drawn"),
+        (["model.loss=gbce"], r"'model.num_items' is not set, and gbce"),
+        (["train.compile=true", "model.dropout=0"], r"'train.compile': lists take other shapes"),
+        (["features.history.weights=w"], r"'features.history.weights': model sasrec reads none"),
+    ],
+)
+def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(config, overrides)
