@@ -31,8 +31,8 @@ class Totals:
     """What a step sums over all ranks, in FP32.
 
     Attributes:
-        loss, weight: the sum over rows, and what it is divided by. num_bad, num_stops, num_publishes: ranks that are not finite, that ask to stop,
-            and to publish.
+        loss, weight: the sum over rows, and what it is divided by.
+        num_bad, num_stops, num_publishes: ranks that are not finite, that ask to stop, and to publish.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         task_losses: where there are several tasks, their shares of the loss.
     """
