@@ -41,9 +41,10 @@ model:
   sampled_negatives: 16
   top_k: [1, 5]
 optimizer:
-  tables: {name: adam, learning_rate: 0.1, eps: 1e-4}
-  dense: {learning_rate: 0.02}
-train: {global_batch_size: 32, epochs: 6, log_every_steps: 1}
+  tables: {name: adam, learning_rate: 0.02, eps: 1e-4}
+  dense: {learning_rate: 0.01}
+run: {num_threads: 1}
+train: {global_batch_size: 32, epochs: 8, log_every_steps: 1}
 """
 
 
@@ -80,7 +81,7 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 @pytest.mark.parametrize(
     ("nproc", "overrides"),
     [
-        (1, ["train.micro_batch_size=5"]),
+        (1, ["train.micro_batch_size=9"]),
         (1, ["train.micro_batch_ids=40", "train.activation_checkpointing=true"]),
         (2, ["tables.item.sharding_type=row_wise"]),
         (3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"]),
@@ -95,15 +96,15 @@ def test_no_split_changes_what_is_learned(
     tmp_path: Path,
 ) -> None:
     metrics, losses = train(config, tmp_path, *overrides, nproc=nproc)
-    assert len(losses) == 6 * -(-150 // 32)
+    assert len(losses) == 8 * -(-150 // 32)
     torch.testing.assert_close(losses, one_process[1], rtol=0, atol=1e-5)
     torch.testing.assert_close(metrics, one_process[0], rtol=0, atol=1e-6)
 
 
-def test_it_learns_what_comes_next(config: Path, one_process: tuple[dict[str, float], list[float]]) -> None:
+def test_it_learns_what_comes_next(one_process: tuple[dict[str, float], list[float]]) -> None:
     metrics, losses = one_process
     assert abs(losses[0] - np.log(1 + 16 * 29 / 30)) < 0.1, "a mean over positions, of 17 items less those barred"
-    assert metrics["recall@5"] > 0.5 and metrics["users"] == 150
+    assert metrics["recall@5"] > 0.3 and metrics["users"] == 150
 
 
 def test_resumed_equals_uninterrupted(
