@@ -77,7 +77,7 @@ FREE = {
     ),
     "how large a step is, and which way: what is there goes on from where it is": (
         *(f"optimizer.dense.{name}" for name in ("learning_rate", "momentum", "weight_decay", "clip_norm")),
-        "tables.*.l2",
+        *("tables.*.l2", "tables.*.sparsity"),
         *(
             f"optimizer.schedule.{name}"
             for name in ("name", "warmup_steps", "final_factor", "plateau_factor", "plateau_patience")
@@ -132,7 +132,7 @@ def other(value: Any, hint: Any) -> Any:
     if value is None:
         kind = hint if typing.get_origin(hint) is list else kinds[0]
         if isinstance(kind, type) and is_dataclass(kind):
-            return TableOptimizerConfig(name=TableOptimizer.sgd)
+            return kind(name=TableOptimizer.sgd) if kind is TableOptimizerConfig else kind()
         if typing.get_origin(kind) is list:
             return [1.5]
         if isinstance(kind, type) and issubclass(kind, Enum):
