@@ -58,6 +58,9 @@ FREE = {
         *("data.num_threads", "data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_files"),
         *("data.max_bad_rows", "data.drop_last"),
     ),
+    "what is published on the way": (
+        *("train.publish.dir", "train.publish.every_steps", "train.publish.every_seconds", "train.publish.tables"),
+    ),
     "how much at a time, how long, and what happens on the way": (
         *("train.micro_batch_size", "train.micro_batch_ids", "train.eval_batch_size"),
         *(
