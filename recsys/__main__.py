@@ -284,8 +284,8 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         mode.add_argument("--debug", action="store_true", help="single-device debug mode")
         for name, about in (("dry-run", _COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
             mode.add_argument(f"--{name}", dest="command", action="store_const", const=name, help=about)
-    following = [*arguments[1:], ""]
-    once = [word == "--importance" and not after.isdecimal() for word, after in zip(arguments, following, strict=True)]
+    pairs = zip(arguments, [*arguments[1:], ""], strict=False)
+    once = [word == "--importance" and not after.isdecimal() for word, after in pairs]
     words = parser.parse_intermixed_args([f"{w}=1" if o else w for w, o in zip(arguments, once, strict=True)])
     if words.command == "evaluate":
         words.overrides = _with_data(words.overrides)

@@ -135,7 +135,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not os.path.exists(path) or path.is_dir():
         folder = path if os.path.isdir(path) else path.parent
         near = [str(p) for p in sorted(folder.glob("*.yaml"))]
-        there = f"; there are: {', '.join(near)}" if near else ""
+        there = f"; there are: {', '.join(near[:8])}{', …' * (len(near) > 8)}" if near else ""
         wrong = "is a folder, not a file" if folder == path else "does not exist"
         raise UserError(f"config file '{path}' {wrong}{nearest(str(path), near) or there}")
     try:

@@ -68,6 +68,28 @@ class Lists:
         return torch.cat(results)[self.places]
 
 
+class PaddedLists:
+    """The same with every list padded to one length, for `torch.export`, which takes no shapes that follow the data.
+
+    Attributes: as of `Lists`.
+    """
+
+    def __init__(self, lengths: torch.Tensor, num_ids: int, longest: int) -> None:
+        self._num_lists, self._longest = lengths.shape[0], longest
+        self.row = torch.repeat_interleave(lengths, output_size=num_ids)
+        place = torch.arange(num_ids) - (lengths.cumsum(0) - lengths)[self.row]
+        self.from_end = lengths[self.row] - 1 - place
+        self._places = self.row * longest + place
+
+    def attend(self, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
+        """Return what softmax attention gives for each id, [ids, width]; see `Lists.attend`."""
+        width = qkv.shape[1] // 3
+        padded = qkv.new_zeros(self._num_lists * self._longest, 3 * width).index_copy(0, self._places, qkv)
+        shape = self._num_lists, self._longest, 3, num_heads, width // num_heads
+        attended = softmax_attention(*padded.view(*shape).permute(2, 0, 3, 1, 4).unbind())
+        return attended.transpose(1, 2).reshape(-1, width)[self._places]
+
+
 def host_lengths(lengths: torch.Tensor, num_ids: int) -> np.ndarray:
     """Return the lengths of lists on the host, [lists] int64; those of a fake tensor, which has none, are alike."""
     if isinstance(lengths, FakeTensor):

@@ -19,7 +19,7 @@ from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
 from recsys.models.gather import first_ids, gather, gather_rows
-from recsys.models.jagged import Lists, host_lengths
+from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
 # Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
@@ -136,7 +136,7 @@ class Block(nn.Module):
         layers = SwiGLU(dim, width, config.dropout) if is_gated else mlp(dim, [width], dim, config.dropout)
         self.feed_forward: nn.Module = layers
 
-    def forward(self, x: torch.Tensor, lists: Lists) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
         """Return [ids, dim] of [ids, dim]."""
         attended = self.output(lists.attend(self.qkv(self.norms[0](x)), self.num_heads))
         x = x + self._gated(0, x, self.dropouts[0](attended))
@@ -175,8 +175,11 @@ class SASRec(Model):
         of items, [rows, dim].
         """
         history, items = vectors[self.config.history], vectors[self.config.item_id]
-        lengths = host_lengths(history.lengths(), len(history.values()))
-        lists = Lists.of(lengths, items.device)
+        lengths, num_ids = history.lengths(), history.values().shape[0]
+        if torch.compiler.is_exporting():
+            lists: Lists | PaddedLists = PaddedLists(lengths, num_ids, self.config.max_length + 1)
+        else:
+            lists = Lists.of(host_lengths(lengths, num_ids), items.device)
         if self.training:
             self._spread_dropout(lists)
         # The last id of a list is no input in training, and what would be its state is not used.
@@ -187,9 +190,9 @@ class SASRec(Model):
         states = self.norm(x)
         if self.training:
             return states, history.values(), items
-        ends = torch.from_numpy(np.cumsum(lengths)[lengths > 0] - 1).to(items.device)
-        users = states.new_zeros(len(lengths), states.shape[1])
-        return users.index_copy(0, lists.row[ends], states[ends]), items
+        # Of a list without ids the vector is 0.
+        ends = torch.where(lengths > 0, lengths.cumsum(0), 0)
+        return torch.cat([states.new_zeros(1, states.shape[1]), states])[ends], items
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
         states, vectors, items = outputs
@@ -220,7 +223,7 @@ class SASRec(Model):
     def rehearse(self, device: torch.device) -> None:
         self._scores, self._most_pieces = _SCORES[device.type], 2
 
-    def _spread_dropout(self, lists: Lists) -> None:
+    def _spread_dropout(self, lists: Lists | PaddedLists) -> None:
         """Let masks go by the place of an id in its list too, in place of rows alone."""
         dropouts = [module for module in self.modules() if isinstance(module, RowDropout) and module.p > 0]
         if dropouts:

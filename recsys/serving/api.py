@@ -32,7 +32,8 @@ from recsys.serving.predict import (
     scores_of_rows,
 )
 
-_worlds: list[World] = []  # of this process: none, or one
+_worlds: list[World] = []  # of this process: none, or one,
+_open = ExitStack()  # and what leaves it
 
 Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a data frame that Arrow can read
 
@@ -117,9 +118,8 @@ def _world(device: Device) -> World:
         UserError: it was made for another device.
     """
     if not _worlds:
-        stack = ExitStack()
-        atexit.register(stack.close)
-        _worlds.append(stack.enter_context(open_world(device)))
+        atexit.register(_open.close)
+        _worlds.append(_open.enter_context(open_world(device)))
     (world,) = _worlds
     if device is not Device.auto and device.value != world.device.type:
         raise UserError(

@@ -181,8 +181,11 @@ class _Export:
         graphs = [GraphSpec("score", "dense.onnx", [*config.features], *dense.predictions())]
         if needs.item_id is not None:
             of_users = [name for name in config.features if name not in needs.item_features]
-            graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda outputs: outputs[:1]))
-            graphs.append(GraphSpec("item", "item.onnx", [*needs.item_features], ["item"], lambda outputs: outputs[1:]))
+            # Copies: a vector that the model hands through would take the name of the output for its input.
+            graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda both: [both[0].clone()]))
+            graphs.append(
+                GraphSpec("item", "item.onnx", [*needs.item_features], ["item"], lambda both: [both[1].clone()])
+            )
         entries = {}
         for graph in graphs:
             program = dense.write_graph(graph)

@@ -64,6 +64,6 @@ def test_counts_are_kept_in_a_file(tmp_path):
     facts = Facts(row_counts={"x": np.array([0, 3, 2**40])})
     facts.save(tmp_path / "kept")
     assert facts.files() == ["x.counts.parquet"] == [path.name for path in (tmp_path / "kept").iterdir()]
-    assert Facts.load(tmp_path / "kept", [], [], ["x"]).row_counts["x"].tolist() == [0, 3, 2**40]
+    assert Facts.load(tmp_path / "kept", [], [], ["x"], []).row_counts["x"].tolist() == [0, 3, 2**40]
     Facts().save(tmp_path / "none")
     assert not (tmp_path / "none").exists(), "nothing is written of nothing"

@@ -21,7 +21,7 @@ from recsys.memory import predict_dense
 from recsys.runtime.world import World, open_world
 from recsys.step.pipeline import build_pipeline
 from recsys.tables.bytes import rank_tables
-from recsys.tables.updates import _kernels
+from recsys.tables.updates import kernels
 from recsys.training.build import Built, build_model
 
 
@@ -105,7 +105,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def _kinds(built: Built) -> dict[str, dict[int, int]]:
     """The storages by what holds them: FBGEMM's modules, the dense part, its optimizer."""
-    modules = [kernel.emb_module for kernel in _kernels(built.model, FusedOptimizerModule)]
+    modules = [kernel.emb_module for kernel in kernels(built.model, FusedOptimizerModule)]
     weights = [module.weights_host for module in modules]
     names = ("momentum1_host", "momentum2_host")
     # Where an optimizer has no state, FBGEMM keeps placeholders of one number.

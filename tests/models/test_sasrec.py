@@ -21,6 +21,7 @@ from recsys.errors import UserError
 from recsys.models import DenseInputs, sasrec
 from recsys.models.jagged import Lists
 from recsys.runtime.world import open_world
+from recsys.serving.score import Scorer
 
 NUM_ITEMS = 30
 CONFIG = """
@@ -224,3 +225,21 @@ def test_the_loss_by_hand(loss: SequenceLoss, scores_at_once: int, monkeypatch: 
 def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(config, overrides)
+
+
+@pytest.mark.parametrize("layer", SequenceLayer)
+def test_an_export_recommends_what_the_run_does(layer: SequenceLayer, config: Path, tmp_path: Path) -> None:
+    """Lists are padded to one length in it, and in buckets in the run; one of the users has no items."""
+    train(config, tmp_path / "run", f"model.layer={layer.name}", "train.epochs=2")
+    users = pq.read_table(config.parent / "valid.parquet").slice(0, 40)
+    none = pa.array([[], *users["history"].to_pylist()[1:]], users["history"].type)
+    pq.write_table(users.set_column(0, "history", none), tmp_path / "users.parquet")
+    for words in (["export", "OUT"], ["recommend", f"{tmp_path}/users.parquet", "BEST"]):
+        command, *rest = [f"{tmp_path}/{word}" if word.isupper() else word for word in words]
+        done = fork_train(command, f"{tmp_path}/run", *rest, program="recsys")
+        assert done.returncode == 0, done.stderr[-3000:]
+    ours = Scorer(tmp_path / "OUT").recommend(pq.read_table(tmp_path / "users.parquet"))
+    theirs = pq.read_table(tmp_path / "BEST")
+    # All scores of the user without items are 0, in any order.
+    assert ours["items"].to_pylist()[1:] == theirs["items"].to_pylist()[1:]
+    np.testing.assert_allclose(*(each["scores"].combine_chunks().flatten() for each in (ours, theirs)), atol=1e-5)

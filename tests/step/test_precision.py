@@ -206,7 +206,7 @@ def test_four_micro_batches_keep_a_quarter(kind: str, checkpointing: bool) -> No
             pooled, batch = made_up(rows, names, tuple(range(0, rows + 1, rows // parts)))
             live = LiveBytes(model.parameters())
             with torch.autograd.graph.saved_tensors_hooks(live.pack, lambda holder: holder.tensor):
-                half.forward(pooled, None, batch)
+                half.forward(pooled, [], batch)
             assert live.now == 0
             peaks.append(live.peak)
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
@@ -249,7 +249,7 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
         tables, rows = torch.nn.Identity(), pooled.values().requires_grad_()
         half.gate.guard(tables)
         pooled = KeyedTensor(pooled.keys(), pooled.length_per_key(), tables(rows))
-        _, output = half.forward(pooled, None, replace(batch, num_rows=2**24 + 1, num_bad_rows=2**24 - 1))
+        _, output = half.forward(pooled, [], replace(batch, num_rows=2**24 + 1, num_bad_rows=2**24 - 1))
         assert rows.grad is None
         half.backward()
         assert (output.num_rows, output.num_bad_rows) == (2**24 + 1, 2**24 - 1), "FP32 takes no more than 2^24"
