@@ -10,6 +10,7 @@ from recsys.errors import UserError
 SAMPLE = str(ROOT / "configs" / "dlrm_sample.yaml")
 
 
+@pytest.mark.slow
 def test_torchrun_shows_a_mistake_in_the_config_of_one_rank_alone() -> None:
     done = run_train(SAMPLE, "train.epochs=many", nproc=3)
     sentence = "error: config key 'train.epochs' must be a whole number, found 'many'"

@@ -183,6 +183,7 @@ def train(run_dir: Path, *options: str, nproc: int = 1) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_tables_go_out_and_in(tmp_path: Path) -> None:
     train(tmp_path / "a", *VOCABULARY, "train.max_steps=5")
     command = [sys.executable, "scripts/tables.py", "export", tmp_path / "a", "user", tmp_path / "user.parquet"]

@@ -49,6 +49,7 @@ def attempts(folder: Path, seed: int, count: int) -> None:
     assert {path.name for path in folder.iterdir()} <= {"c.yaml", "saved.yaml"}
 
 
+@pytest.mark.slow
 def test_a_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     attempts(tmp_path, 1, 120)

@@ -72,6 +72,7 @@ def test_messages_hold_no_password(paths: str | list[str]) -> None:
     assert SECRET not in str(caught.value) and re.search("'data.train'|file system of", str(caught.value))
 
 
+@pytest.mark.slow
 def test_no_file_of_a_run_holds_the_secret(tmp_path: Path) -> None:
     train = f"file://${{oc.env:RECSYS_TEST_KEY}}@localhost{ROOT}/data/sample/train"
     run_dir = tmp_path / "run"

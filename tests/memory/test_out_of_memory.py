@@ -64,6 +64,7 @@ def told(done: CompletedProcess[str], where: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override, where",
     [("model.top_mlp=[200000,200000]", "init"), ("train.global_batch_size=2000000000", "step")],

@@ -73,6 +73,7 @@ def test_scores_that_are_certain_stay_finite() -> None:
     assert torch.isfinite(loss) and torch.isfinite(outputs.grad).all()  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_student_learns_of_its_teacher(scored: tuple[Path, Path], tmp_path: Path) -> None:
     run, data = scored
     taught = (f"data.train={data}", "tables.item.embedding_dim=8", "train.distill.temperature=2")

@@ -84,6 +84,7 @@ def train(config: Path, run: Path, *options: str, nproc: int = 1) -> tuple[list[
     return [line["loss"] for line in lines if line["kind"] == "train"], metrics["test"]
 
 
+@pytest.mark.slow
 def test_any_ranks_and_a_stop_train_the_same(config: Path, tmp_path: Path) -> None:
     alone, metrics = train(config, tmp_path / "1")
     assert 14 <= len(alone) < ROWS / 120 / 3, "fewer steps than all rows would take"

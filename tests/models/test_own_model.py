@@ -31,6 +31,7 @@ def metrics(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())["metrics"]["test"]
 
 
+@pytest.mark.slow
 def test_it_trains_resumes_and_evaluates(tmp_path: Path) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(), re.DOTALL)
     (tmp_path / "my_models.py").write_text(code)

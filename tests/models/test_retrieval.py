@@ -66,6 +66,7 @@ def test_ranks_share_their_negatives(
 SAMPLED = "model.sampled_negatives=32", "model.sampling_power=0.5", "model.item_mlp=[8]", "train.epochs=3"
 
 
+@pytest.mark.slow
 def test_items_that_are_drawn_are_the_same_on_any_ranks_and_after_a_stop(config: Path, tmp_path: Path) -> None:
     alone, losses = train(config, tmp_path / "1", *SAMPLED)
     metrics, of_ranks = train(config, tmp_path / "3", *SAMPLED, nproc=3)  # 10, 11 and 11 of them, and dropout
@@ -133,6 +134,7 @@ def refuse_to_count() -> None:
     RowCounter.add = add  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_rows_are_counted_once(config: Path, tmp_path: Path) -> None:
     """What the correction goes by is kept with the run; runs that did not keep it count again, and keep it then."""
     train(config, tmp_path, "train.epochs=1", "train.max_steps=4")

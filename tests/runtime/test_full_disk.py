@@ -181,6 +181,7 @@ def remove_at(folder: Path, step: int) -> None:
     at_step(step, partial(shutil.rmtree, folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("disk", ["64m"], indirect=True)
 def test_a_disk_that_others_fill_ends_all_ranks_with_a_sentence(disk: Path) -> None:
     options = (f"run.dir={disk}/run", "data.valid=null", "data.test=null", "train.epochs=9", "train.log_every_steps=1")

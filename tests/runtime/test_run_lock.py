@@ -204,6 +204,7 @@ def test_a_run_that_has_lost_its_directory_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "taken" / LOCK_FILE).exists() and not (tmp_path / "removed").exists()
 
 
+@pytest.mark.slow
 def test_a_second_run_leaves_the_first_alone(tmp_path: Path) -> None:
     run_dir, stop = tmp_path / "run", tmp_path / "stop"
     arguments = ("configs/dlrm_sample.yaml", f"run.dir={run_dir}", f"run.stop_file={stop}", "data.valid=null")

@@ -42,6 +42,7 @@ def test_a_ranker(tmp_path: Path) -> None:
         recsys.open_run("nowhere")
 
 
+@pytest.mark.slow
 def test_two_towers(tmp_path: Path) -> None:
     run = recsys.train(write_retrieval(tmp_path), "train.epochs=2", f"run.dir={tmp_path}/run")
     users = pq.read_table(tmp_path / "valid.parquet")

@@ -100,6 +100,7 @@ def test_it_predicts_and_exports(runs: tuple[Path, Path], tmp_path: Path) -> Non
     assert pq.read_metadata(tmp_path / "item.parquet").num_rows == len(tables(runs[1])["item"])
 
 
+@pytest.mark.slow
 def test_importance_by_gradient_is_the_same_on_two_ranks(runs: tuple[Path, Path], tmp_path: Path) -> None:
     found = []
     for nproc in (1, 2):
@@ -123,6 +124,7 @@ def test_what_was_accepted_is_what_is_exported(runs: tuple[Path, Path], tmp_path
     np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_goes_on_training(runs: tuple[Path, Path], tmp_path: Path) -> None:
     for name, nproc, parts in (("whole", 1, (40,)), ("parts", 1, (31, 40)), ("two", 2, (40,))):
         shutil.copytree(runs[1], tmp_path / name)
@@ -137,6 +139,7 @@ def test_it_goes_on_training(runs: tuple[Path, Path], tmp_path: Path) -> None:
     assert not trained["item"].equal(before["item"])
 
 
+@pytest.mark.slow
 def test_it_begins_another_run_and_is_compressed_again(runs: tuple[Path, Path], tmp_path: Path) -> None:
     start = (f"train.init_from={runs[1]}", f"run.dir={tmp_path}/next", "run.plan=null", "train.max_steps=3")
     run_recsys("train", f"{runs[1]}/config.yaml", *start)
@@ -149,6 +152,7 @@ def test_it_begins_another_run_and_is_compressed_again(runs: tuple[Path, Path], 
     assert all(len(weights) <= 4 for weights in tables(tmp_path / "less").values()), "all rows are pruned"
 
 
+@pytest.mark.slow
 def test_too_strict_a_loss_leaves_the_model_as_it_is(tmp_path: Path) -> None:
     # Every row is of an id that was seen; on the rows that it was trained on, ids lose by sharing a vector.
     mappings = [f"tables.{table}.mapping=vocabulary" for table in ("user", "item", "category", "device", "hour")]
@@ -161,6 +165,7 @@ def test_too_strict_a_loss_leaves_the_model_as_it_is(tmp_path: Path) -> None:
     assert evaluate(tmp_path / "same") == evaluate(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_two_towers(tmp_path: Path) -> None:
     config = str(write_retrieval(tmp_path))
     run_recsys("train", config, f"run.dir={tmp_path}/run", "tables.user.mapping=vocabulary")

@@ -23,6 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_smaller_student_is_compressed_further(run: Path, tmp_path: Path) -> None:
     student = ("--student", "tables.item.embedding_dim=4", "train.max_steps=30", "train.distill.temperature=2")
     run_recsys("compress", str(run), f"{tmp_path}/small", "--steps", "distill,quantize", "--max-loss", "0.2", *student)
@@ -37,6 +38,7 @@ def test_a_smaller_student_is_compressed_further(run: Path, tmp_path: Path) -> N
     assert "temperature: 2" in config and "quantize: INT" in config and "column: score" in config
 
 
+@pytest.mark.slow
 def test_a_student_goes_on_from_codes_or_is_left_out(run: Path, tmp_path: Path) -> None:
     options = ("--steps", "quantize,distill", "--max-loss", "0.1", "--student")
     run_recsys("compress", str(run), f"{tmp_path}/small", *options, "train.max_steps=8")
@@ -51,6 +53,7 @@ def test_a_student_goes_on_from_codes_or_is_left_out(run: Path, tmp_path: Path) 
     assert evaluate(tmp_path / "same") == evaluate(run)
 
 
+@pytest.mark.slow
 def test_two_towers_are_trained_without_a_teacher(tmp_path: Path) -> None:
     config = str(write_retrieval(tmp_path))
     run_recsys("train", config, f"run.dir={tmp_path}/run")

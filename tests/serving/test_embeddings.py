@@ -146,6 +146,7 @@ def test_rows_of_a_table_that_is_called_as_a_tower(towers: Path, tmp_path: Path)
     assert rows.schema.field("vector").type.list_size == 8
 
 
+@pytest.mark.slow
 def test_an_approximate_index_tells_its_recall(tmp_path: Path) -> None:
     faiss = pytest.importorskip("faiss")
     generator = np.random.default_rng(0)

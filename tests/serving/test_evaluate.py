@@ -72,6 +72,7 @@ def test_metrics_by_the_values_of_a_column(run: tuple[Path, dict[str, Any]]) -> 
     torch.testing.assert_close(written[value], alone, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_metrics_lose_when_a_feature_is_permuted(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """On any number of ranks and streams the same; the most by the feature that labels go by, nothing by a constant."""
     table = pq.read_table(ROOT / "data" / "sample" / "test")

@@ -62,6 +62,7 @@ def test_loss_scale() -> None:
     assert [scale.overflow() for _ in range(4)] == [True, True, True, False] and scale.value == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", *SLOW[:2]])
 def test_tables_never_see_the_loss_scale(optimizer: str, tmp_path: Path) -> None:
     """A scale that is 2**16 and falls to 2**12 midway trains what one of 2**12 trains, and nearly what FP32 trains."""
@@ -99,6 +100,7 @@ def test_an_overflow_halves_the_scale_and_leaves_the_step_out(tmp_path: Path) ->
     assert result["data"]["epochs"][0]["skipped"] == 256 * result["overflows"]
 
 
+@pytest.mark.slow
 def test_bf16_trains_nearly_what_fp32_trains(tmp_path: Path) -> None:
     plain, half = train(tmp_path / "plain", *FP32), train(tmp_path / "half", *FP32, "precision.autocast=bf16")
     assert plain[0] != half[0]
@@ -122,6 +124,7 @@ def test_micro_batches_learn_the_same_with_each_dense_optimizer(dense: str, tmp_
     assert_close(tables_of(parts[1]), tables_of(whole[1]), 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 def test_the_towers_are_split_and_not_the_softmax(tmp_path: Path) -> None:
     config = tmp_path / "tower.yaml"
     config.write_text(

@@ -42,6 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     return folder, train(folder, "train.max_steps=20", *QUANTIZED)
 
 
+@pytest.mark.slow
 def test_the_model_reads_codes_and_gradients_pass_through(tmp_path: Path) -> None:
     # The same step from weights that were quantised before: what is read is the same, and so is what is learned.
     frozen = ("train.max_steps=1", "optimizer.tables.learning_rate=0")

@@ -283,6 +283,7 @@ def test_what_fbgemm_lacks_is_trained_in_torch(optimizer: str, world_size: int, 
 L2 = ("tables.user.l2=0.3", "tables.item.l2=0.1", "tables.category.l2=0.2", "tables.category.pooling=mean")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("model.attention={history: item_id}", "train.micro_batch_size=50")])
 def test_l2_of_what_is_looked_up(options: tuple[str, ...], folder: Path) -> None:
     plan = ("tables.user.sharding_type=data_parallel", "tables.item.sharding_type=row_wise")
@@ -377,6 +378,7 @@ def test_dense_optimizers_on_two_ranks(name: str, folder: Path) -> None:
         torch.testing.assert_close(weights, weights_alone, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_plan_is_saved_and_loaded(folder: Path) -> None:
     own = ("tables.user.sharding_type=row_wise", "tables.item.sharding_type=data_parallel")
     losses, _ = trained(folder, 2, own)

@@ -43,6 +43,7 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_the_rank_that_raises_is_the_root_cause(tmp_path: Path) -> None:
     done = run_faulty("raise", 1, tmp_path)
     assert done.returncode == 1

@@ -223,6 +223,7 @@ def test_early_stop_tests_the_best(tmp_path: Path) -> None:
     assert log.count("the cache is dropped") >= 1 and "early stopping: back" in log.rpartition("is dropped")[2]
 
 
+@pytest.mark.slow
 def test_evaluations_fall_on_the_ends_of_epochs(tmp_path: Path) -> None:
     """Also of a run that goes on in the middle of an epoch, with as many ranks as cut its rows into other streams."""
     options = ("train.eval_every_epochs=2", "train.epochs=5", "data.test=null")
