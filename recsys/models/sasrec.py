@@ -1,6 +1,5 @@
 """Sequence models: the next item of a user by attention over the items before it, as SASRec and eSASRec have it."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,13 +16,10 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
-from recsys.models.gather import first_ids, gather, gather_rows
+from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
-from recsys.models.metrics import Evaluator, RetrievalEvaluator
-
-# Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
-_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
+from recsys.models.metrics import RetrievalEvaluator
+from recsys.models.retrieval import RetrievalModel, first_ids, gather, gather_rows, pieces
 
 
 @dataclass
@@ -146,16 +142,13 @@ class Block(nn.Module):
         return self.gates[number](x).sigmoid() * change if len(self.gates) else change
 
 
-class SASRec(Model):
+class SASRec(RetrievalModel):
     """Attention over a user's items, trained to find the next one; a score is a dot product with an item's vector.
 
     Positions count from the end, so that the newest item is always at the same one.
     """
 
     Config = SASRecConfig
-    loss_by_rows = False
-    _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
-    _most_pieces: int | None = None
 
     def __init__(self, config: SASRecConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
@@ -204,24 +197,13 @@ class SASRec(Model):
         drawn = slice(len(items) if batch.sampled is None else batch.sampled.start, None)
         negatives = gather_rows(items[drawn]), gather(first_ids(batch, self.config.item_id)[drawn])
         positives = vectors[inputs + 1], jagged.values()[inputs + 1]
-        settings = self._scores or _SCORES[states.device.type], self._most_pieces, self._beta()
+        settings = *self.pieces_of_loss(states.device), self._beta()
         loss = _LossOfDrawn.apply(states[inputs], *positives, *negatives, batch.weights[rows], *settings)
         return {self.config.loss.name: loss}
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         lengths = batch.ids[self.config.history].lengths()
         return (batch.weights * (lengths - 1).clamp(min=0)).sum()
-
-    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        users, items = outputs
-        return {"score": (users * items).float().sum(dim=1)}
-
-    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
-        assert items is not None
-        return RetrievalEvaluator(items, self.config.top_k)
-
-    def rehearse(self, device: torch.device) -> None:
-        self._scores, self._most_pieces = _SCORES[device.type], 2
 
     def _spread_dropout(self, lists: Lists | PaddedLists) -> None:
         """Let masks go by the place of an id in its list too, in place of rows alone."""
@@ -238,10 +220,6 @@ class SASRec(Model):
             return None
         share = min(1.0, config.sampled_negatives / (config.num_items - 1))
         return share * (config.calibration * (1 - 1 / share) + 1 / share)
-
-
-def _pieces(num_rows: int, step: int, most: int | None) -> Iterator[slice]:
-    return (slice(start, start + step) for start in range(0, num_rows, step)[:most])
 
 
 class _LossOfDrawn(torch.autograd.Function):
@@ -266,7 +244,7 @@ class _LossOfDrawn(torch.autograd.Function):
     ) -> torch.Tensor:
         losses, of_states, of_positives = torch.empty_like(weights), torch.empty_like(states), torch.empty_like(states)
         of_negatives = torch.zeros_like(negatives)
-        for rows in _pieces(len(states), max(1, num_scores // len(negatives)), most_pieces):
+        for rows in pieces(len(states), max(1, num_scores // len(negatives)), most_pieces):
             queries, own, weight = states[rows], positives[rows], weights[rows]
             barred = (negatives_keys == -1)[None, :] | (negatives_keys[None, :] == keys[rows, None])
             scores, positive = (queries @ negatives.T).masked_fill_(barred, -torch.inf), (queries * own).sum(1)

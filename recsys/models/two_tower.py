@@ -16,12 +16,10 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
-from recsys.models.gather import first_ids, gather, gather_rows
-from recsys.models.metrics import Evaluator, RetrievalEvaluator
+from recsys.models.base import WIDEST, DenseInputs, Vectors, mlp
+from recsys.models.metrics import RetrievalEvaluator
+from recsys.models.retrieval import RetrievalModel, first_ids, gather, gather_rows, pieces
 
-# Of the loss, at once: what a core's cache holds, or enough for a GPU's many.
-_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 _MOST_PARTS = 128  # of a batch, however large
 
 
@@ -119,7 +117,7 @@ class Tower(nn.Module):
         return F.normalize(vectors, dim=1) if self.normalize else vectors
 
 
-class TwoTower(Model):
+class TwoTower(RetrievalModel):
     """User tower and item tower, trained by a softmax over the items of the global batch, whose rows all ranks see.
 
     Each row's own item is its positive and every other row's item a negative, except rows of weight 0 and rows with
@@ -128,10 +126,7 @@ class TwoTower(Model):
     """
 
     Config = TwoTowerConfig
-    loss_by_rows = False
     log_shares: torch.Tensor | None
-    _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
-    _most_pieces: int | None = None
 
     def __init__(self, config: TwoTowerConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
@@ -161,19 +156,8 @@ class TwoTower(Model):
             offsets = -self.log_shares[others_keys.clamp(min=0)]
         own = users[:end] / self.config.temperature, keys[:end], batch.weights[:end]
         columns = own[0], everyones_items, offsets, own[1], others_keys, own[2]
-        loss = _SoftmaxLoss.apply(*columns, self._scores or _SCORES[users.device.type], self._most_pieces)
+        loss = _SoftmaxLoss.apply(*columns, *self.pieces_of_loss(users.device))
         return {"softmax": loss}
-
-    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        users, items = outputs
-        return {"score": (users * items).float().sum(dim=1)}
-
-    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
-        assert items is not None
-        return RetrievalEvaluator(items, self.config.top_k)
-
-    def rehearse(self, device: torch.device) -> None:
-        self._scores, self._most_pieces = _SCORES[device.type], 2
 
 
 class _SoftmaxLoss(torch.autograd.Function):
@@ -199,7 +183,7 @@ class _SoftmaxLoss(torch.autograd.Function):
         own = torch.arange(first, first + len(users), device=users.device)
         losses, of_users, of_items = torch.empty_like(weights), torch.empty_like(users), torch.zeros_like(items)
         some = max(1, num_scores // len(items), len(users) // _MOST_PARTS)
-        for rows in (slice(first, first + some) for first in range(0, len(users), some)[:most_pieces]):
+        for rows in pieces(len(users), some, most_pieces):
             scores = torch.addmm(offsets, users[rows], items.T)
             positives = own[rows, None]
             barred = (items_keys == -1)[None, :] | (items_keys[None, :] == keys[rows, None])

@@ -21,7 +21,7 @@ from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.errors import UserError
-from recsys.models import DenseInputs, two_tower
+from recsys.models import DenseInputs, retrieval, two_tower
 from recsys.runtime.world import open_world
 from recsys.training.build import log_shares
 
@@ -157,7 +157,7 @@ def test_rows_are_counted_once(config: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
 @pytest.mark.parametrize("num_sampled", [0, 4])
 def test_the_loss_by_hand(num_sampled: int, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(two_tower, "_SCORES", {"cpu": scores_at_once})
+    monkeypatch.setattr(retrieval, "_SCORES", {"cpu": scores_at_once})
     rows = 5 + num_sampled
     users, items = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 3, requires_grad=True)
     item_rows = [7, 2, 7, 4, 2]  # rows 0 and 2 hold the same item, and row 4 is fill

@@ -1,0 +1,80 @@
+"""What models of retrieval share: scores of vectors, metrics of lists, and rows of all ranks for their losses."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recsys.data.batch import Batch
+from recsys.models.base import Model
+from recsys.models.metrics import Evaluator, RetrievalEvaluator
+
+# Of a loss, at once: what a core's cache holds, or enough for a GPU's many.
+_SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
+
+
+class RetrievalModel(Model):
+    """A model of a vector for each user and for each item, whose dot product is their score.
+
+    Its loss is over the whole batch, since rows are compared with items that other rows have, or that were drawn. Its
+    `config` has `top_k`, and its outputs without gradients are vectors of users and of items, each [rows, vector_dim].
+    """
+
+    config: Any  # its section of a config
+    loss_by_rows = False
+    _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
+    _most_pieces: int | None = None
+
+    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        users, items = outputs
+        return {"score": (users * items).float().sum(dim=1)}
+
+    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
+        assert items is not None
+        return RetrievalEvaluator(items, self.config.top_k)
+
+    def rehearse(self, device: torch.device) -> None:
+        self._scores, self._most_pieces = _SCORES[device.type], 2
+
+    def pieces_of_loss(self, device: torch.device) -> tuple[int, int | None]:
+        """Return how many scores the loss makes at once, and of how many pieces at most, None: of all."""
+        return self._scores or _SCORES[device.type], self._most_pieces
+
+
+def pieces(num_rows: int, step: int, most: int | None) -> Iterator[slice]:
+    """Yield slices of some rows each, at most so many of them."""
+    return (slice(start, start + step) for start in range(0, num_rows, step)[:most])
+
+
+def first_ids(batch: Batch, feature: str) -> torch.Tensor:
+    """Return the first table row of each list of a feature, -1 where it is empty: [rows] integers."""
+    jagged = batch.ids[feature]
+    padded = torch.cat([jagged.values(), jagged.values().new_full((1,), -1)])
+    first = jagged.offsets()[:-1].long().clamp(max=len(padded) - 1)
+    return torch.where(jagged.lengths() > 0, padded[first], -1)
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, in order of rank; the gradient of a row is summed over the ranks that used it."""
+    gathered: torch.Tensor = _GatherRows.apply(rows)
+    return gathered
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        return gather(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous()
+        dist.all_reduce(total)
+        return total.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, which have as many each, in order of rank."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return torch.cat(gathered)
