@@ -5,13 +5,12 @@ from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, convert_table
-from recsys.runtime.counter_random import make_key, uniform
+from recsys.runtime.counter_random import make_key, uniform_numbers
 from recsys.runtime.world import World
 
 
@@ -36,7 +35,7 @@ class ItemSampler:
         self._ends = np.cumsum(shares)
         self.num_rows = -(-num_items // world.world_size)
         self.first, end = (num_items * rank // world.world_size for rank in (world.rank, world.rank + 1))
-        self._numbers = torch.arange(self.first, end)
+        self._numbers = np.arange(self.first, end)
 
     @cached_property
     def _items(self) -> pa.Table:
@@ -48,7 +47,7 @@ class ItemSampler:
     def places(self, step: int) -> np.ndarray:
         """Return which items this rank draws, int64; `step` is any number that no two steps share."""
         key = make_key(self._seed, "sampled items", step)
-        high, low = uniform(key, self._numbers, torch.arange(2)).double().T.numpy()
+        high, low = uniform_numbers(key, self._numbers, np.arange(2)).T.astype(np.float64)
         return np.searchsorted(self._ends[:-1], (high + low * 2.0**-24) * self._ends[-1], side="right")
 
     def rows(self, step: int) -> Columns:

@@ -19,7 +19,8 @@ from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.metrics import Evaluator, LabelEvaluator
-from recsys.runtime.counter_random import make_key, uniform
+from recsys.runtime.counter_random import make_key
+from recsys.runtime.uniform import uniform
 from recsys.tables.module_names import parameter_name
 
 # By feature a vector for each row, [rows, embedding_dim], or for each id of each row's list.

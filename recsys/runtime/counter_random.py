@@ -1,15 +1,14 @@
 """Random numbers as a function of a key and a counter, the same on any device and any split over ranks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+import numpy as np
 import xxhash
 
-if TYPE_CHECKING:  # keys are for converters too, which do without torch
-    import torch
+# SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195), in wrapping integers.
+INCREMENT = 0x9E3779B97F4A7C15
+MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift to the right, then factor
+COLUMN_BITS = 20  # of a counter made of a row and a column
 
-_COLUMN_BITS = 20  # of a counter made of a row and a column
+_AT_ONCE = 1 << 15  # numbers of 8 bytes: two such blocks stay in a core's own cache
 
 
 def make_key(*names: int | str) -> int:
@@ -17,31 +16,28 @@ def make_key(*names: int | str) -> int:
     return xxhash.xxh3_64_intdigest("/".join(map(str, names)).encode())
 
 
-def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+def uniform_numbers(key: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return numbers of [0, 1) with 24 random bits: the SplitMix64 generator at counter (row, column).
 
     Args:
         key: of the stream. rows: [n] int64; columns: [m] int64, below 2**20.
 
     Returns:
-        [n, m] float32, exact on every device.
+        [n, m] float32.
     """
-    counter = (rows[:, None] << _COLUMN_BITS) + columns
-    bits = _shift_right(_mix(counter * _signed(0x9E3779B97F4A7C15) + _signed(key)), 40)
-    return bits.float() * 2.0**-24
-
-
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    # The finalizer of SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195) in wrapping int64.
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    # torch shifts int64 arithmetically; the mask makes the shift logical.
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
+    numbers = np.empty((len(rows), len(columns)), np.float32)
+    # (row * 2**20 + column) * INCREMENT + key
+    of_rows = (rows.astype(np.uint64) << np.uint64(COLUMN_BITS)) * np.uint64(INCREMENT) + np.uint64(key)
+    of_columns = columns.astype(np.uint64) * np.uint64(INCREMENT)
+    step = max(1, _AT_ONCE // max(1, len(columns)))
+    bits, shifted = np.empty((2, step, len(columns)), np.uint64)
+    for start in range(0, len(rows), step):
+        part = numbers[start : start + step]
+        x, aside = bits[: len(part)], shifted[: len(part)]
+        np.add(of_rows[start : start + step, None], of_columns, out=x)
+        for shift, factor in MIXING:
+            np.bitwise_xor(x, np.right_shift(x, np.uint64(shift), out=aside), out=x)
+            if factor != 1:
+                np.multiply(x, np.uint64(factor), out=x)
+        np.multiply(np.right_shift(x, np.uint64(40), out=aside), np.float32(2.0**-24), out=part, casting="unsafe")
+    return numbers

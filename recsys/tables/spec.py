@@ -11,7 +11,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recsys.config import Config, DataType, TableConfig
 from recsys.config.features import id_features
-from recsys.runtime.counter_random import make_key, uniform
+from recsys.runtime.counter_random import make_key
+from recsys.runtime.uniform import uniform
 from recsys.tables.module_names import module_name
 
 _DATA_TYPES = {

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from recsys.config import TableConfig
-from recsys.runtime.counter_random import make_key, uniform
+from recsys.runtime.counter_random import make_key
+from recsys.runtime.uniform import uniform
 from recsys.tables import spec
 from recsys.tables.spec import fill_initial, init_range
 
