@@ -8,7 +8,6 @@ are not repeated, so that it can be stopped and started again.
 """
 
 import argparse
-import html
 import json
 import math
 import statistics
@@ -30,6 +29,7 @@ from recsys.runtime.versions import exit_unless_installed, installed_versions  #
 exit_unless_installed()
 
 from recsys.config import Config, IdMappingType, config_text, load_config  # noqa: E402
+from recsys.runtime.drawing import draw_bars  # noqa: E402
 
 SMALL_TABLE = 100  # tables of fewer rows stay as they are
 PLAIN = "plain torch"
@@ -227,19 +227,12 @@ def as_svg(result: dict[str, Any]) -> str:
     rows, metric = result["strategies"], result["metric"]
     least = min(row["summary"]["table_bytes"] for row in rows.values()) / 2
     most = max(row["summary"]["table_bytes"] for row in rows.values())
-    parts = []
-    for number, (name, row) in enumerate(rows.items()):
-        found, y = row["summary"], 20 + 22 * number
-        width = 320 * math.log(found["table_bytes"] / least) / math.log(most / least)
-        label = f"{found['table_bytes'] / 2**20:,.3f} MiB, {metric} {found[metric]:.4f}"
-        parts.append(
-            f'<text x="230" y="{y + 12}" text-anchor="end">{html.escape(name)}</text>'
-            f'<rect x="240" y="{y}" width="{width:.1f}" height="16" fill="#4477aa"/>'
-            f'<text x="{248 + width:.1f}" y="{y + 12}">{label}</text>'
-        )
-    size = f'width="800" height="{40 + 22 * len(rows)}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+    bars = []
+    for name, row in rows.items():
+        size, score = row["summary"]["table_bytes"], row["summary"][metric]
+        label = f"{size / 2**20:,.3f} MiB, {metric} {score:.4f}"
+        bars.append((name, math.log(size / least) / math.log(most / least), label))
+    return draw_bars(bars, left=240, width=800)
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from recsys.errors import EchoError, UserError, end_run
 from recsys.runtime.environment import is_first_rank, prepare_environment, restart_without_malloc_cache
@@ -134,38 +134,27 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
 
 def predict(arguments: Sequence[str], command: str) -> int:
     """Predict, recommend or write vectors; return the exit status 0, or end the process with a mistake of the user."""
-    parser = _Parser(f"recsys {command}", description=_description(command))
-    parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
+    parser = _parser_of_run(f"recsys {command}", command)
     if command == "embeddings":
         parser.add_argument("name", metavar="NAME", help="item, user, or a table (also tables.NAME)")
-        parser.add_argument(
-            "--data", help="Parquet: users, items in place of data.items, or rows with ids of the table"
-        )
-        parser.add_argument(
-            "--faiss", choices=("flat", "ivfpq"), help="index the vectors of items, exactly or compressed"
-        )
+        about = "Parquet: users, items in place of data.items, or rows with ids of the table"
+        parser.add_argument("--data", help=about)
+        about = "index the vectors of items, exactly or compressed"
+        parser.add_argument("--faiss", choices=("flat", "ivfpq"), help=about)
         parser.add_argument("--queries", metavar="USERS", help="Parquet: users to measure the index's recall on")
     else:
         parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write; an unfinished one is gone on with")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.filter")
-    parser.add_argument(
-        "--keep", metavar="COLUMNS", help="columns to write beside, with commas; default: ids that it reads"
-    )
+    _add_out(parser, "folder to write; an unfinished one is gone on with", "data.filter")
+    about = "columns to write beside, with commas; default: ids that it reads"
+    parser.add_argument("--keep", metavar="COLUMNS", help=about)
     if command == "recommend":
         parser.add_argument("--k", type=_positive, default=20, help="items for each row (20)")
-    parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
     with _mistakes_told():
-        words = parser.parse_intermixed_args(arguments)
-        prepare_environment()
-        check_versions()
+        words, run = _found(parser, arguments)
         from recsys.serving.embeddings import embeddings
-        from recsys.serving.finished import find_run
         from recsys.serving.predict import predict as score
         from recsys.serving.predict import recommend
 
-        with _told_by_first_rank():
-            run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
         keep = None if words.keep is None else [name for name in words.keep.split(",") if name]
         if command == "embeddings":
             return embeddings(run, words.name, words.out, words.data, keep, words.faiss, words.queries)
@@ -176,29 +165,21 @@ def predict(arguments: Sequence[str], command: str) -> int:
 
 def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     """Compress a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    parser = _Parser(prog, description=_description("compress"))
-    parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder of the compressed run, not there or empty")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.valid")
+    parser = _parser_of_run(prog, "compress")
+    _add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
     parser.add_argument("--steps", default="quantize,prune", help="what to do, in this order (quantize,prune)")
     parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
     parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
     parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train, norm, gradient")
-    parser.add_argument(
-        "--student", metavar="key=value", nargs="+", default=[], help="of distill: changes to the config"
-    )
-    parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
+    about = "of distill: changes to the config"
+    parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help=about)
     with _mistakes_told():
-        words = parser.parse_intermixed_args(arguments)
-        prepare_environment()
-        check_versions()
+        words, run = _found(parser, arguments)
         from recsys.config import load_config
         from recsys.serving.compress import Request
         from recsys.serving.compress import compress as compress_run
-        from recsys.serving.finished import find_run
 
         with _told_by_first_rank():
-            run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
             trained = load_config(run.checkpoint / "config.yaml", trust_code=words.trust_code)
             metric = words.metric or trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
             steps, of_student = tuple(words.steps.split(",")), (tuple(words.student), tuple(words.overrides))
@@ -210,26 +191,40 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
     """Export a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     from recsys.config.choices import TableEncoding
 
-    parser = _Parser(prog, description=_description("export"))
-    parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to write, which is not there or empty")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the run's config, as data.items")
-    parser.add_argument(
-        "--tables",
-        choices=[each.name for each in TableEncoding],
-        default="fp32",
-        help="how rows of tables are written (fp32)",
-    )
-    parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
+    parser = _parser_of_run(prog, "export")
+    _add_out(parser, "folder to write, which is not there or empty", "data.items")
+    encodings, about = [each.name for each in TableEncoding], "how rows of tables are written (fp32)"
+    parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
     with _mistakes_told():
-        words = parser.parse_intermixed_args(arguments)
-        prepare_environment()
-        check_versions()
+        words, run = _found(parser, arguments)
         from recsys.serving.export import export as export_run
-        from recsys.serving.finished import find_run
 
-        run = find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
         return export_run(run, words.out, words.tables)
+
+
+def _parser_of_run(prog: str, command: str) -> _Parser:
+    """Return a parser of a command on a finished run, whose first argument is there."""
+    parser = _Parser(prog, description=_description(command))
+    parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
+    parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
+    return parser
+
+
+def _add_out(parser: _Parser, about: str, key: str) -> None:
+    """Add what is written, and changes to the config, such as one of `key`."""
+    parser.add_argument("out", metavar="OUT", type=Path, help=about)
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=f"changes to the run's config, as {key}")
+
+
+def _found(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+    """Return the words of a command line, and the `Finished` run that they name."""
+    words = parser.parse_intermixed_args(arguments)
+    prepare_environment()
+    check_versions()
+    from recsys.serving.finished import find_run
+
+    with _told_by_first_rank():
+        return words, find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
 
 
 def _positive(text: str) -> int:

@@ -69,7 +69,7 @@ def _batches(path: Path, entries: Mapping[str, Entry], vocabulary: pa.Array | No
     num_rows = entries[VECTOR].size[0]
     for start in range(0, num_rows, _ROWS_AT_ONCE):
         stop = min(num_rows, start + _ROWS_AT_ONCE)
-        values = {column: _to_arrow(read_rows(path, entry, start, stop)) for column, entry in entries.items()}
+        values = {column: to_arrow(read_rows(path, entry, start, stop)) for column, entry in entries.items()}
         yield pa.table({**_keys(start, stop, num_rows, vocabulary), **values})
 
 
@@ -83,8 +83,9 @@ def _keys(start: int, stop: int, num_rows: int, vocabulary: pa.Array | None) -> 
     return {"row": pa.array(rows), "id": ids, "bucket": pa.array(rows - first_bucket, mask=rows < first_bucket)}
 
 
-def _to_arrow(tensor: torch.Tensor) -> pa.Array:
-    values = pa.array(tensor.float().reshape(-1).numpy())
+def to_arrow(tensor: torch.Tensor) -> pa.Array:
+    """Return a tensor [rows], or [rows, columns] as lists of one length, of any type and device, as float32."""
+    values = pa.array(tensor.float().cpu().reshape(-1).numpy())
     return values if tensor.dim() == 1 else pa.FixedSizeListArray.from_arrays(values, tensor.shape[1])
 
 

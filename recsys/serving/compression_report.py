@@ -1,9 +1,9 @@
 """Reports of a compression: its stages as Markdown, JSON and a drawing."""
 
-import html
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from recsys.runtime.drawing import draw_bars
 from recsys.runtime.files import replace_file
 from recsys.runtime.logs import to_json
 from recsys.runtime.versions import installed_versions
@@ -61,15 +61,7 @@ def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
 
 def as_svg(stages: list[Stage], metric: str) -> str:
     """Return a bar for the bytes of the tables after each stage, with the metric beside it."""
-    most, parts = max(1, *(stage.trial.seen_bytes for stage in stages)), []
-    for number, stage in enumerate(stages):
-        y, width = 20 + 22 * number, 320 * stage.trial.seen_bytes / most
-        label = f"{stage.trial.seen_bytes:,} bytes, {metric} {stage.trial.metrics[metric]:.4f}"
-        parts.append(
-            f'<text x="130" y="{y + 12}" text-anchor="end">{html.escape(stage.name)}</text>'
-            f'<rect x="140" y="{y}" width="{width:.1f}" height="16" fill="#4477aa"/>'
-            f'<text x="{148 + width:.1f}" y="{y + 12}">{html.escape(label)}</text>'
-        )
-    size = f'width="760" height="{40 + 22 * len(stages)}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *parts, "</svg>"]) + "\n"
+    trials, names = [stage.trial for stage in stages], [stage.name for stage in stages]
+    lengths = [trial.seen_bytes / max(1, *(each.seen_bytes for each in trials)) for trial in trials]
+    labels = [f"{trial.seen_bytes:,} bytes, {metric} {trial.metrics[metric]:.4f}" for trial in trials]
+    return draw_bars(list(zip(names, lengths, labels, strict=True)), left=140, width=760)

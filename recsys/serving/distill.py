@@ -1,13 +1,12 @@
 """A student of a run that is compressed: the teacher scores data.train once, and the ordinary trainer does the rest."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from recsys.config import Config, load_config
 from recsys.data.wanted import needed_columns
 from recsys.errors import UserError
+from recsys.runtime.command import run_command
 from recsys.runtime.logs import logger
 
 
@@ -58,7 +57,5 @@ def _scored(teacher: Path, student: Config, out: Path) -> Path:
 def _recsys(*words: str) -> None:
     """Run a command in a process of its own, whose last words are those of an error."""
     logger.info("recsys %s", " ".join(words))
-    done = subprocess.run([sys.executable, "-m", "recsys", *words], stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        *_, last = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
-        raise UserError(f"--steps: distill: recsys {words[0]} failed: {last.removeprefix('error: ')}")
+    if (problem := run_command(*words)) is not None:
+        raise UserError(f"--steps: distill: recsys {words[0]} failed: {problem}")

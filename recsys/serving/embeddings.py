@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from recsys.checkpoint import Marker, check_facts, facts_of, gather_rows, verify_checkpoint
+from recsys.checkpoint.parquet import to_arrow
 from recsys.checkpoint.tensors import TABLES
 from recsys.config import IdMappingType
 from recsys.config.choices import Pooling
@@ -129,7 +129,7 @@ def vectors_of_tower(tower: str) -> Results:
     place = _TOWERS.index(tower)
 
     def results(output: StepOutput) -> pa.Table:
-        return pa.table({"vector": _lists(output.outputs[place])})
+        return pa.table({"vector": to_arrow(output.outputs[place])})
 
     return results
 
@@ -169,7 +169,7 @@ class TableVectors:
             self.mapping.map(ids, rows)
             vectors = gather_rows(self.run.checkpoint, entry, rows).float().view(len(ids), self.mapping.rows_per_id, -1)
             pooled = vectors.mean(1) if pooling is Pooling.mean else vectors.sum(1)
-            yield pa.table({"id": ids, "vector": _lists(pooled)})
+            yield pa.table({"id": ids, "vector": to_arrow(pooled)})
 
 
 def open_table(run: Finished, marker: Marker, world: World, table: str, data: str | list[str] | None) -> TableVectors:
@@ -220,9 +220,3 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     columns = tuple(dict.fromkeys(column_of(config, name) for name in chosen))
     found = measure(inputs.datasets["rows"], {table: VocabularyRequest(columns, 1, sys.maxsize)}, [], world)
     return found.vocabularies[table], inputs.datasets["rows"].fingerprint
-
-
-def _lists(vectors: torch.Tensor) -> pa.Array:
-    """Return vectors [rows, dim] as lists of float32 of one length."""
-    values = pa.array(vectors.float().cpu().numpy().reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(values, vectors.shape[1])

@@ -33,6 +33,7 @@ from recsys.serving import export_dense
 from recsys.serving.export_dense import DenseExport, GraphSpec, check_packages, load_dense, package_versions
 from recsys.serving.export_tables import Files, write_index, write_kept, write_table
 from recsys.serving.finished import Finished
+from recsys.serving.score import FORMAT, MANIFEST, ROWS_AT_ONCE, Scorer, checksum, sha256
 from recsys.training.learning import learn_facts
 
 _PROGRAMS = ("score.py", "serve.py", "follow.py")  # copied as they are
@@ -86,8 +87,6 @@ class _Export:
 
     def write(self) -> None:
         """Write all files, the manifest last."""
-        from recsys.serving.score import sha256
-
         for name in _PROGRAMS:
             shutil.copyfile(Path(__file__).with_name(name), self._files.folder / name)
         state, config = self._source.marker.state, self._config
@@ -115,8 +114,6 @@ class _Export:
         self._write_manifest(manifest)
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
-        from recsys.serving.score import FORMAT, MANIFEST, checksum
-
         content = {"format": FORMAT, **manifest, "files": self._files.entries}
         content["sha256"] = checksum(content)
         replace_file(self._files.folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -190,14 +187,13 @@ class _Export:
         for graph in graphs:
             program = dense.write_graph(graph)
             if graph.name == "score":
+                program.example_inputs = None  # which torch would write as a pickle
                 torch.export.save(program, self._files.folder / "dense.pt2")
             entries[graph.name] = {"file": graph.file, "features": graph.features, "outputs": graph.outputs}
         return {"weights": weights, "graphs": entries}
 
     def _items(self) -> dict[str, Any]:
         """Write ids and vectors of the items; return what the manifest says of them."""
-        from recsys.serving.score import ROWS_AT_ONCE, Scorer
-
         config, corpus = self._config, self._inputs.corpus
         assert corpus is not None
         dataset = self._inputs.datasets["items"]

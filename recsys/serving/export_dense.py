@@ -18,7 +18,6 @@ from recsys.checkpoint.tensors import DENSE
 from recsys.config import Config
 from recsys.errors import UserError
 from recsys.models.base import Model, Vectors
-from recsys.runtime.logs import quiet_libraries
 from recsys.serving.export_tables import Files
 from recsys.step.build import build_dense_half
 from recsys.tables.module_names import parameter_name
@@ -35,7 +34,7 @@ def check_packages() -> None:
     missing = [name for name in _PACKAGES if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed, and export needs them; "
+            f"export needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
             f"`bash scripts/setup.sh` installs them, without a clone the wheel's extra export (there is no onnxruntime "
             f"for Python 3.10: export with 3.11 or later, any Python reads the run)"
         )
@@ -151,8 +150,6 @@ class DenseExport:
     """Writes the weights of a model, and graphs that read them."""
 
     def __init__(self, files: Files, model: Model, inputs: Inputs) -> None:
-        check_packages()
-        quiet_libraries()
         self._files, self._model, self._inputs = files, model, inputs
         self._weights = {parameter_name(name): value for name, value in model.state_dict().items()}
         self._places, at = dict[str, int](), 0

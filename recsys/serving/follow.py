@@ -95,5 +95,5 @@ class Follower:
                 f"'{folder}' is number {manifest.get('number')} and does not follow number {self.number}; it is a copy "
                 f"of another, or of another run"
             )
-        self.scorer = self.scorer.changed(folder, manifest)
+        self.scorer = self.scorer.changed(folder)
         self.number, self.step, self._last = manifest["number"], manifest["step"], manifest["sha256"]

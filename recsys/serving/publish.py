@@ -6,8 +6,6 @@ training has touched since the one before, and the dense part. It appears whole,
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,9 +19,9 @@ import torch.distributed as dist
 
 from recsys.data.inputs import Inputs
 from recsys.errors import UserError, why
+from recsys.runtime.command import run_command
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.logs import logger
-from recsys.runtime.world import environment_of_one_process
 from recsys.serving.export_dense import WEIGHTS, check_packages, weight_chunks
 from recsys.serving.export_tables import Files, encoded
 from recsys.serving.score import FORMAT, MANIFEST, checksum
@@ -113,11 +111,9 @@ class Publisher:
     def _write_base(self, checkpoint: Path) -> None:
         """Export the checkpoint, in a process of its own, whose memory ends with it."""
         out = self._folder / f"base-{self._number:09d}"
-        command = [sys.executable, "-m", "recsys", "export", str(checkpoint), str(out), "--trust-code"]
-        command += ["--tables", self._settings.tables.name.lower()]
-        done = subprocess.run(command, env=environment_of_one_process(), capture_output=True, text=True)
-        if done.returncode:
-            raise UserError((done.stderr.strip().splitlines() or ["it was killed"])[-1].removeprefix("error: "))
+        options = "--trust-code", "--tables", self._settings.tables.name.lower()
+        if (problem := run_command("export", str(checkpoint), str(out), *options, shown=False)) is not None:
+            raise UserError(problem)
         self._base = json.loads((out / MANIFEST).read_text())
         self._last, self._delta_bytes = self._base["sha256"], 0
         self._remove_old()

@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import onnxruntime
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -527,7 +526,7 @@ class Rows:
         self._newer, self._newer_bytes = np.zeros(0, np.int64), np.zeros((0, size[1]), np.uint8)
 
     def take(self, rows: Any) -> np.ndarray:
-        """Return the vectors of some rows, an array of numbers or a slice, float32 [rows, columns]."""
+        """Return the vectors of some rows, float32 [rows, columns]: an array of numbers, or before deltas a slice."""
         if self._bytes is None:
             return np.zeros((0, self.columns), np.float32)
         return self._decode(self.bytes_of(rows), self.columns)
@@ -538,9 +537,8 @@ class Rows:
         found = self._bytes[rows]
         if not len(self._newer):
             return found
-        numbers = np.arange(*rows.indices(len(self._bytes))) if isinstance(rows, slice) else rows
-        places = np.searchsorted(self._newer, numbers).clip(max=len(self._newer) - 1)
-        is_newer = self._newer[places] == numbers
+        places = np.searchsorted(self._newer, rows).clip(max=len(self._newer) - 1)
+        is_newer = self._newer[places] == rows
         return np.where(is_newer[:, None], self._newer_bytes[places], found)
 
     def changed(self, path: Path) -> "Rows":
@@ -552,17 +550,6 @@ class Rows:
         newer._newer_bytes[np.searchsorted(newer._newer, self._newer)] = self._newer_bytes
         newer._newer_bytes[np.searchsorted(newer._newer, records["row"])] = records["bytes"]
         return newer
-
-
-class InMemory:
-    """Vectors by row number, float32 [rows, columns]."""
-
-    def __init__(self, vectors: np.ndarray) -> None:
-        self._vectors = vectors
-
-    def take(self, rows: Any) -> np.ndarray:
-        """Return the vectors of some rows, an array of numbers or a slice."""
-        return self._vectors[rows]
 
 
 def sums(vectors: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -641,21 +628,22 @@ class Scorer:
         if items is not None:
             ids = pa.ipc.open_file(pa.memory_map(str(folder / items["ids"]))).read_all().column(0)
             self._item_ids = ids.chunk(0) if ids.num_chunks else pa.array([], ids.type)
-            self._item_vectors: Rows | InMemory = Rows(folder, items["vectors"])
+            self._item_vectors = Rows(folder, items["vectors"]).take(slice(None))  # memory-mapped still
             self._index = Index(folder, items["index"])
 
-    def changed(self, folder: Path, manifest: dict[str, Any]) -> "Scorer":
+    def changed(self, folder: Path) -> "Scorer":
         """Return a scorer of what this one has with a published delta over it; this one stays as it is."""
         newer = copy.copy(self)
         newer._graphs = self._sessions(folder)
         newer._vectors = {name: rows.changed(folder / f"tables/{name}.bin") for name, rows in self._vectors.items()}
         if self._items is not None:
-            parts = list(newer.vectors_of_items(self._folder / self._items["rows"]))
-            newer._item_vectors = InMemory(np.concatenate(parts))
+            newer._item_vectors = np.concatenate(list(newer.vectors_of_items(self._folder / self._items["rows"])))
         return newer
 
-    def _sessions(self, folder: Path) -> dict[str, onnxruntime.InferenceSession]:
+    def _sessions(self, folder: Path) -> dict[str, Any]:
         """Return the graphs over the weights of the dense part that lie in a folder."""
+        import onnxruntime  # here: the rest serves the export too, which tells of itself that this is missing
+
         options, providers = onnxruntime.SessionOptions(), ["CPUExecutionProvider"]
         options.intra_op_num_threads = self._num_threads
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
@@ -692,7 +680,7 @@ class Scorer:
         lists = [None if name is None else self._positions(users, name) for name in (seen, candidates)]
         step = max(1, SCORES_AT_ONCE // max(1, len(self._item_ids)))
         for start in range(0, len(vectors), step):
-            scores = vectors[start : start + step] @ self._item_vectors.take(slice(None)).T
+            scores = vectors[start : start + step] @ self._item_vectors.T
             for is_barred, pairs in zip((True, False), lists, strict=True):
                 if pairs is not None:
                     mine = (pairs[0] >= start) & (pairs[0] < start + step)

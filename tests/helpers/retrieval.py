@@ -1,10 +1,12 @@
-"""A small retrieval data set, and the config of two towers for it."""
+"""A small retrieval data set, the config of two towers for it, and runs of retrieval models."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from launch import fork_train
 
 NUM_USERS, NUM_ITEMS = 40, 60
 CONFIG = """
@@ -49,3 +51,18 @@ def write_retrieval(folder: Path) -> Path:
         pq.write_table(pa.Table.from_pylist(content), folder / f"{name}.parquet", row_group_size=37)
     (folder / "config.yaml").write_text(CONFIG.replace("DIR", str(folder)))
     return folder / "config.yaml"
+
+
+def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
+    """Train; return the metrics on data.test, and the loss of every step."""
+    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
+    return metrics, [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def train_towers(folder: Path, *overrides: str) -> Path:
+    """Write the data set to a folder, and train two towers on it; return the run directory."""
+    train(write_retrieval(folder), folder / "run", *overrides)
+    return folder / "run"

@@ -1,6 +1,5 @@
 """The two-tower model: its loss by hand, and the same numbers on any number of ranks."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from launch import evaluate, fork_train
-from retrieval import NUM_ITEMS, NUM_USERS, write_retrieval
+from retrieval import NUM_ITEMS, NUM_USERS, train, write_retrieval
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.checkpoint.state import Marker
@@ -29,14 +28,6 @@ from recsys.training.build import log_shares
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_retrieval(tmp_path_factory.mktemp("retrieval"))
-
-
-def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
-    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
-    return metrics, [record["loss"] for record in records if record["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")

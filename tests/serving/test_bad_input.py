@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, fork_train
-from retrieval import write_retrieval
+from retrieval import train_towers
 
 import recsys
 from recsys.errors import UserError
@@ -26,10 +26,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("towers")
-    done = fork_train(str(write_retrieval(folder)), f"run.dir={folder}/run", "train.epochs=1")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "run"
+    return train_towers(tmp_path_factory.mktemp("towers"), "train.epochs=1")
 
 
 def with_column(table: pa.Table, name: str, column: Any) -> pa.Table:

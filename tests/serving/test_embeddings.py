@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, fork_train
-from retrieval import NUM_ITEMS, NUM_USERS, write_retrieval
+from retrieval import NUM_ITEMS, NUM_USERS, train_towers
 
 import recsys
 from recsys.checkpoint import export_table
@@ -109,10 +109,7 @@ def test_mistakes(arguments: list[str], said: str, ranker: Path, tmp_path: Path)
 
 @pytest.fixture(scope="module")
 def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("towers")
-    done = fork_train(str(write_retrieval(folder)), f"run.dir={folder}/run", "train.epochs=4")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder / "run"
+    return train_towers(tmp_path_factory.mktemp("towers"), "train.epochs=4")
 
 
 def test_vectors_of_towers_and_their_index(towers: Path, tmp_path: Path) -> None:
