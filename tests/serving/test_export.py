@@ -4,15 +4,17 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from launch import ROOT, fork_train
 from random_export import write_random
-from retrieval import write_retrieval
+from retrieval import train_towers
 
 from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensor_files import read_rows
@@ -21,6 +23,7 @@ from recsys.serving import score as score_module
 from recsys.serving.export_tables import Files, write_table
 from recsys.serving.score import ExportError, Rows, Scorer
 
+onnxruntime = pytest.importorskip("onnxruntime")
 BLOCKED = "import runpy, sys; sys.modules |= dict.fromkeys(['torch', 'recsys', 'xxhash', 'omegaconf']); "
 
 
@@ -86,7 +89,7 @@ def test_random_runs(seed: int, tmp_path: Path) -> None:
 def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two towers and its export."""
     folder = tmp_path_factory.mktemp("towers")
-    recsys("export", train(folder, write_retrieval(folder), "train.epochs=3"), folder / "out")
+    recsys("export", train_towers(folder, "train.epochs=3"), folder / "out")
     return folder
 
 
@@ -150,6 +153,19 @@ def test_a_changed_file_is_named_and_no_pickle_is_opened(ranker: Path, tmp_path:
             Scorer(folder)
         (folder / name).write_bytes(whole)
     Scorer(folder)
+
+
+def test_the_program_for_torch_holds_no_pickle_and_is_that_of_the_graph(ranker: Path) -> None:
+    with zipfile.ZipFile(ranker / "out" / "dense.pt2") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    pickles = [name for name, content in members.items() if name.endswith((".pt", ".pkl")) and content]
+    assert not pickles and not any(b'"use_pickle": true' in content for content in members.values())
+    session = onnxruntime.InferenceSession(str(ranker / "out" / "dense.onnx"), providers=["CPUExecutionProvider"])
+    torch.manual_seed(0)
+    inputs = {each.name: torch.randn(5, each.shape[1]) for each in session.get_inputs()}
+    (found,) = torch.export.load(ranker / "out" / "dense.pt2").module()(*inputs.values())
+    (expected,) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=0, atol=1e-6)
 
 
 def test_large_files_of_vectors_are_verified_on_request(
