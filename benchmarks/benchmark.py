@@ -66,7 +66,7 @@ def main() -> None:
     seeds.add_argument("config", metavar="CONFIG")
     seeds.add_argument("overrides", metavar="key=value", nargs="*")
     seeds.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    seeds.add_argument("--out", type=Path, help="JSON file to write")
+    seeds.add_argument("--out", type=Path, help="JSON file to write; seeds that it has are not run again")
     loader = commands.add_parser("loader", help="the loader's CPU time against bare decoding; the last line is JSON")
     benchmark_loader.add_arguments(loader)
     shuffle = commands.add_parser("shuffle", help="how far apart neighbours of a file are trained")
@@ -95,24 +95,50 @@ def main() -> None:
         "random": benchmark_random.run,
         "predict": benchmark_predict.run,
     }
-    result = {**measure[arguments.command](arguments), "machine": machine()}
+    result = measure[arguments.command](arguments)
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    result = write(arguments.out, result)
     if arguments.command in ("loader", "step", "checkpoints"):
         print(json.dumps(result))
 
 
+def write(out: Path | None, result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with the machine it is from, written to a file if one is named."""
+    result = {**result, "machine": machine()}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def earlier_seeds(arguments: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """Return the results of the seeds that the file to write has already, of the same config and overrides."""
+    if arguments.out is None or not arguments.out.exists():
+        return {}
+    found = json.loads(arguments.out.read_text())
+    if (found["config"], found["overrides"]) != (arguments.config, arguments.overrides):
+        sys.exit(f"{arguments.out} is of {found['config']} {found['overrides']}; name another file")
+    of_all = {key: found[key] for key in ("device", "versions", "git_commit")}
+    return {
+        seed: {
+            "metrics": {"test": {name: each["values"][i] for name, each in found["test"].items()}},
+            **{key: found[key][i] for key in ("seconds", "samples_per_s")},
+            **of_all,
+        }
+        for i, seed in enumerate(found["seeds"])
+    }
+
+
 def measure_seeds(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train each seed, print and return the summary."""
+    results = earlier_seeds(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        results = {}
-        for seed in arguments.seeds:
+        for seed in [each for each in arguments.seeds if each not in results]:
             results[seed] = run_seed(arguments.config, seed, arguments.overrides, Path(folder))
             shown = {name: round(value, 4) for name, value in results[seed]["metrics"]["test"].items()}
             print(f"seed {seed}: {shown}", flush=True)
+            write(arguments.out, summarise(arguments.config, arguments.overrides, results))
     summary = summarise(arguments.config, arguments.overrides, results)
     for name, values in summary["test"].items():
         print(f"{name}: {values['mean']:.4f} ± {values['stdev']:.4f}")
