@@ -19,6 +19,11 @@ def check_compression(config: Config, name: str, table: TableConfig) -> None:
             f"{key}.quantize': INT2 takes an embedding_dim that is a multiple of 8, found {table.embedding_dim}; use "
             f"INT4"
         )
+    if table.model_dim < table.embedding_dim:
+        raise UserError(
+            f"{key}.projected_dim' is what narrow vectors are widened to, and must be at least embedding_dim="
+            f"{table.embedding_dim}, found {table.projected_dim}; make embedding_dim smaller, or drop it"
+        )
     if table.kept_rows is not None and table.mapping is IdMappingType.vocabulary:
         raise UserError(
             f"{key}.kept_rows' is for mappings without a vocabulary, which lists the ids that have rows; drop it, or "

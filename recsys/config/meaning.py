@@ -58,7 +58,7 @@ _OF_ONE_RUN = (
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.
-_SHAPES = ("tables.*.data_type", "tables.*.embedding_dim")
+_SHAPES = ("tables.*.data_type", "tables.*.embedding_dim", "tables.*.projected_dim")
 _INPUTS = "inputs."
 _NOT_SET = "not set"
 

@@ -166,6 +166,8 @@ class TableConfig:
 
     num_embeddings: int = MISSING  # rows; of a vocabulary at most so many, fewer where the data have fewer ids
     embedding_dim: int = MISSING  # a multiple of 4
+    # A matrix of the dense part brings vectors to this width, which the model reads; default: embedding_dim.
+    projected_dim: int | None = bounded(None, 1, 2**16)
     data_type: DataType = DataType.FP32
     pooling: Pooling = Pooling.sum
     # The model reads vectors as this code leaves them, in training too (gradients pass through); weights stay as they
@@ -192,6 +194,11 @@ class TableConfig:
     cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds
     stochastic_rounding: bool = False  # FP16, on GPUs: what it draws depends on the plan
     optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
+
+    @property
+    def model_dim(self) -> int:
+        """Width of the vectors that the model reads."""
+        return self.embedding_dim if self.projected_dim is None else self.projected_dim
 
 
 @dataclass

@@ -23,7 +23,7 @@ from recsys.runtime.counter_random import make_key
 from recsys.runtime.uniform import uniform
 from recsys.tables.module_names import parameter_name
 
-# By feature a vector for each row, [rows, embedding_dim], or for each id of each row's list.
+# By feature a vector for each row, [rows, width], or for each id of each row's list.
 Vectors = dict[str, Any]
 
 
@@ -32,7 +32,7 @@ class DenseInputs:
     """What the dense part is given.
 
     Attributes:
-        dims: embedding_dim of the id features, in order. floats: names of the float features, in order.
+        dims: `TableConfig.model_dim` of the id features, in order. floats: names of the float features, in order.
         labels: what is learned of rows, in the order of a batch's columns.
         distill: how they are learned of a teacher too, whose scores stand behind them in a batch.
         log_shares: of the table rows of `Needs.log_shares_of`, [num_embeddings] float32, if the model wants them.
@@ -88,7 +88,8 @@ class Model(nn.Module):
         """Return a tensor or tuple of tensors whose first dimension is rows, or in training the ids of their lists.
 
         Args:
-            vectors: by feature [rows, embedding_dim]; for `Needs.sequences` a JaggedTensor, a vector for each id.
+            vectors: by feature [rows, `TableConfig.model_dim`]; for `Needs.sequences` a JaggedTensor, a vector for
+                each id.
             floats: [rows, float features].
         """
         raise NotImplementedError

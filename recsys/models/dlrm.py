@@ -46,7 +46,7 @@ class DLRMConfig(ModelConfig):
         return {"bottom.0.weight": [*floats], "top.0.weight": [*ids]}
 
     def meaning(self, config: Config) -> dict[str, Any]:
-        widest = max(table.embedding_dim for table in config.tables.values())
+        widest = max(table.model_dim for table in config.tables.values())
         return {**asdict(self), "embedding_dim": self.embedding_dim or widest}
 
     def check(self, config: Config) -> None:
@@ -58,7 +58,7 @@ class DLRMConfig(ModelConfig):
         for name, query in self.attention.items():
             self._check_attention(config, name, query)
         tables = sorted({config.features[name].table or "" for name in self.attention})
-        dims = {table: config.tables[table].embedding_dim for table in tables}
+        dims = {table: config.tables[table].model_dim for table in tables}
         if len(set(dims.values())) > 1:
             shown = ", ".join(f"tables.{table} with {dim}" for table, dim in dims.items())
             raise UserError(
@@ -75,7 +75,7 @@ class DLRMConfig(ModelConfig):
                 f"config key '{key}': the rows of '{query}' are weighted themselves; name a feature that has one "
                 f"vector a row"
             )
-        own, other = (config.tables[config.features[each].table or ""].embedding_dim for each in (name, query))
+        own, other = (config.tables[config.features[each].table or ""].model_dim for each in (name, query))
         if own != other:
             raise UserError(
                 f"config key '{key}': its table has embedding_dim {own}, and that of '{query}' {other}; they are "

@@ -22,7 +22,7 @@ class FMConfig(ModelConfig):
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout",)
 
     def check(self, config: Config) -> None:
-        dims = {f"tables.{name}.embedding_dim": table.embedding_dim for name, table in config.tables.items()}
+        dims = {f"tables.{name}.embedding_dim": table.model_dim for name, table in config.tables.items()}
         if len(set(dims.values())) > 1:
             shown = ", ".join(f"{key}={dim}" for key, dim in dims.items())
             raise UserError(f"model {self.name} multiplies vectors element by element; make them equal: {shown}")

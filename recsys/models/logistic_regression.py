@@ -18,10 +18,10 @@ class LogisticRegressionConfig(ModelConfig):
 
     def check(self, config: Config) -> None:
         for name, table in config.tables.items():
-            if table.embedding_dim < len(config.labels()):
+            if table.model_dim < len(config.labels()):
                 raise UserError(
                     f"config key 'tables.{name}.embedding_dim' must be at least {len(config.labels())}, a weight for "
-                    f"each label, found {table.embedding_dim}"
+                    f"each label, found {table.model_dim}"
                 )
 
 

@@ -84,7 +84,7 @@ class SASRecConfig(ModelConfig):
                 f"config key 'features.{self.history}.max_length' must be model.max_length + 1 = {self.max_length + 1},"
                 f" since the last item of a list is only to be found, found {history.max_length}"
             )
-        dim = config.tables[history.table or ""].embedding_dim if history.table in config.tables else self.dim
+        dim = config.tables[history.table or ""].model_dim if history.table in config.tables else self.dim
         if dim != self.dim or self.dim % self.num_heads:
             raise UserError(
                 f"config key 'model.dim' must be tables.{history.table}.embedding_dim={dim}, and a multiple of "

@@ -1,5 +1,7 @@
 """A compressed run, written as a run directory of its own: config, vocabularies, and one checkpoint."""
 
+import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,15 +10,16 @@ import torch
 
 from recsys.checkpoint import FACTS
 from recsys.checkpoint.files import write_file
-from recsys.checkpoint.state import aside_of, name_of
+from recsys.checkpoint.state import Marker, aside_of, name_of
 from recsys.checkpoint.tensor_files import SUFFIX, Piece, Pieces, read_tensors, write_tensors
-from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
+from recsys.checkpoint.tensors import DENSE, TABLE_OPTIMIZER, TABLES
 from recsys.config import Config, IdMappingType, config_text
 from recsys.config.choices import UNPOOLED, ShardingChoice
 from recsys.config.meaning import meaning
 from recsys.data.facts import Facts, kept_rows_file, vocabulary_file
 from recsys.errors import UserError
 from recsys.ids import KeptRows
+from recsys.models.projections import PROJECTIONS
 from recsys.runtime.files import copy_files, replace_file, sync
 from recsys.serving.trials import Compression, Pruning, Trials
 from recsys.training.learning import facts_entries
@@ -52,24 +55,59 @@ def write_run(
     replace_file(out / "config.yaml", config_text(config))
     facts.save(out / FACTS)
     copy_files(path.parent.parent / "footers", out / "footers")
-    folder = out / "checkpoints" / name_of(marker.state.step)
-    aside = aside_of(folder)
-    aside.mkdir(parents=True)
     tensors = {}
-    for name, entry in marker.tensors.items():
-        tensor = entry.empty()
-        read_tensors(path, {name: entry}, {name: Pieces.of(tensor)})
+    for name, tensor in _read(path, marker):
         table, is_weights = _table_of(name)
         if (pruning := compression.pruned.get(table)) is not None:
             tensor = _compacted(tensor, pruning, shared[table] if is_weights else None)
-        tensors[name] = Pieces(tuple(tensor.shape), tensor.dtype, (Piece(tensor, (0,) * tensor.dim()),))
-    entries, file = write_tensors(aside / f"rank_0{SUFFIX}", tensors)
+        tensors[name] = tensor
+    _write(out, config, replace(marker, facts=facts_entries(facts, out)), tensors)
+    (out / MARKER).touch()
+
+
+def narrow_tables(out: Path, config: Config, widths: Mapping[str, int]) -> None:
+    """Replace the checkpoint of a run that `write_run` has written by one whose tables are low-rank factors.
+
+    A table is the product of its rows' places along the directions in which its rows have most energy (the eigenvectors
+    of the sum of their squares, largest first), and a matrix of the dense part with these directions. Optimizers' state
+    of such a table goes.
+
+    Args:
+        config: of the run, with embedding_dim and projected_dim as they are now. widths: by table, its embedding_dim.
+    """
+    [path] = (out / "checkpoints").glob("step-*")
+    marker = Marker.read(path)
+    before = dict(_read(path, marker))
+    after = {name: tensor for name, tensor in before.items() if _table_of(name)[0] not in widths}
+    for table, width in widths.items():
+        rows, matrix = before[TABLES + table], f"{DENSE}{PROJECTIONS}.{table}.weight"
+        whole = rows.double()
+        directions = torch.linalg.eigh(whole.T @ whole)[1].flip(1)[:, :width]
+        after[TABLES + table] = (whole @ directions).to(rows.dtype)
+        wider = before[matrix].double() @ directions if matrix in before else directions
+        after[matrix] = wider.float().contiguous()
+    shutil.rmtree(path)
+    _write(out, config, marker, after)
+
+
+def _read(path: Path, marker: Marker) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, entry in marker.tensors.items():
+        tensor = entry.empty()
+        read_tensors(path, {name: entry}, {name: Pieces.of(tensor)})
+        yield name, tensor
+
+
+def _write(out: Path, config: Config, marker: Marker, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a run's one checkpoint."""
+    folder = out / "checkpoints" / name_of(marker.state.step)
+    aside = aside_of(folder)
+    aside.mkdir(parents=True)
+    pieces = {n: Pieces(tuple(t.shape), t.dtype, (Piece(t, (0,) * t.dim()),)) for n, t in tensors.items()}
+    entries, file = write_tensors(aside / f"rank_0{SUFFIX}", pieces)
     files = {f"rank_0{SUFFIX}": file, "config.yaml": write_file(aside / "config.yaml", config_text(config).encode())}
-    said = replace(marker, meaning=meaning(config), facts=facts_entries(facts, out))
-    replace(said, files=files, tensors=entries).write(aside)
+    replace(marker, meaning=meaning(config), files=files, tensors=entries).write(aside)
     aside.rename(folder)
     sync(folder.parent)
-    (out / MARKER).touch()
 
 
 def _config(config: Config, compression: Compression, facts: Facts, out: Path) -> Config:

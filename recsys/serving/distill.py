@@ -8,12 +8,14 @@ from recsys.data.wanted import needed_columns
 from recsys.errors import UserError
 from recsys.runtime.command import run_command
 from recsys.runtime.logs import logger
+from recsys.serving.compressed_run import narrow_tables
 
 
 def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[str]) -> tuple[Path, str]:
     """Train the run that `start` holds once more, beside a teacher's scores where the model learns labels.
 
-    It begins with the weights of `start` where `changes` leave tables, features and model as they are.
+    It begins with the weights of `start` where `changes` leave tables, features and model as they are, but for a
+    smaller embedding_dim and a projected_dim of what it was, where it begins with low-rank factors of a table.
 
     Args:
         teacher: checkpoint of the run that scores. start: a run directory.
@@ -31,17 +33,33 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
     words = list(changes)
     if student.model.needs().labels:
         words = ["train.distill.weight=0.5", *words, f"data.train={_scored(teacher, student, folder / 'scores')}"]
-    is_same = _shape(now) == _shape(student)
-    if is_same and student.train.init_from == now.train.init_from:
-        words.append(f"train.init_from={start}")
+    began, narrow = "from the beginning", _narrowed(now, student)
+    if student.train.init_from != now.train.init_from:
+        began = f"from {student.train.init_from}"
+    elif narrow is not None:
+        began = "from low-rank factors" if narrow else "from the weights so far"
+        words = [f"train.init_from={start}", *words]
+        if narrow:
+            narrow_tables(start, student, narrow)
+            words.insert(0, "train.init.optimizers=none")
     run = folder / "student"
     _recsys("train", str(start / "config.yaml"), "run.resume=false", *words, f"run.dir={run}")
-    return run, "from the weights so far" if is_same else "from the beginning"
+    return run, began
 
 
-def _shape(config: Config) -> object:
-    tables = {name: (table.embedding_dim, table.mapping, table.num_embeddings) for name, table in config.tables.items()}
-    return tables, config.features, config.model
+def _narrowed(now: Config, student: Config) -> dict[str, int] | None:
+    """Return the embedding_dim of the tables that the student has as low-rank factors; None: it has other shapes."""
+    shapes = [
+        (
+            {name: (table.model_dim, table.mapping, table.num_embeddings) for name, table in config.tables.items()},
+            *(config.features, config.model),
+        )
+        for config in (now, student)
+    ]
+    widths = {name: table.embedding_dim for name, table in student.tables.items()}
+    if shapes[0] != shapes[1] or any(widths[name] > table.embedding_dim for name, table in now.tables.items()):
+        return None
+    return {name: widths[name] for name, table in now.tables.items() if widths[name] < table.embedding_dim}
 
 
 def _scored(teacher: Path, student: Config, out: Path) -> Path:

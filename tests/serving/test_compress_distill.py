@@ -3,7 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 from checkpoints import load_tables
 from launch import evaluate, fork_train
 from retrieval import write_retrieval
@@ -75,3 +79,27 @@ def test_mistakes(run: Path, tmp_path: Path) -> None:
     done = fork_train("compress", str(run), f"{tmp_path}/two", "--steps", "distill", "--max-loss", "1", nproc=2,
                       program="recsys")  # fmt: skip
     assert "distill trains in a process of its own; start recsys compress on one rank" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_student_begins_with_low_rank_factors(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    from recsys.serving.score import Scorer
+
+    narrow = ("tables.item.embedding_dim=4", "tables.item.projected_dim=8")
+    still = ("optimizer.dense.learning_rate=0", "optimizer.tables.learning_rate=0", "train.max_steps=2")
+    run_recsys("compress", str(run), f"{tmp_path}/small", "--steps", "distill", "--max-loss", "1",
+               "--student", *narrow, *still)  # fmt: skip
+    found = json.loads((tmp_path / "small" / "compression.json").read_text())["stages"]
+    assert found[1]["accepted"] == "a student from low-rank factors"
+    assert found[1]["all_bytes"] < found[0]["all_bytes"]
+    before, after = (max((folder / "checkpoints").glob("step-*")) for folder in (run, tmp_path / "small"))
+    whole, matrix = load_tables(before)["item"].float(), load_tables(after, "dense/")["table_projections.item.weight"]
+    u, s, v = torch.linalg.svd(whole, full_matrices=False)
+    product = load_tables(after)["item"].float() @ matrix.T
+    torch.testing.assert_close(product, (u[:, :4] * s[:4]) @ v[:4], rtol=0, atol=5e-4)  # of FP16 rows
+    run_recsys("export", f"{tmp_path}/small", f"{tmp_path}/export")
+    run_recsys("predict", f"{tmp_path}/small", "data/sample/test", f"{tmp_path}/scores")
+    rows = pa.concat_tables([pq.read_table(path) for path in sorted(Path("data/sample/test").glob("*.parquet"))])
+    scores = Scorer(tmp_path / "export").score(rows)["score"].to_numpy()
+    np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-5)

@@ -1,0 +1,52 @@
+"""Vectors of narrow tables, brought to the width that a model reads: a table as a product of two low-rank factors."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from recsys.config import Config
+from recsys.config.features import id_features
+from recsys.models.base import Vectors
+from recsys.tables.module_names import module_name
+
+PROJECTIONS = "table_projections"  # its name in a model
+
+
+class TableProjections(nn.ModuleDict):
+    """By table a matrix of the dense part, [embedding_dim, projected_dim] transposed; its features share it.
+
+    Mixed dimensions: Ginart et al. 2019, arXiv:1909.11810.
+    """
+
+    def __init__(self, config: Config) -> None:
+        narrow = {name: table for name, table in config.tables.items() if table.projected_dim is not None}
+        super().__init__(
+            {module_name(name): nn.Linear(t.embedding_dim, t.model_dim, bias=False) for name, t in narrow.items()}
+        )
+        self._tables = {name: config.features[name].table or "" for name in id_features(config)}
+
+    def forward(self, model: nn.Module, inputs: tuple[Vectors, torch.Tensor]) -> tuple[Vectors, torch.Tensor]:
+        """Return the inputs of `Model.forward` with projected vectors; called as a hook before it."""
+        vectors, floats = inputs
+        wider = {
+            name: self._wider(self[module_name(table)], vectors[name])
+            for name, table in self._tables.items()
+            if name in vectors and module_name(table) in self
+        }
+        return vectors | wider, floats
+
+    def _wider(self, matrix: nn.Module, vectors: Any) -> Any:
+        if not isinstance(vectors, JaggedTensor):
+            return matrix(vectors)
+        weights, values = vectors.weights_or_none(), matrix(vectors.values())
+        return JaggedTensor(values, weights=weights, lengths=vectors.lengths(), offsets=vectors.offsets_or_none())
+
+
+def add_projections(model: nn.Module, config: Config) -> None:
+    """Let a model read the vectors of narrow tables by `TableProjections`, which become a part of it."""
+    projections = TableProjections(config)
+    if projections:
+        model.add_module(PROJECTIONS, projections)
+        model.register_forward_pre_hook(projections)
