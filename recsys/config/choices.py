@@ -90,6 +90,16 @@ class SequenceLoss(Enum):
     softmax, gbce = "softmax", "gbce"
 
 
+class RetrievalLoss(Enum):
+    """Loss of a user's item against items that are drawn, by cosines.
+
+    `softmax`: the cross-entropy among them all. `contrastive`: one less the item's cosine, and the mean of what
+    negatives' cosines exceed a margin by (Mao et al. 2021, arXiv:2109.12613). `binary`: binary cross-entropies.
+    """
+
+    softmax, contrastive, binary = "softmax", "contrastive", "binary"
+
+
 class LabelNulls(Enum):
     """Null labels: an error (`refuse`), or `unknown`, so that the row does not count for this label."""
 

@@ -25,6 +25,7 @@ MODELS = {
     "logistic_regression": "recsys.models.logistic_regression.LogisticRegression",
     "mmoe": "recsys.models.mmoe.MMoE",
     "sasrec": "recsys.models.sasrec.SASRec",
+    "simplex": "recsys.models.simplex.SimpleX",
     "two_tower": "recsys.models.two_tower.TwoTower",
 }
 LABEL_METRICS = {LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"), LabelLoss.squared: ("rmse", "mae")}

@@ -1,0 +1,166 @@
+"""Retrieval by a vector of each user and those of the items that they have: matrix factorization and SimpleX."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from omegaconf import MISSING
+from torch import nn
+
+from recsys.config import Config
+from recsys.config.bounds import LARGE, bounded
+from recsys.config.choices import RetrievalLoss
+from recsys.config.model import ModelConfig, Needs
+from recsys.config.names import one_of
+from recsys.data.batch import Batch
+from recsys.errors import UserError
+from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, row_of_each_id, sum_by_row
+from recsys.models.gather import first_ids, gather, gather_rows
+from recsys.models.metrics import Evaluator, RetrievalEvaluator
+
+
+@dataclass
+class SimpleXConfig(ModelConfig):
+    """SimpleX (Mao et al. 2021, arXiv:2109.12613); with `history_share: 0` matrix factorization.
+
+    A row of data.train is a user with the list of their items, each of which is to be found. Negatives are drawn from
+    data.items, alike for all users of a global batch.
+    """
+
+    name: str = "simplex"
+    user_id: str = MISSING  # feature with a user's own vector
+    history: str = MISSING  # feature with a user's items
+    item_id: str = MISSING  # the item feature that tells items apart, of the same table
+    dim: int = bounded(64, 1, WIDEST)  # embedding_dim of both tables
+    history_share: float = bounded(0.5, 0, 1)  # of the items' mean in a user's vector; the rest is the user's own
+    dropout: float = bounded(0.0, 0, below=1)  # of the items' mean
+    loss: RetrievalLoss = RetrievalLoss.softmax
+    temperature: float = bounded(0.1, 1e-30, below=1e30)  # of softmax and binary: what cosines are divided by
+    margin: float = bounded(0.9, -1, 1)  # of contrastive: the cosine from which a negative counts
+    negative_weight: float = bounded(1.0, 0, LARGE)  # of contrastive and binary: of the negatives' mean loss
+    sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
+    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
+
+    free: ClassVar = ("dropout", "top_k", "sampled_negatives")
+    shapes: ClassVar = ("dim",)
+
+    def needs(self) -> Needs:
+        return Needs(
+            labels=False,
+            sequences=(self.history,),
+            item_id=self.item_id,
+            item_features=(self.item_id,),
+            items_in_rows=False,
+            vector_dim=self.dim,
+            sampled_items=self.sampled_negatives,
+        )
+
+    def metric_names(self, config: Config) -> list[str]:
+        return RetrievalEvaluator.names(self.top_k)
+
+    def check(self, config: Config) -> None:
+        names = {key: getattr(self, key) for key in ("user_id", "history", "item_id")}
+        for key, name in names.items():
+            one_of(f"model.{key}", name, config.features, "feature")
+        if len(config.features) != 3 or len(set(names.values())) != 3:
+            raise UserError(
+                f"model {self.name} reads three features, model.user_id, model.history and model.item_id, found "
+                f"{list(config.features)}"
+            )
+        user, history, item = (config.features[name] for name in names.values())
+        if history.table != item.table:
+            raise UserError(
+                f"config key 'model.history': its items are compared with those of model.item_id, so both take one "
+                f"table, found tables.{history.table} and tables.{item.table}"
+            )
+        if history.weights is not None:
+            raise UserError(f"config key 'features.{self.history}.weights': model {self.name} reads none; drop it")
+        for table in (user.table, item.table):
+            dim = config.tables[table].embedding_dim if table in config.tables else self.dim
+            if dim != self.dim:
+                raise UserError(f"config key 'model.dim' must be tables.{table}.embedding_dim={dim}, found {self.dim}")
+        if not config.data.items:
+            raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
+        if not self.top_k:
+            raise UserError("config key 'model.top_k' is empty, and needs a number at least")
+
+
+class SimpleX(Model):
+    """A user's vector is their own and a linear map of the mean of their items'; a score is a cosine with an item's.
+
+    In training the mean holds the item that is to be found too, as in the paper.
+    """
+
+    Config = SimpleXConfig
+    loss_by_rows = False
+
+    def __init__(self, config: SimpleXConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.config = config
+        self.dropout = RowDropout(config.dropout)
+        self.map = nn.Linear(config.dim, config.dim, bias=False)
+        nn.init.eye_(self.map.weight)
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return vectors of length 1: of users and items, [rows, dim]; in training of lists' items too, [ids, dim]."""
+        history, share = vectors[self.config.history], self.config.history_share
+        mean = sum_by_row(history) / history.lengths().clamp(min=1)[:, None]
+        users = (1 - share) * vectors[self.config.user_id] + share * self.map(self.dropout(mean))
+        found = (F.normalize(users, dim=1), F.normalize(vectors[self.config.item_id], dim=1))
+        return (*found, F.normalize(history.values(), dim=1)) if self.training else found
+
+    def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
+        users, items, positives = outputs
+        start = len(users) if batch.sampled is None else batch.sampled.start
+        history, users = batch.ids[self.config.history], users[:start]
+        negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, self.config.item_id)[start:])
+        keys, order = keys.sort()
+        row = row_of_each_id(history)
+        barred = barred_scores(keys, history.values(), row, start)
+        own, scores = (users[row] * positives).sum(1), users @ negatives[order].T
+        losses = self._losses(own, scores, barred, row)
+        return {self.config.loss.name: (losses * batch.weights[row]).sum()}
+
+    def _losses(self, own: torch.Tensor, scores: torch.Tensor, barred: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each item of the lists, [ids].
+
+        Args:
+            own: cosines of these. scores: of users with negatives, [rows, negatives]; barred: which do not count.
+            row: the user of each item, [ids].
+        """
+        config = self.config
+        if config.loss is RetrievalLoss.softmax:
+            own, lowest = own / config.temperature, torch.finfo(scores.dtype).min
+            others = (scores / config.temperature).masked_fill(barred, lowest).logsumexp(1)[row]
+            return torch.logaddexp(own, others) - own
+        if config.loss is RetrievalLoss.contrastive:
+            own, others = 1 - own, (scores - config.margin).relu()
+        else:
+            own, others = F.softplus(-own / config.temperature), F.softplus(scores / config.temperature)
+        others = others.masked_fill(barred, 0).sum(1) / config.sampled_negatives  # not by rows: ranks may hold fill
+        return own + config.negative_weight * others[row]
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        return (batch.weights * batch.ids[self.config.history].lengths()).sum()
+
+    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        users, items = outputs
+        return {"score": (users * items).float().sum(dim=1)}
+
+    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
+        assert items is not None
+        return RetrievalEvaluator(items, self.config.top_k)
+
+
+def barred_scores(keys: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return which of the drawn items are no negatives of a user, who has them, or of nobody, [rows, keys] bool.
+
+    Args:
+        keys: of the items drawn, ascending; those below 0 are none. ids: of all users' items, row: their users, [ids].
+    """
+    place = torch.searchsorted(keys, ids)  # of several alike the first
+    place = torch.where(keys[place.clamp(max=len(keys) - 1)] == ids, place, len(keys))
+    barred = torch.zeros(num_rows, len(keys) + 1, dtype=torch.bool, device=keys.device)
+    barred[row, place] = True
+    return barred[:, torch.searchsorted(keys, keys)] | (keys < 0)

@@ -1,0 +1,181 @@
+"""SimpleX: its losses by hand, and the same numbers however users are cut into ranks and batches."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+from launch import evaluate, fork_train
+from retrieval import NUM_USERS, write_retrieval
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from recsys.config import load_config
+from recsys.config.choices import RetrievalLoss
+from recsys.data.batch import Batch, Sampled
+from recsys.data.order import Position
+from recsys.data.pool import Fence
+from recsys.errors import UserError
+from recsys.models import DenseInputs
+from recsys.models.simplex import SimpleX, SimpleXConfig
+from recsys.runtime.world import open_world
+from recsys.serving.score import Scorer
+
+CONFIG = """
+data: {train: DIR/valid.parquet, valid: DIR/valid.parquet, test: DIR/valid.parquet, items: DIR/items.parquet}
+features:
+  user: {table: user}
+  history: {table: item, column: seen}
+  item: {table: item}
+tables:
+  user: {num_embeddings: 100, embedding_dim: 8, mapping: vocabulary, init_range: 0.1, l2: 0.01}
+  item: {num_embeddings: 100, embedding_dim: 8, mapping: vocabulary, init_range: 0.1}
+model:
+  name: simplex
+  user_id: user
+  history: history
+  item_id: item
+  dim: 8
+  dropout: 0.1
+  sampled_negatives: 20
+  top_k: [5]
+optimizer:
+  tables: {name: adam, learning_rate: 0.02, eps: 1e-4}
+  dense: {learning_rate: 0.01}
+run: {num_threads: 1}
+train: {global_batch_size: 12, epochs: 12, log_every_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the config of users of two kinds, each of whom has 15 of the 30 items of a half."""
+    folder = tmp_path_factory.mktemp("simplex")
+    write_retrieval(folder)
+    (folder / "config.yaml").write_text(CONFIG.replace("DIR", str(folder)))
+    return folder / "config.yaml"
+
+
+def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
+    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
+    return metrics, [record["loss"] for record in records if record["kind"] == "train"]
+
+
+@pytest.fixture(scope="module")
+def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float], list[float]]:
+    folder = tmp_path_factory.mktemp("one")
+    return folder, *train(config, folder)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "overrides"),
+    [
+        (1, ["train.micro_batch_size=5"]),
+        (2, ["tables.item.sharding_type=row_wise", "tables.user.sharding_type=row_wise"]),
+        (3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"]),
+    ],
+    ids=["rows", "two", "three"],
+)
+def test_no_split_changes_what_is_learned(
+    nproc: int,
+    overrides: list[str],
+    config: Path,
+    one_process: tuple[Path, dict[str, float], list[float]],
+    tmp_path: Path,
+) -> None:
+    _, alone, losses = one_process
+    metrics, losses_of_ranks = train(config, tmp_path, *overrides, nproc=nproc)
+    assert len(losses) == 12 * -(-NUM_USERS // 12)
+    torch.testing.assert_close(losses_of_ranks, losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
+    torch.testing.assert_close(evaluate(tmp_path)["test"], alone, rtol=0, atol=1e-6)
+
+
+def test_it_learns_which_half_a_user_likes(one_process: tuple[Path, dict[str, float], list[float]]) -> None:
+    _, metrics, losses = one_process
+    assert losses[-1] < losses[0] - 0.3
+    assert metrics["recall@5"] > 0.25 and metrics["users"] == NUM_USERS, "5 of 15 of the half, or of 45 of all"
+
+
+def model_of(**settings: object) -> SimpleX:
+    config = SimpleXConfig(user_id="user", history="history", item_id="item", dim=4, **settings)  # type: ignore[arg-type]
+    return SimpleX(config, DenseInputs({"user": 4, "history": 4, "item": 4}, []))
+
+
+def test_a_users_vector_is_their_own_and_the_mean_of_their_items() -> None:
+    torch.manual_seed(0)
+    user, item, values = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
+    history = JaggedTensor(values, lengths=torch.tensor([2, 0, 1], dtype=torch.int32))
+    model = model_of(history_share=0.25)
+    torch.nn.init.normal_(model.map.weight)
+    users, items, found = model({"user": user, "history": history, "item": item}, torch.zeros(3, 0))
+    expected = [0.75 * user[0] + 0.25 * model.map.weight @ ((values[0] + values[1]) / 2), user[1] * 0.75]
+    expected.append(0.75 * user[2] + 0.25 * model.map.weight @ values[2])
+    torch.testing.assert_close(users, F.normalize(torch.stack(expected), dim=1))
+    torch.testing.assert_close((items, found), (F.normalize(item, dim=1), F.normalize(values, dim=1)))
+
+
+@pytest.mark.parametrize("loss", list(RetrievalLoss))
+def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
+    """Users with 3, 0, 1 and 2 items, the last of weight 2; drawn are items 2, 9, 9, 4, and nothing in the last row."""
+    torch.manual_seed(0)
+    history, drawn = [7, 9, 2, 5, 4, 1], [2, 9, 9, 4]
+    users, items, found = (torch.randn(n, 4, requires_grad=True) for n in (9, 9, 6))
+    lengths = torch.tensor([3, 0, 1, 2, 0, 0, 0, 0, 0] + 4 * [0] + 4 * [1] + [0], dtype=torch.int32)
+    ids = KeyedJaggedTensor(["history", "item"], torch.tensor(history + drawn), lengths=lengths)
+    weights = torch.tensor([1.0, 1, 1, 2] + 5 * [0.0])
+    batch = Batch(ids, torch.zeros(9, 0), torch.zeros(9, 0), weights, None, 4, 0, (0, 9), Position(), Fence())
+    batch.sampled = Sampled(4, 4)
+
+    def loss_of(own: torch.Tensor, negatives: list[torch.Tensor]) -> torch.Tensor:
+        if loss is RetrievalLoss.softmax:
+            return torch.stack([own, *negatives]).div(0.5).logsumexp(0) - own / 0.5
+        if loss is RetrievalLoss.contrastive:
+            return 1 - own + 3 * sum((s - 0.2).clamp(min=0) for s in negatives) / 4
+        return -(own / 0.5).sigmoid().log() - 3 * sum((-s / 0.5).sigmoid().log() for s in negatives) / 4
+
+    expected = torch.zeros(())
+    for row, places, weight in ((0, (0, 1, 2), 1), (2, (3,), 1), (3, (4, 5), 2)):
+        has = [history[i] for i in places]
+        negatives = [users[row] @ items[4 + i] for i in range(4) if drawn[i] not in has]
+        expected = expected + weight * sum(loss_of(users[row] @ found[i], negatives) for i in places)
+
+    with open_world():
+        model = model_of(loss=loss, sampled_negatives=4, temperature=0.5, margin=0.2, negative_weight=3.0)
+        result = model.losses((users, items, found), batch)[loss.name]
+        gradients = torch.autograd.grad(3 * result, (users, items, found))
+        assert model.denominator(batch).item() == 8
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (users, items, found)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.dim=12"], r"'model.dim' must be tables.user.embedding_dim=8, found 12"),
+        (["model.history=histroy"], r"'model.history': there is no feature 'histroy'; did you mean 'history'"),
+        (["model.user_id=item"], r"reads three features, model.user_id, model.history and model.item_id, found"),
+        (["features.history.table=user"], r"tables.user and tables.item"),
+        (["data.items=null"], r"'data.items' is not set, and negatives are drawn"),
+        (["features.history.weights=w"], r"'features.history.weights': model simplex reads none"),
+    ],
+)
+def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(config, overrides)
+
+
+def test_an_export_recommends_what_the_run_does(
+    config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
+) -> None:
+    users = config.parent / "valid.parquet"
+    for command, *rest in (("export", f"{tmp_path}/OUT"), ("recommend", str(users), f"{tmp_path}/BEST")):
+        done = fork_train(command, str(one_process[0]), *rest, program="recsys")
+        assert done.returncode == 0, done.stderr[-3000:]
+    ours = Scorer(tmp_path / "OUT").recommend(pq.read_table(users))
+    theirs = pq.read_table(tmp_path / "BEST")
+    assert ours["items"].to_pylist() == theirs["items"].to_pylist()
