@@ -15,9 +15,9 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, row_of_each_id, sum_by_row
-from recsys.models.gather import first_ids, gather, gather_rows
-from recsys.models.metrics import Evaluator, RetrievalEvaluator
+from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
+from recsys.models.metrics import RetrievalEvaluator
+from recsys.models.retrieval import RetrievalModel, first_ids, gather, gather_rows
 
 
 @dataclass
@@ -86,14 +86,13 @@ class SimpleXConfig(ModelConfig):
             raise UserError("config key 'model.top_k' is empty, and needs a number at least")
 
 
-class SimpleX(Model):
+class SimpleX(RetrievalModel):
     """A user's vector is their own and a linear map of the mean of their items'; a score is a cosine with an item's.
 
     In training the mean holds the item that is to be found too, as in the paper.
     """
 
     Config = SimpleXConfig
-    loss_by_rows = False
 
     def __init__(self, config: SimpleXConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
@@ -143,14 +142,6 @@ class SimpleX(Model):
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         return (batch.weights * batch.ids[self.config.history].lengths()).sum()
-
-    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        users, items = outputs
-        return {"score": (users * items).float().sum(dim=1)}
-
-    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
-        assert items is not None
-        return RetrievalEvaluator(items, self.config.top_k)
 
 
 def barred_scores(keys: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -42,6 +42,9 @@ class TwoTowerConfig(ModelConfig):
     normalize: bool = True  # cosine instead of dot product
     temperature: float = bounded(0.1, 1e-30, below=1e30)
     logq_correction: bool = True  # subtract the log of an item's share of what it is compared as
+    # Of the row's own item too. It is compared in any case, not by its share; false: "Correcting the LogQ Correction"
+    # (Khrylchenko et al. 2025, arXiv:2507.09331).
+    correct_own: bool = True
     sampled_negatives: int = bounded(0, 0, 2**24)  # items of data.items, drawn anew for each global batch
     sampling_power: float = bounded(0.0, 0, 1)  # of their counts in data.train; 0: each as often, 1: as in the rows
     top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
@@ -151,11 +154,14 @@ class TwoTower(RetrievalModel):
         end = len(users) if batch.sampled is None else batch.sampled.start
         is_item = torch.cat([batch.weights[:end] > 0, keys[end:] >= 0])
         others_keys = gather(torch.where(is_item, keys, -1))
-        offsets = everyones_items.new_zeros(len(others_keys))
+        offsets, log_odds = everyones_items.new_zeros(len(others_keys)), None
         if self.log_shares is not None:
             offsets = -self.log_shares[others_keys.clamp(min=0)]
+            if not self.config.correct_own:
+                log_q = self.log_shares[keys[:end].clamp(min=0)]
+                log_odds = log_q - torch.log1p(-log_q.exp().clamp(max=1 - 1e-6))
         own = users[:end] / self.config.temperature, keys[:end], batch.weights[:end]
-        columns = own[0], everyones_items, offsets, own[1], others_keys, own[2]
+        columns = own[0], everyones_items, offsets, own[1], others_keys, own[2], log_odds
         loss = _SoftmaxLoss.apply(*columns, *self.pieces_of_loss(users.device))
         return {"softmax": loss}
 
@@ -176,6 +182,7 @@ class _SoftmaxLoss(torch.autograd.Function):
         keys: torch.Tensor,
         items_keys: torch.Tensor,
         weights: torch.Tensor,
+        log_odds: torch.Tensor | None,
         num_scores: int,
         most_pieces: int | None,
     ) -> torch.Tensor:
@@ -187,7 +194,13 @@ class _SoftmaxLoss(torch.autograd.Function):
             scores = torch.addmm(offsets, users[rows], items.T)
             positives = own[rows, None]
             barred = (items_keys == -1)[None, :] | (items_keys[None, :] == keys[rows, None])
-            logs = scores.masked_fill_(barred.scatter_(1, positives, False), -torch.inf).log_softmax(dim=1)
+            barred.scatter_(1, positives, False)
+            if log_odds is not None:
+                # The others are n draws from all but the row's own item p: with log(n Q / (1 - Q(p))) in place of log Q
+                # on their side, and nothing on its own, the cross-entropy has the gradient of the paper's loss.
+                number = (~barred).sum(dim=1, keepdim=True) - 1
+                scores.scatter_add_(1, positives, log_odds[rows, None] + number.clamp(min=1).log())
+            logs = scores.masked_fill_(barred, -torch.inf).log_softmax(dim=1)
             losses[rows] = -logs.gather(1, positives)[:, 0]
             gradient = logs.exp_().scatter_add_(1, positives, torch.full_like(positives, -1, dtype=logs.dtype))
             gradient.mul_(weights[rows, None])
@@ -199,4 +212,4 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_users, of_items = ctx.saved_tensors
-        return of_users * gradient, of_items * gradient, *[None] * 6
+        return of_users * gradient, of_items * gradient, *[None] * 7

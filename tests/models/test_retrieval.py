@@ -147,7 +147,10 @@ def test_rows_are_counted_once(config: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
 @pytest.mark.parametrize("num_sampled", [0, 4])
-def test_the_loss_by_hand(num_sampled: int, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("correct_own", [True, False])
+def test_the_loss_by_hand(
+    num_sampled: int, correct_own: bool, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(retrieval, "_SCORES", {"cpu": scores_at_once})
     rows = 5 + num_sampled
     users, items = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 3, requires_grad=True)
@@ -161,21 +164,30 @@ def test_the_loss_by_hand(num_sampled: int, scores_at_once: int, monkeypatch: py
     batch = Batch(ids, torch.zeros(rows, 0), torch.zeros(rows), weights, None, 4, 0, (0, rows), Position(), Fence())
     batch.sampled = Sampled(5, 64) if num_sampled else None
 
-    expected = torch.zeros(())
+    expected = published = torch.zeros(())
     for i in range(4):
         scores = {}
         for j in [0, 1, 2, 3, 5, 6, 7][: 4 + num_sampled]:
             if j == i or item_rows[j] != item_rows[i]:
                 scores[j] = users[i] @ items[j] / 0.5 - log_q[item_rows[j]]
+        if not correct_own:
+            own = users[i] @ items[i] / 0.5
+            others = torch.stack([score for j, score in scores.items() if j != i])
+            others = others + (1 - log_q[item_rows[i]].exp()).log()  # Q'(d) = Q(d) / (1 - Q(p))
+            estimate = own.exp() + others.exp().mean()  # of the sum over all items
+            doubt = 1 - own.exp() / estimate
+            published = published - weights[i] * doubt.detach() * (own - others.logsumexp(0))
+            scores[i] = own + np.log(len(others)) - (1 - log_q[item_rows[i]].exp()).log()
         total = torch.stack([score.exp() for score in scores.values()]).sum()
         expected = expected - weights[i] * (scores[i] - total.log())
 
     with open_world():
         config = two_tower.TwoTowerConfig(
-            user_features=["user"], item_features=["item"], item_id="item", temperature=0.5
+            user_features=["user"], item_features=["item"], item_id="item", temperature=0.5, correct_own=correct_own
         )
         model = two_tower.TwoTower(config, DenseInputs({"user": 4, "item": 4}, [], log_shares=log_q))
         loss = model.losses((users, items), batch)["softmax"]
         gradients = torch.autograd.grad(3 * loss, (users, items))
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (users, items)))
+    learned = expected if correct_own else published
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * learned, (users, items)))
