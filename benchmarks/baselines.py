@@ -1,0 +1,80 @@
+"""Recall and NDCG of what needs no training: popularity, items of alike users, EASE^R. Prints JSON.
+
+`baselines.py data/gowalla --k 20` reads what `recsys prepare retrieval --train-rows users` has written.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset
+import torch
+
+MOST_ITEMS = 10_000  # of EASE^R, which inverts a matrix of all pairs
+Scores = Callable[[torch.Tensor], torch.Tensor]
+
+
+def matrix(lists: pa.ChunkedArray, corpus: pa.Array) -> torch.Tensor:
+    """Return a 1 for each item of each list, [lists, items] sparse."""
+    rows = pc.list_parent_indices(lists.combine_chunks()).to_numpy()
+    columns = pc.index_in(pc.list_flatten(lists).combine_chunks(), corpus).to_numpy()
+    places = torch.from_numpy(np.stack([rows, columns]).astype(np.int64))
+    return torch.sparse_coo_tensor(places, torch.ones(len(rows)), (len(lists), len(corpus))).coalesce()
+
+
+def scorers(train: torch.Tensor, l2: float) -> dict[str, Scores]:
+    """Return by name what scores all items, [queries, items], by those that queries have, [queries, items] dense."""
+    counts = torch.sparse.sum(train, dim=0).to_dense()
+    found: dict[str, Scores] = {"popularity": lambda has: counts.expand_as(has)}
+    # Items of users who have the same, each by 1 / root of its count on the way there and of the user's on the way back
+    # (the linear filter of GF-CF: Shen et al. 2021, arXiv:2108.07567).
+    users, items = train.indices()
+    degrees, roots = torch.sparse.sum(train, dim=1).to_dense(), counts.clamp(min=1).sqrt()
+    scaled = torch.sparse_coo_tensor(train.indices(), (degrees[users].sqrt() * roots[items]).reciprocal(), train.shape)
+    there, back = scaled.coalesce().to_sparse_csr(), scaled.t().coalesce().to_sparse_csr()
+    found["alike users"] = lambda has: (back @ (there @ (has / roots).T)).T * roots
+    if train.shape[1] <= MOST_ITEMS:
+        # EASE^R (Steck 2019, arXiv:1905.03375, equation 8).
+        inverse = torch.linalg.inv((train.t() @ train).to_dense() + l2 * torch.eye(train.shape[1]))
+        weights = (inverse / -inverse.diagonal()).fill_diagonal_(0)
+        found["EASE^R"] = lambda has: has @ weights
+    return found
+
+
+def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[str, float]:
+    """Return means over queries with targets; `queries` has `history`, `seen` and `targets`, [queries, items] each."""
+    discounts, sums = 1 / torch.arange(2, k + 2).double().log2(), torch.zeros(3, dtype=torch.float64)
+    for start in range(0, len(queries["targets"]), 500):
+        chosen = torch.arange(start, min(start + 500, len(queries["targets"])))
+        history, seen, targets = (queries[name].index_select(0, chosen).to_dense() for name in queries)
+        best = score(history).masked_fill(seen > 0, -torch.inf).topk(k).indices
+        hits, number = targets.gather(1, best).double(), targets.sum(1).double()
+        ideal = discounts.cumsum(0)[number.clamp(1, k).long() - 1]
+        known = number > 0
+        shares = torch.stack([hits.sum(1) / number, (hits * discounts).sum(1) / ideal, known.double()])
+        sums += shares[:, known].sum(1)
+    return {f"recall@{k}": float(sums[0] / sums[2]), f"ndcg@{k}": float(sums[1] / sums[2])}
+
+
+def main() -> None:
+    """Parse the command line, and print the metrics of each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--item", default="item_id", help="column of data/items")
+    parser.add_argument("--part", default="test", choices=("valid", "test"))
+    parser.add_argument("--k", type=int, default=20)
+    parser.add_argument("--l2", type=float, default=500.0, help="of EASE^R, to be chosen on --part valid")
+    arguments = parser.parse_args()
+    train, part, items = (pa.dataset.dataset(arguments.data / x).to_table() for x in ("train", arguments.part, "items"))
+    corpus = items[arguments.item].combine_chunks()
+    queries = {name: matrix(part[name], corpus) for name in ("history", "seen", "targets")}
+    found = scorers(matrix(train["history"], corpus), arguments.l2)
+    print(json.dumps({name: evaluate(score, queries, arguments.k) for name, score in found.items()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
