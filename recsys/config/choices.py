@@ -100,6 +100,18 @@ class RetrievalLoss(Enum):
     softmax, contrastive, binary = "softmax", "contrastive", "binary"
 
 
+class RetrievalMetric(Enum):
+    """What is told of the best K items of users, those of users without targets aside.
+
+    Means over users: the share of targets among them (`recall`); discounted gain over the best possible (`ndcg`);
+    whether there is one (`hit_rate`); 1 over the place of the first (`mrr`); average precision over the number of
+    targets (`map`). `coverage`: the share of all items that is among anyone's.
+    """
+
+    recall, ndcg, hit_rate, mrr = "recall", "ndcg", "hit_rate", "mrr"
+    map, coverage = "map", "coverage"
+
+
 class LabelNulls(Enum):
     """Null labels: an error (`refuse`), or `unknown`, so that the row does not count for this label."""
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from recsys.config import LabelConfig
+from recsys.config.choices import LabelLoss, RetrievalMetric
 from recsys.config.model import LABEL_METRICS
 from recsys.data.batch import Batch
 from recsys.runtime.world import World
@@ -69,6 +70,13 @@ def normalized_entropy(labels: np.ndarray, logits: np.ndarray, weights: np.ndarr
     return log_loss(labels, logits, weights) / float(entropy)
 
 
+def calibration(labels: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> float:
+    """Return the mean prediction over the mean label, 1 at best; NaN without a positive row."""
+    positive = (weights * labels).sum()
+    # 1 / (1 + exp(-x)) without an overflow
+    return float((weights * np.exp(-np.logaddexp(0, -logits))).sum() / positive) if positive else float("nan")
+
+
 def root_mean_squared_error(labels: np.ndarray, values: np.ndarray, weights: np.ndarray) -> float:
     """Return the root of the weighted mean of squared errors."""
     return float(np.sqrt(np.average((values - labels) ** 2, weights=weights))) if weights.sum() else float("nan")
@@ -89,7 +97,7 @@ _METRICS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]] = {
 
 
 class LabelEvaluator:
-    """The metrics of each label: of a binary one AUC, log loss and normalized entropy, of a number RMSE and MAE.
+    """The metrics of each label: of a binary one AUC, log loss, normalized entropy, calibration, else RMSE and MAE.
 
     Their names begin with that of the label where there are several: `click.auc`. Rows whose label is not known do not
     count for it.
@@ -113,6 +121,8 @@ class LabelEvaluator:
             values = np.concatenate(world.gather(mine), axis=1).astype(np.float64)
             prefix = f"{name}." if len(self._labels) > 1 else ""
             metrics |= {f"{prefix}{key}": _METRICS[key](*values) for key in LABEL_METRICS[label.loss]}
+            if label.loss is LabelLoss.binary:
+                metrics[f"{prefix}calibration"] = calibration(*values)
             metrics[f"{prefix}rows"] = float(values.shape[1])
         return metrics
 
@@ -152,50 +162,87 @@ def _members(batch: Batch, key: str, rows: slice) -> tuple[torch.Tensor, torch.T
     return row[known], values[known]
 
 
-class RetrievalEvaluator:
-    """Recall@K and NDCG@K of users against every item, items in `seen` left out.
+def _recall(hits: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    return hits.sum(1) / num_targets
 
-    recall@K is the share of a user's targets among the best K; ndcg@K's ideal is min(K, number of targets) hits.
-    Users without targets do not count.
+
+def _ndcg(hits: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    discount = 1 / torch.log2(_places(hits) + 1)
+    ideal = discount.cumsum(0)[num_targets.clamp(max=hits.shape[1]).long() - 1]
+    return (hits * discount).sum(1) / ideal
+
+
+def _hit_rate(hits: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    return hits.amax(1)
+
+
+def _mean_reciprocal_rank(hits: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    return (hits / _places(hits)).amax(1)
+
+
+def _average_precision(hits: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
+    return (hits * hits.cumsum(1) / _places(hits)).sum(1) / num_targets
+
+
+def _places(hits: torch.Tensor) -> torch.Tensor:
+    return torch.arange(1, hits.shape[1] + 1, device=hits.device).double()
+
+
+# Of hits among the best K, best first, [users, K] of 0 and 1 in FP64, and numbers of targets, [users]: a value a user.
+_BY_USER: dict[RetrievalMetric, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    RetrievalMetric.recall: _recall,
+    RetrievalMetric.ndcg: _ndcg,
+    RetrievalMetric.hit_rate: _hit_rate,
+    RetrievalMetric.mrr: _mean_reciprocal_rank,
+    RetrievalMetric.map: _average_precision,
+}
+
+
+class RetrievalEvaluator:
+    """Metrics of the best K items of users among all, items in `seen` left out.
+
+    They are defined as in ranx (Bassani 2022, doi:10.1007/978-3-030-99739-7_30), and recall@K and map@K divide by the
+    number of a user's targets, be they more than K or not. Users without targets do not count.
 
     Args:
         items: vectors of the whole corpus, [items, dim].
-        top_k: the K's.
+        top_k: the K's. metrics: what is told of each.
     """
 
-    def __init__(self, items: torch.Tensor, top_k: Sequence[int]) -> None:
+    def __init__(self, items: torch.Tensor, top_k: Sequence[int], metrics: Sequence[RetrievalMetric]) -> None:
         self._items = items
-        self._top_k = list(top_k)
-        self._sums = torch.zeros(2 * len(self._top_k) + 1, dtype=torch.float64)
+        self._pairs = [(metric, k) for k in top_k for metric in metrics]
+        self._most = max(top_k)
+        self._sums = torch.zeros(len(self._pairs) + 1, dtype=torch.float64)
+        covering = top_k if RetrievalMetric.coverage in metrics else []
+        self._shown = {k: torch.zeros(len(items), dtype=torch.bool) for k in covering}
 
     def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
         assert batch.lists is not None
-        for rows, scores, best in best_items(outputs[0], self._items, max(self._top_k), batch):
+        for rows, scores, best in best_items(outputs[0], self._items, self._most, batch):
             relevant = torch.zeros(len(best), len(self._items), dtype=torch.bool, device=best.device)
             relevant[_members(batch, "targets", rows)] = True
+            num_targets = batch.lists["targets"].lengths()[rows]
+            counted = (num_targets > 0) & (batch.weights[rows] > 0)
             # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
-            hits = relevant.gather(1, best) & (scores > -torch.inf)
-            self._add(hits, batch.lists["targets"].lengths()[rows], batch.weights[rows])
+            is_shown = counted[:, None] & (scores > -torch.inf)
+            self._add((relevant.gather(1, best) & is_shown)[counted].double(), num_targets[counted].double())
+            for k, shown in self._shown.items():
+                shown[best[:, :k][is_shown[:, :k]].cpu()] = True
 
     def compute(self, world: World) -> dict[str, float]:
-        sums = world.sum(self._sums)
+        covered = [shown.double() for shown in self._shown.values()]
+        sums, *counts = world.sum(torch.cat([self._sums, *covered])).split([len(self._sums), *map(len, covered)])
+        shares = {k: float((count > 0).double().mean()) for k, count in zip(self._shown, counts, strict=True)}
         users = float(sums[-1])
-        values = (sums[:-1] / users).tolist() if users else [float("nan")] * (len(sums) - 1)
-        return {**dict(zip(self.names(self._top_k), values, strict=True)), "users": users}
+        means = (sums[:-1] / users).tolist() if users else [float("nan")] * len(self._pairs)
+        values = {
+            f"{metric.value}@{k}": shares[k] if metric is RetrievalMetric.coverage else mean
+            for (metric, k), mean in zip(self._pairs, means, strict=True)
+        }
+        return {**values, "users": users}
 
-    @staticmethod
-    def names(top_k: Sequence[int]) -> list[str]:
-        """Return the names of the metrics, in order."""
-        return [f"{name}@{k}" for k in top_k for name in ("recall", "ndcg")]
-
-    def _add(self, hits: torch.Tensor, num_targets: torch.Tensor, weights: torch.Tensor) -> None:
-        counted = (num_targets > 0) & (weights > 0)
-        hits, num_targets = hits[counted].double(), num_targets[counted].double()
-        discount = 1 / torch.log2(torch.arange(hits.shape[1], device=hits.device).double() + 2)
-        ideal = discount.cumsum(0)
-        sums = []
-        for k in self._top_k:
-            sums.append((hits[:, :k].sum(1) / num_targets).sum())
-            best_case = num_targets.clamp(max=min(k, hits.shape[1])).long() - 1
-            sums.append(((hits[:, :k] * discount[:k]).sum(1) / ideal[best_case]).sum())
-        self._sums += torch.stack([*sums, counted.sum().double()]).cpu()
+    def _add(self, hits: torch.Tensor, num_targets: torch.Tensor) -> None:
+        zero = hits.new_zeros(len(hits))
+        of_pairs = [_BY_USER.get(metric, lambda *_: zero)(hits[:, :k], num_targets) for metric, k in self._pairs]
+        self._sums += torch.stack([*(each.sum() for each in of_pairs), hits.new_tensor(len(hits))]).cpu()

@@ -1,12 +1,17 @@
 """What models of retrieval share: scores of vectors, metrics of lists, and rows of all ranks for their losses."""
 
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from recsys.config import Config, ModelConfig
+from recsys.config.bounds import bounded
+from recsys.config.choices import RetrievalMetric
 from recsys.data.batch import Batch
+from recsys.errors import UserError
 from recsys.models.base import Model
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
@@ -14,14 +19,33 @@ from recsys.models.metrics import Evaluator, RetrievalEvaluator
 _SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
+@dataclass
+class RetrievalConfig(ModelConfig):
+    """What the sections of all models of retrieval have."""
+
+    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # the K's of the metrics
+    metrics: list[RetrievalMetric] = field(default_factory=lambda: [RetrievalMetric.recall, RetrievalMetric.ndcg])
+
+    free: ClassVar[tuple[str, ...]] = ("top_k", "metrics")
+
+    def metric_names(self, config: Config) -> list[str]:
+        return [f"{metric.value}@{k}" for k in self.top_k for metric in self.metrics]
+
+    def check(self, config: Config) -> None:
+        for key in ("top_k", "metrics"):
+            values = getattr(self, key)
+            if len(set(values)) < max(1, len(values)):
+                raise UserError(f"config key 'model.{key}' must name one thing at least, and each once")
+
+
 class RetrievalModel(Model):
     """A model of a vector for each user and for each item, whose dot product is their score.
 
     Its loss is over the whole batch, since rows are compared with items that other rows have, or that were drawn. Its
-    `config` has `top_k`, and its outputs without gradients are vectors of users and of items, each [rows, vector_dim].
+    outputs without gradients are vectors of users and of items, each [rows, vector_dim].
     """
 
-    config: Any  # its section of a config
+    config: Any  # its section of a config, a RetrievalConfig
     loss_by_rows = False
     _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
     _most_pieces: int | None = None
@@ -32,7 +56,7 @@ class RetrievalModel(Model):
 
     def evaluator(self, items: torch.Tensor | None) -> Evaluator:
         assert items is not None
-        return RetrievalEvaluator(items, self.config.top_k)
+        return RetrievalEvaluator(items, self.config.top_k, self.config.metrics)
 
     def rehearse(self, device: torch.device) -> None:
         self._scores, self._most_pieces = _SCORES[device.type], 2

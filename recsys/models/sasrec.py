@@ -12,18 +12,17 @@ from torch import nn
 from recsys.config import Config
 from recsys.config.bounds import bounded
 from recsys.config.choices import SequenceLayer, SequenceLoss
-from recsys.config.model import ModelConfig, Needs
+from recsys.config.model import Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
-from recsys.models.metrics import RetrievalEvaluator
-from recsys.models.retrieval import RetrievalModel, first_ids, gather, gather_rows, pieces
+from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
 
 
 @dataclass
-class SASRecConfig(ModelConfig):
+class SASRecConfig(RetrievalConfig):
     """SASRec (Kang & McAuley 2018, arXiv:1808.09781) with sampled softmax (arXiv:2508.06450), over one list of items.
 
     A row of data.train is a user's list, which gives inputs (all but the last item) and what is to be found after each
@@ -44,9 +43,8 @@ class SASRecConfig(ModelConfig):
     sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
     calibration: float = bounded(0.75, 0, 1)  # of gbce: 0 is plain binary cross-entropy
     num_items: int | None = bounded(None, 2)  # of gbce: how many there are in data.items
-    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
 
-    free: ClassVar = ("dropout", "top_k", "sampled_negatives")
+    free: ClassVar = (*RetrievalConfig.free, "dropout", "sampled_negatives")
     shapes: ClassVar = ("dim", "max_length", "num_blocks", "feed_forward")
 
     def needs(self) -> Needs:
@@ -60,10 +58,8 @@ class SASRecConfig(ModelConfig):
             sampled_items=self.sampled_negatives,
         )
 
-    def metric_names(self, config: Config) -> list[str]:
-        return RetrievalEvaluator.names(self.top_k)
-
     def check(self, config: Config) -> None:
+        super().check(config)
         for key in ("history", "item_id"):
             one_of(f"model.{key}", getattr(self, key), config.features, "feature")
         unused = set(config.features) - {self.history, self.item_id}
@@ -96,8 +92,6 @@ class SASRecConfig(ModelConfig):
             raise UserError("config key 'model.num_items' is not set, and gbce has to know how many items there are")
         if config.train.compile:
             raise UserError("config key 'train.compile': lists take other shapes in each step; set it to false")
-        if not self.top_k:
-            raise UserError("config key 'model.top_k' is empty, and needs a number at least")
 
 
 class SwiGLU(nn.Module):

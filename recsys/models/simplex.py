@@ -11,17 +11,16 @@ from torch import nn
 from recsys.config import Config
 from recsys.config.bounds import LARGE, bounded
 from recsys.config.choices import RetrievalLoss
-from recsys.config.model import ModelConfig, Needs
+from recsys.config.model import Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
-from recsys.models.metrics import RetrievalEvaluator
-from recsys.models.retrieval import RetrievalModel, first_ids, gather, gather_rows
+from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows
 
 
 @dataclass
-class SimpleXConfig(ModelConfig):
+class SimpleXConfig(RetrievalConfig):
     """SimpleX (Mao et al. 2021, arXiv:2109.12613); with `history_share: 0` matrix factorization.
 
     A row of data.train is a user with the list of their items, each of which is to be found. Negatives are drawn from
@@ -40,9 +39,8 @@ class SimpleXConfig(ModelConfig):
     margin: float = bounded(0.9, -1, 1)  # of contrastive: the cosine from which a negative counts
     negative_weight: float = bounded(1.0, 0, LARGE)  # of contrastive and binary: of the negatives' mean loss
     sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
-    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
 
-    free: ClassVar = ("dropout", "top_k", "sampled_negatives")
+    free: ClassVar = (*RetrievalConfig.free, "dropout", "sampled_negatives")
     shapes: ClassVar = ("dim",)
 
     def needs(self) -> Needs:
@@ -56,10 +54,8 @@ class SimpleXConfig(ModelConfig):
             sampled_items=self.sampled_negatives,
         )
 
-    def metric_names(self, config: Config) -> list[str]:
-        return RetrievalEvaluator.names(self.top_k)
-
     def check(self, config: Config) -> None:
+        super().check(config)
         names = {key: getattr(self, key) for key in ("user_id", "history", "item_id")}
         for key, name in names.items():
             one_of(f"model.{key}", name, config.features, "feature")
@@ -82,8 +78,6 @@ class SimpleXConfig(ModelConfig):
                 raise UserError(f"config key 'model.dim' must be tables.{table}.embedding_dim={dim}, found {self.dim}")
         if not config.data.items:
             raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
-        if not self.top_k:
-            raise UserError("config key 'model.top_k' is empty, and needs a number at least")
 
 
 class SimpleX(RetrievalModel):

@@ -12,19 +12,18 @@ from torch import nn
 
 from recsys.config import Config
 from recsys.config.bounds import bounded
-from recsys.config.model import ModelConfig, Needs
+from recsys.config.model import Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Vectors, mlp
-from recsys.models.metrics import RetrievalEvaluator
-from recsys.models.retrieval import RetrievalModel, first_ids, gather, gather_rows, pieces
+from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
 
 _MOST_PARTS = 128  # of a batch, however large
 
 
 @dataclass
-class TwoTowerConfig(ModelConfig):
+class TwoTowerConfig(RetrievalConfig):
     """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996).
 
     Items drawn from data.items may join the other rows' items as negatives (Yang et al. 2020,
@@ -47,9 +46,8 @@ class TwoTowerConfig(ModelConfig):
     correct_own: bool = True
     sampled_negatives: int = bounded(0, 0, 2**24)  # items of data.items, drawn anew for each global batch
     sampling_power: float = bounded(0.0, 0, 1)  # of their counts in data.train; 0: each as often, 1: as in the rows
-    top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # recall@K and ndcg@K
 
-    free: ClassVar = ("dropout", "top_k", "user_features", "item_features")
+    free: ClassVar = (*RetrievalConfig.free, "dropout", "user_features", "item_features")
     shapes: ClassVar = ("user_mlp", "item_mlp", "output_dim")
 
     def needs(self) -> Needs:
@@ -67,9 +65,6 @@ class TwoTowerConfig(ModelConfig):
     def _draws_by_count(self) -> bool:
         return self.sampled_negatives > 0 and self.sampling_power > 0
 
-    def metric_names(self, config: Config) -> list[str]:
-        return RetrievalEvaluator.names(self.top_k)
-
     def layer_inputs(self, ids: Sequence[str], floats: Sequence[str]) -> dict[str, list[str]]:
         return {
             f"{tower}.mlp.0.weight": [*(n for n in names if n in ids), *(n for n in names if n in floats)]
@@ -77,6 +72,7 @@ class TwoTowerConfig(ModelConfig):
         }
 
     def check(self, config: Config) -> None:
+        super().check(config)
         for key in ("user_features", "item_features"):
             names = getattr(self, key)
             if not names:
@@ -99,8 +95,6 @@ class TwoTowerConfig(ModelConfig):
             )
         if self.sampled_negatives and not config.data.items:
             raise UserError("config key 'model.sampled_negatives' draws items of data.items, which is not set")
-        if not self.top_k:
-            raise UserError("config key 'model.top_k' is empty, and needs a number at least")
 
 
 class Tower(nn.Module):

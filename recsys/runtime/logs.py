@@ -206,8 +206,9 @@ class Progress:
 
 
 def show_metrics(metrics: dict[str, float]) -> str:
-    """Return the metrics of an evaluation for people."""
-    shown = {name: value for name, value in metrics.items() if name.rpartition(".")[2] not in ("rows", "users")}
+    """Return the metrics of an evaluation for people; counts and calibration stand in the records alone."""
+    aside = ("rows", "users", "calibration")
+    shown = {name: value for name, value in metrics.items() if name.rpartition(".")[2] not in aside}
     return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
 
 

@@ -25,7 +25,7 @@ from recsys.training.evaluation import item_vectors
 from recsys.training.learning import learn_facts
 
 _NO_TRAINING = ("train.early_stop.metric=null", "train.eval_every_steps=null", "train.eval_every_epochs=null")
-_CHANGEABLE = ("data.", "run.", "train.eval_batch_size", "model.top_k")
+_CHANGEABLE = ("data.", "run.", "train.eval_batch_size", "model.top_k", "model.metrics")
 
 
 @dataclass(frozen=True)

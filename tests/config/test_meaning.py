@@ -71,7 +71,8 @@ FREE = {
             "train.eval_every_epochs",
         ),
         *("train.log_every_steps", "train.checkpoint_every_steps", "train.keep_checkpoints", "train.async_checkpoints"),
-        *("train.activation_checkpointing", "train.compile", "train.early_stop.patience", "model.top_k"),
+        *("train.activation_checkpointing", "train.compile", "train.early_stop.patience"),
+        *("model.top_k", "model.metrics"),
     ),
     "a run that goes on has begun": (
         *("train.init_from", "train.init.tables", "train.init.resize_tables", "train.init.convert_tables"),

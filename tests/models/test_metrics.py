@@ -11,6 +11,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device, LabelConfig
+from recsys.config.choices import RetrievalMetric
 from recsys.data.batch import Batch
 from recsys.data.order import Position
 from recsys.data.pool import Fence
@@ -186,9 +187,18 @@ def test_ranking_over_ranks_and_batches(num_ranks):
             "auc": naive_auc(*rows),
             "log_loss": naive_log_loss(*rows),
             "normalized_entropy": normalized_entropy(*rows),
+            "calibration": float(rows[2] @ (1 / (1 + np.exp(-rows[1]))) / (rows[2] @ rows[0])),
             "rows": float((rows[2] > 0).sum()),
         }
     )
+
+
+def test_calibration_by_hand():
+    labels, ones = np.array([1.0, 0.0, 0.0, 0.0]), np.ones(4)
+    assert metrics.calibration(labels, np.full(4, -math.log(3)), ones) == pytest.approx(1)
+    assert metrics.calibration(labels, np.zeros(4), ones) == pytest.approx(2)
+    assert metrics.calibration(labels, np.array([1e4, -1e4, -1e4, -1e4]), ones) == pytest.approx(1)
+    assert math.isnan(metrics.calibration(np.zeros(4), np.zeros(4), ones))
 
 
 def test_ranking_fill_does_not_count():
@@ -233,8 +243,8 @@ def some_users(count: int, num_items: int, seed: int = 0) -> list[User]:
 
 
 def naive_retrieval(users: list[User], items: np.ndarray, top_k: list[int], mask: bool) -> dict[str, float]:
-    sums = {f"{name}@{k}": 0.0 for k in top_k for name in ("recall", "ndcg")}
-    counted = 0
+    sums = {f"{metric.value}@{k}": 0.0 for k in top_k for metric in RetrievalMetric}
+    counted, shown = 0, {k: set[int]() for k in top_k}
     for user in users:
         if not user.targets or not user.weight:
             continue
@@ -246,7 +256,12 @@ def naive_retrieval(users: list[User], items: np.ndarray, top_k: list[int], mask
             ideal = sum(1 / math.log2(place + 2) for place in range(min(k, len(user.targets), len(items))))
             sums[f"recall@{k}"] += len(hits) / len(user.targets)
             sums[f"ndcg@{k}"] += sum(1 / math.log2(place + 2) for place in hits) / ideal
-    return {name: total / counted for name, total in sums.items()} | {"users": counted}
+            sums[f"hit_rate@{k}"] += len(hits) > 0
+            sums[f"mrr@{k}"] += 1 / (1 + hits[0]) if hits else 0
+            sums[f"map@{k}"] += sum((i + 1) / (place + 1) for i, place in enumerate(hits)) / len(user.targets)
+            shown[k] |= set(ranked[:k])
+    means = {name: total / counted for name, total in sums.items()}
+    return means | {f"coverage@{k}": len(shown[k]) / len(items) for k in top_k} | {"users": counted}
 
 
 def update(evaluator: RetrievalEvaluator, users: list[User], mask: bool = True) -> None:
@@ -261,7 +276,7 @@ def retrieval(parts: list[list[User]], items: np.ndarray, top_k: list[int], mask
     """Evaluate each part on a rank of its own, in two batches."""
     evaluators = []
     for users in parts:
-        evaluators.append(RetrievalEvaluator(torch.from_numpy(items), top_k))
+        evaluators.append(RetrievalEvaluator(torch.from_numpy(items), top_k, list(RetrievalMetric)))
         for batch in (users[:5], users[5:]):
             if batch:
                 update(evaluators[-1], batch, mask)
@@ -308,7 +323,7 @@ LIKES = np.array([4, 3, 2, 1], np.float32)  # ranks the items 0, 1, 2, 3
 )
 def test_retrieval_by_hand(targets, seen, recall, ndcg):
     found = retrieval([[User(LIKES, targets, seen, 1.0)]], ITEMS, [2])
-    assert found == pytest.approx({"recall@2": recall, "ndcg@2": ndcg, "users": 1})
+    assert (found["recall@2"], found["ndcg@2"], found["users"]) == pytest.approx((recall, ndcg, 1))
 
 
 def test_retrieval_without_users_is_nan():
@@ -328,7 +343,7 @@ def in_a_world(*evaluators: Any) -> list[dict[str, float]]:
 def test_in_a_world_of_one_process():
     rows, users = some_rows(50, 1), some_users(30, 20)
     ranking = ranking_evaluators(1, rows)[0]
-    retriever = RetrievalEvaluator(torch.from_numpy(some_items(20)), [5])
+    retriever = RetrievalEvaluator(torch.from_numpy(some_items(20)), [5], list(RetrievalMetric))
     update(retriever, users)
     found = in_a_world(ranking, retriever, ranking, retriever)
     assert found[0] == found[2] and found[1] == found[3]
