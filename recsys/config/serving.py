@@ -27,6 +27,8 @@ class DistillConfig:
     """
 
     column: str = "score"  # of data.train; of several labels, COLUMN_LABEL
+    teacher: str | None = None  # run or checkpoint that scores data.train before training begins; null: it is scored
+    scores: str | None = None  # folder for data.train with its scores; default: TEACHER/scores
     weight: float = bounded(0.5, 0, 1)  # of the teacher in each label's loss; the label itself has the rest
     temperature: float = bounded(1.0, 0.01, 1000)
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from recsys.config import Config, load_config
-from recsys.data.wanted import needed_columns
 from recsys.errors import UserError
 from recsys.runtime.command import run_command
 from recsys.runtime.logs import logger
@@ -32,7 +31,7 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
     student = load_config(start / "config.yaml", changes)
     words = list(changes)
     if student.model.needs().labels:
-        words = ["train.distill.weight=0.5", *words, f"data.train={_scored(teacher, student, folder / 'scores')}"]
+        words = [f"train.distill.teacher={teacher}", f"train.distill.scores={folder}/scores", *words]
     began, narrow = "from the beginning", _narrowed(now, student)
     if student.train.init_from != now.train.init_from:
         began = f"from {student.train.init_from}"
@@ -43,7 +42,10 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
             narrow_tables(start, student, narrow)
             words.insert(0, "train.init.optimizers=none")
     run = folder / "student"
-    _recsys("train", str(start / "config.yaml"), "run.resume=false", *words, f"run.dir={run}")
+    words = ["train", str(start / "config.yaml"), "run.resume=false", *words, f"run.dir={run}"]
+    logger.info("recsys %s", " ".join(words))
+    if (problem := run_command(*words)) is not None:
+        raise UserError(f"--steps: distill: recsys train failed: {problem}")
     return run, began
 
 
@@ -60,20 +62,3 @@ def _narrowed(now: Config, student: Config) -> dict[str, int] | None:
     if shapes[0] != shapes[1] or any(widths[name] > table.embedding_dim for name, table in now.tables.items()):
         return None
     return {name: widths[name] for name, table in now.tables.items() if widths[name] < table.embedding_dim}
-
-
-def _scored(teacher: Path, student: Config, out: Path) -> Path:
-    """Write data.train with the teacher's scores."""
-    if not isinstance(student.data.train, str):
-        raise UserError("--steps: distill scores a data.train of one path, found a list; name a folder or a glob")
-    taught = set(student.taught_columns().values())
-    columns = [column for column in needed_columns(student, "train") if column not in taught]
-    _recsys("predict", str(teacher), student.data.train, str(out), "--keep", ",".join(columns))
-    return out
-
-
-def _recsys(*words: str) -> None:
-    """Run a command in a process of its own, whose last words are those of an error."""
-    logger.info("recsys %s", " ".join(words))
-    if (problem := run_command(*words)) is not None:
-        raise UserError(f"--steps: distill: recsys {words[0]} failed: {problem}")

@@ -35,6 +35,7 @@ from recsys.training.build import Built, build_model
 from recsys.training.learning import learn_facts
 from recsys.training.memory_log import MemoryLog
 from recsys.training.result import closing_lines, how_to_go_on, run_result
+from recsys.training.taught import with_scores
 from recsys.training.trainer import Publishes, Trainer
 
 _WRITTEN = (
@@ -74,6 +75,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         config = replace(asked, run=begun)
         instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
         # The data first: a mistake in them leaves no run directory behind.
+        config = with_scores(config, world)
         footers = Path(scratch) / _FOOTERS
         earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
         with RunLock() as lock, Explained(config, world, timeline) as explained:

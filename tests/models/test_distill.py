@@ -90,6 +90,10 @@ def test_a_student_learns_of_its_teacher(scored: tuple[Path, Path], tmp_path: Pa
     assert same[0] == pytest.approx(4 * entropy.mean(), rel=0.02) and same[0] < whole[0]
     two = train(tmp_path / "two", *taught, "train.distill.weight=0.5", nproc=2)
     torch.testing.assert_close(two, half, rtol=0, atol=1e-4)
+    named = (f"train.distill.teacher={run}", f"train.distill.scores={tmp_path}/scored", *taught[1:])
+    assert train(tmp_path / "named", *named) == half, "a run that is named scores first"
+    begun = train(tmp_path / "named_two", *named, nproc=2)
+    torch.testing.assert_close(begun, half, rtol=0, atol=1e-4)
     train(tmp_path / "resumed", *taught, "train.distill.weight=0.5", "train.max_steps=5")
     assert train(tmp_path / "resumed", *taught, "train.distill.weight=0.5", "run.resume=true") == half
 
@@ -99,6 +103,7 @@ def test_a_student_learns_of_its_teacher(scored: tuple[Path, Path], tmp_path: Pa
     [
         (["train.distill.column=hour"], "column 'hour' (train.distill.column) must hold probabilities, from 0 to 1"),
         (["train.distill={column: scor}"], "no column 'scor'"),
+        (["train.distill.teacher=runs/none"], "config key 'train.distill.teacher': recsys predict failed: "),
         (["train.distill={weight: 2}"], "'train.distill.weight' must be at most 1, found 2"),
     ],
 )

@@ -1,0 +1,39 @@
+"""Scores of a teacher, made before a run that learns of it begins."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from recsys.config import Config
+from recsys.data.wanted import needed_columns
+from recsys.errors import UserError
+from recsys.runtime.command import run_command
+from recsys.runtime.logs import logger
+from recsys.runtime.world import World
+
+
+def with_scores(config: Config, world: World) -> Config:
+    """Return a config whose data.train has the scores of `train.distill.teacher`, if it names one; collective.
+
+    They are made by `recsys predict` on rank 0. Scores of the same rows and columns that are there stay.
+
+    Raises:
+        UserError: data.train is a list, or the teacher cannot score it.
+    """
+    distill = config.train.distill
+    if distill is None or distill.teacher is None:
+        return config
+    teacher, scores = distill.teacher, distill.scores or str(Path(distill.teacher) / "scores")
+    world.from_rank_zero(lambda: _score(config, teacher, scores))
+    train = replace(config.train, distill=replace(distill, teacher=None, scores=None))
+    return replace(config, data=replace(config.data, train=scores), train=train)
+
+
+def _score(config: Config, teacher: str, scores: str) -> None:
+    key, data = "config key 'train.distill.teacher'", config.data.train
+    if not isinstance(data, str):
+        raise UserError(f"{key}: a data.train of one path is scored, found a list; name a folder or a glob")
+    taught = set(config.taught_columns().values())
+    columns = [column for column in needed_columns(config, "train") if column not in taught]
+    logger.info("%s scores %s, to %s", teacher, data, scores)
+    if (problem := run_command("predict", teacher, data, scores, "--keep", ",".join(columns), shown=False)) is not None:
+        raise UserError(f"{key}: recsys predict failed: {problem}")
