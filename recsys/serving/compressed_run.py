@@ -52,7 +52,6 @@ def write_run(
     path, marker = trials.source.path, trials.source.marker
     facts = _facts(trials, compression)
     config = _config(config, compression, facts, out)
-    replace_file(out / "config.yaml", config_text(config))
     facts.save(out / FACTS)
     copy_files(path.parent.parent / "footers", out / "footers")
     tensors = {}
@@ -98,7 +97,8 @@ def _read(path: Path, marker: Marker) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _write(out: Path, config: Config, marker: Marker, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a run's one checkpoint."""
+    """Write a run's config and one checkpoint."""
+    replace_file(out / "config.yaml", config_text(config))
     folder = out / "checkpoints" / name_of(marker.state.step)
     aside = aside_of(folder)
     aside.mkdir(parents=True)
