@@ -39,7 +39,7 @@ def recsys(*words: str) -> list[str]:
 def prepared(rows: int) -> tuple[Path, Path]:
     """Return a run of the sample's config, and a folder of rows to predict; made if they are not there."""
     folder = ROOT / f"data/.cache/predict-benchmark/{rows}-rows"
-    if not (folder / "logs/prepared.json").exists():
+    if not (folder / "logs/_prepared.json").exists():
         made = ["--test-rows", str(rows), "--files", str(FILES), "--out", str(folder / "logs"), "--overwrite"]
         subprocess.run(recsys("prepare", "synthetic", "--rows", "200000", *made), cwd=ROOT, check=True)
     if not (folder / "run/result.json").exists():

@@ -93,7 +93,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
     """
     with _mistakes_told(debug="--debug" in arguments):
         words = _parse(arguments, prog, command)
-        if words.command == "train" and not words.debug:  # a debugger would lose the process
+        if words.command != "dry-run" and not words.debug:  # a debugger would lose the process
             restart_without_malloc_cache()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
         prepare_environment()
@@ -219,6 +219,7 @@ def _add_out(parser: _Parser, about: str, key: str) -> None:
 def _found(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """Return the words of a command line, and the `Finished` run that they name."""
     words = parser.parse_intermixed_args(arguments)
+    restart_without_malloc_cache()
     prepare_environment()
     check_versions()
     from recsys.serving.finished import find_run

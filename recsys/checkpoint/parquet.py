@@ -21,11 +21,10 @@ from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, read_vocabulary
-from recsys.runtime.files import replacing
+from recsys.runtime.parquet import ROW_GROUP_ROWS, write_parquet
 
 VECTOR = "vector"
 _KEYS = ("row", "id", "bucket")
-_ROWS_AT_ONCE = 1 << 16
 
 
 def export_table(source: Path, table: str, out: Path) -> int:
@@ -54,21 +53,15 @@ def export_table(source: Path, table: str, out: Path) -> int:
     if (name := f"{table}.parquet") in marker.facts:
         check_facts(path, marker, [name])
         vocabulary = read_vocabulary(facts_of(path) / name)
-    with replacing(out) as aside:
-        batches = _batches(path, {column: marker.tensors[name] for column, name in columns.items()}, vocabulary)
-        first = next(batches)
-        with pq.ParquetWriter(aside, first.schema, compression="zstd", write_page_checksum=True) as writer:
-            writer.write(first)
-            for batch in batches:
-                writer.write(batch)
+    write_parquet(out, _batches(path, {column: marker.tensors[name] for column, name in columns.items()}, vocabulary))
     return marker.tensors[TABLES + table].size[0]
 
 
 def _batches(path: Path, entries: Mapping[str, Entry], vocabulary: pa.Array | None) -> Iterator[pa.Table]:
     """Yield the rows of columns, some at a time."""
     num_rows = entries[VECTOR].size[0]
-    for start in range(0, num_rows, _ROWS_AT_ONCE):
-        stop = min(num_rows, start + _ROWS_AT_ONCE)
+    for start in range(0, num_rows, ROW_GROUP_ROWS):
+        stop = min(num_rows, start + ROW_GROUP_ROWS)
         values = {column: to_arrow(read_rows(path, entry, start, stop)) for column, entry in entries.items()}
         yield pa.table({**_keys(start, stop, num_rows, vocabulary), **values})
 
@@ -148,7 +141,7 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
             _check_columns(key, names, settings)
             columns = {name: pieces for name, pieces in columns.items() if name in names}
             read_columns = [name for name in _KEYS if name in names] + list(columns)
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=read_columns):
+            for batch in file.iter_batches(ROW_GROUP_ROWS, columns=read_columns):
                 places = rows.find(batch)
                 if len(places) and places.max() >= settings.num_embeddings:
                     raise UserError(

@@ -41,6 +41,8 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
             of several file systems, or a file system that is unknown or does not answer.
     """
     given = [_split(key, path) for path in ([paths] if isinstance(paths, str) else paths)]
+    if not given:
+        raise UserError(f"config key '{key}' is an empty list; name a directory, glob or file")
     roots = sorted({root for root, _ in given})
     if len(roots) > 1:
         shown = " and ".join(f"'{Storage(root).shown}'" if root else "local files" for root in roots[:2])

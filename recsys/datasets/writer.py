@@ -25,7 +25,7 @@ from recsys.data.filters import parse_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import hash_integers
 
-MARKER = "prepared.json"
+MARKER = "_prepared.json"  # readers of Parquet folders leave out what begins so
 ROW_GROUP_ROWS = 65536
 SPLITS = ("train", "valid", "test")
 WHERE_HELP = (

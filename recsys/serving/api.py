@@ -86,7 +86,7 @@ class Run:
 
     def recommend(self, users: Data, k: int = 20, keep: Sequence[str] | None = None) -> pa.Table:
         """Return the best `k` items of each user as `items` and `scores`; see `recsys.serving.predict.recommend`."""
-        check_recommends(self._run)
+        check_recommends(self._run, k)
         return self._scored(users, "users", keep, lambda: best_of_users(self._opened, k))
 
     def embeddings(self, name: str, data: Data = None, keep: Sequence[str] | None = None) -> pa.Table:
@@ -134,7 +134,7 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
     """Yield paths of Parquet files with the data; tables are written to a folder of their own."""
     if isinstance(data, str | Path):
         yield str(data)
-    elif isinstance(data, list | tuple):
+    elif isinstance(data, list | tuple) and all(isinstance(path, str | Path) for path in data):
         yield [str(path) for path in data]
     else:
         try:

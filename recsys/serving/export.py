@@ -33,7 +33,7 @@ from recsys.serving import export_dense
 from recsys.serving.export_dense import DenseExport, GraphSpec, check_packages, load_dense, package_versions
 from recsys.serving.export_tables import Files, write_index, write_kept, write_table
 from recsys.serving.finished import Finished
-from recsys.serving.score import FORMAT, MANIFEST, ROWS_AT_ONCE, Scorer, checksum, sha256
+from recsys.serving.score import FORMAT, MANIFEST, Scorer, checksum, sha256
 from recsys.training.learning import learn_facts
 
 _PROGRAMS = ("score.py", "serve.py", "follow.py")  # copied as they are
@@ -199,7 +199,7 @@ class _Export:
         dataset = self._inputs.datasets["items"]
         reader = SegmentReader(dataset, list(needed_columns(config, "items")))
         tables = (reader.read(dataset.row_groups.segment(number)) for number in range(len(dataset.row_groups)))
-        rows = self._files.parquet("items/rows.parquet", tables, ROWS_AT_ONCE)
+        rows = self._files.parquet("items/rows.parquet", tables)
         vectors = Scorer(self._files.folder).vectors_of_items(self._files.folder / rows)
         dim = config.model.needs().vector_dim
         file = self._files.write("items/vectors.bin", vectors, always_verified=False)

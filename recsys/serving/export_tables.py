@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from recsys.checkpoint.tensor_files import Entry, read_rows
 from recsys.config.choices import RowCode
 from recsys.errors import UserError
 from recsys.ids import KeptRows, read_keys
-from recsys.runtime.files import naming, sync
+from recsys.runtime.files import naming
+from recsys.runtime.parquet import write_parquet
 from recsys.serving.score import sha256
 from recsys.tables.bytes import CHUNK_BYTES
 from recsys.tables.row_codes import encode_rows
@@ -50,15 +50,12 @@ class Files:
         self.entries[name] = {"bytes": size, "sha256": total.hexdigest(), "always_verified": always_verified}
         return name
 
-    def parquet(self, name: str, tables: Iterator[pa.Table], rows_at_once: int) -> str:
+    def parquet(self, name: str, tables: Iterator[pa.Table]) -> str:
         """Write tables as a Parquet file; return its name."""
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         first = next(tables)
-        with naming(path), pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
-            for table in chain([first], tables):
-                writer.write_table(table.cast(first.schema), rows_at_once)
-        sync(path)
+        write_parquet(path, chain([first], (table.cast(first.schema) for table in tables)))
         self.entries[name] = {"bytes": path.stat().st_size, "sha256": sha256(path), "always_verified": True}
         return name
 

@@ -8,22 +8,20 @@ block is noted as done.
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from recsys.errors import UserError
-from recsys.runtime.files import replace_file, replacing
+from recsys.runtime.environment import give_unused_back
+from recsys.runtime.files import replace_file
 from recsys.runtime.logs import logger
+from recsys.runtime.parquet import write_parquet
 from recsys.runtime.world import World
 
 BLOCK_ROWS = 1 << 20  # about, which an interruption costs
-ROW_GROUP_ROWS = 1 << 16  # of the files written, held in memory
 _PROGRESS_S = 10.0
 _STATE = "_state.json"  # readers of Parquet folders leave out what begins so
 
@@ -74,7 +72,8 @@ class Parts:
             tables_of: gives this rank's rows of a block, in order.
         """
         while not self.is_done:
-            _write_part(tables_of(self.done), self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet")
+            write_parquet(self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet", tables_of(self.done))
+            give_unused_back()  # a block's loader and pipeline leave holes, that those of the next do not fit into
             world.barrier()
             self.done += 1
             if world.rank == 0:
@@ -104,23 +103,3 @@ class Parts:
     def _save(self) -> None:
         content = {"task": self.task, "rows": self.rows, "done": self.done}
         replace_file(self.folder / _STATE, json.dumps(content, indent=1))
-
-
-def _write_part(tables: Iterator[pa.Table], path: Path) -> None:
-    """Write a stream of tables to a file, in row groups; of no rows, none."""
-    pending: list[pa.Table] = []
-    with ExitStack() as stack:
-        file: pq.ParquetWriter | None = None
-        for table in chain(tables, [None]):
-            if table is not None and len(table):
-                pending.append(table)
-            is_full = sum(map(len, pending)) >= ROW_GROUP_ROWS
-            if pending and (is_full or table is None):
-                group = pa.concat_tables(pending)
-                if file is None:
-                    aside = stack.enter_context(replacing(path))
-                    file = stack.enter_context(
-                        pq.ParquetWriter(aside, group.schema, compression="zstd", write_page_checksum=True)
-                    )
-                file.write_table(group)
-                pending = []

@@ -49,17 +49,19 @@ def recommend(run: Finished, data: str | list[str], out: Path, k: int = 20, keep
     out, and with data.candidates_column those not in its list; so there may be fewer than `k`. Arguments and errors as
     of `predict`.
     """
-    check_recommends(run)
+    check_recommends(run, k)
     given = run.given("users", data, keep)
     return write_results(run, out, given, {"k": k}, lambda opened: best_of_users(opened, k), keep, ["items"])
 
 
-def check_recommends(run: Finished) -> None:
-    """Refuse a run without vectors of items, or without items. Raises UserError."""
+def check_recommends(run: Finished, k: int) -> None:
+    """Refuse a run without vectors of items or without items, and a `k` below 1. Raises UserError."""
     if run.config.model.needs().item_id is None:
         raise UserError(f"model '{run.config.model.name}' has no vectors of items to recommend; predict scores rows")
     if run.config.data.items is None:
         raise UserError("config key 'data.items' names no data: the items to recommend")
+    if not isinstance(k, int) or k < 1:
+        raise UserError(f"k is {k!r}, and must be a whole number above 0")
 
 
 def write_results(
@@ -121,7 +123,7 @@ def write_blocks(
 def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[str]:
     """Return the columns to keep: those asked for, or those of ids that the model reads, without lists and crosses."""
     if keep is not None:
-        return list(keep)
+        return list(dict.fromkeys(keep))
     config, schema = inputs.config, inputs.datasets[role].schema
     names = [name for name in role_features(config, role) if name in id_features(config)]
     columns = dict.fromkeys(column_of(config, name) for name in names if not config.features[name].cross)

@@ -673,6 +673,8 @@ class Scorer:
         items = self._items
         if items is None:
             raise ExportError(f"model '{self.manifest['model']}' has no vectors of items to recommend; score its rows")
+        if k < 1:
+            raise ExportError(f"k is {k}, and must be a whole number above 0")
         seen, candidates = (
             items[key] if name == "" else name for key, name in (("seen", seen), ("candidates", candidates))
         )

@@ -37,6 +37,7 @@ _FLOATS: dict[str, tuple[pa.DataType, Any]] = {
     "decimal": (pa.decimal128(12, 3), lambda x: decimal.Decimal(f"{x:.3f}")),
     "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
 }
+_OTHERS = ("mmoe", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
 
 
 class Drawn:
@@ -147,7 +148,7 @@ class Drawn:
 
     def model(self) -> dict[str, Any]:
         """Return the section of a model that fits."""
-        name = str(self.dice.choice(["dlrm", "dlrm", "mmoe", "logistic_regression"]))
+        name = str(self.dice.choice(["dlrm", "dlrm", *_OTHERS]))
         if name != "dlrm":
             return {"name": name}
         model: dict[str, Any] = {"name": name, "interaction": str(self.dice.choice(["dot", "dot_and_embeddings"]))}

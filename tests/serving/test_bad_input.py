@@ -61,6 +61,11 @@ def test_rows(change: Any, said: str, ranker: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_column_is_kept_once(ranker: Path) -> None:
+    found = recsys.open_run(ranker).predict(str(ROOT / "data/sample/test"), keep=["hour", "hour"])
+    assert found.column_names == ["hour", "score"]
+
+
 def test_files(ranker: Path, tmp_path: Path) -> None:
     run = recsys.open_run(ranker)
     (tmp_path / "nothing").mkdir()
@@ -85,6 +90,12 @@ def test_users_and_names(towers: Path) -> None:
         (lambda: run.recommend(users.drop_columns("seen")), "has no column 'seen'"),
         (lambda: run.recommend(users, keep=["usr"]), "--keep: file"),
         (lambda: run.recommend(users.slice(0, 0)), "hold no rows"),
+        (lambda: run.recommend([]), "DATA is an empty list"),
+        (lambda: run.recommend([{"user": 1}]), "DATA is a list, and may be paths, an Arrow table or a data frame"),
+        *(
+            (lambda k=k: run.recommend(users, k), f"k is {k!r}, and must be a whole number above 0")
+            for k in (0, -1, "5")
+        ),
         (
             lambda: run.embeddings("user"),
             "nothing says of which users the vectors are wanted; give their rows as --data",

@@ -116,6 +116,8 @@ def test_candidates_and_unknown_items(towers: Path) -> None:
     assert [sorted(items) for items in best["items"]] == [["item-0", "item-1"], []]
     assert len(scorer.recommend(users, k=100, seen=None)["items"][0]) == 60
     assert scorer.recommend(users.slice(0, 0)).num_rows == 0
+    with pytest.raises(ExportError, match="k is 0, and must be a whole number above 0"):
+        scorer.recommend(users, k=0)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,34 @@
+"""A Parquet file from a stream of tables."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys.runtime.files import replacing
+
+ROW_GROUP_ROWS = 1 << 16  # held in memory
+
+
+def write_parquet(path: Path, tables: Iterable[pa.Table]) -> None:
+    """Write tables of one schema as a file that appears whole, in row groups of 65,536 rows or a table more; of no
+    rows, none."""
+    pending: list[pa.Table] = []
+    with ExitStack() as stack:
+        file: pq.ParquetWriter | None = None
+        for table in chain(tables, [None]):
+            if table is not None and len(table):
+                pending.append(table)
+            is_full = sum(map(len, pending)) >= ROW_GROUP_ROWS
+            if pending and (is_full or table is None):
+                group = pa.concat_tables(pending)
+                if file is None:
+                    aside = stack.enter_context(replacing(path))
+                    file = stack.enter_context(
+                        pq.ParquetWriter(aside, group.schema, compression="zstd", write_page_checksum=True)
+                    )
+                file.write_table(group)
+                pending = []
