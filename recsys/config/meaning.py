@@ -115,6 +115,9 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
         UserError: names each such key, its value here and there, and what to set.
     """
     here = meaning(config)
+    # A key of the model that the checkpoint lacks came later, with a default that is what there was before.
+    defaults = {key: _plain(value) for key, value in flat("model", asdict(type(config.model)()))}
+    saved = {**{key: value for key, value in defaults.items() if key in here}, **saved}
     changed = {key: _shown_key(key, config) for key in {**here, **saved} if here.get(key) != saved.get(key)}
     free = _pattern(_free(config, saved, init))
     if init is not None:

@@ -167,6 +167,14 @@ def matches(key: str, pattern: str) -> bool:
     return key == pattern or ("*" in pattern and key.startswith("tables.") and key.split(".", 2)[2] == pattern[9:])
 
 
+def test_a_key_that_came_after_the_checkpoint_counts_as_its_default(tmp_path: Path) -> None:
+    before = saved(load(tmp_path, TOWERS))
+    del before["model.correct_own"]
+    refuse_differences(load(tmp_path, TOWERS), before, "there", None)
+    with pytest.raises(UserError, match="model.correct_own' is false, and was true"):
+        refuse_differences(load(tmp_path, TOWERS, "model.correct_own=false"), before, "there", None)
+
+
 @pytest.mark.parametrize("text", [RANKER, TOWERS], ids=["ranker", "towers"])
 def test_every_key_is_refused_by_name_or_free(text: str, tmp_path: Path) -> None:
     config = load(tmp_path, text)
