@@ -171,7 +171,7 @@ def test_a_key_that_came_after_the_checkpoint_counts_as_its_default(tmp_path: Pa
     before = saved(load(tmp_path, TOWERS))
     del before["model.correct_own"]
     refuse_differences(load(tmp_path, TOWERS), before, "there", None)
-    with pytest.raises(UserError, match="model.correct_own' is false, and was true"):
+    with pytest.raises(UserError, match=r"model\.correct_own' is false, and was true"):
         refuse_differences(load(tmp_path, TOWERS, "model.correct_own=false"), before, "there", None)
 
 
