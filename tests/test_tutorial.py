@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from launch import ROOT, environment
 
 _SHOWN = """
@@ -18,6 +19,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_the_cells_run(tmp_path: Path) -> None:
     notebook = json.loads((ROOT / "docs/tutorial.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]

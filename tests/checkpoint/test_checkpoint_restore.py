@@ -100,15 +100,8 @@ def assert_close(found: Any, expected: Any, atol: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=atol)
 
 
-def cases() -> list[Any]:
-    fast = {(2, "column_wise", "adagrad")}
-    return [
-        pytest.param(*case, marks=[] if case in fast else [pytest.mark.slow], id="-".join(map(str, case)))
-        for case in product((1, 2, 4), KINDS, OPTIMIZERS)
-    ]
-
-
-@pytest.mark.parametrize("world_size, kind, optimizer", cases())
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size, kind, optimizer", product((1, 2, 4), KINDS, OPTIMIZERS))
 def test_saved_here_loaded_there(world_size: int, kind: str, optimizer: str, tmp_path: Path) -> None:
     where, whole = (world_size, kind), reference(optimizer)
     approximate = kind in COLUMN_SPLITS and optimizer == "rowwise_adagrad"

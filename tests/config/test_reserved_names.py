@@ -54,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["dlrm", pytest.param("two_tower", marks=pytest.mark.slow)])
 def test_a_whole_run_on_two_ranks(model: str, data: Path, tmp_path: Path) -> None:
     rows = {role: str(data / "rows.parquet") for role in ("train", "valid")}
     own = {"label_column": "clicked"} if model == "dlrm" else {"items": str(data / "items.parquet")}

@@ -64,6 +64,7 @@ def test_a_leak_is_named_before_it_ends_the_run(tmp_path: Path) -> None:
     assert "- Growth from step " in page and "tensors and other blocks of malloc" in page
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_leak_is_left_alone(tmp_path: Path) -> None:
     """With a budget just above what it takes, evaluations, saves and epochs of small windows."""
     often = ("train.eval_every_steps=30", "train.checkpoint_every_steps=40", "data.window_mib=1")

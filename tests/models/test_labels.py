@@ -81,7 +81,7 @@ LABELS = (
 )
 
 
-@pytest.mark.parametrize("model", ["dlrm", "mmoe"])
+@pytest.mark.parametrize("model", [pytest.param("dlrm", marks=pytest.mark.slow), "mmoe"])
 def test_several_labels_on_any_ranks_and_in_micro_batches(model: str, folder: Path, tmp_path: Path) -> None:
     alone, metrics = train(folder, tmp_path / "1", LABELS, model=model)
     for line in alone:

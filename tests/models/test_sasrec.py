@@ -75,9 +75,9 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     ("nproc", "overrides"),
     [
         (1, ["train.micro_batch_size=9"]),
-        (1, ["train.micro_batch_ids=40", "train.activation_checkpointing=true"]),
+        pytest.param(1, ["train.micro_batch_ids=40", "train.activation_checkpointing=true"], marks=pytest.mark.slow),
         (2, ["tables.item.sharding_type=row_wise"]),
-        (3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"]),
+        pytest.param(3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"], marks=pytest.mark.slow),
     ],
     ids=["rows", "ids", "two", "three"],
 )
@@ -101,6 +101,7 @@ def test_it_learns_what_comes_next(one_process: tuple[dict[str, float], list[flo
     assert metrics["recall@5"] > 0.3 and metrics["users"] == 150
 
 
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(
     config: Path, one_process: tuple[dict[str, float], list[float]], tmp_path: Path
 ) -> None:
@@ -220,7 +221,7 @@ def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: st
         load_config(config, overrides)
 
 
-@pytest.mark.parametrize("layer", SequenceLayer)
+@pytest.mark.parametrize("layer", [SequenceLayer.sasrec, pytest.param(SequenceLayer.ligr, marks=pytest.mark.slow)])
 def test_an_export_recommends_what_the_run_does(layer: SequenceLayer, config: Path, tmp_path: Path) -> None:
     """Lists are padded to one length in it, and in buckets in the run; one of the users has no items."""
     train(config, tmp_path / "run", f"model.layer={layer.name}", "train.epochs=2")

@@ -76,7 +76,7 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     [
         (1, ["train.micro_batch_size=5"]),
         (2, ["tables.item.sharding_type=row_wise", "tables.user.sharding_type=row_wise"]),
-        (3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"]),
+        pytest.param(3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"], marks=pytest.mark.slow),
     ],
     ids=["rows", "two", "three"],
 )

@@ -14,6 +14,7 @@ import recsys
 from recsys.errors import UserError
 
 
+@pytest.mark.slow
 def test_a_ranker(tmp_path: Path) -> None:
     config = OmegaConf.to_container(OmegaConf.load(ROOT / "configs/dlrm_sample.yaml"))
     for role in ("train", "valid", "test"):

@@ -68,6 +68,7 @@ def test_two_towers_are_trained_without_a_teacher(tmp_path: Path) -> None:
     assert not (tmp_path / "small" / "distill-1" / "scores").exists()
 
 
+@pytest.mark.slow
 def test_mistakes(run: Path, tmp_path: Path) -> None:
     for change, said in (
         ("tables.itm.embedding_dim=4", "did you mean 'tables.item'?"),

@@ -76,7 +76,7 @@ def test_scores_are_those_of_the_run(ranker: Path, tmp_path: Path) -> None:
     assert "/" not in manifest["made"]["run"] and manifest["made"]["step"] == 20
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 40)))])
 def test_random_runs(seed: int, tmp_path: Path) -> None:
     run = train(tmp_path, write_random(tmp_path, seed))
     recsys("export", run, tmp_path / "out")

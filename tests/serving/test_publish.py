@@ -52,11 +52,11 @@ def assert_same(followed: Scorer, export: Path) -> None:
     assert np.array_equal(followed._item_vectors, whole._item_vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "options"),
-    [pytest.param(1, [], marks=pytest.mark.slow), (2, _PLAN), pytest.param(4, _PLAN, marks=pytest.mark.slow),
-     pytest.param(2, ["tables=int8", "tables.item.sharding_type=data_parallel"], marks=pytest.mark.slow)],
-)  # fmt: skip
+    [(1, []), (2, _PLAN), (4, _PLAN), (2, ["tables=int8", "tables.item.sharding_type=data_parallel"])],
+)
 def test_base_and_deltas_are_the_export(tmp_path: Path, nproc: int, options: list[str]) -> None:
     write_retrieval(tmp_path)
     run = train(tmp_path, *options, nproc=nproc)

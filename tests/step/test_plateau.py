@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from launch import fork_train
 
@@ -30,6 +31,7 @@ def lines(run_dir: Path, kind: str, key: str = "loss") -> list[float]:
     return [record[key] for record in records if record["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_rates_fall_on_a_plateau(tmp_path: Path) -> None:
     losses = train(tmp_path / "run", PLATEAU)
     factors, best, since = [], 0.0, 0

@@ -218,7 +218,7 @@ def cases() -> Iterator[Any]:
     for kind in KINDS:
         for world_size in (1, 2, 4):
             for dtype in ("FP32", "FP16"):
-                marks = [] if (world_size, dtype) == (2, "FP32") else [pytest.mark.slow]
+                marks = [] if (world_size, dtype) == (2, "FP32") and "table_" not in kind.name else [pytest.mark.slow]
                 yield pytest.param(kind, world_size, dtype, marks=marks, id=f"{kind.name}-{world_size}-{dtype}")
 
 
@@ -266,7 +266,7 @@ def mixed(optimizer: str) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 2])
-@pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
+@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.slow), "ftrl"])
 def test_what_fbgemm_lacks_is_trained_in_torch(optimizer: str, world_size: int, folder: Path) -> None:
     """On every plan as on plain tensors, beside a table of FBGEMM's and lists looked up id by id; then resumed."""
     options = (*mixed(optimizer), *ATTENTION, "tables.category.optimizer={name: sgd, learning_rate: 0.3}")
@@ -301,7 +301,10 @@ def weights_size(tables: dict[str, torch.Tensor]) -> float:
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("item, category", [("row_wise", "table_wise"), ("table_wise", "table_row_wise")])
+@pytest.mark.parametrize(
+    "item, category",
+    [("row_wise", "table_wise"), pytest.param("table_wise", "table_row_wise", marks=pytest.mark.slow)],
+)
 def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, folder: Path) -> None:
     options = (f"tables.item={{sharding_type: {item}, pooling: mean}}", f"tables.category.sharding_type={category}")
     losses, tables = trained(folder, world_size, options)
@@ -311,11 +314,12 @@ def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, fol
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
 
 
+OTHER_KINDS = ("table_wise", "column_wise", "auto")
 ATTENTION = ("model.attention={history: item_id}", "tables.item.pooling=mean", "tables.category.pooling=sum")
 
 
 @pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 2])
-@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "auto"])
+@pytest.mark.parametrize("kind", ["row_wise", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHER_KINDS)])
 def test_vectors_of_single_ids(kind: str, world_size: int, folder: Path) -> None:
     """The table's other feature comes as averages of the same collection."""
     optimizer = "optimizer.tables.name=" + ("adagrad" if kind == "column_wise" else "rowwise_adagrad")

@@ -19,6 +19,7 @@ SETTINGS = (
     *("data.window_mib=1", "tables.item.data_type=FP32", "data.test=null"),
     *("tables.user.sparsity.group_lasso=0.001", "tables.item.sparsity.l1=0.0002"),
 )
+MORE_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("table_wise", "data_parallel")]
 
 
 def run_recsys(*arguments: str, nproc: int = 1) -> None:
@@ -60,7 +61,7 @@ def test_rows_that_no_batch_touches_stay(optimizer: TableOptimizer) -> None:
     assert weights.tolist() == [[0, 0], [0, 0], [0.5, 0.5]]
 
 
-@pytest.mark.parametrize("kind", ["row_wise", "table_wise", "data_parallel"])
+@pytest.mark.parametrize("kind", ["row_wise", *MORE_KINDS])
 def test_the_plan_does_not_matter(kind: str, run: Path, tmp_path: Path) -> None:
     split = [f"tables.{table}.sharding_type={kind}" for table in ("user", "item")]
     run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}/two", *SETTINGS, *split, nproc=2)

@@ -154,6 +154,7 @@ def test_all_kinds_of_columns_and_mappings_on_two_ranks(logs: Path, tmp_path: Pa
     assert weights["weight_bytes"] == (1 + len(frequent) + 10) * 8 * 4
 
 
+@pytest.mark.slow
 def test_facts_go_on_with_a_run(logs: Path, tmp_path: Path) -> None:
     config = logs / "logs.yaml"
     train(tmp_path / "parts", "train.max_steps=10", config=config)

@@ -90,6 +90,7 @@ def test_killed_and_resumed_is_the_run_that_never_stopped(
     assert len(list((tmp_path / "run/checkpoints").iterdir())) == 2  # one checkpoint, and `latest`
 
 
+@pytest.mark.slow
 def test_terminated_twice(tmp_path: Path) -> None:
     """Rates, loss scale, early stopping and the means in metrics.jsonl are afterwards what they would have been."""
     options = (
@@ -107,6 +108,7 @@ def test_terminated_twice(tmp_path: Path) -> None:
     assert_same(tmp_path / "run", tmp_path / "whole", 24)
 
 
+@pytest.mark.slow
 def test_a_file_stops_the_run(reference: Path, tmp_path: Path) -> None:
     options = (*SAVING, f"run.stop_file={tmp_path}/stop")
     (tmp_path / "stop").touch()

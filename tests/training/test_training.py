@@ -121,7 +121,8 @@ def test_another_plan_goes_on_from_a_checkpoint(
     assert_same_run(tmp_path / "run", result, *reference)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adagrad", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_other_table_optimizers_resume(optimizer: str, tmp_path: Path) -> None:
     options = (f"optimizer.tables.name={optimizer}", "train.max_steps=12")
     train(tmp_path / "whole", *options)
@@ -208,6 +209,7 @@ def tell_of_caches_and_pipelines() -> None:
     SplitTableBatchedEmbeddingBagsCodegen.reset_cache_states = reset_cache_states
 
 
+@pytest.mark.slow
 def test_early_stop_tests_the_best(tmp_path: Path) -> None:
     stop = ("train.early_stop.metric=auc", "train.early_stop.patience=2", "train.eval_every_epochs=1")
     launch = partial(fork_train, before=tell_of_caches_and_pipelines)
