@@ -26,7 +26,7 @@ SIGTERM, SIGUSR2, Ctrl-C or the file run.stop_file: save a checkpoint and exit w
 then 1, and it passes on SIGUSR2 only with --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2). Status 0: the
 job is done.
 torchrun --max-restarts N goes on from the newest checkpoint by itself after a rank has failed.
-All keys, with their meaning and default: recsys/config/schema.py. The data: data/README.md.
+All keys, with their meaning and default: docs/config.md. The data: data/README.md.
 """
 
 import argparse

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def requirements(kind: str, name: str | None = None) -> list[str]:
-    """Return the pins of the CPU or the CUDA set, torchrec's too, of FAISS, of export and of what checks code.
+    """Return the pins of the CPU or the CUDA set, torchrec's too, and those of all extras.
 
     Args:
         name: of the set of `tool.recsys.sets` whose versions are taken in place of the others.
@@ -34,6 +34,7 @@ def requirements(kind: str, name: str | None = None) -> list[str]:
         *extras[kind],
         *extras["faiss"],
         *extras["export"],
+        *extras["docs"],
         *extras["dev"],
         *torchrec,
     ]

@@ -69,7 +69,7 @@ class LabelConfig:
 class DataConfig:
     """Section `data`: Parquet files and how they are read; a path is a directory, glob or file, or a list of these."""
 
-    train: Any = MISSING
+    train: Any = MISSING  # Parquet to train on
     valid: Any = None  # evaluated every train.eval_every_steps, or eval_every_epochs, and at the end
     test: Any = None  # evaluated once, at the end
     items: Any = None  # retrieval: every item once
@@ -77,14 +77,14 @@ class DataConfig:
     # What is learned, by name; the model gives an output for each. `click: clicked` is short for {column: clicked}, and
     # `buy: "event == 'purchase'"` for {expression: …}: a text that is more than one word.
     labels: dict[str, LabelConfig] = field(default_factory=dict)
-    weight_column: str | None = None
+    weight_column: str | None = None  # of a weight for each row, in losses and metrics; default: all weigh 1
     # Of the rows of data.train without a positive label, train on such a share only, the same in every epoch. Each
     # counts 1 / share times, so that losses and what is predicted stay those of all rows; none is left out elsewhere.
     keep_negatives: float | None = bounded(None, 1e-6, 1)
     targets_column: str = "targets"  # retrieval: held-out items of a user, a list of raw ids
     seen_column: str | None = "seen"  # retrieval: items masked when ranking, a list of raw ids
     candidates_column: str | None = None  # of `recsys recommend`: items to choose from, a list of raw ids
-    shuffle: bool = True
+    shuffle: bool = True  # false: rows come in the order of the files
     # A step takes rows of each; no row is decoded twice if it is a multiple of the ranks.
     num_streams: int = bounded(8, 1, 2**20)
     # Rows of a stream shuffled together, in MiB as held in memory; two are held for each stream.
@@ -114,7 +114,7 @@ class FeatureConfig:
     column: str | None = None  # default: the feature's name
     # In place of a column: of these columns, an id for each combination of their ids. [user_country, item_id]
     cross: list[str] | None = None
-    table: str | None = None
+    table: str | None = None  # of an id: the table with its vectors, which features may share
     max_length: int | None = bounded(None, 1)  # of a list
     keep: Keep = Keep.last  # which end of a longer list
     weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
@@ -142,7 +142,7 @@ class TableOptimizerConfig:
     eps: float = bounded(1e-8, 1e-30, LARGE)  # of all but sgd; 0 / 0 would be the step of a row without gradient
     l1: float = bounded(0.0, 0, LARGE)  # of ftrl: elements whose gradients add up to no more are exactly 0
     beta1: float = bounded(0.9, 0, 1)  # of adam and lamb
-    beta2: float = bounded(0.999, 0, 1)
+    beta2: float = bounded(0.999, 0, 1)  # likewise
     weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, of all but sgd and adagrad; times the rate, as AdamW's
     state_dtype: StateType = StateType.FP32  # FP16: of partial_rowwise_adam, its first moment
     allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
@@ -153,8 +153,9 @@ class DenseOptimizerConfig:
     """Optimizer of the dense part. Weight decay and clipping cover the dense part only; tables are never clipped."""
 
     name: DenseOptimizer = DenseOptimizer.adam
-    learning_rate: float = bounded(1e-3, 0, LARGE)
+    learning_rate: float = bounded(1e-3, 0, LARGE)  # times the schedule's factor
     momentum: float = bounded(0.0, 0, 1)  # of sgd
+    # Of adamw, adafactor and lamb times the rate, and taken from the weights; of the others added to the gradient.
     weight_decay: float = bounded(0.0, 0, LARGE)
     # Most that the norm over all gradients of the dense part may be.
     clip_norm: float | None = bounded(None, 1e-30, LARGE)
@@ -174,7 +175,7 @@ class TableConfig:
     # are trained, and `recsys export` writes the codes.
     quantize: RowCode | None = None
     mapping: IdMappingType = IdMappingType.hash
-    hash_seed: int = bounded(0, 0)
+    hash_seed: int = bounded(0, 0)  # another seed, another hash: other ids share a row
     # Hash: the vector of an id is the sum of so many rows, each by a hash of its own.
     num_hashes: int = bounded(1, 1, 16)
     num_ids: int | None = bounded(None, 1, 2**62)  # quotient_remainder: how many ids are told apart
@@ -206,10 +207,10 @@ class ScheduleConfig:
     """Schedule of the learning rate: one factor over the steps for both optimizers."""
 
     name: Schedule = Schedule.constant
-    warmup_steps: int = bounded(0, 0)
+    warmup_steps: int = bounded(0, 0)  # steps in which the rate rises from 0, before the schedule
     final_factor: float = bounded(0.0, 0, LARGE)  # factor at the last step of linear and cosine
-    plateau_factor: float = bounded(0.5, 0, 1)
-    plateau_patience: int = bounded(1, 1)
+    plateau_factor: float = bounded(0.5, 0, 1)  # of plateau: what the rate is multiplied by
+    plateau_patience: int = bounded(1, 1)  # of plateau: evaluations without a gain before that
 
 
 @dataclass
@@ -241,7 +242,7 @@ class EarlyStopConfig:
     """Early stopping, when a metric of data.valid has not improved for `patience` evaluations; the best is tested."""
 
     metric: str | None = None  # auc, recall@20 …; null: train to the end
-    patience: int = bounded(3, 1)
+    patience: int = bounded(3, 1)  # evaluations without a gain before training ends
 
 
 @dataclass
@@ -254,15 +255,15 @@ class TrainConfig:
     # Ids in the lists of these rows, at most: long lists make smaller micro-batches.
     micro_batch_ids: int | None = bounded(None, 1)
     eval_batch_size: int | None = bounded(None, 1, 2**31)  # the same for evaluation; default: global_batch_size
-    epochs: int = bounded(1, 1)
+    epochs: int = bounded(1, 1)  # times that all of data.train is trained on
     max_steps: int | None = bounded(None, 1)  # end earlier than the epochs do
     # Steps whose loss or gradient is not finite: leave out up to so many, in place of an error.
     max_bad_steps: int = bounded(0, 0)
     eval_every_steps: int | None = bounded(None, 1)  # default: at the end only
     eval_every_epochs: int | None = bounded(None, 1)  # in place of steps: after the last row of every so many epochs
-    log_every_steps: int = bounded(50, 1)
+    log_every_steps: int = bounded(50, 1)  # a line of the log and of metrics.jsonl each
     checkpoint_every_steps: int | None = bounded(None, 1)  # default: at the end only
-    keep_checkpoints: int = bounded(2, 1)
+    keep_checkpoints: int = bounded(2, 1)  # the newest so many; older ones are removed
     async_checkpoints: bool = False  # write a copy in host memory while training goes on
     activation_checkpointing: bool = False  # compute the layers of an MLP again in the backward pass, not keep them
     compile: bool = False  # the dense part by torch.compile; on CPU it needs a C++ compiler
@@ -280,11 +281,17 @@ class TrainConfig:
 
 @dataclass
 class Config:
-    """The whole config. `model` is a ModelConfig: the `Config` of the class that `model.name` selects."""
+    """The whole config.
 
-    model: Any = MISSING
-    features: dict[str, FeatureConfig] = MISSING
-    tables: dict[str, TableConfig] = MISSING
+    Attributes:
+        model: a ModelConfig, the `Config` of the class that `model.name` selects.
+    """
+
+    model: Any = MISSING  # its name, and the keys of that model
+    features: dict[str, FeatureConfig] = (
+        MISSING  # by name; the column of a feature has its name, unless it says another
+    )
+    tables: dict[str, TableConfig] = MISSING  # by name
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -292,7 +299,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
-    seed: int = bounded(1, 0)
+    seed: int = bounded(1, 0)  # of the order of rows, first weights and all that is drawn
     debug: bool = False  # set by --debug
     # Not a key: all values as they were given, which may refer to others or to the environment, and as these were then.
     given: tuple[Any, Any] = field(default=(None, None), compare=False, repr=False, metadata={"omegaconf_ignore": True})

@@ -30,7 +30,7 @@ class DistillConfig:
     teacher: str | None = None  # run or checkpoint that scores data.train before training begins; null: it is scored
     scores: str | None = None  # folder for data.train with its scores; default: TEACHER/scores
     weight: float = bounded(0.5, 0, 1)  # of the teacher in each label's loss; the label itself has the rest
-    temperature: float = bounded(1.0, 0.01, 1000)
+    temperature: float = bounded(1.0, 0.01, 1000)  # above 1 it tells more of what the teacher is unsure of
 
 
 @dataclass
@@ -38,6 +38,6 @@ class PublishConfig:
     """Publishing while training goes on: a folder that scorers follow (docs/publishing.md)."""
 
     dir: str | None = None  # null: nothing is published
-    every_steps: int | None = bounded(None, 1)
+    every_steps: int | None = bounded(None, 1)  # publish after every so many steps
     every_seconds: float | None = bounded(None, 0.1, 1e8)  # in place of steps
     tables: TableEncoding = TableEncoding.fp32

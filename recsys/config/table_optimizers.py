@@ -51,7 +51,7 @@ _OPTIMIZERS = "torchrec.optim.optimizers"
 
 
 class TableOptimizer(Enum):
-    """Optimizers that update a table's rows inside the backward pass; a member's value is its rule."""
+    """Optimizer of a table's rows, inside the backward pass."""
 
     rowwise_adagrad = UpdateRule(
         "torchrec.optim.rowwise_adagrad.RowWiseAdagrad",

@@ -18,7 +18,7 @@ class DCNConfig(ModelConfig):
     """DCN V2 (Wang et al. 2021, arXiv:2008.13535), over all features."""
 
     name: str = "dcn"
-    num_cross_layers: int = bounded(3, 1, 64)
+    num_cross_layers: int = bounded(3, 1, 64)  # each adds a degree to the products of features
     rank: int | None = bounded(None, 1, WIDEST)  # of a cross layer's matrix; default: full
     mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths
     structure: CrossStructure = CrossStructure.parallel

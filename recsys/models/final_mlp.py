@@ -23,10 +23,10 @@ class FinalMLPConfig(ModelConfig):
 
     name: str = "final_mlp"
     mlp_1: list[int] = bounded([64], 1, WIDEST)  # widths of the first stream
-    mlp_2: list[int] = bounded([64], 1, WIDEST)
+    mlp_2: list[int] = bounded([64], 1, WIDEST)  # widths of the second
     num_heads: int = bounded(1, 1, WIDEST)  # parts of the outputs that are multiplied, each with its like
-    gate_1: list[str] = field(default_factory=list)
-    gate_2: list[str] = field(default_factory=list)
+    gate_1: list[str] = field(default_factory=list)  # features that weigh the others in the first stream
+    gate_2: list[str] = field(default_factory=list)  # and in the second
     gate_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of a gate
     dropout: float = bounded(0.0, 0, below=1)  # after each layer of a stream
     embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors

@@ -16,7 +16,7 @@ class MMoEConfig(ModelConfig):
     """MMoE (Ma et al. 2018, doi:10.1145/3219819.3220007), over all features; a task is a label."""
 
     name: str = "mmoe"
-    num_experts: int = bounded(4, 1, 1024)
+    num_experts: int = bounded(4, 1, 1024)  # MLPs that all tasks share, each task by weights of its own
     expert_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of an expert; the last is that of what it gives
     tower_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths of a task's tower; the last is 1
     dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer

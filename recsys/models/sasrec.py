@@ -34,11 +34,11 @@ class SASRecConfig(RetrievalConfig):
     item_id: str = MISSING  # the item feature that tells items apart, of the same table
     dim: int = bounded(64, 1, WIDEST)  # embedding_dim of the table
     max_length: int = bounded(50, 1, 2**16)  # items that are looked back at; history's max_length is one more
-    num_blocks: int = bounded(2, 0, 1000)
-    num_heads: int = bounded(1, 1, WIDEST)
+    num_blocks: int = bounded(2, 0, 1000)  # layers of attention
+    num_heads: int = bounded(1, 1, WIDEST)  # of the attention of a layer
     layer: SequenceLayer = SequenceLayer.sasrec
     feed_forward: int | None = bounded(None, 1, WIDEST)  # hidden width; default: dim, and of ligr 4 * dim
-    dropout: float = bounded(0.2, 0, below=1)
+    dropout: float = bounded(0.2, 0, below=1)  # of the input, and of what each half of a layer gives
     loss: SequenceLoss = SequenceLoss.softmax
     sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
     calibration: float = bounded(0.75, 0, 1)  # of gbce: 0 is plain binary cross-entropy

@@ -31,15 +31,15 @@ class TwoTowerConfig(RetrievalConfig):
     """
 
     name: str = "two_tower"
-    user_features: list[str] = MISSING
-    item_features: list[str] = MISSING
+    user_features: list[str] = MISSING  # features that the user's tower reads
+    item_features: list[str] = MISSING  # features that the item's tower reads; columns of data.items too
     item_id: str = MISSING  # the item feature that tells items apart
     user_mlp: list[int] = bounded([64], 1, WIDEST)  # widths of the hidden layers
-    item_mlp: list[int] = bounded([64], 1, WIDEST)
-    output_dim: int = bounded(32, 1, WIDEST)
-    dropout: float = bounded(0.0, 0, below=1)
+    item_mlp: list[int] = bounded([64], 1, WIDEST)  # likewise
+    output_dim: int = bounded(32, 1, WIDEST)  # width of the vectors that are compared
+    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
     normalize: bool = True  # cosine instead of dot product
-    temperature: float = bounded(0.1, 1e-30, below=1e30)
+    temperature: float = bounded(0.1, 1e-30, below=1e30)  # what products are divided by, before the softmax
     logq_correction: bool = True  # subtract the log of an item's share of what it is compared as
     # Of the row's own item too. It is compared in any case, not by its share; false: "Correcting the LogQ Correction"
     # (Khrylchenko et al. 2025, arXiv:2507.09331).

@@ -9,7 +9,7 @@ from launch import ROOT
 
 from recsys.config import load_config
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "data" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "data" / "README.md"])
 _FILE = r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sh|yaml|sbatch))`"  # with a folder, which may be one of recsys
 
 
