@@ -50,6 +50,8 @@ _COMMANDS = {
     "embeddings": "write vectors by raw id as Parquet: of items, of users, or of a table; with a FAISS index of items",
     "compress": "quantise, prune and distil a finished run, as far as a metric allows",
     "export": "write a finished run as a folder that scores and recommends without torch",
+    "report": "write a run's page, report.html: curves, memory, plan, ids; also of one that failed or still goes on",
+    "compare": "compare runs: config keys that differ, results, and curves over each other in one HTML page",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -80,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return compress(words[1:])
     if command == "export":
         return export(words[1:])
+    if command in ("report", "compare"):
+        return report(words[1:], command)
     return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
 
 
@@ -200,6 +204,22 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
         from recsys.serving.export import export as export_run
 
         return export_run(run, words.out, words.tables)
+
+
+def report(arguments: Sequence[str], command: str) -> int:
+    """Write a page on one run or several; return the exit status 0, or end the process with a mistake of the user."""
+    parser = _Parser(f"recsys {command}", description=_description(command))
+    many = "+" if command == "compare" else 1
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs=many, help="run directory")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="default: RUN/report.html, or compare.html here")
+    with _mistakes_told():
+        words = parser.parse_args(arguments)
+        from recsys.report.compare import compare
+        from recsys.report.page import write_report
+
+        page = compare(words.runs, words.out) if command == "compare" else write_report(words.runs[0], words.out)
+    print(page)
+    return 0
 
 
 def _parser_of_run(prog: str, command: str) -> _Parser:

@@ -16,6 +16,7 @@ ROOMS = (
     "errors",
     "config",
     "runtime",
+    "report",
     "ids",
     "data",
     "tables",

@@ -15,9 +15,10 @@ from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError
 from recsys.memory.autofit import Fitter, pieces_of
 from recsys.memory.data_facts import data_facts
-from recsys.memory.page import Cell, describe_plan, kind_rows, listed, rank_table
-from recsys.memory.page import size as shown
+from recsys.memory.page import Cell, describe_plan, kind_rows, rank_table
 from recsys.memory.trace import Prediction, demands, largest_batch, layer_page, misfits, predict_run
+from recsys.report.text import listed
+from recsys.report.text import size as shown
 from recsys.runtime.files import replace_file
 from recsys.runtime.logs import quiet_libraries, to_json
 from recsys.runtime.machine import Topology, topology_of

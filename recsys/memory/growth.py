@@ -8,7 +8,7 @@ import pyarrow as pa
 import torch
 
 from recsys.memory.measure import heap, rss
-from recsys.memory.page import size
+from recsys.report.text import size
 from recsys.runtime.machine import Topology
 
 _WARM_UP = 300  # steps after which heaps and caches have mostly found their size

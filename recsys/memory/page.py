@@ -1,13 +1,13 @@
-"""Parts of memory pages in Markdown: sizes, and tables whose columns are ranks that are alike."""
+"""Parts of memory pages in Markdown: tables whose columns are ranks that are alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from recsys.report.text import listed, placements, size
 from recsys.tables.spec import Shard
 
 Cell = tuple[int | None, ...] | str  # bytes, or bytes measured and predicted; or text
 
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _MOST_COLUMNS = 8
 
 
@@ -16,31 +16,9 @@ def row(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def size(num_bytes: int | None) -> str:
-    """Return bytes with three digits in the unit that suits; a dash for None."""
-    if not num_bytes:
-        return "–" if num_bytes is None else "0"
-    power = min(len(_UNITS) - 1, (abs(num_bytes).bit_length() - 1) // 10)
-    number = num_bytes / 1024**power
-    digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
-    return f"{number:,.{digits}f} {_UNITS[power]}"
-
-
 def when(peak: Mapping[str, Any]) -> str:
     """Return phase and step of a peak, for people."""
     return f"step {peak['step']}" if peak["phase"] == "step" else f"{peak['phase']} at step {peak['step']}"
-
-
-def listed(numbers: Iterable[int], noun: str = "rank") -> str:
-    """Return ranks as `rank 0` or `ranks 0-3, 5`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return f"{noun}{'s' if sum(map(len, runs)) > 1 else ''} {shown}"
 
 
 def kind_rows(ranks: Sequence[Mapping[str, int]]) -> dict[str, list[Cell]]:
@@ -81,17 +59,7 @@ def rank_table(corner: str, rows: Mapping[str, Sequence[Cell]], apart: float) ->
 
 def describe_plan(shards: Iterable[Shard]) -> list[str]:
     """Return a line for each table: its sharding type, and the rows and columns on each rank."""
-    tables: dict[str, dict[int, list[str]]] = {}
-    for shard in shards:
-        ranks = tables.setdefault(f"{shard.table} {shard.sharding_type} ({shard.compute_kernel})", {})
-        ranks.setdefault(shard.rank, []).append(f"{shard.size[0]:,} × {shard.size[1]}")
-    lines = []
-    for head, ranks in tables.items():
-        alike: dict[str, list[int]] = {}
-        for rank, sizes in ranks.items():
-            alike.setdefault(" and ".join(sizes), []).append(rank)
-        lines.append(f"{head}: " + "; ".join(f"{sizes} on {listed(ranks)}" for sizes, ranks in alike.items()))
-    return lines
+    return [f"{table} {kind} ({kernel}): {where}" for (table, kind, kernel), where in placements(shards).items()]
 
 
 def _sizes(cell: Cell) -> list[int]:

@@ -1,4 +1,4 @@
-"""Memory reports of a run: rank_K.json of every rank, report.md and report.html over all of them.
+"""Memory reports of a run: rank_K.json of every rank, and report.md over all of them.
 
 docs/memory.md tells the meaning of each field.
 """
@@ -10,10 +10,10 @@ from typing import Any
 
 from recsys.memory.facts import RankMemory
 from recsys.memory.growth import describe_growth
-from recsys.memory.html import html_page
 from recsys.memory.measure import Timeline, allocator, process_memory
-from recsys.memory.page import Cell, kind_rows, listed, rank_table, size, when
+from recsys.memory.page import Cell, kind_rows, rank_table, when
 from recsys.memory.tensors import Bytes
+from recsys.report.text import listed, size
 from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology, cgroup_limit
 
@@ -107,8 +107,8 @@ def write_rank(folder: Path, report: dict[str, Any]) -> None:
     replace_file(folder / f"rank_{report['identity']['rank']}.json", json.dumps(report, indent=1) + "\n")
 
 
-def write_pages(folder: Path, layers: str) -> None:
-    """Write report.md and report.html from the rank_K.json files of a folder.
+def write_page(folder: Path, layers: str) -> None:
+    """Write report.md from the rank_K.json files of a folder.
 
     Args:
         layers: the layers' table as Markdown.
@@ -116,7 +116,6 @@ def write_pages(folder: Path, layers: str) -> None:
     reports = [json.loads(path.read_text()) for path in folder.glob("rank_*.json")]
     reports.sort(key=lambda report: report["identity"]["rank"])
     replace_file(folder / "report.md", format_report(reports, layers))
-    replace_file(folder / "report.html", html_page(reports))
 
 
 def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:

@@ -21,9 +21,9 @@ from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.layers import Layer, analyse_layers, format_layers
-from recsys.memory.page import size as shown
 from recsys.memory.predict import eval_share
 from recsys.memory.tensors import storage_bytes
+from recsys.report.text import size as shown
 from recsys.runtime.environment import HEAP_BLOCK_BYTES, SMALL_HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.step.build import build_step

@@ -12,8 +12,9 @@ from recsys.config.load import config_text
 from recsys.data.inputs import Inputs
 from recsys.memory import Timeline, measure_dense, predict_dense, table_entries
 from recsys.memory.data_facts import data_facts
-from recsys.memory.report import SCHEMA_VERSION, rank_report, tensor_lines, write_pages, write_rank
+from recsys.memory.report import SCHEMA_VERSION, rank_report, tensor_lines, write_page, write_rank
 from recsys.memory.trace import Prediction, layer_page, predict_run
+from recsys.runtime.logs import git_commit
 from recsys.runtime.machine import topology_of
 from recsys.runtime.versions import installed_versions
 from recsys.training.build import Built
@@ -31,6 +32,7 @@ class MemoryLog:
         config, world = inputs.config, inputs.world
         self._inputs, self._built, self._trainer = inputs, built, trainer
         self._timeline, self._folder = timeline, folder
+        self._git_commit = world.from_rank_zero(git_commit)
         self._topology = topology_of(config, world)
         world.from_rank_zero(lambda: _clear(folder))
         self._prediction, self._layers = world.from_rank_zero(self._predict)
@@ -50,7 +52,7 @@ class MemoryLog:
         world, report = self._inputs.world, self._report(status)
         world.agree(lambda: write_rank(self._folder, report))
         self._timeline.close()
-        world.from_rank_zero(lambda: write_pages(self._folder, self._layers))
+        world.from_rank_zero(lambda: write_page(self._folder, self._layers))
         return report
 
     def write_alone(self, status: str, extra: dict[str, Any]) -> None:
@@ -61,7 +63,7 @@ class MemoryLog:
         """
         with suppress(Exception):  # the failure itself is what is to be told
             write_rank(self._folder, self._report(status) | extra)
-            write_pages(self._folder, self._layers)
+            write_page(self._folder, self._layers)
 
     def _report(self, status: str) -> dict[str, Any]:
         config, world, built = self._inputs.config, self._inputs.world, self._built
@@ -79,6 +81,7 @@ class MemoryLog:
             "config_hash": _digest(config_text(config)),
             "plan_hash": _digest(plan),
             "versions": installed_versions(),
+            "git_commit": self._git_commit,
         }
         dense = {
             "predicted": predict_dense(built.step.dense, config, world.world_size),

@@ -14,7 +14,9 @@ import psutil
 from recsys.checkpoint import TrainState
 from recsys.config import Config
 from recsys.data.inputs import Inputs
-from recsys.memory.page import size, when
+from recsys.memory.page import when
+from recsys.report.page import PAGE
+from recsys.report.text import size
 from recsys.runtime.logs import git_commit, show_metrics
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World, launch_identity
@@ -86,7 +88,7 @@ def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir
     above = "of the GPU" if result["device"] == "cuda" else f"above the {libraries} of libraries"
     lines.append(
         f"peak memory: {size(peak['measured_bytes'])} {above}, {size(peak['predicted_bytes'])} predicted "
-        f"({when(peak)}{rank}): {run_dir / 'memory' / 'report.md'}"
+        f"({when(peak)}{rank}): {run_dir / PAGE}"
     )
     if result["status"] == "stopped":
         return [*lines, f"stopped at step {result['steps']}: {run_dir / 'result.json'}", f"go on with: {go_on}"]

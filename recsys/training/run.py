@@ -24,6 +24,7 @@ from recsys.memory.advice import Explained, fit_inputs, limit_memory
 from recsys.memory.autofit import Change
 from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION, write_rank
+from recsys.report.page import PAGE, reported
 from recsys.runtime.environment import give_large_blocks_back, give_unused_back
 from recsys.runtime.files import copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
@@ -40,7 +41,7 @@ from recsys.training.trainer import Publishes, Trainer
 
 _WRITTEN = (
     *("config.yaml", "plan.json", "loaded.json", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs"),
-    *("vocabulary", "footers", "bad_steps", "evaluations", "profile"),
+    *(PAGE, "vocabulary", "footers", "bad_steps", "evaluations", "profile"),
 )
 _FOOTERS = "footers"
 MARKER = ".recsys-run"
@@ -78,10 +79,11 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         config = with_scores(config, world)
         footers = Path(scratch) / _FOOTERS
         earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
-        with RunLock() as lock, Explained(config, world, timeline) as explained:
+        with RunLock() as lock, reported(world.rank == 0) as report_in, Explained(config, world, timeline) as explained:
             known = Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
             explained.inputs = inputs = open_inputs(config, world, footers, known)
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
+            report_in(run_dir)
             if world.rank == 0:
                 store.set(_LOCK, lock.id)
             store.set(_BEGUN, str(run_dir))

@@ -91,11 +91,9 @@ def test_the_reports_of_a_run(config: Path, tmp_path: Path) -> None:
     assert " on rank 0 (" in page and " predicted" in page and "| top.0 | Linear |" in page
     # The log ends in where the run has come to, and the page is in the file alone.
     ending = done.stdout.split("checkpoints/step-000000003\n")[1].splitlines()
-    assert len(ending) == 2 and ending[0].startswith("peak memory: ") and ending[0].endswith("/memory/report.md")
+    assert len(ending) == 2 and ending[0].startswith("peak memory: ") and ending[0].endswith("/run/report.html")
     assert ending[1] == f"done at step 3: {tmp_path}/run/result.json"
     assert all("|" not in (tmp_path / f"run/logs/rank_{rank}.log").read_text() for rank in range(2))
-    html = (folder / "report.html").read_text()
-    assert html.count("<svg") == 2 and html.count("measured ") == 2 and "http" not in html
 
 
 def test_a_run_that_fails_leaves_its_report(config: Path, tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from recsys.memory.page import describe_plan, kind_rows, listed, rank_table, size
+from recsys.memory.page import describe_plan, kind_rows, rank_table
+from recsys.report.text import listed, size
 from recsys.tables.spec import Shard
 
 

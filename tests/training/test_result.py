@@ -56,8 +56,7 @@ def test_a_run_ends_in_five_lines() -> None:
     assert lines == [
         "valid: auc 0.7500",
         "test: auc 0.7000",
-        "peak memory: 250 MiB above the 400 MiB of libraries, 300 MiB predicted (step 9, rank 1): "
-        "runs/a/memory/report.md",
+        "peak memory: 250 MiB above the 400 MiB of libraries, 300 MiB predicted (step 9, rank 1): runs/a/report.html",
         "done at step 20, the best is step 10: runs/a/result.json",
     ]
     lines = closing_lines(result | {"status": "stopped", "metrics": {}}, reports[:1], Path("runs/a"), "train.py")

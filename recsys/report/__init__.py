@@ -1,0 +1,1 @@
+"""Pages on runs, made of the files that they leave: one run, or several side by side."""

@@ -1,0 +1,205 @@
+"""Curves as inline SVG and bars as HTML, drawn here without a library and without JavaScript.
+
+Charts are as wide as a phone; pages put several beside each other, so that their letters keep their size.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+from recsys.report.text import number, size
+
+NUM_COLOURS = 8  # classes c0 … c7 of style.css
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 200, 46, 10, 10, 30
+_FEW = 15  # points that are drawn as such
+_MOST_POINTS = 240  # of a curve; of more, neighbours become their mean, within a band from least to most
+Points = Sequence[tuple[float, float | None]]
+Bucket = tuple[float, float, float, float]  # x, mean, least, most
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a chart is of.
+
+    Attributes:
+        show: writes a value, on the axis too.
+        base: 1024 where ticks are to be round in bytes.
+        least: the axis begins here or below; None: near the smallest value.
+        bands: spans of x with a name, such as phases. level: a value to compare with, and its name.
+    """
+
+    title: str
+    unit: str = ""
+    x_label: str = "step"
+    show: Callable[[float], str] = number
+    base: int = 1
+    least: float | None = None
+    bands: Sequence[tuple[float, float, str]] = ()
+    level: tuple[float, str] | None = None
+    marks: Mapping[float, str] = field(default_factory=dict)
+
+
+def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
+    """Return a figure with a curve for each series; values that are None leave a gap. Empty without any value."""
+    curves = {name: _runs(points) for name, points in series.items()}
+    everything = [bucket for runs in curves.values() for run in runs for bucket in run]
+    if not everything:
+        return ""
+    level = [axis.level[0]] if axis.level else []
+    low = min([*(bucket[2] for bucket in everything), *level])
+    high = max([*(bucket[3] for bucket in everything), *level])
+    ticks = _ticks(low if axis.least is None else min(low, axis.least), high, axis.base)
+    ends = [bucket[0] for bucket in everything] + [end for start, stop, _ in axis.bands for end in (start, stop)]
+    left, right = min(ends), max(ends)
+    steps = _ticks(left, right)
+
+    def x(value: float) -> float:
+        return round(_LEFT + (value - left) / ((right - left) or 1) * (_WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(value: float) -> float:
+        return round(_HEIGHT - _BOTTOM - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (_HEIGHT - _BOTTOM - _TOP), 1)
+
+    parts = [_band(x(start), x(stop), name, axis) for start, stop, name in axis.bands]
+    for tick in ticks:
+        text = f"{tick:,.{_digits(ticks)}f}" if axis.show is number else axis.show(tick)
+        parts.append(f"<path class=grid d='M{_LEFT} {y(tick)}H{_WIDTH - _RIGHT}'/>")
+        parts.append(f"<text x={_LEFT - 6} y={y(tick) + 3.5} text-anchor=end>{escape(text)}</text>")
+    for tick in steps:
+        if left <= tick <= right:
+            parts.append(
+                f"<text x={x(tick)} y={_HEIGHT - _BOTTOM + 15} text-anchor=middle>{tick:,.{_digits(steps)}f}</text>"
+            )
+    parts.append(f"<text x={_WIDTH - _RIGHT} y={_HEIGHT - 2} text-anchor=end>{escape(axis.x_label)}</text>")
+    for i, (name, runs) in enumerate(curves.items()):
+        parts += [_curve(run, f"c{i % NUM_COLOURS}", name if len(curves) > 1 else "", axis, x, y) for run in runs]
+    if axis.level:
+        parts.append(f"<path class=level d='M{_LEFT} {y(axis.level[0])}H{_WIDTH - _RIGHT}'/>")
+    for at, name in axis.marks.items():
+        parts.append(f"<path class=mark d='M{x(at)} {_TOP}V{_HEIGHT - _BOTTOM}'><title>{escape(name)}</title></path>")
+    return _figure(axis, curves, "".join(parts))
+
+
+def _figure(axis: Axis, curves: Mapping[str, list[list[Bucket]]], drawing: str) -> str:
+    """Put a drawing into a figure with a caption, a description in words, and a legend where there are several."""
+    told, key = [], re.sub(r"\W+", "-", axis.title.lower())
+    there = {name: (f"c{i % NUM_COLOURS}", runs) for i, (name, runs) in enumerate(curves.items()) if runs}
+    for name, (_, runs) in there.items():
+        points = [bucket for run in runs for bucket in run]
+        least, most = min(points, key=lambda p: p[2]), max(points, key=lambda p: p[3])
+        ends = f"from {axis.show(points[0][1])} to {axis.show(points[-1][1])}"
+        extremes = f"least {axis.show(least[2])} at {number(least[0])}, most {axis.show(most[3])} at {number(most[0])}"
+        told.append(f"{name}: {ends}, {extremes}")
+    entries = [(kind, name) for name, (kind, _) in there.items()] if len(curves) > 1 else []
+    entries += [(f"b{i}", name) for i, name in enumerate(_names(axis))]
+    entries += [("level", axis.level[1])] if axis.level else []
+    entries += [("mark", name) for name in axis.marks.values()]
+    described = escape(f"{axis.title} over {axis.x_label}. {'; '.join(told)}.")
+    return (
+        f"<figure><figcaption>{escape(axis.title)} <span>{escape(axis.unit)}</span></figcaption>"
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-labelledby='{key}-t {key}-d'>"
+        f"<title id='{key}-t'>{escape(axis.title)}</title><desc id='{key}-d'>{described}</desc>{drawing}</svg>"
+        f"{legend(entries)}</figure>"
+    )
+
+
+def legend(entries: Sequence[tuple[str, str]]) -> str:
+    """Return swatches with names; of pairs of a class of style.css and a name."""
+    items = "".join(f"<li><i class='{kind}'></i>{escape(name)}</li>" for kind, name in entries)
+    return f"<ul class=legend>{items}</ul>" if entries else ""
+
+
+def stacked_bars(
+    rows: Mapping[str, Mapping[str, float]], show: Callable[[float], str] = size, plain: str = "the rest"
+) -> str:
+    """Return a bar for each row, split by the parts of it; the parts that are largest over all rows have colours.
+
+    Args:
+        plain: a part that has none.
+    """
+    totals: dict[str, float] = {}
+    for row in rows.values():
+        for name, value in row.items():
+            totals[name] = totals.get(name, 0) + value
+    totals.pop(plain, None)
+    largest = sorted(filter(totals.__getitem__, totals), key=totals.__getitem__, reverse=True)
+    shown = largest if len(largest) <= NUM_COLOURS else largest[: NUM_COLOURS - 1]
+    longest = max((sum(row.values()) for row in rows.values()), default=0) or 1
+    bars = []
+    for label, row in rows.items():
+        parts = [(f"c{i}", name, row.get(name, 0)) for i, name in enumerate(shown)]
+        name = plain if plain in row else "the rest"
+        parts.append(("rest", name, sum(row.values()) - sum(value for _, _, value in parts)))
+        boxes = "".join(
+            f"<span class={kind} style='width:{value / longest:.2%}' title='{escape(f'{name}: {show(value)}')}'></span>"
+            for kind, name, value in parts
+            if value > 0
+        )
+        told = ", ".join(f"{name} {show(value)}" for _, name, value in parts if value > 0)
+        bar = f"<div class=bar role=img aria-label='{escape(f'{label}: {told}')}'>{boxes}</div>"
+        bars.append(f"<div class=row><span>{escape(label)}</span>{bar}<b>{show(sum(row.values()))}</b></div>")
+    entries = [(f"c{i}", name) for i, name in enumerate(shown)] + [("rest", "the rest")] * (len(shown) < len(largest))
+    return f"<div class=bars>{''.join(bars)}{legend(entries)}</div>"
+
+
+def _runs(points: Points) -> list[list[Bucket]]:
+    """Return the curve in pieces without gaps, of no more points than can be seen."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for at, value in points:
+        if value is not None and math.isfinite(value):
+            runs[-1].append((at, value))
+        elif runs[-1]:
+            runs.append([])
+    stride = math.ceil(len(points) / _MOST_POINTS)
+    return [[_bucket(run[i : i + stride]) for i in range(0, len(run), stride)] for run in runs if run]
+
+
+def _bucket(points: list[tuple[float, float]]) -> Bucket:
+    values = [value for _, value in points]
+    return points[-1][0], sum(values) / len(values), min(values), max(values)
+
+
+def _curve(
+    run: list[Bucket], kind: str, name: str, axis: Axis, x: Callable[[float], float], y: Callable[[float], float]
+) -> str:
+    """Draw a piece of a curve, the band that it lies in, and a tip at each point."""
+    line = " ".join(f"{x(at)},{y(mean)}" for at, mean, _, _ in run)
+    parts = [f"<polyline class='{kind}' points='{line}'/>"]
+    if any(least != most for _, _, least, most in run):
+        edge = [f"{x(at)},{y(most)}" for at, _, _, most in run] + [f"{x(at)},{y(low)}" for at, _, low, _ in run[::-1]]
+        parts.insert(0, f"<polygon class='{kind}' points='{' '.join(edge)}'/>")
+    for at, mean, _, _ in run:
+        tip = escape(f"{name} {axis.show(mean)}, {axis.x_label} {number(at)}".strip())
+        if len(run) <= _FEW:
+            parts.append(f"<circle class='{kind}' cx={x(at)} cy={y(mean)} r=2.5 />")
+        parts.append(f"<circle class=tip cx={x(at)} cy={y(mean)} r=6><title>{tip}</title></circle>")
+    return "".join(parts)
+
+
+def _band(start: float, stop: float, name: str, axis: Axis) -> str:
+    place = f"x={start} y={_TOP} width={max(0.5, stop - start):.1f} height={_HEIGHT - _TOP - _BOTTOM}"
+    return f"<rect class=b{_names(axis).index(name)} {place}><title>{escape(name)}</title></rect>"
+
+
+def _names(axis: Axis) -> list[str]:
+    return list(dict.fromkeys(name for _, _, name in axis.bands))[:NUM_COLOURS]
+
+
+def _ticks(low: float, high: float, base: int = 1) -> list[float]:
+    """Return about five round numbers from at most `low` to at least `high`, round in units of `base` ** n."""
+    if high <= low:
+        gap = abs(high) * 0.1 or 1.0
+        low, high = low - gap, high + gap
+    unit = float(base ** int(math.log(max(abs(low), abs(high), 1), base))) if base > 1 else 1.0
+    rough = (high - low) / unit / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = unit * power * next(factor for factor in (1, 2, 2.5, 5, 10) if rough <= factor * power * 1.0001)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _digits(ticks: list[float]) -> int:
+    """Return the digits behind the point that tell neighbouring ticks apart."""
+    step = ticks[1] - ticks[0]
+    return next((digits for digits in range(9) if abs(round(step, digits) - step) < step * 1e-6), 9)

@@ -1,0 +1,121 @@
+"""`recsys compare`: runs side by side, as text and as one HTML page."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from recsys.report.charts import NUM_COLOURS, Axis, legend, line_chart
+from recsys.report.html import charts, document, table
+from recsys.report.record import Record, open_record
+from recsys.report.text import number, size
+from recsys.runtime.files import replace_file
+
+_PLACES = ("run.dir", "run.name")
+
+
+def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
+    """Print what runs have and what they came to, write a page with their curves, and return its path.
+
+    Args:
+        out: default: compare.html in the working directory.
+
+    Raises:
+        UserError: one of the folders is no run. OSError: a file cannot be read, or the page not written.
+    """
+    runs = [open_record(folder) for folder in folders]
+    print(f"{compare_text(runs)}\n")
+    page = out or Path("compare.html")
+    replace_file(page, compare_page(runs))
+    return page
+
+
+def differing_keys(runs: Sequence[Record]) -> list[list[str]]:
+    """Return the config keys that differ, each with its value in every run; a dash where a run has none."""
+    rows: dict[str, list[str]] = {}
+    for key in sorted(set().union(*(run.config for run in runs)) - {*_PLACES}):
+        values = [run.config.get(key, "–") for run in runs]
+        if any(value != values[0] for value in values):
+            section = _missing_section(key, runs)
+            shown = [value if isinstance(value, str) else json.dumps(value) for value in values]
+            rows[section or key] = ["there" if section and value != "–" else value for value in shown]
+    return [[key, *values] for key, values in rows.items()]
+
+
+def _missing_section(key: str, runs: Sequence[Record]) -> str | None:
+    """Return the widest section around a key, such as a feature, that another run has nothing of; None: all have."""
+    words = key.split(".")
+    for depth in range(1, len(words)):
+        section = ".".join(words[:depth]) + "."
+        if any(not any(other.startswith(section) for other in run.config) for run in runs):
+            return f"{section}*"
+    return None
+
+
+def results(runs: Sequence[Record]) -> list[list[str]]:
+    """Return the figures that runs end with, each over all runs."""
+    names: dict[str, list[Any]] = {}
+    for i, run in enumerate(runs):
+        figures = {f"{role} {name}": value for role in run.metrics for name, value in run.metrics[role].items()}
+        for name, value in {**figures, **_ending(run)}.items():
+            names.setdefault(name, ["–"] * len(runs))[i] = number(value)
+    facts = [["status", *(run.status for run in runs)], ["steps", *(number(run.step) for run in runs)]]
+    return [*facts, *([name, *values] for name, values in names.items())]
+
+
+def _ending(run: Record) -> dict[str, Any]:
+    ending: dict[str, Any] = {
+        name: run.result[name] for name in ("samples_per_s", "wait_share", "seconds") if name in run.result
+    }
+    losses = [value for _, value in run.curves("train").get("loss", ())]
+    peaks = [report["peak"]["measured_bytes"] for report in run.memory]
+    return {"training loss": losses[-1] if losses else None, **ending, "peak memory": size(max(peaks, default=None))}
+
+
+def names_of(runs: Sequence[Record]) -> list[str]:
+    """Return a name for each run that tells it from the others: its folder's, with those above where needed."""
+    parts = [run.folder.resolve().parts for run in runs]
+    depth = next((n for n in range(1, 99) if len({each[-n:] for each in parts}) == len(set(parts))), 99)
+    return ["/".join(each[-depth:]) for each in parts]
+
+
+def compare_text(runs: Sequence[Record]) -> str:
+    """Return the config keys that differ, and the results, as two tables of text."""
+    names = names_of(runs)
+    return "\n\n".join(
+        _aligned([[head, *names], *rows])
+        for head, rows in (("differing key", differing_keys(runs)), ("result", results(runs)))
+    )
+
+
+def _aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *values in rows:
+        cells = (value.rjust(width) for value, width in zip(values, widths[1:], strict=True))
+        lines.append("  ".join([name.ljust(widths[0]), *cells]))
+    return "\n".join(lines)
+
+
+def compare_page(runs: Sequence[Record]) -> str:
+    """Return a page with the results, the config keys that differ, and the curves of all runs over each other."""
+    names = names_of(runs)
+    caption = "What differs in config.yaml; all other keys are alike"
+    key = legend([(f"c{i % NUM_COLOURS}", name) for i, name in enumerate(names)])
+    sections = {
+        "Results": table("Figures at the end of each run", ["figure", *names], results(runs)),
+        "Curves": _curves(runs, names),
+        "Config": table(caption, ["key", *names], differing_keys(runs)) or "<p>No key of the configs differs.</p>",
+    }
+    return document(f"{len(runs)} runs compared", key, sections)
+
+
+def _curves(runs: Sequence[Record], names: Sequence[str]) -> str:
+    figures = []
+    for role in dict.fromkeys(["train", *(role for run in runs for role in run.metrics)]):
+        curves = [run.curves(role) for run in runs]
+        for name in dict.fromkeys(name for curve in curves for name in curve if name != "seconds_left"):
+            series = {run: curve.get(name, []) for run, curve in zip(names, curves, strict=True)}
+            if role == "train" or any(len(points) > 1 for points in series.values()):
+                figures.append(line_chart(Axis(name.replace("_", " "), role), series))
+    return charts(*figures)

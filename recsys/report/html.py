@@ -1,0 +1,94 @@
+"""The frame of an HTML page, its sections and its tables: one file, without JavaScript and without a network."""
+
+import re
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+
+_LONG = 60  # characters, of which a cell may have several lines
+_NUMBER = re.compile(r"–$|≈? ?-?[\d.,]+(e[+-]\d+)?($|%| (bytes|[KMGTP]iB)|[^ ]? \()")
+
+
+def document(title: str, head: str, sections: Mapping[str, str]) -> str:
+    """Return a page with a contents list; sections without content are left out.
+
+    Args:
+        head: HTML under the title. sections: HTML by heading.
+    """
+    style = files("recsys.report").joinpath("style.css").read_text()
+    there = {heading: content for heading, content in sections.items() if content}
+    links = "".join(f"<li><a href='#{_key(heading)}'>{escape(heading)}</a></li>" for heading in there)
+    body = "".join(
+        f"<section aria-labelledby='{_key(heading)}'><h2 id='{_key(heading)}'>{escape(heading)}</h2>{content}</section>"
+        for heading, content in there.items()
+    )
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        "<meta name=viewport content='width=device-width, initial-scale=1'>"
+        f"<meta name=color-scheme content='light dark'><link rel=icon href='data:,'>"
+        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n"
+        f"<body><a class=skip href='#main'>Skip to the content</a><header><h1>{escape(title)}</h1>{head}"
+        f"<nav aria-label=Contents><ul>{links}</ul></nav></header>\n<main id=main>{body}</main></body></html>\n"
+    )
+
+
+class Html(str):
+    """A cell of a table that is HTML, not text."""
+
+
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table whose first column names its rows. Columns of numbers, most of them at least, are set right."""
+    if not rows:
+        return ""
+    most = [2 * sum(map(_is_number, cells)) > len(rows) for cells in zip(*rows, strict=True)]
+    sides = ["n" if i and is_number else "t" for i, is_number in enumerate(most)]
+    head = "".join(f"<th scope=col class={side}>{escape(name)}</th>" for name, side in zip(columns, sides, strict=True))
+    body = []
+    for name, *cells in rows:
+        line = "".join(
+            f"<td class={'long' if len(cell) > _LONG and side == 't' else side}>{_inner(cell)}</td>"
+            for cell, side in zip(cells, sides[1:], strict=True)
+        )
+        body.append(f"<tr><th scope=row>{_inner(name)}</th>{line}</tr>")
+    told = escape(caption)
+    return (
+        f"<div class=scroll tabindex=0 role=region aria-label='{told}'><table><caption>{told}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
+
+
+def _is_number(cell: str) -> bool:
+    return isinstance(cell, Html) or _NUMBER.match(cell) is not None
+
+
+def _inner(cell: str) -> str:
+    return cell if isinstance(cell, Html) else escape(cell)
+
+
+def charts(*figures: str) -> str:
+    """Put figures beside each other, as many as there is room for."""
+    return f"<div class=charts>{''.join(figures)}</div>" if any(figures) else ""
+
+
+def tiles(figures: Mapping[str, str]) -> str:
+    """Return the figures that a page begins with, by what they are."""
+    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures.items())
+    return f"<dl class=tiles>{items}</dl>"
+
+
+def folded(title: str, text: str) -> str:
+    """Return a text as it is, which the reader may open."""
+    if not text:
+        return ""
+    label = escape(title)
+    inner = f"<pre tabindex=0 role=region aria-label='{label}'>{escape(text)}</pre>"
+    return f"<details><summary>{label}</summary>{inner}</details>"
+
+
+def meter(share: float | None, text: str) -> Html:
+    """Return a cell with a share as text and as a bar under it."""
+    return Html(f"<span class=meter style='--share:{min(1.0, share or 0):.2%}'>{escape(text)}</span>")
+
+
+def _key(heading: str) -> str:
+    return re.sub(r"\W+", "-", heading.lower())

@@ -1,0 +1,170 @@
+"""What a run directory tells of its run, whether that is done, failed, was killed or still goes on."""
+
+import json
+import re
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from recsys.errors import UserError
+
+_LOCK, _STALE_S = ".lock", 120.0  # as of recsys.runtime.run_lock, which imports torch
+_LOG_TAIL = 1 << 20  # bytes of a log that are read
+_TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+_LOG_LINE = re.compile(rf"({_TIME}),\d+ (WARNING|ERROR|CRITICAL) [\w.]+: (?:error: )?(.*)", re.DOTALL)
+_FOR_DEVELOPERS = re.compile(r"\S+: (Future|Deprecation|PendingDeprecation)Warning:")
+_NOT_METRICS = ("kind", "time", "step", "epoch", "rows", "users", "losses")
+Points = list[tuple[float, float | None]]  # steps and values; None is not a number
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run, read from its directory.
+
+    Args:
+        error: why the run ends just now, which its log does not tell yet.
+    """
+
+    folder: Path
+    error: str | None = None
+
+    @cached_property
+    def result(self) -> dict[str, Any]:
+        """result.json of a run that has ended in order, and of no earlier start of it; else empty."""
+        identity = self.memory[0]["identity"] if self.memory else {}
+        return self._json("result.json") if identity.get("status") in ("done", "stopped") else {}
+
+    @cached_property
+    def memory(self) -> list[dict[str, Any]]:
+        """The memory reports by rank; empty before the end of a run."""
+        reports = [json.loads(path.read_text()) for path in self.folder.glob("memory/rank_*.json")]
+        return sorted(reports, key=lambda report: report["identity"]["rank"])
+
+    @cached_property
+    def shards(self) -> list[Any]:
+        """The pieces of the plan, as `recsys.tables.spec.Shard`."""
+        return [SimpleNamespace(**shard) for shard in self._json("plan.json").get("shards", ())]
+
+    @cached_property
+    def config_text(self) -> str:
+        path = self.folder / "config.yaml"
+        return path.read_text() if path.exists() else ""
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The config's values by dotted key; those of lists are one value."""
+        tree = OmegaConf.to_container(OmegaConf.create(self.config_text or "{}"))
+        return dict(_leaves(tree, ""))
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("run.name") or self.folder.name)
+
+    @property
+    def status(self) -> str:
+        """One of done, stopped, failed, out of memory, running and killed."""
+        known = str(self.memory[0]["identity"]["status"]) if self.memory else ""
+        if self.error or self._failed_since():
+            return known if known == "out of memory" else "failed"
+        if known:
+            return known
+        lock = self.folder / _LOCK
+        return "running" if lock.exists() and time.time() - lock.stat().st_mtime < _STALE_S else "killed"
+
+    @cached_property
+    def lines(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that are whole, of which a killed process may leave one that is not."""
+        path, lines = self.folder / "metrics.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                continue
+        return lines
+
+    def curves(self, kind: str) -> dict[str, Points]:
+        """Return the figures of a kind of lines (train, valid, test) over the steps, by name; labels' losses too."""
+        curves: dict[str, Points] = {}
+        for line in self.lines:
+            if line["kind"] == kind:
+                losses = {f"loss of {name}": value for name, value in line.get("losses", {}).items()}
+                for name, value in (line | losses).items():
+                    if name.rpartition(".")[2] not in _NOT_METRICS:
+                        curves.setdefault(name, []).append((line["step"], value))
+        return curves
+
+    @cached_property
+    def metrics(self) -> dict[str, dict[str, float | None]]:
+        """The last metrics of each dataset."""
+        if "metrics" in self.result:
+            return self.result["metrics"]
+        kinds = dict.fromkeys(line["kind"] for line in self.lines if line["kind"] != "train")
+        return {kind: {name: points[-1][1] for name, points in self.curves(kind).items()} for kind in kinds}
+
+    @cached_property
+    def step(self) -> int:
+        last = self.memory[0]["identity"].get("step", 0) if self.memory else 0
+        return max([last, *(line["step"] for line in self.lines)])
+
+    @cached_property
+    def log(self) -> list[tuple[str, str, str]]:
+        """Times, levels and texts of the warnings and errors of all ranks, in order, those alike once."""
+        found: dict[str, tuple[str, str, str]] = {}
+        for path in sorted(self.folder.glob("logs/rank_*.log")):
+            for match in map(_LOG_LINE.fullmatch, _entries(path)):
+                if match and not _FOR_DEVELOPERS.match(match[3]):
+                    found.setdefault(match[3], (match[1], match[2], match[3].rstrip()))
+        known = sorted(found.values())
+        return [*known, ("", "ERROR", self.error)] if self.error else known
+
+    @cached_property
+    def checkpoints(self) -> list[tuple[str, float, int]]:
+        """Name, time and bytes of each checkpoint, the oldest first."""
+        found = []
+        for path in sorted(self.folder.glob("checkpoints/step-*/checkpoint.json")):
+            num_bytes = sum(file.stat().st_size for file in path.parent.iterdir())
+            found.append((path.parent.name, path.stat().st_mtime, num_bytes))
+        return found
+
+    def _failed_since(self) -> bool:
+        """Return whether the log ends in an error, and no memory report is from after that."""
+        if not self.log or self.log[-1][1] != "ERROR":
+            return False
+        at = time.mktime(time.strptime(self.log[-1][0], "%Y-%m-%d %H:%M:%S"))
+        return not self.memory or at > (self.folder / "memory" / "rank_0.json").stat().st_mtime - 1
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.exists() else {}
+
+
+def open_record(path: Path, error: str | None = None) -> Record:
+    """Return the record of a run directory; `error` as of `Record`.
+
+    Raises:
+        UserError: it is none.
+    """
+    if not (path / "config.yaml").exists():
+        raise UserError(f"'{path}' holds no run; name a folder that a run has written to, such as runs/NAME-TIME")
+    return Record(path, error)
+
+
+def _leaves(value: Any, key: str) -> Any:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _entries(path: Path) -> list[str]:
+    """Return the entries of a log, each with the lines that go on below it, of its last megabyte."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_TAIL))
+        text = file.read().decode("utf-8", "replace")
+    return re.split(rf"\n(?={_TIME},)", text.rstrip("\n"))

@@ -1,0 +1,58 @@
+"""Sizes, lists of ranks and placements of tables, as people read them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(num_bytes: float | None) -> str:
+    """Return bytes with three digits in the unit that suits; a dash for None."""
+    if not num_bytes:
+        return "–" if num_bytes is None else "0"
+    power = min(len(_UNITS) - 1, (int(abs(num_bytes)).bit_length() - 1) // 10)
+    number = num_bytes / 1024**power
+    digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    return f"{number:,.{digits}f} {_UNITS[power]}"
+
+
+def number(value: Any) -> str:
+    """Return a figure of a run with about four digits, text as it is, and a dash for None."""
+    if value is None:
+        return "–"
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.3g}"
+
+
+def listed(numbers: Iterable[int], noun: str = "rank") -> str:
+    """Return ranks as `rank 0` or `ranks 0-3, 5`."""
+    runs: list[list[int]] = []
+    for each in sorted(numbers):
+        if runs and runs[-1][-1] == each - 1:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"{noun}{'s' if sum(map(len, runs)) > 1 else ''} {shown}"
+
+
+def placements(shards: Iterable[Any]) -> dict[tuple[str, str, str], str]:
+    """Return where the pieces of each table are, in words, by table, sharding type and compute kernel.
+
+    Args:
+        shards: with the attributes of `recsys.tables.spec.Shard`.
+    """
+    tables: dict[tuple[str, str, str], dict[int, list[str]]] = {}
+    for shard in shards:
+        ranks = tables.setdefault((shard.table, shard.sharding_type, shard.compute_kernel), {})
+        ranks.setdefault(shard.rank, []).append(f"{shard.size[0]:,} × {shard.size[1]}")
+    places = {}
+    for table, ranks in tables.items():
+        alike: dict[str, list[int]] = {}
+        for rank, sizes in ranks.items():
+            alike.setdefault(" and ".join(sizes), []).append(rank)
+        places[table] = "; ".join(f"{sizes} on {listed(found)}" for sizes, found in alike.items())
+    return places

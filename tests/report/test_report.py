@@ -1,0 +1,163 @@
+"""The page of a run and the comparison of several: whole, self-contained, and with the figures of the run's files."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from launch import fork_train
+
+from recsys.__main__ import main
+from recsys.report.charts import Axis, line_chart, stacked_bars
+from recsys.report.compare import differing_keys, names_of
+from recsys.report.html import Html, table
+from recsys.report.page import report_page
+from recsys.report.record import Record
+from recsys.report.text import number
+
+CONFIG = "configs/dlrm_sample.yaml"
+_VOID = ("meta", "link", "path", "rect", "circle", "polyline", "polygon", "br")
+
+
+class Page(HTMLParser):
+    """Headings, attributes and text of a page; fails on tags that do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.headings: list[str] = []
+        self.feed(text)
+        assert not self.open and len(self.ids) == len(set(self.ids))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids += [given["id"]] if "id" in given else []
+        self.addresses += [given[name] for name in ("src", "href") if name in given]
+        assert tag not in ("script", "img", "iframe")
+        # A path or circle may be closed in the tag itself.
+        if tag not in _VOID or (tag in ("path", "circle", "rect") and not self.get_starttag_text().endswith("/>")):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in _VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of two ranks, one that failed, and one that looks as if it had been killed."""
+    folder = tmp_path_factory.mktemp("runs")
+    done = fork_train(CONFIG, f"run.dir={folder}/two", "train.epochs=1", "train.log_every_steps=2", nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert f"{folder}/two/report.html" in done.stdout
+    bad = ("optimizer.dense.learning_rate=1e30", "optimizer.dense.name=sgd", "train.log_every_steps=1")
+    done = fork_train(CONFIG, f"run.dir={folder}/failed", *bad)
+    assert done.returncode == 1
+    killed = folder / "killed"
+    killed.mkdir()
+    for name in ("config.yaml", "plan.json", "metrics.jsonl"):
+        (killed / name).write_bytes((folder / "two" / name).read_bytes())
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # cut, as a kill leaves it
+    return folder
+
+
+def test_the_page_of_a_run(runs: Path) -> None:
+    text = (runs / "two" / "report.html").read_text()
+    page = Page(text)
+    sections = ["Results", "Learning", "Speed", "Memory", "Plan", "Ids", "Checkpoints", "Warnings", "Setting"]
+    assert page.headings == ["dlrm_sample", *sections]
+    assert all(address.startswith(("#", "data:")) for address in page.addresses) and "@import" not in text
+    # A tip at each point of a curve has the figure that metrics.jsonl has.
+    lines = [json.loads(line) for line in (runs / "two" / "metrics.jsonl").read_text().splitlines()]
+    tips = re.findall(r"<title>([\d.]+), step ([\d,]+)</title>", text)
+    for line in lines:
+        if line["kind"] == "train":
+            assert (number(line["loss"]), number(line["step"])) in tips
+    result = json.loads((runs / "two" / "result.json").read_text())
+    assert result["git_commit"] in text and f"{result['metrics']['valid']['auc']:.4f}" in text
+    assert "rank 1 predicted" in text and "Rank 1, resident memory" in text and "out of vocabulary" in text
+    assert "configs" not in page.headings and "global_batch_size: 256" in text
+
+
+def test_the_page_of_a_run_that_failed_says_why(runs: Path) -> None:
+    text = (runs / "failed" / "report.html").read_text()
+    assert "status bad'>failed</span>" in text and "is not finite" in text.partition("<nav")[0]
+    assert {"Memory", "Plan", "Warnings", "Setting"} <= {*Page(text).headings}
+    assert Record(runs / "failed").status == "failed"  # as its files tell later
+
+
+def test_the_page_of_a_killed_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(runs / "killed")]) == 0
+    assert capsys.readouterr().out == f"{runs}/killed/report.html\n"
+    text = (runs / "killed" / "report.html").read_text()
+    page = Page(text)
+    assert ">killed</span>" in text and "Learning" in page.headings and "Memory" not in page.headings
+    assert "numbers" in text  # the plan, whose bytes are not known yet
+    (runs / "killed" / ".lock").touch()
+    assert Record(runs / "killed").status == "running"
+    (runs / "killed" / ".lock").unlink()
+
+
+def test_names_are_no_html(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text('run: {name: "</style><script>x\'"}\n')
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank_0.log").write_text("2026-01-01 00:00:00,000 WARNING recsys: <b>bold\n  and more\n")
+    text = report_page(Record(tmp_path))
+    Page(text)
+    assert "<b>bold" not in text and "&lt;b&gt;bold\n  and more" in text and "<script" not in text
+
+
+def test_runs_compared(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "both.html"
+    assert main(["compare", str(runs / "two"), str(runs / "failed"), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^optimizer.dense.learning_rate +0.001 +1e\+30$", said, re.MULTILINE)
+    assert re.search(r"^status +done +failed$", said, re.MULTILINE) and said.endswith(f"\n{out}\n")
+    text = out.read_text()
+    assert Page(text).headings == ["2 runs compared", "Results", "Curves", "Config"]
+    assert text.count("<polyline class='c0'") >= 2
+    assert "features.hour" not in said
+
+
+def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
+    for name, features in (("a", "{x: {table: t, type: id}, y: {type: id}}"), ("b/a", "{y: {type: float}}")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text(f"features: {features}\nrun: {{dir: {name}}}\n")
+    both = [Record(tmp_path / "a"), Record(tmp_path / "b/a")]
+    assert differing_keys(both) == [["features.x.*", "there", "–"], ["features.y.type", "id", "float"]]
+    assert names_of(both) == [f"{tmp_path.name}/a", "b/a"]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "recsys", "report", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith(f"error: '{tmp_path}' holds no run")
+
+
+def test_a_curve_has_round_ticks_gaps_and_a_band() -> None:
+    drawn = line_chart(Axis("Loss"), {"loss": [(0, 0.31), (1, 0.42), (2, None), (3, 0.39), (4, 0.52)]})
+    assert re.findall(r"text-anchor=end>([^<]*)<", drawn) == ["0.3", "0.4", "0.5", "0.6", "step"]
+    assert drawn.count("<polyline") == 2 and "<polygon" not in drawn
+    assert "from 0.3100 to 0.5200, least 0.3100 at 0, most 0.5200 at 4." in drawn
+    many = [(step, float(step % 2)) for step in range(10_000)]
+    drawn = line_chart(Axis("Loss"), {"loss": many})
+    assert drawn.count("<polygon") == 1 and drawn.count("class=tip") < 300
+    assert line_chart(Axis("Loss"), {"loss": [(0, None)]}) == "" and line_chart(Axis("One"), {"a": [(3, 7.0)]})
+
+
+def test_bars_and_tables() -> None:
+    bars = stacked_bars({"a": {"x": 3.0, "y": 1.0}, "b": {"y": 2.0}}, str)
+    assert re.findall(r"width:([\d.]+)%", bars) == ["75.00", "25.00", "50.00"]
+    rows = [["a", "1.5 MiB", "word", Html("<i>1</i>")], ["b", "–", "2", Html("")]]
+    assert re.findall(r"scope=col class=(.)", table("T", "wxyz", rows)) == ["t", "n", "t", "n"]
