@@ -33,6 +33,7 @@ class SimpleXConfig(RetrievalConfig):
     item_id: str = MISSING  # the item feature that tells items apart, of the same table
     dim: int = bounded(64, 1, WIDEST)  # embedding_dim of both tables
     history_share: float = bounded(0.5, 0, 1)  # of the items' mean in a user's vector; the rest is the user's own
+    leave_one_out: bool = False  # in training: the item that is to be found is not in the mean that finds it
     dropout: float = bounded(0.0, 0, below=1)  # of the items' mean
     loss: RetrievalLoss = RetrievalLoss.softmax
     temperature: float = bounded(0.1, 1e-30, below=1e30)  # of softmax and binary: what cosines are divided by
@@ -83,7 +84,8 @@ class SimpleXConfig(RetrievalConfig):
 class SimpleX(RetrievalModel):
     """A user's vector is their own and a linear map of the mean of their items'; a score is a cosine with an item's.
 
-    In training the mean holds the item that is to be found too, as in the paper.
+    In training the mean holds the item that is to be found too, as in the paper, unless `leave_one_out` is set: that
+    item is then searched by what the others tell, as in use. Negatives are compared with the whole mean in both cases.
     """
 
     Config = SimpleXConfig
@@ -96,22 +98,32 @@ class SimpleX(RetrievalModel):
         nn.init.eye_(self.map.weight)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return vectors of length 1: of users and items, [rows, dim]; in training of lists' items too, [ids, dim]."""
+        """Return vectors of length 1: of users and items, [rows, dim]; in training of lists' items too, and of users as
+        they search each of these, [ids, dim]."""
         history, share = vectors[self.config.history], self.config.history_share
-        mean = sum_by_row(history) / history.lengths().clamp(min=1)[:, None]
-        users = (1 - share) * vectors[self.config.user_id] + share * self.map(self.dropout(mean))
-        found = (F.normalize(users, dim=1), F.normalize(vectors[self.config.item_id], dim=1))
-        return (*found, F.normalize(history.values(), dim=1)) if self.training else found
+        own, total, lengths = vectors[self.config.user_id], sum_by_row(history), history.lengths()[:, None]
+        users = (1 - share) * own + share * self.map(self.dropout(total / lengths.clamp(min=1)))
+        users, items = F.normalize(users, dim=1), F.normalize(vectors[self.config.item_id], dim=1)
+        if not self.training:
+            return users, items
+        positives, row = history.values(), row_of_each_id(history)
+        if self.config.leave_one_out:
+            kept = self.dropout(torch.ones_like(total))[row]  # as of the whole mean
+            mean = (total[row] - positives) / (lengths - 1).clamp(min=1)[row]
+            searching = F.normalize((1 - share) * own[row] + share * self.map(kept * mean), dim=1)
+        else:
+            searching = users[row]
+        return users, items, F.normalize(positives, dim=1), searching
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
-        users, items, positives = outputs
+        users, items, positives, searching = outputs
         start = len(users) if batch.sampled is None else batch.sampled.start
         history, users = batch.ids[self.config.history], users[:start]
         negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, self.config.item_id)[start:])
         keys, order = keys.sort()
         row = row_of_each_id(history)
         barred = barred_scores(keys, history.values(), row, start)
-        own, scores = (users[row] * positives).sum(1), users @ negatives[order].T
+        own, scores = (searching * positives).sum(1), users @ negatives[order].T
         losses = self._losses(own, scores, barred, row)
         return {self.config.loss.name: (losses * batch.weights[row]).sum()}
 

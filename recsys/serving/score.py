@@ -293,6 +293,15 @@ def column(table: pa.Table, name: str) -> pa.Array:
     return pa.concat_arrays(chunks) if chunks else stored(pa.array([], table.schema.field(name).type))
 
 
+def as_table(rows: Any) -> pa.Table:
+    """Return an Arrow table of an Arrow table or batch, a dict of columns or a data frame."""
+    try:
+        return pa.table(rows)
+    except (TypeError, ValueError, pa.ArrowException) as error:
+        allowed = "an Arrow table or batch, a dict of columns or a data frame"
+        raise ExportError(f"rows are a {type(rows).__name__}, and may be {allowed}: {error}") from error
+
+
 def crossed(table: pa.Table, names: list[str]) -> pa.Array:
     """Return an id for each combination of the ids in some columns, null where one is."""
     columns = [column(table, name) for name in names]
@@ -657,16 +666,16 @@ class Scorer:
         for batch in pq.ParquetFile(path).iter_batches(ROWS_AT_ONCE):
             yield self.outputs("item", pa.Table.from_batches([batch]))[0]
 
-    def score(self, rows: pa.Table) -> pa.Table:
-        """Return the scores of rows: a column for each output of the model."""
-        return pa.table(
-            dict(zip(self.manifest["graphs"]["score"]["outputs"], self.outputs("score", rows), strict=True))
-        )
+    def score(self, rows: Any) -> pa.Table:
+        """Return the scores of rows, of which `as_table` makes a table: a column for each output of the model."""
+        outputs = self.outputs("score", as_table(rows))
+        return pa.table(dict(zip(self.manifest["graphs"]["score"]["outputs"], outputs, strict=True)))
 
-    def recommend(self, users: pa.Table, k: int = 20, seen: str | None = "", candidates: str | None = "") -> pa.Table:
+    def recommend(self, users: Any, k: int = 20, seen: str | None = "", candidates: str | None = "") -> pa.Table:
         """Return the best `k` items of users as lists `items`, raw ids, best first, and `scores`.
 
         Args:
+            users: rows, of which `as_table` makes a table.
             seen: a column with the ids of items to leave out. candidates: one with the ids of those to choose from.
                 Default: the columns of the run's config; None: no such column.
         """
@@ -675,6 +684,7 @@ class Scorer:
             raise ExportError(f"model '{self.manifest['model']}' has no vectors of items to recommend; score its rows")
         if k < 1:
             raise ExportError(f"k is {k}, and must be a whole number above 0")
+        users = as_table(users)
         seen, candidates = (
             items[key] if name == "" else name for key, name in (("seen", seen), ("candidates", candidates))
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import litserve
-import pyarrow as pa
 from score import Scorer
 
 
@@ -22,7 +21,7 @@ class Scores(litserve.LitAPI):
 
     def predict(self, request: dict[str, list[Any]]) -> dict[str, list[float]]:
         """Return the scores of a request's rows."""
-        return self.scorer.score(pa.table(request)).to_pydict()
+        return self.scorer.score(request).to_pydict()
 
 
 if __name__ == "__main__":

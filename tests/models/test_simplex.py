@@ -37,6 +37,7 @@ model:
   history: history
   item_id: item
   dim: 8
+  leave_one_out: true
   dropout: 0.1
   sampled_negatives: 20
   top_k: [5]
@@ -112,11 +113,22 @@ def test_a_users_vector_is_their_own_and_the_mean_of_their_items() -> None:
     history = JaggedTensor(values, lengths=torch.tensor([2, 0, 1], dtype=torch.int32))
     model = model_of(history_share=0.25)
     torch.nn.init.normal_(model.map.weight)
-    users, items, found = model({"user": user, "history": history, "item": item}, torch.zeros(3, 0))
+    vectors = {"user": user, "history": history, "item": item}
+    users, items, found, searching = model(vectors, torch.zeros(3, 0))
     expected = [0.75 * user[0] + 0.25 * model.map.weight @ ((values[0] + values[1]) / 2), user[1] * 0.75]
     expected.append(0.75 * user[2] + 0.25 * model.map.weight @ values[2])
     torch.testing.assert_close(users, F.normalize(torch.stack(expected), dim=1))
     torch.testing.assert_close((items, found), (F.normalize(item, dim=1), F.normalize(values, dim=1)))
+    torch.testing.assert_close(searching, users[[0, 0, 2]])
+    model.config.leave_one_out = True
+    _, _, _, searching = model(vectors, torch.zeros(3, 0))
+    others = [0.75 * user[0] + 0.25 * model.map.weight @ values[i] for i in (1, 0)]
+    torch.testing.assert_close(searching, F.normalize(torch.stack([*others, 0.75 * user[2]]), dim=1))
+    model.dropout.p, model.dropout.rows = 0.5, torch.arange(3)
+    _, _, _, searching = model(vectors, torch.zeros(3, 0))
+    kept = model.dropout(torch.ones(3, 4))[0]
+    others = [0.75 * user[0] + 0.25 * model.map.weight @ (kept * values[i]) for i in (1, 0)]
+    torch.testing.assert_close(searching, F.normalize(torch.stack([*others, 0.75 * user[2]]), dim=1))
 
 
 @pytest.mark.parametrize("loss", list(RetrievalLoss))
@@ -124,7 +136,7 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
     """Users with 3, 0, 1 and 2 items, the last of weight 2; drawn are items 2, 9, 9, 4, and nothing in the last row."""
     torch.manual_seed(0)
     history, drawn = [7, 9, 2, 5, 4, 1], [2, 9, 9, 4]
-    users, items, found = (torch.randn(n, 4, requires_grad=True) for n in (9, 9, 6))
+    users, items, found, searching = tensors = [torch.randn(n, 4, requires_grad=True) for n in (9, 9, 6, 6)]
     lengths = torch.tensor([3, 0, 1, 2, 0, 0, 0, 0, 0] + 4 * [0] + 4 * [1] + [0], dtype=torch.int32)
     ids = KeyedJaggedTensor(["history", "item"], torch.tensor(history + drawn), lengths=lengths)
     weights = torch.tensor([1.0, 1, 1, 2] + 5 * [0.0])
@@ -142,15 +154,15 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
     for row, places, weight in ((0, (0, 1, 2), 1), (2, (3,), 1), (3, (4, 5), 2)):
         has = [history[i] for i in places]
         negatives = [users[row] @ items[4 + i] for i in range(4) if drawn[i] not in has]
-        expected = expected + weight * sum(loss_of(users[row] @ found[i], negatives) for i in places)
+        expected = expected + weight * sum(loss_of(searching[i] @ found[i], negatives) for i in places)
 
     with open_world():
         model = model_of(loss=loss, sampled_negatives=4, temperature=0.5, margin=0.2, negative_weight=3.0)
-        result = model.losses((users, items, found), batch)[loss.name]
-        gradients = torch.autograd.grad(3 * result, (users, items, found))
+        result = model.losses(tuple(tensors), batch)[loss.name]
+        gradients = torch.autograd.grad(3 * result, tensors)
         assert model.denominator(batch).item() == 8
     torch.testing.assert_close(result, expected)
-    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (users, items, found)))
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, tensors))
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,9 @@ def test_candidates_and_unknown_items(towers: Path) -> None:
     assert scorer.recommend(users.slice(0, 0)).num_rows == 0
     with pytest.raises(ExportError, match="k is 0, and must be a whole number above 0"):
         scorer.recommend(users, k=0)
+    assert scorer.recommend(users.to_batches()[0]) == scorer.recommend(users) == scorer.recommend(users.to_pydict())
+    with pytest.raises(ExportError, match="rows are a list, and may be an Arrow table or batch, a dict of columns or"):
+        scorer.recommend([1, 2])
 
 
 @pytest.mark.parametrize(
