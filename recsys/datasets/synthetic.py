@@ -1,7 +1,8 @@
 """Synthetic logs with power-law ids and a planted teacher, so that the best possible AUC is known.
 
 A row's label is drawn with the probability that the teacher gives its features, so no model can beat the
-teacher's own AUC and log loss on the same rows, which ``teacher.json`` states. Ids, their hidden factors
+teacher's own AUC and log loss on the same rows, which ``teacher.json`` states. Of several labels each is drawn
+of the rows alone that have the one before. Ids, their hidden factors
 and their replacement over days are functions of (seed, field, rank) by hash; everything else of a chunk of
 rows comes from a counter-based generator seeded with (seed, split, chunk). So the same options give the
 same rows on every machine, whatever the number of files or the size of row groups, at constant memory.
@@ -48,7 +49,8 @@ class SyntheticOptions:
     unseen: float = option(0.0, "share of the ids in valid and test that training never shows", least=0, most=1)
     drift: float = option(0.0, "share of the ids replaced by new ones every day", least=0, most=1)
     days: int = option(7, "days of training data; valid is the next day, test the one after", least=1)
-    shape: str = option("user-item", "what a row is", choices=("user-item", "criteo"))
+    shape: str = option("user-item", "what a row is", choices=("user-item", "views", "criteo"))
+    correlation: float = option(0.5, "of what makes users click and buy items (views shape)", least=-1, most=1)
     files: int = option(4, "files a split", least=1)
     row_group_rows: int = option(65536, "rows a row group", least=1)
     seed: int = option(0, "the same seed gives the same rows", least=0)
@@ -68,25 +70,31 @@ def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = Fals
     teacher: dict[str, Any] = {"options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
         for split, rows in enumerate((options.rows, options.valid_rows, options.test_rows)):
-            ceiling = Ceiling()
-            tables = _tables(options, split, rows, make_chunk, ceiling)
+            ceilings: dict[str, Ceiling] = {}
+            tables = _tables(options, split, rows, make_chunk, ceilings)
             write_parts(tables, folder / SPLITS[split], options.row_group_rows, -(-rows // options.files))
-            teacher[SPLITS[split]] = ceiling.result()
+            found = {name: ceiling.result() for name, ceiling in ceilings.items()}
+            teacher[SPLITS[split]] = found.get("label", found)
         (folder / "teacher.json").write_text(json.dumps(teacher, indent=2) + "\n")
     return True
 
 
 def _tables(
-    options: SyntheticOptions, split: int, rows: int, make_chunk: MakeChunk, ceiling: Ceiling
+    options: SyntheticOptions, split: int, rows: int, make_chunk: MakeChunk, ceilings: dict[str, Ceiling]
 ) -> Iterator[pa.Table]:
-    """The chunks of one split, their labels drawn and counted in ``ceiling``."""
+    """The chunks of one split, their labels drawn, and counted in ``ceilings`` by the labels' names."""
     for chunk, first in enumerate(range(0, rows, CHUNK_ROWS)):
         count = min(CHUNK_ROWS, rows - first)
         drawn = Rows(options, split, chunk, _days(options, split, first, count, rows))
-        columns, logit = make_chunk(drawn)
-        label = (drawn.rng.random(count) < 1 / (1 + np.exp(-logit))).astype(np.int8)
-        ceiling.add(logit, label)
-        yield pa.table({"label": label, "day": drawn.day, **columns})
+        columns, logits = make_chunk(drawn)
+        labels, possible, total = {}, np.ones(count, bool), np.full(count, np.inf)
+        for name, logit in logits.items():
+            possible = possible & (drawn.rng.random(count) < 1 / (1 + np.exp(-logit)))
+            # 1 / p - 1 of a product of probabilities: see recsys.models.esmm
+            total = -np.logaddexp(np.logaddexp(-total, -logit), -(total + logit))
+            labels[name] = possible.astype(np.int8)
+            ceilings.setdefault(name, Ceiling()).add(total, labels[name])
+        yield pa.table({**labels, "day": drawn.day, **columns})
 
 
 def _days(options: SyntheticOptions, split: int, first: int, count: int, rows: int) -> np.ndarray:
@@ -146,6 +154,14 @@ class IdField:
         return 12**0.5 * (hash_uniform(keys, self.seed + 2 + index) - 0.5)
 
 
+def affinity(users: IdField, user: np.ndarray, items: IdField, item: np.ndarray) -> np.ndarray:
+    """How much of a logit user and item make, by their keys: a part of each alone, and one of both together."""
+    logit = 0.5 * users.factor(user, 0) + 0.7 * items.factor(item, 0)
+    for index in range(1, NUM_FACTORS + 1):
+        logit += users.factor(user, index) * items.factor(item, index) / NUM_FACTORS**0.5
+    return logit
+
+
 class UserItemShape:
     """Users, items, context and a history of items that suit the user."""
 
@@ -156,15 +172,15 @@ class UserItemShape:
         self.device = IdField(options, 3, len(DEVICES))
         self.hour = IdField(options, 4, 24)
 
-    def chunk(self, rows: Rows) -> tuple[dict[str, pa.Array], np.ndarray]:
-        """The columns of a chunk and the teacher's logit of each row, float64."""
+    def chunk(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[str, np.ndarray]]:
+        """The columns of a chunk and the teacher's logit of each row, float64, by label."""
         rng, count = rows.rng, len(rows.day)
         user, item = self.user.draw(rows, rows.day), self.item.draw(rows, rows.day)
         category = (hash_uniform(item, self.category.seed) * NUM_CATEGORIES).astype(np.int64)
         device, hour = rng.integers(0, len(DEVICES), count), rng.integers(0, 24, count)
         price = (20 * np.exp(0.7 * rng.standard_normal(count))).astype(np.float32)
         no_device, no_price = rows.nulls(), rows.nulls()
-        logit = self._user_item_logit(user, item) + 0.5 * self.category.factor(category, 0)
+        logit = -1.0 + affinity(self.user, user, self.item, item) + 0.5 * self.category.factor(category, 0)
         logit += np.where(no_device, 0, 0.4 * self.device.factor(device, 0)) + 0.3 * self.hour.factor(hour, 0)
         logit -= np.where(no_price, 0, 0.6 * np.log(price / 20.0))
         columns = {
@@ -177,13 +193,10 @@ class UserItemShape:
             "weight": pa.array(rng.choice(np.array([0.5, 1, 2], np.float32), count)),
             "history": self._history(rows, user),
         }
-        return columns, logit
+        return columns, self._logits(user, item, logit)
 
-    def _user_item_logit(self, user: np.ndarray, item: np.ndarray) -> np.ndarray:
-        logit = -1.0 + 0.5 * self.user.factor(user, 0) + 0.7 * self.item.factor(item, 0)
-        for index in range(1, NUM_FACTORS + 1):
-            logit += self.user.factor(user, index) * self.item.factor(item, index) / NUM_FACTORS**0.5
-        return logit
+    def _logits(self, user: np.ndarray, item: np.ndarray, logit: np.ndarray) -> dict[str, np.ndarray]:
+        return {"label": logit}
 
     def _history(self, rows: Rows, user: np.ndarray) -> pa.ListArray:
         """list<int64> of 0 to MAX_HISTORY items: of two drawn, the one closer to the user's first taste."""
@@ -197,6 +210,19 @@ class UserItemShape:
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), items)
 
 
+class ViewsShape(UserItemShape):
+    """The same rows as views: some are clicked, and of these some are bought, with tastes that resemble each other."""
+
+    def __init__(self, options: SyntheticOptions):
+        super().__init__(options)
+        self.correlation = options.correlation
+        self.buyer, self.goods = IdField(options, 5, options.users), IdField(options, 6, options.items)
+
+    def _logits(self, user: np.ndarray, item: np.ndarray, logit: np.ndarray) -> dict[str, np.ndarray]:
+        shared, own = affinity(self.user, user, self.item, item), affinity(self.buyer, user, self.goods, item)
+        return {"click": logit, "buy": -1.0 + self.correlation * shared + (1 - self.correlation**2) ** 0.5 * own}
+
+
 class CriteoShape:
     """26 one-hot fields of 4 to ``items`` ids and 13 counts, with nulls, as in Criteo's click logs."""
 
@@ -205,8 +231,8 @@ class CriteoShape:
         self.cats = [IdField(options, field, int(size)) for field, size in enumerate(sizes)]
         self.ints = IdField(options, NUM_CAT, NUM_INT)
 
-    def chunk(self, rows: Rows) -> tuple[dict[str, pa.Array], np.ndarray]:
-        """The columns of a chunk and the teacher's logit of each row, float64."""
+    def chunk(self, rows: Rows) -> tuple[dict[str, pa.Array], dict[str, np.ndarray]]:
+        """The columns of a chunk and the teacher's logit of each row, float64, by label."""
         columns, logit = {}, np.full(len(rows.day), -1.0)
         weights = self.ints.factor(np.arange(NUM_INT), 0)
         for index in range(NUM_INT):
@@ -223,16 +249,17 @@ class CriteoShape:
                 pair = self._pair_logit(index, previous, keys)
                 logit += np.where(null | previous_null, 0, pair)
             previous, previous_null = keys, null
-        return columns, logit
+        return columns, {"label": logit}
 
     def _pair_logit(self, index: int, left: np.ndarray, right: np.ndarray) -> np.ndarray:
         one, two = self.cats[index - 1], self.cats[index]
         return 0.25 * sum(one.factor(left, k) * two.factor(right, k) for k in (1, 2))
 
 
-MakeChunk = Callable[[Rows], tuple[dict[str, pa.Array], np.ndarray]]
+MakeChunk = Callable[[Rows], tuple[dict[str, pa.Array], dict[str, np.ndarray]]]
 SHAPES: dict[str, Callable[[SyntheticOptions], UserItemShape | CriteoShape]] = {
     "user-item": UserItemShape,
+    "views": ViewsShape,
     "criteo": CriteoShape,
 }
 

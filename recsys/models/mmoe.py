@@ -6,47 +6,97 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from recsys.config import ModelConfig
+from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
+from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
 
 
 @dataclass
-class MMoEConfig(ModelConfig):
-    """MMoE (Ma et al. 2018, doi:10.1145/3219819.3220007), over all features; a task is a label."""
+class TaskConfig(ModelConfig):
+    """What the sections of all models with a tower for each task have; a task is a label."""
+
+    tower_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths of a task's tower; the last is 1
+    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
+    # What is read has the dot products of all pairs of vectors too, as DLRM's top MLP: layers alone are slow to learn
+    # what goes by both of two ids.
+    dots: bool = False
+
+    free: ClassVar[tuple[str, ...]] = ("dropout",)
+    shapes: ClassVar[tuple[str, ...]] = ("tower_mlp", "dots")
+
+    def check(self, config: Config) -> None:
+        dims = {f"tables.{name}.embedding_dim": table.model_dim for name, table in config.tables.items()}
+        if self.dots and len(set(dims.values())) > 1:
+            shown = ", ".join(f"{key}={dim}" for key, dim in dims.items())
+            raise UserError(f"config key 'model.dots': vectors are multiplied, so make their widths equal: {shown}")
+
+
+class TaskModel(Model):
+    """A model that reads all features side by side, and has a tower for each label.
+
+    Attributes:
+        width: of what it reads.
+    """
+
+    def __init__(self, config: TaskConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.features, number = list(inputs.dims), len(inputs.dims)
+        self.width = sum(inputs.dims.values()) + len(inputs.floats) + config.dots * (number * (number - 1) // 2)
+        self._config = config
+
+    def make_towers(self, width: int) -> nn.ModuleList:
+        """Return a tower for each label, from [rows, width] to logits [rows, 1]."""
+        return nn.ModuleList(mlp(width, self._config.tower_mlp, 1, self._config.dropout) for _ in self.labels)
+
+    def read(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        """Return all features side by side, [rows, self.width]."""
+        of_ids = [vectors[name] for name in self.features]
+        if self._config.dots:
+            stacked, number = torch.stack(of_ids, dim=1), len(of_ids)
+            rows, columns = torch.tril_indices(number, number, offset=-1, device=stacked.device)
+            of_ids.append(torch.bmm(stacked, stacked.transpose(1, 2))[:, rows, columns])
+        return torch.cat([*of_ids, floats], dim=1)
+
+
+@dataclass
+class MMoEConfig(TaskConfig):
+    """MMoE (Ma et al. 2018, doi:10.1145/3219819.3220007), over all features.
+
+    With one expert its gates are 1: the shared bottom.
+    """
 
     name: str = "mmoe"
     num_experts: int = bounded(4, 1, 1024)  # MLPs that all tasks share, each task by weights of its own
     expert_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of an expert; the last is that of what it gives
-    tower_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths of a task's tower; the last is 1
-    dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
 
-    free: ClassVar = ("dropout",)
-    shapes: ClassVar = ("num_experts", "expert_mlp", "tower_mlp")
+    shapes: ClassVar[tuple[str, ...]] = (*TaskConfig.shapes, "num_experts", "expert_mlp")
 
 
-class MMoE(Model):
+class MMoE(TaskModel):
     """Every expert reads all features; a task's tower reads the experts' outputs, weighted by the task's gate."""
 
     Config = MMoEConfig
 
     def __init__(self, config: MMoEConfig, inputs: DenseInputs) -> None:
-        super().__init__(inputs)
-        self.features = list(inputs.dims)
-        width, tasks = sum(inputs.dims.values()) + len(inputs.floats), range(len(inputs.labels))
-        given = config.expert_mlp[-1] if config.expert_mlp else width
-        self.experts = nn.ModuleList(
-            mlp(width, config.expert_mlp, None, config.dropout) for _ in range(config.num_experts)
-        )
-        self.gates = nn.ModuleList(nn.Linear(width, config.num_experts, bias=False) for _ in tasks)
-        self.towers = nn.ModuleList(mlp(given, config.tower_mlp, 1, config.dropout) for _ in tasks)
+        super().__init__(config, inputs)
+        self.experts = make_experts(config.num_experts, self.width, config)
+        self.gates = nn.ModuleList(nn.Linear(self.width, config.num_experts, bias=False) for _ in inputs.labels)
+        self.towers = self.make_towers(config.expert_mlp[-1] if config.expert_mlp else self.width)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, labels]."""
-        inputs = torch.cat([*(vectors[name] for name in self.features), floats], dim=1)
-        experts = torch.stack([expert(inputs) for expert in self.experts], dim=1)  # [rows, experts, width]
-        logits = []
-        for gate, tower in zip(self.gates, self.towers, strict=True):
-            shares = gate(inputs).softmax(dim=1)  # [rows, experts]
-            logits.append(tower((shares[:, :, None] * experts).sum(dim=1)))
-        return torch.cat(logits, dim=1)
+        x = self.read(vectors, floats)
+        experts = [expert(x) for expert in self.experts]
+        mixed = [mixture(gate(x), experts) for gate in self.gates]
+        return torch.cat([tower(each) for tower, each in zip(self.towers, mixed, strict=True)], dim=1)
+
+
+def make_experts(number: int, width: int, config: MMoEConfig) -> nn.ModuleList:
+    """Return experts that read [rows, width]."""
+    return nn.ModuleList(mlp(width, config.expert_mlp, None, config.dropout) for _ in range(number))
+
+
+def mixture(gate: torch.Tensor, experts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of experts' outputs, each [rows, width], by the softmax of [rows, experts]: [rows, width]."""
+    return (gate.softmax(dim=1)[:, :, None] * torch.stack(experts, dim=1)).sum(dim=1)

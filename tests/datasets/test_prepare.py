@@ -125,7 +125,8 @@ def test_synthetic_second_run_does_nothing_other_options_are_refused(plain):
 
 def test_labels_are_drawn_by_the_teacher_whose_auc_is_stated(plain):
     rows = synthetic.Rows(small(), 1, 0, np.full(4000, 7, np.int32))
-    columns, logit = synthetic.UserItemShape(small()).chunk(rows)
+    columns, logits = synthetic.UserItemShape(small()).chunk(rows)
+    logit = logits["label"]
     table, stated = read(plain / "valid"), json.loads((plain / "teacher.json").read_text())["valid"]
     assert table["user_id"].to_pylist() == columns["user_id"].to_pylist()
     label = table["label"].to_numpy()
@@ -138,6 +139,29 @@ def test_labels_are_drawn_by_the_teacher_whose_auc_is_stated(plain):
     for low in (0.0, 0.25, 0.5, 0.75):
         near = (probability >= low) & (probability < low + 0.25)
         assert label[near].mean() == pytest.approx(probability[near].mean(), abs=0.06)
+
+
+@pytest.mark.parametrize("correlation", [-0.5, 0.8])
+def test_purchases_of_clicked_views_and_the_best_auc_of_all(correlation, tmp_path):
+    options = small(shape="views", correlation=correlation)
+    write_synthetic(tmp_path / "a", options)
+    table, stated = read(tmp_path / "a" / "valid"), json.loads((tmp_path / "a" / "teacher.json").read_text())["valid"]
+    shape = synthetic.ViewsShape(options)
+    columns, logits = shape.chunk(synthetic.Rows(options, 1, 0, np.full(4000, 7, np.int32)))
+    assert table.column_names[:3] == ["click", "buy", "day"]
+    assert table["user_id"].to_pylist() == columns["user_id"].to_pylist()
+    click, buy = (table[name].to_numpy() for name in ("click", "buy"))
+    of_click, after = (1 / (1 + np.exp(-logits[name])) for name in ("click", "buy"))
+    for label, probability, name in ((click, of_click, "click"), (buy, of_click * after, "buy")):
+        auc = (probability[label == 1][:, None] > probability[label == 0]).mean()
+        loss = -np.log(np.where(label == 1, probability, 1 - probability)).mean()
+        assert stated[name]["auc"] == pytest.approx(auc, abs=1e-5)
+        assert stated[name]["log_loss"] == pytest.approx(loss, abs=1e-6)
+    assert not buy[click == 0].any() and buy[click == 1].mean() == pytest.approx(after[click == 1].mean(), abs=0.03)
+    rows = synthetic.Rows(options, 0, 9, np.zeros(20_000, np.int32))
+    user, item = (field.draw(rows, rows.day) for field in (shape.user, shape.item))
+    tastes = synthetic.affinity(shape.user, user, shape.item, item), shape._logits(user, item, user)["buy"]
+    assert np.corrcoef(*tastes)[0, 1] == pytest.approx(correlation, abs=0.12)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 1.3])

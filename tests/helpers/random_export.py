@@ -37,7 +37,7 @@ _FLOATS: dict[str, tuple[pa.DataType, Any]] = {
     "decimal": (pa.decimal128(12, 3), lambda x: decimal.Decimal(f"{x:.3f}")),
     "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
 }
-_OTHERS = ("mmoe", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
+_OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
 
 
 class Drawn:

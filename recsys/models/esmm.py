@@ -1,0 +1,70 @@
+"""Entire space multi-task model: what can only happen after something else, learned of all rows."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from recsys.config import Config
+from recsys.config.bounds import bounded
+from recsys.config.choices import LabelLoss
+from recsys.errors import UserError
+from recsys.models.base import WIDEST, DenseInputs, Vectors
+from recsys.models.mmoe import TaskConfig, TaskModel
+
+
+@dataclass
+class ESMMConfig(TaskConfig):
+    """ESMM (Ma et al. 2018, arXiv:1804.07931), over all features.
+
+    Labels are in the order in which they happen, each in rows alone that have the one before: a click, then a purchase.
+    """
+
+    name: str = "esmm"
+    tower_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of a label's tower; the last is 1
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        labels = config.labels()
+        if len(labels) < 2 or any(label.loss is not LabelLoss.binary for label in labels.values()):
+            raise UserError(
+                f"model {self.name} learns binary labels, two or more, in the order in which they happen, as a click "
+                f"and then a purchase; config key 'data.labels' has {', '.join(labels) or 'none'}"
+            )
+
+
+class ESMM(TaskModel):
+    """A tower for each label gives its probability after the label before; a label's own is the product so far."""
+
+    Config = ESMMConfig
+
+    def __init__(self, config: ESMMConfig, inputs: DenseInputs) -> None:
+        super().__init__(config, inputs)
+        self.towers = self.make_towers(self.width)
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the products, [rows, labels]."""
+        x = self.read(vectors, floats)
+        logits = [tower(x) for tower in self.towers]
+        for i in range(1, len(logits)):
+            logits[i] = both(logits[i - 1], logits[i])
+        return torch.cat(logits, dim=1)
+
+    def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+        """Return also `score_B_after_A` of each label B after the label A before it."""
+        assert isinstance(outputs, torch.Tensor)
+        logarithms = zip(self.labels, F.logsigmoid(outputs.float()).unbind(1), strict=True)
+        after = {
+            f"score_{name}_after_{before}": (own - of_before).exp()
+            for (before, of_before), (name, own) in pairwise(logarithms)
+        }
+        return super().predictions(outputs) | after
+
+
+def both(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the logit of the product of the probabilities of two logits, finite and exact however large they are.
+
+    1 / p - 1 of p = 1 / ((1 + e^-a) (1 + e^-b)) is e^-a + e^-b + e^-(a + b).
+    """
+    return -torch.stack([-first, -second, -(first + second)]).logsumexp(0)
