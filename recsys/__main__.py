@@ -106,15 +106,16 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
 
         with _told_by_first_rank():
             if words.command == "evaluate":
-                from recsys.serving.evaluate import evaluate, roles_of
+                from recsys.serving.evaluate import Asked, evaluate, roles_of
                 from recsys.serving.finished import find_run
 
                 run_to_evaluate = find_run(words.config, words.overrides, words.trust_code)
                 roles = roles_of(run_to_evaluate)
+                asked = Asked(words.by, words.cold, words.group, words.bootstrap, words.importance)
             else:
                 config = load_config(words.config, words.overrides, words.debug)
         if words.command == "evaluate":
-            return evaluate(run_to_evaluate, roles, words.by, words.importance)
+            return evaluate(run_to_evaluate, roles, asked)
         if words.command == "dry-run":
             from recsys.memory.dry_run import dry_run
 
@@ -281,7 +282,8 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if command == "evaluate":
-        parser.usage = f"{prog} RUN [DATA …] [key=value …] [--by COLUMN] [--importance [REPEATS]] [--trust-code]"
+        options = "[--by COLUMN [--cold N]] [--group COLUMN] [--bootstrap N] [--importance [REPEATS]] [--trust-code]"
+        parser.usage = f"{prog} RUN [DATA …] [key=value …] {options}"
         parser.add_argument("config", metavar="RUN", help="run directory, or one of its checkpoints")
     else:
         parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
@@ -289,6 +291,12 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     parser.set_defaults(command=command, debug=False, trust_code=False)
     if command != "dry-run":
         parser.add_argument("--by", metavar="COLUMN", help="of an evaluation: metrics by value of a column, too")
+        about = "with --by: slices of values that data.train has in N rows (warm) or fewer (cold)"
+        parser.add_argument("--cold", metavar="N", type=_positive, default=0, help=about)
+        about = "of an evaluation: the mean of the AUCs of this column's values, such as users, by their rows (gauc)"
+        parser.add_argument("--group", metavar="COLUMN", help=about)
+        about = "of an evaluation: 95 %% intervals of the metrics, by so many draws of rows, or of what --group names"
+        parser.add_argument("--bootstrap", metavar="N", type=_positive, default=0, help=about)
         about = (
             "of an evaluation: what the metrics lose when the values of a feature are permuted, in the mean of REPEATS"
         )

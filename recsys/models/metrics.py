@@ -1,6 +1,7 @@
 """Metrics over all ranks, exact to the value of a single process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,7 @@ from recsys.config import LabelConfig
 from recsys.config.choices import LabelLoss, RetrievalMetric
 from recsys.config.model import LABEL_METRICS
 from recsys.data.batch import Batch
+from recsys.models.bootstrap import Bootstrap
 from recsys.runtime.world import World
 
 # Users × items scored together, in FP32: 8 MiB of what a core's cache holds best, or enough for a GPU's many.
@@ -42,15 +44,35 @@ def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
     Args:
         labels: 0 or 1; scores: any order-preserving score; weights: 0 or more. All [rows].
     """
-    order = np.argsort(scores, kind="stable")
-    scores, labels, weights = scores[order], labels[order], weights[order].astype(np.float64)
-    positive, negative = weights * labels, weights * (1 - labels)
-    if positive.sum() == 0 or negative.sum() == 0:
+    return grouped_auc(np.zeros(len(labels), np.int8), labels, scores, weights)
+
+
+def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
+    """Return the mean of the groups' AUCs by their sums of weights (Zhu et al. 2017, doi:10.1145/3097983.3098134).
+
+    Groups in which one class is missing do not count; NaN if all are so.
+
+    Args:
+        groups: of any type, [rows]. The others: as of `auc`.
+    """
+    if not len(labels):
         return float("nan")
-    first = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]])  # of each group of equal scores
-    positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
+    order = np.argsort(scores, kind="stable")
+    order = order[np.argsort(groups[order], kind="stable")]
+    groups, scores, labels, weights = groups[order], scores[order], labels[order], weights[order].astype(np.float64)
+    begins = np.r_[True, groups[1:] != groups[:-1]]
+    ties = np.flatnonzero(begins | np.r_[True, scores[1:] != scores[:-1]])  # the first of each set of equal scores
+    positive, negative = np.add.reduceat(weights * labels, ties), np.add.reduceat(weights * (1 - labels), ties)
+    first = np.flatnonzero(begins[ties])  # of each group
     below = np.cumsum(negative) - negative
-    return float((positive * (below + negative / 2)).sum() / (positive.sum() * negative.sum()))
+    below -= np.repeat(below[first], np.diff(np.r_[first, len(ties)]))
+    right = np.add.reduceat(positive * (below + negative / 2), first)
+    positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
+    counted = (positive > 0) & (negative > 0)
+    if not counted.any():
+        return float("nan")
+    of_group = right[counted] / (positive * negative)[counted]
+    return float(np.average(of_group, weights=(positive + negative)[counted]))
 
 
 def log_loss(labels: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> float:
@@ -87,13 +109,20 @@ def mean_absolute_error(labels: np.ndarray, values: np.ndarray, weights: np.ndar
     return float(np.average(np.abs(values - labels), weights=weights)) if weights.sum() else float("nan")
 
 
-_METRICS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], float]] = {
+_OfRows = Callable[[np.ndarray, np.ndarray, np.ndarray], float]
+_METRICS: dict[str, _OfRows] = {
     "auc": auc,
     "log_loss": log_loss,
     "normalized_entropy": normalized_entropy,
     "rmse": root_mean_squared_error,
     "mae": mean_absolute_error,
 }
+
+
+def _all_of(
+    functions: Sequence[_OfRows], labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray, drawn: np.ndarray
+) -> list[float]:
+    return [function(labels, outputs, weights * drawn) for function in functions]
 
 
 class LabelEvaluator:
@@ -106,25 +135,58 @@ class LabelEvaluator:
     def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
         self._labels = labels
         self._rows: list[list[np.ndarray]] = [[] for _ in labels]
+        self._units: list[list[np.ndarray]] = [[] for _ in labels]
 
-    def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
+    def update(
+        self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
+    ) -> None:
+        """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
         assert isinstance(outputs, torch.Tensor)
         columns = outputs.float().view(len(outputs), len(self._labels)).unbind(1)
-        for i, (column, rows) in enumerate(zip(columns, self._rows, strict=True)):
+        for i, column in enumerate(columns):
             values = torch.stack([batch.labels[:, i], column, batch.label_weights(i)]).cpu().numpy()
-            rows.append(values[:, values[2] > 0])
+            self._rows[i].append(values[:, values[2] > 0])
+            if units is not None:
+                self._units[i].append(units[values[2] > 0])
 
     def compute(self, world: World) -> dict[str, float]:
         metrics: dict[str, float] = {}
-        for (name, label), rows in zip(self._labels.items(), self._rows, strict=True):
-            mine = np.concatenate([np.zeros((3, 0), np.float32), *rows], axis=1)
-            values = np.concatenate(world.gather(mine), axis=1).astype(np.float64)
-            prefix = f"{name}." if len(self._labels) > 1 else ""
-            metrics |= {f"{prefix}{key}": _METRICS[key](*values) for key in LABEL_METRICS[label.loss]}
-            if label.loss is LabelLoss.binary:
-                metrics[f"{prefix}calibration"] = calibration(*values)
+        for prefix, functions, values, _ in self._of_labels(world):
+            metrics |= {f"{prefix}{key}": function(*values) for key, function in functions.items()}
             metrics[f"{prefix}rows"] = float(values.shape[1])
         return metrics
+
+    def grouped(self, world: World) -> dict[str, float]:
+        """Return the grouped AUC of binary labels, by the units as groups; collective."""
+        return {
+            f"{prefix}gauc": grouped_auc(units, *values)
+            for prefix, functions, values, units in self._of_labels(world)
+            if "auc" in functions
+        }
+
+    def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool) -> dict[str, list[float]]:
+        """Return the intervals of all metrics by draws of units, with `grouped` those of `grouped` too; collective."""
+        found: dict[str, list[float]] = {}
+        for prefix, functions, values, units in self._of_labels(world):
+            order = np.argsort(values[1], kind="stable")  # sorting them again then takes one pass
+            (labels, outputs, weights), units = values[:, order], units[order]
+            if grouped and "auc" in functions:
+                functions["gauc"] = partial(grouped_auc, units)
+            measure = partial(_all_of, list(functions.values()), labels, outputs, weights)
+            found |= bootstrap.intervals(world, units, [prefix + key for key in functions], measure)
+        return found
+
+    def _of_labels(self, world: World) -> Iterator[tuple[str, dict[str, _OfRows], np.ndarray, np.ndarray]]:
+        """Yield of each label the prefix of its metrics, their functions, and of the rows of all ranks what these take,
+        float64 [3, rows], and the units, uint64 [rows]."""
+        none = np.zeros((3, 0), np.float32), np.zeros(0, np.uint64)
+        for (name, label), rows, units in zip(self._labels.items(), self._rows, self._units, strict=True):
+            mine = np.concatenate([none[0], *rows], axis=1), np.concatenate([none[1], *units])
+            values, of_rows = (np.concatenate(each, axis=-1) for each in zip(*world.gather(mine), strict=True))
+            functions = {key: _METRICS[key] for key in LABEL_METRICS[label.loss]}
+            if label.loss is LabelLoss.binary:
+                functions["calibration"] = calibration
+            yield f"{name}." if len(self._labels) > 1 else "", functions, values.astype(np.float64), of_rows
 
 
 def best_items(
@@ -215,9 +277,13 @@ class RetrievalEvaluator:
         self._most = max(top_k)
         self._sums = torch.zeros(len(self._pairs) + 1, dtype=torch.float64)
         covering = top_k if RetrievalMetric.coverage in metrics else []
+        self._of_users: list[tuple[np.ndarray, np.ndarray]] = []
         self._shown = {k: torch.zeros(len(items), dtype=torch.bool) for k in covering}
 
-    def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
+    def update(
+        self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
+    ) -> None:
+        """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
         assert batch.lists is not None
         for rows, scores, best in best_items(outputs[0], self._items, self._most, batch):
             relevant = torch.zeros(len(best), len(self._items), dtype=torch.bool, device=best.device)
@@ -226,7 +292,9 @@ class RetrievalEvaluator:
             counted = (num_targets > 0) & (batch.weights[rows] > 0)
             # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
             is_shown = counted[:, None] & (scores > -torch.inf)
-            self._add((relevant.gather(1, best) & is_shown)[counted].double(), num_targets[counted].double())
+            of_users = self._add((relevant.gather(1, best) & is_shown)[counted].double(), num_targets[counted].double())
+            if units is not None:
+                self._of_users.append((of_users, units[rows][counted.cpu().numpy()]))
             for k, shown in self._shown.items():
                 shown[best[:, :k][is_shown[:, :k]].cpu()] = True
 
@@ -242,7 +310,18 @@ class RetrievalEvaluator:
         }
         return {**values, "users": users}
 
-    def _add(self, hits: torch.Tensor, num_targets: torch.Tensor) -> None:
+    def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool = False) -> dict[str, list[float]]:
+        """Return the intervals of all metrics but coverage by draws of units; collective."""
+        none = np.zeros((0, len(self._pairs))), np.zeros(0, np.uint64)
+        of_ranks = [part for each in world.gather(self._of_users) for part in each]
+        values, units = (np.concatenate(each) for each in zip(none, *of_ranks, strict=True))
+        kept = [i for i, (metric, _) in enumerate(self._pairs) if metric is not RetrievalMetric.coverage]
+        names = [f"{metric.value}@{k}" for metric, k in (self._pairs[i] for i in kept)]
+        return bootstrap.intervals(world, units, names, lambda drawn: (drawn @ values[:, kept] / drawn.sum()).tolist())
+
+    def _add(self, hits: torch.Tensor, num_targets: torch.Tensor) -> np.ndarray:
+        """Add users to the sums; return their values, [users, pairs]."""
         zero = hits.new_zeros(len(hits))
         of_pairs = [_BY_USER.get(metric, lambda *_: zero)(hits[:, :k], num_targets) for metric, k in self._pairs]
         self._sums += torch.stack([*(each.sum() for each in of_pairs), hits.new_tensor(len(hits))]).cpu()
+        return torch.stack(of_pairs, dim=1).cpu().numpy()

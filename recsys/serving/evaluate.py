@@ -1,33 +1,41 @@
 """Evaluation of a finished run on other data, without a change to the run."""
 
+import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from recsys.config import Config
+from recsys.data.dataset import ReadOptions
+from recsys.data.facts import VocabularyRequest, measure
 from recsys.data.inputs import Given, Inputs
 from recsys.data.loader import Loader
+from recsys.data.parquet import open_dataset
 from recsys.data.permutation import Permutation
 from recsys.data.wanted import role_features, row_filter
 from recsys.errors import UserError
-from recsys.models.metrics import Evaluator, is_higher_better
+from recsys.ids import hash_column, hash_integers
+from recsys.models.bootstrap import Bootstrap
+from recsys.models.metrics import Evaluator, LabelEvaluator, RetrievalEvaluator, is_higher_better
 from recsys.runtime.files import replace_file, unused_folder
 from recsys.runtime.logs import git_commit, logger, quiet_libraries, show_metrics, start_logging, to_json
 from recsys.runtime.versions import installed_versions
-from recsys.runtime.world import open_world
+from recsys.runtime.world import World, open_world
 from recsys.serving.finished import Finished, OpenRun
-from recsys.serving.predict import KeptRows
+from recsys.serving.predict import NUMBER, KeptRows
 from recsys.training.evaluation import outputs_of
 
 _EVALUATED = ("valid", "test")
 _MOST_SLICES = 1000
 _ByName = dict[str, dict[str, float]]
+_Slices = Callable[[pa.Array], list[str]]
 
 
 def roles_of(run: Finished) -> list[str]:
@@ -43,15 +51,38 @@ def roles_of(run: Finished) -> list[str]:
     return roles
 
 
-def evaluate(run: Finished, roles: Sequence[str], by: str | None = None, repeats: int = 0) -> int:
+@dataclass(frozen=True)
+class Asked:
+    """What else than the metrics of all rows is asked for.
+
+    Attributes:
+        by: a column; the metrics of the rows of each of its values are told too.
+        cold: in place of values, whether they occur less often than so in data.train, or not.
+        group: a column, such as that of users; labels have their grouped AUC by it too.
+        bootstrap: how often rows, or groups, are drawn, to tell intervals of the metrics.
+        importance: how often the values of each feature are permuted, to tell what the metrics lose by it.
+    """
+
+    by: str | None = None
+    cold: int = 0
+    group: str | None = None
+    bootstrap: int = 0
+    importance: int = 0
+
+    def __post_init__(self) -> None:
+        if self.cold and self.by is None:
+            raise UserError("--cold tells the values of a column apart; name it by --by")
+
+    def columns(self) -> dict[str, str]:
+        """Return the columns that are read of the rows, with the options that ask for them."""
+        return {column: option for column, option in ((self.by, "--by"), (self.group, "--group")) if column}
+
+
+def evaluate(run: Finished, roles: Sequence[str], asked: Asked = Asked()) -> int:
     """Evaluate a run's model on some datasets; return the exit status, 0.
 
-    Args:
-        by: a column; the metrics of the rows of each of its values are told too.
-        repeats: how often the values of each feature are permuted, to tell what the metrics lose by it.
-
     The metrics, with where they are from, are the last line of the output and evaluations/TIME/result.json of run.dir.
-    data.train is not read: what is known of it is in the run.
+    data.train is not read, but for `Asked.cold`: what is known of it is in the run.
 
     Raises:
         UserError: data that do not fit the model, or a checkpoint that is corrupt.
@@ -59,20 +90,22 @@ def evaluate(run: Finished, roles: Sequence[str], by: str | None = None, repeats
     quiet_libraries()
     config, start = run.config, time.monotonic()
     with open_world(config.run.device, config.run.num_threads) as world:
-        if by is not None:
+        if asked.by or asked.group or asked.bootstrap:
             run = run.in_order(world.world_size)
-        opened = OpenRun(run, world, ["items"], *(_given(config, role, by) for role in roles))
+        opened = OpenRun(run, world, ["items"], *(_given(config, role, asked) for role in roles))
         folder = world.from_rank_zero(lambda: _new_folder(Path(config.run.dir or run.run_dir) / "evaluations"))
         start_logging(folder / "logs", world.rank)
         opened.introduce()
-        found = {role: _evaluated(opened, role, by, repeats) for role in roles}
-        metrics = {role: each[0] for role, each in found.items()}
+        slices = _slices(opened, asked)
+        found = {role: _evaluated(opened, role, asked, slices) for role in roles}
+        metrics = {role: each.metrics for role, each in found.items()}
         result = {
             "run": str(run.run_dir),
             "checkpoint": run.checkpoint.name,
             "metrics": metrics,
-            "by": {} if by is None else {by: {role: each[1] for role, each in found.items()}},
-            "importance": {role: each[2] for role, each in found.items()} if repeats else {},
+            "intervals": {role: each.intervals for role, each in found.items()} if asked.bootstrap else {},
+            "by": {} if asked.by is None else {asked.by: {role: each.slices for role, each in found.items()}},
+            "importance": {role: each.importance for role, each in found.items()} if asked.importance else {},
             "data": {role: _described(opened.inputs, role) for role in opened.inputs.datasets},
             "world_size": world.world_size,
             "device": world.device.type,
@@ -88,44 +121,113 @@ def evaluate(run: Finished, roles: Sequence[str], by: str | None = None, repeats
     return 0
 
 
-def _given(config: Config, role: str, by: str | None) -> Given:
-    paths, kept = getattr(config.data, role), () if by is None else (by,)
-    return Given(role, paths, kept, row_filter(config, role), "--by", f"data.{role}", config.data.max_rows)
+def _given(config: Config, role: str, asked: Asked) -> Given:
+    paths, columns = getattr(config.data, role), asked.columns()
+    asks = " or ".join(columns.values())
+    return Given(role, paths, tuple(columns), row_filter(config, role), asks, f"data.{role}", config.data.max_rows)
 
 
-def _evaluated(opened: OpenRun, role: str, by: str | None, repeats: int) -> tuple[dict[str, float], _ByName, _ByName]:
-    """Return the metrics of a dataset, by the values of a column, and what they lose by feature; collective."""
-    metrics, slices = _metrics(opened, opened.inputs.loader(role), by)
-    logger.info("%s: %s", role, show_metrics(metrics))
-    for value, of_value in slices.items():
-        logger.info("%s, %s %s: %s", role, by, value, show_metrics(of_value))
-    return metrics, slices, importance(opened, role, metrics, repeats) if repeats else {}
+@dataclass
+class _Found:
+    """Of a dataset: its metrics, their intervals, the metrics by slice, and what they lose by feature."""
+
+    metrics: dict[str, float]
+    intervals: dict[str, list[float]]
+    slices: _ByName
+    importance: _ByName
+
+
+def _evaluated(opened: OpenRun, role: str, asked: Asked, slices: _Slices) -> _Found:
+    """Return what is asked for of a dataset; collective."""
+    found = _metrics(opened, opened.inputs.loader(role), asked, slices)
+    logger.info("%s: %s", role, show_metrics(found.metrics))
+    for name, (low, high) in found.intervals.items():
+        logger.info("%s, %s: 95 %% between %.4f and %.4f", role, name, low, high)
+    for value, of_value in found.slices.items():
+        logger.info("%s, %s %s: %s", role, asked.by, value, show_metrics(of_value))
+    if asked.importance:
+        found.importance = importance(opened, role, found.metrics, asked.importance)
+    return found
+
+
+def _slices(opened: OpenRun, asked: Asked) -> _Slices:
+    """Return what tells of some values of `asked.by` which slices their rows belong to, as texts; collective."""
+    if not asked.cold:
+        return lambda values: ["null" if value is None else str(value) for value in values.to_pylist()]
+    config, column = opened.run.config, asked.by or ""
+    options = ReadOptions(config.data.verify_checksums, config.data.retries, config.data.max_bad_files)
+    wanted, filter = {column: "--cold"}, row_filter(config, "train")
+    train = opened.world.from_rank_zero(
+        lambda: open_dataset("data.train", config.data.train, wanted, config.data.max_rows, filter, options)
+    )
+    request = VocabularyRequest((column,), asked.cold, sys.maxsize)
+    warm = hash_column(measure(train, {column: request}, [], opened.world).vocabularies[column])
+
+    def slices_of(values: pa.Array) -> list[str]:
+        if pa.types.is_nested(values.type):
+            raise UserError(f"--cold: column '{column}' is {values.type}; it goes by a column of one id a row")
+        known = values.is_valid().to_numpy(zero_copy_only=False)
+        texts = np.full(len(values), "null", object)
+        texts[known] = np.where(np.isin(hash_column(values.drop_null()), warm), "warm", "cold")
+        return list(texts)
+
+    return slices_of
 
 
 @torch.no_grad()
-def _metrics(opened: OpenRun, loader: Loader, by: str | None = None) -> tuple[dict[str, float], _ByName]:
-    """Return the metrics of a loader's rows, and those by the values of a column, as texts; collective."""
+def _metrics(opened: OpenRun, loader: Loader, asked: Asked = Asked(), slices_of: _Slices | None = None) -> _Found:
+    """Return the metrics of a loader's rows, their intervals, and those by slice; collective."""
     inputs = opened.inputs
     make = partial(opened.model.module.dense.model.evaluator, None if inputs.corpus is None else opened.items)
-    kept, total, by_value = KeptRows(loader, [by] if by else []), make(), dict[str, Evaluator]()
+    in_units = bool(asked.group or asked.bootstrap)
+    kept, total, by_slice = KeptRows(loader, list(asked.columns()), numbered=in_units), make(), dict[str, Evaluator]()
+    if in_units and not isinstance(total, (LabelEvaluator, RetrievalEvaluator)):
+        raise UserError(f"--{'group' if asked.group else 'bootstrap'}: the model has metrics of its own; leave it out")
     for output in outputs_of(inputs, opened.model, loader):
-        batch = output.batch
-        total.update(output.outputs, batch)
-        if by is None:
-            continue
-        texts = ["null" if value is None else str(value) for value in kept.take(batch.num_rows)[by].to_pylist()]
+        batch, rows = output.batch, kept.take(output.batch.num_rows)
+        of_units = (_units(rows, asked.group, len(batch.weights)),) if in_units else ()
+        total.update(output.outputs, batch, *of_units)
+        texts = slices_of(rows[asked.by].combine_chunks()) if asked.by and slices_of else []
         for value in set(texts):
-            if value not in by_value:
-                if len(by_value) == _MOST_SLICES:
-                    raise UserError(f"--by: column '{by}' has more than {_MOST_SLICES} values; take a coarser one")
-                by_value[value] = make()
+            if value not in by_slice:
+                if len(by_slice) == _MOST_SLICES:
+                    raise UserError(
+                        f"--by: column '{asked.by}' has more than {_MOST_SLICES} values; take a coarser one, or --cold"
+                    )
+                by_slice[value] = make()
             of_value = np.zeros(len(batch.weights), np.float32)
             of_value[: len(texts)] = np.array(texts, object) == value
             weights = batch.weights * torch.from_numpy(of_value).to(batch.weights.device)
-            by_value[value].update(output.outputs, replace(batch, weights=weights))
-    values = sorted({value for own in inputs.world.gather(list(by_value)) for value in own})
-    slices = {value: by_value.get(value, make()).compute(inputs.world) for value in values}
-    return total.compute(inputs.world), slices
+            by_slice[value].update(output.outputs, replace(batch, weights=weights), *of_units)
+    values = sorted({value for own in inputs.world.gather(list(by_slice)) for value in own})
+    slices = {value: _computed(by_slice.get(value, make()), inputs.world, asked) for value in values}
+    intervals = {}
+    if asked.bootstrap:
+        bootstrap = Bootstrap(asked.bootstrap, inputs.config.seed)
+        intervals = total.intervals(inputs.world, bootstrap, asked.group is not None)
+    return _Found(_computed(total, inputs.world, asked), intervals, slices, {})
+
+
+def _computed(evaluator: Evaluator, world: World, asked: Asked) -> dict[str, float]:
+    metrics = evaluator.compute(world)
+    if asked.group is not None and isinstance(evaluator, LabelEvaluator):
+        metrics |= evaluator.grouped(world)
+    return metrics
+
+
+def _units(rows: pa.Table, group: str | None, num_rows: int) -> np.ndarray:
+    """Return what each of so many rows belongs to, uint64: its group, or where that is null or none is asked for a
+    unit of its own; those behind the rows are fill."""
+    numbers = rows[NUMBER].to_numpy()
+    units = np.zeros(num_rows, np.uint64)
+    units[: len(numbers)] = hash_integers(numbers, 1)
+    if group is not None:
+        column = rows[group].combine_chunks()
+        if pa.types.is_nested(column.type):
+            raise UserError(f"--group: column '{group}' is {column.type}; a group is one id a row")
+        known = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
+        units[known] = hash_column(column.drop_null())
+    return units
 
 
 def importance(opened: OpenRun, role: str, metrics: dict[str, float], repeats: int) -> _ByName:
@@ -138,7 +240,7 @@ def importance(opened: OpenRun, role: str, metrics: dict[str, float], repeats: i
     signs = {name: 1 if is_higher_better(name) else -1 for name in names}
     for feature in role_features(inputs.config, role):
         permutations = [Permutation(feature, (inputs.config.seed, repeat)) for repeat in range(repeats)]
-        found = [_metrics(opened, inputs.loader(role, None, each))[0] for each in permutations]
+        found = [_metrics(opened, inputs.loader(role, None, each)).metrics for each in permutations]
         losses[feature] = {
             name: float(np.mean([sign * (metrics[name] - each[name]) for each in found]))
             for name, sign in signs.items()

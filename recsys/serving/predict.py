@@ -14,6 +14,7 @@ from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.inputs import Given, Inputs
 from recsys.data.loader import Loader
+from recsys.data.order import Segment
 from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
 from recsys.errors import UserError
@@ -25,6 +26,7 @@ from recsys.serving.parts import BLOCK_ROWS, Parts
 from recsys.step.output import StepOutput
 from recsys.training.evaluation import outputs_of
 
+NUMBER = "number of the row"
 Results = Callable[[StepOutput], pa.Table]
 
 
@@ -159,11 +161,18 @@ def scored(
 
 
 class KeptRows:
-    """Columns of this rank's rows as they are in the files, in order."""
+    """Columns of this rank's rows as they are in the files, in order.
 
-    def __init__(self, loader: Loader, columns: list[str]) -> None:
-        self._segments = map(SegmentReader(loader.dataset, columns).read, loader.segments())
+    Args:
+        numbered: column `NUMBER` has the rows' places in the dataset, int64.
+    """
+
+    def __init__(self, loader: Loader, columns: list[str], numbered: bool = False) -> None:
         self._schema = pa.schema([loader.dataset.schema.field(name) for name in columns])
+        self._reader, sizes = SegmentReader(loader.dataset, columns), loader.dataset.row_groups.num_rows
+        self._begins, self._segments = np.cumsum(sizes) - sizes, map(self._read, loader.segments())
+        if numbered:
+            self._schema = self._schema.append(pa.field(NUMBER, pa.int64()))
         self._pending = self._schema.empty_table()
 
     def take(self, num_rows: int) -> pa.Table:
@@ -174,6 +183,13 @@ class KeptRows:
         rows = pa.concat_tables(pieces)
         self._pending = rows.slice(num_rows)
         return rows.slice(0, num_rows)
+
+    def _read(self, segment: Segment) -> pa.Table:
+        """Return the columns of a segment; there may be none but the rows' numbers."""
+        if NUMBER not in self._schema.names:
+            return self._reader.read(segment)
+        rows = pa.table({NUMBER: self._begins[segment.number] + np.arange(segment.start, segment.stop)})
+        return self._reader.read(segment).append_column(NUMBER, rows[NUMBER]) if len(self._schema) > 1 else rows
 
 
 def scores_of_rows(opened: OpenRun) -> Results:

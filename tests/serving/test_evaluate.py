@@ -72,6 +72,31 @@ def test_metrics_by_the_values_of_a_column(run: tuple[Path, dict[str, Any]]) -> 
     torch.testing.assert_close(written[value], alone, rtol=0, atol=1e-6)
 
 
+def result_of(run: Path, folder: Path, *arguments: str, nproc: int = 1) -> dict[str, Any]:
+    evaluate(run, "data.test=data/sample/test", f"run.dir={folder}", *arguments, nproc=nproc)
+    (written,) = (folder / "evaluations").glob("*/result.json")
+    return json.loads(written.read_text())
+
+
+def test_groups_intervals_and_cold_ids_on_any_ranks(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    words = "data.train=data/sample/train", "--by", "item_id", "--cold", "25"
+    drawn = "--group", "user_id", "--bootstrap", "40"
+    alone = result_of(run[0], tmp_path / "1", *words, *drawn)
+    other = result_of(run[0], tmp_path / "2", *words, *drawn, "train.eval_batch_size=64", nproc=2)
+    for key in ("metrics", "intervals", "by"):
+        torch.testing.assert_close(other[key], alone[key], rtol=0, atol=1e-6)
+    (low, high), metrics = alone["intervals"]["test"]["gauc"], alone["metrics"]["test"]
+    assert 0 < low < metrics["gauc"] < high < 1 and set(alone["intervals"]["test"]) == set(metrics) - {"rows"}
+
+    train, test = (pq.read_table(ROOT / "data" / "sample" / name)["item_id"].to_numpy() for name in ("train", "test"))
+    ids, counts = np.unique(train, return_counts=True)
+    num_warm = int(np.isin(test, ids[counts >= 25]).sum())
+    slices = alone["by"]["item_id"]["test"]
+    assert {name: each["rows"] for name, each in slices.items()} == {"cold": len(test) - num_warm, "warm": num_warm}
+    rows = result_of(run[0], tmp_path / "3", "--bootstrap", "40")["intervals"]["test"]
+    assert "gauc" not in rows and rows["auc"] != alone["intervals"]["test"]["auc"]
+
+
 @pytest.mark.slow
 def test_what_metrics_lose_when_a_feature_is_permuted(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """On any number of ranks and streams the same; the most by the feature that labels go by, nothing by a constant."""
@@ -112,6 +137,8 @@ def test_what_metrics_lose_when_a_feature_is_permuted(run: tuple[Path, dict[str,
         (["tables.item.hash_seed=3"], "'tables.item.hash_seed' is a part of what the run has trained"),
         (["data.valid=null", "data.test=null"], "there is nothing to evaluate; set data.valid or data.test"),
         (["--by", "colour"], "--by: file"),
+        (["--cold", "3"], "--cold tells the values of a column apart; name it by --by"),
+        (["--group", "history"], "--group: column 'history' is list<"),
         (["--importance", "0"], "'0' is no whole number above 0"),
         (["data/nowhere"], "config key 'data.test': 'data/nowhere' does not exist"),
         (["data.test=STRINGS"], "'tables.item': its ids are string in column 'item_id' of data.test and int64"),

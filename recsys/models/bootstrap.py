@@ -1,0 +1,44 @@
+"""Intervals of metrics by bootstrap: what they would be on other rows, or users, of the same kind."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import exp, factorial
+
+import numpy as np
+
+from recsys.runtime.counter_random import make_key, uniform_numbers
+from recsys.runtime.world import World
+
+_POISSON = np.cumsum([exp(-1) / factorial(k) for k in range(12)])  # of mean 1: probabilities of at most k
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """Draws of units with replacement, as many times as a Poisson variable of mean 1 says (Chamandy et al. 2012).
+
+    How often a unit is drawn is a function of seed, repeat and unit, so that neither order nor ranks change it.
+    """
+
+    repeats: int
+    seed: int
+
+    def intervals(
+        self, world: World, units: np.ndarray, names: Sequence[str], measure: Callable[[np.ndarray], Sequence[float]]
+    ) -> dict[str, list[float]]:
+        """Return by name of a metric the bounds that 95 % of draws lie in; collective, each rank does its share.
+
+        Args:
+            units: of all rows, uint64 [rows], the same on every rank.
+            measure: from how often each row is drawn, float64 [rows], to the metrics.
+        """
+        distinct, place = np.unique(units, return_inverse=True)
+        key, found = make_key(self.seed, "bootstrap"), []
+        for repeat in range(world.rank, self.repeats, world.world_size):
+            drawn = uniform_numbers(key, distinct.view(np.int64), np.array([repeat]))[:, 0]
+            times = np.searchsorted(_POISSON, drawn, side="right")[place].astype(np.float64)
+            if times.any():
+                found.append(measure(times))
+        samples = np.concatenate(world.gather(np.array(found).reshape(-1, len(names))))
+        finite = [column[~np.isnan(column)] for column in samples.T]
+        bounds = [np.percentile(each, [2.5, 97.5]).tolist() if len(each) else [float("nan")] * 2 for each in finite]
+        return dict(zip(names, bounds, strict=True))
