@@ -30,15 +30,13 @@ All keys, with their meaning and default: docs/config.md. The data: data/README.
 """
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from recsys.errors import EchoError, UserError, end_run
-from recsys.runtime.environment import is_first_rank, prepare_environment, restart_without_malloc_cache
+from recsys.runtime.arguments import Parser, add_evaluation, mistakes_told, positive, told_by_first_rank, with_data
+from recsys.runtime.environment import prepare_environment, restart_without_malloc_cache
 from recsys.runtime.versions import check_versions, exit_unless_installed
 
 _COMMANDS = {
@@ -57,22 +55,14 @@ _COMMANDS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises a mistake as the sentence that the process ends with."""
-
-    def error(self, message: str) -> NoReturn:
-        hint = "changes are written key=value, and " if "key=value" in self.format_usage() else ""
-        raise UserError(f"{message}; {hint}{self.prog} --help tells the rest")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status, or end the process with a mistake of the user in one sentence."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _Parser("recsys", description="Distributed training of recommender models.")
+    parser = Parser("recsys", description="Distributed training of recommender models.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, about in _COMMANDS.items():
         commands.add_parser(name, help=about, add_help=False)
-    with _mistakes_told():
+    with mistakes_told():
         command = parser.parse_args(words[:1]).command
     if command == "prepare":
         return prepare(words[1:])
@@ -95,7 +85,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
         prog: what the user has called, for messages.
         command: what to do; train has the other two as options.
     """
-    with _mistakes_told(debug="--debug" in arguments):
+    with mistakes_told(debug="--debug" in arguments):
         words = _parse(arguments, prog, command)
         if words.command != "dry-run" and not words.debug:  # a debugger would lose the process
             restart_without_malloc_cache()
@@ -104,7 +94,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
         check_versions()
         from recsys.config import load_config
 
-        with _told_by_first_rank():
+        with told_by_first_rank():
             if words.command == "evaluate":
                 from recsys.serving.evaluate import Asked, evaluate, roles_of
                 from recsys.serving.finished import find_run
@@ -153,8 +143,8 @@ def predict(arguments: Sequence[str], command: str) -> int:
     about = "columns to write beside, with commas; default: ids that it reads"
     parser.add_argument("--keep", metavar="COLUMNS", help=about)
     if command == "recommend":
-        parser.add_argument("--k", type=_positive, default=20, help="items for each row (20)")
-    with _mistakes_told():
+        parser.add_argument("--k", type=positive, default=20, help="items for each row (20)")
+    with mistakes_told():
         words, run = _found(parser, arguments)
         from recsys.serving.embeddings import embeddings
         from recsys.serving.predict import predict as score
@@ -178,13 +168,13 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train, norm, gradient")
     about = "of distill: changes to the config"
     parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help=about)
-    with _mistakes_told():
+    with mistakes_told():
         words, run = _found(parser, arguments)
         from recsys.config import load_config
         from recsys.serving.compress import Request
         from recsys.serving.compress import compress as compress_run
 
-        with _told_by_first_rank():
+        with told_by_first_rank():
             trained = load_config(run.checkpoint / "config.yaml", trust_code=words.trust_code)
             metric = words.metric or trained.train.early_stop.metric or run.config.model.metric_names(run.config)[0]
             steps, of_student = tuple(words.steps.split(",")), (tuple(words.student), tuple(words.overrides))
@@ -200,7 +190,7 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
     _add_out(parser, "folder to write, which is not there or empty", "data.items")
     encodings, about = [each.name for each in TableEncoding], "how rows of tables are written (fp32)"
     parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
-    with _mistakes_told():
+    with mistakes_told():
         words, run = _found(parser, arguments)
         from recsys.serving.export import export as export_run
 
@@ -209,11 +199,11 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
 
 def report(arguments: Sequence[str], command: str) -> int:
     """Write a page on one run or several; return the exit status 0, or end the process with a mistake of the user."""
-    parser = _Parser(f"recsys {command}", description=_description(command))
+    parser = Parser(f"recsys {command}", description=_description(command))
     many = "+" if command == "compare" else 1
     parser.add_argument("runs", metavar="RUN", type=Path, nargs=many, help="run directory")
     parser.add_argument("--out", metavar="FILE", type=Path, help="default: RUN/report.html, or compare.html here")
-    with _mistakes_told():
+    with mistakes_told():
         words = parser.parse_args(arguments)
         from recsys.report.compare import compare
         from recsys.report.page import write_report
@@ -223,21 +213,21 @@ def report(arguments: Sequence[str], command: str) -> int:
     return 0
 
 
-def _parser_of_run(prog: str, command: str) -> _Parser:
+def _parser_of_run(prog: str, command: str) -> Parser:
     """Return a parser of a command on a finished run, whose first argument is there."""
-    parser = _Parser(prog, description=_description(command))
+    parser = Parser(prog, description=_description(command))
     parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
     return parser
 
 
-def _add_out(parser: _Parser, about: str, key: str) -> None:
+def _add_out(parser: Parser, about: str, key: str) -> None:
     """Add what is written, and changes to the config, such as one of `key`."""
     parser.add_argument("out", metavar="OUT", type=Path, help=about)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=f"changes to the run's config, as {key}")
 
 
-def _found(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
+def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """Return the words of a command line, and the `Finished` run that they name."""
     words = parser.parse_intermixed_args(arguments)
     restart_without_malloc_cache()
@@ -245,25 +235,19 @@ def _found(parser: _Parser, arguments: Sequence[str]) -> tuple[argparse.Namespac
     check_versions()
     from recsys.serving.finished import find_run
 
-    with _told_by_first_rank():
+    with told_by_first_rank():
         return words, find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
-    return int(text)
 
 
 def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
     """Export a table of a checkpoint; return the exit status 0, or end the process with a mistake of the user."""
-    parser = _Parser(prog, description="Export tables of a checkpoint; train.init.from_parquet.TABLE=FILE reads them.")
+    parser = Parser(prog, description="Export tables of a checkpoint; train.init.from_parquet.TABLE=FILE reads them.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     export = commands.add_parser("export", help="write one table: row (or raw id), vector, optimizer state")
     export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
     export.add_argument("table", metavar="TABLE")
     export.add_argument("out", metavar="OUT.parquet", type=Path)
-    with _mistakes_told():
+    with mistakes_told():
         words = parser.parse_args(arguments)
         prepare_environment()
         check_versions()
@@ -275,7 +259,7 @@ def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
 
 
 def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namespace:
-    parser = _Parser(
+    parser = Parser(
         prog,
         description=_description(command),
         epilog=str(__doc__).partition("\n\n")[2],
@@ -290,19 +274,7 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
     parser.set_defaults(command=command, debug=False, trust_code=False)
     if command != "dry-run":
-        parser.add_argument("--by", metavar="COLUMN", help="of an evaluation: metrics by value of a column, too")
-        about = "with --by: slices of values that data.train has in N rows (warm) or fewer (cold)"
-        parser.add_argument("--cold", metavar="N", type=_positive, default=0, help=about)
-        about = "of an evaluation: the mean of the AUCs of this column's values, such as users, by their rows (gauc)"
-        parser.add_argument("--group", metavar="COLUMN", help=about)
-        about = "of an evaluation: 95 %% intervals of the metrics, by so many draws of rows, or of what --group names"
-        parser.add_argument("--bootstrap", metavar="N", type=_positive, default=0, help=about)
-        about = (
-            "of an evaluation: what the metrics lose when the values of a feature are permuted, in the mean of REPEATS"
-        )
-        parser.add_argument("--importance", metavar="[REPEATS]", type=_positive, default=0, help=about)
-        about = "of an evaluation: import the class that the run names as its model"
-        parser.add_argument("--trust-code", action="store_true", help=about)
+        add_evaluation(parser)
     if command == "train":
         mode = parser.add_mutually_exclusive_group()
         mode.add_argument("--debug", action="store_true", help="single-device debug mode")
@@ -312,44 +284,12 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     once = [word == "--importance" and not after.isdecimal() for word, after in pairs]
     words = parser.parse_intermixed_args([f"{w}=1" if o else w for w, o in zip(arguments, once, strict=True)])
     if words.command == "evaluate":
-        words.overrides = _with_data(words.overrides)
+        words.overrides = with_data(words.overrides)
     return words
-
-
-def _with_data(words: list[str]) -> list[str]:
-    """Return changes of a config with the words that are none, which are paths, as data.test."""
-    paths = [word for word in words if "=" not in word or "/" in word.partition("=")[0]]
-    changes = [word for word in words if word not in paths]
-    return [*changes, f"data.test={json.dumps(paths)}"] if paths else changes
 
 
 def _description(command: str) -> str:
     return f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}."
-
-
-@contextmanager
-def _told_by_first_rank() -> Iterator[None]:
-    """Let the first rank tell a mistake that every rank finds by itself, and the others end as its echoes."""
-    try:
-        yield
-    except UserError as error:
-        if is_first_rank():
-            raise
-        raise EchoError(*error.args) from error
-
-
-@contextmanager
-def _mistakes_told(debug: bool = False) -> Iterator[None]:
-    """End the process with what went wrong, in one sentence where it is the user's to mend.
-
-    With `debug`, an error of the program itself goes on to the debugger.
-    """
-    try:
-        yield
-    except Exception as error:
-        if debug and not isinstance(error, UserError):
-            raise
-        end_run(error)
 
 
 if __name__ == "__main__":

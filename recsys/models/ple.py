@@ -18,7 +18,7 @@ class PLEConfig(MMoEConfig):
     name: str = "ple"
     num_experts: int = bounded(2, 1, 1024)  # of a level that all tasks share
     num_task_experts: int = bounded(2, 1, 1024)  # of a level that are a task's own
-    num_levels: int = bounded(2, 1, 64)
+    num_levels: int = bounded(2, 1, 64)  # of experts; each reads what the one before has mixed
 
     shapes: ClassVar[tuple[str, ...]] = (*MMoEConfig.shapes, "num_task_experts", "num_levels")
 
