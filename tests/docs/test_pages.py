@@ -1,15 +1,14 @@
 """The pages for readers: links lead somewhere, files that they name are there, and the first config loads."""
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
 from launch import ROOT
+from pages import PAGES, blocks
 
 from recsys.config import load_config
 
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "data" / "README.md"])
 _FILE = r"`((?:[\w-]+/)+[\w.-]+\.(?:py|sh|yaml|sbatch))`"  # with a folder, which may be one of recsys
 
 
@@ -42,8 +41,14 @@ def test_the_readme_leads_to_every_page() -> None:
 
 
 def test_the_first_config_of_the_readme_is_whole(tmp_path: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    text = readme[readme.index("       data:\n") : readme.index("3. See that")]
-    (tmp_path / "first.yaml").write_text(textwrap.dedent(text))
+    (text,) = [block.text for block in blocks(ROOT / "README.md") if block.title == "my.yaml"]
+    (tmp_path / "first.yaml").write_text(text)
     config = load_config(tmp_path / "first.yaml")
     assert list(config.tables) == ["user", "item"]
+
+
+def test_figures_of_techniques_are_those_of_the_benchmark() -> None:
+    figure = r"(\d+\.\d\d)(?: MiB,| \|.*\|) (0\.\d{4})"
+    measured = re.findall(figure, (ROOT / "benchmarks" / "strategies_movielens_1m.md").read_text())
+    told = re.findall(figure, (ROOT / "docs" / "techniques.md").read_text())
+    assert len(told) > 25 and set(told) <= set(measured)

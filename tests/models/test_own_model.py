@@ -1,13 +1,13 @@
 """A user's own model, as docs/own_model.md has it: trained on one process and two, resumed, evaluated."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from launch import ROOT, environment
+from pages import blocks
 
 from recsys.config import load_config
 from recsys.errors import UserError
@@ -33,7 +33,7 @@ def metrics(folder: Path) -> dict:
 
 @pytest.mark.slow
 def test_it_trains_resumes_and_evaluates(tmp_path: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own_model.md").read_text(), re.DOTALL)
+    (code,) = [block.text for block in blocks(ROOT / "docs" / "own_model.md") if block.title == "my_models.py"]
     (tmp_path / "my_models.py").write_text(code)
     (tmp_path / "fm.yaml").write_text(CONFIG.format(sample=ROOT / "data" / "sample"))
     for nproc in (1, 2):
