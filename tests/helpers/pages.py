@@ -65,7 +65,7 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
-def run_page(page: Path, folder: Path, timeout: float = 900) -> str:
+def run_page(page: Path, folder: Path, timeout: float = 1800) -> str:
     """Run the blocks of a page in one shell, in a folder that looks like a clone of the repository.
 
     Returns:
