@@ -18,6 +18,7 @@ from recsys.runtime.versions import exit_unless_installed  # noqa: E402
 exit_unless_installed()
 
 import benchmark_checkpoints  # noqa: E402
+import benchmark_dense  # noqa: E402
 import benchmark_loader  # noqa: E402
 import benchmark_peaks  # noqa: E402
 import benchmark_predict  # noqa: E402
@@ -79,6 +80,8 @@ def main() -> None:
     benchmark_checkpoints.add_arguments(checkpoints)
     peaks = commands.add_parser("peaks", help="peaks of memory, predicted and measured, of runs of many shapes")
     benchmark_peaks.add_arguments(peaks)
+    dense = commands.add_parser("dense", help="bytes and time that train.dense_sharding saves and costs, by width")
+    benchmark_dense.add_arguments(dense)
     predict = commands.add_parser("predict", help="rate of predictions against that of evaluation, and their memory")
     benchmark_predict.add_arguments(predict)
     random = commands.add_parser("random", help="peaks of memory, predicted and measured, of random configs and data")
@@ -93,6 +96,7 @@ def main() -> None:
         "checkpoints": benchmark_checkpoints.run,
         "peaks": benchmark_peaks.run,
         "random": benchmark_random.run,
+        "dense": benchmark_dense.run,
         "predict": benchmark_predict.run,
     }
     result = measure[arguments.command](arguments)

@@ -137,6 +137,9 @@ CASES = {
         nproc=2,
         overrides=("train.global_batch_size=8192",),
     ),
+    "shared dense optimizer on two ranks": Case(
+        ids=4, dim=32, model={"top_mlp": [4096, 4096, 1024]}, nproc=2, overrides=("train.dense_sharding=optimizer",)
+    ),
     "lists on two ranks, evaluated": Case(
         lists=2,
         length=20,

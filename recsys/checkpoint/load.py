@@ -92,11 +92,11 @@ def load_tensors(
         if name.startswith((TABLES, TABLE_OPTIMIZER)):
             state[name] = _moved(state[name], saved[name], choice.spans(name))
     same_ranks = config is None and marker.world_size == world.world_size
-    extra = [name for name in report.loaded if name.startswith(DENSE_OPTIMIZER) and name in saved]
-    extra += _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
-    room = {name: saved[name].empty() for name in extra}
-    state |= {name: Pieces.of(tensor) for name, tensor in room.items()}
-    world.agree(lambda: read_tensors(path, saved, state))
+    of_ranks = _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
+    new = {name: Pieces.of(saved[name].empty()) for name in of_ranks}
+    new |= tensors.room_for({n: saved[n] for n in report.loaded if n.startswith(DENSE_OPTIMIZER) and n in saved})
+    room = {name: pieces.pieces[0].tensor for name, pieces in new.items()}
+    world.agree(lambda: read_tensors(path, saved, state | new))
     scalars = {n: value for n, value in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
     world.agree(lambda: _set_state(tensors, room, scalars, path, world if same_ranks else None))
     for name, reason in marker.approximate.items():

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recsys.checkpoint.tensor_files import Piece, Pieces
+from recsys.checkpoint.tensor_files import Entry, Piece, Pieces
 from recsys.ids import IdStatistics
 from recsys.runtime.world import World
 from recsys.tables.module_names import parameter_name
@@ -32,6 +32,8 @@ class Tensors:
     Attributes:
         tables: weights by table; table_optimizer: state by `TABLE/STATE`; ShardedTensors, or tensors that every rank
             holds.
+        slices: where ranks share `dense_optimizer` out, what this one trains: rows of parameters, with the whole
+            parameter and the first row.
         statistics: of ids, by feature.
         after_load: called once tables have been loaded in place.
     """
@@ -40,6 +42,7 @@ class Tensors:
     table_optimizer: Callable[[], dict[str, Any]]
     dense: torch.nn.Module
     dense_optimizer: torch.optim.Optimizer
+    slices: Mapping[torch.Tensor, tuple[torch.Tensor, int]] | None = None
     statistics: Mapping[str, IdStatistics] = field(default_factory=dict)
     after_load: Callable[[], None] = lambda: None
 
@@ -57,11 +60,7 @@ class Tensors:
                 "row-wise state of a table split by columns, saved as the mean over its column shards by their width"
             )
         tensors |= {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
-        tensors |= {
-            DENSE_OPTIMIZER + name: Pieces.of(value)
-            for name, value in self._optimizer_state().items()
-            if isinstance(value, torch.Tensor)
-        }
+        tensors |= self._optimizer_pieces()
         own = {f"{RNG}{world.rank}/{name}": value for name, value in rng_tensors(world.device).items()}
         for name, statistics in self.statistics.items():
             own[f"{IDS}{world.rank}/{name}"] = torch.from_numpy(statistics.state().view(np.int64))
@@ -83,10 +82,37 @@ class Tensors:
         return tensors | {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of the dense part by name, in the order of its optimizer."""
+        """Return the parameters of the dense optimizer, or of what this rank trains of them, by name, in its order."""
         names = {parameter: parameter_name(name) for name, parameter in self.dense.named_parameters()}
         groups = self.dense_optimizer.param_groups
-        return {names[parameter]: parameter for group in groups for parameter in group["params"]}
+        slices = self.slices or {}
+        return {names[slices.get(own, (own, 0))[0]]: own for group in groups for own in group["params"]}
+
+    def room_for(self, saved: Mapping[str, Entry]) -> dict[str, Pieces]:
+        """Return new tensors for the state of the dense optimizer that is saved, or for what this rank takes of it."""
+        if self.slices is None:
+            return {name: Pieces.of(entry.empty()) for name, entry in saved.items()}
+        parameters, room = self.parameters(), {}
+        for name, entry in saved.items():
+            own = parameters.get(_owner(name))
+            if own is not None:
+                of_rows = entry.size == tuple(self.slices[own][0].shape)
+                tensor = torch.empty(own.shape if of_rows else entry.size, dtype=entry.torch_dtype)
+                room[name] = _piece(tensor, own, *self.slices[own])
+        return room
+
+    def _optimizer_pieces(self) -> dict[str, Pieces]:
+        """Return the tensors of the dense optimizer; where ranks share it out, each has its rows, and one the rest."""
+        state = {DENSE_OPTIMIZER + n: v for n, v in self._optimizer_state().items() if isinstance(v, torch.Tensor)}
+        if self.slices is None:
+            return {name: Pieces.of(value) for name, value in state.items()}
+        parameters, pieces = self.parameters(), {}
+        for name, value in state.items():
+            own = parameters[_owner(name)]
+            whole, first = self.slices[own]
+            if first == 0 or value.shape == own.shape:
+                pieces[name] = _piece(value.detach(), own, whole, first)
+        return pieces
 
     def set_dense_optimizer(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         """Restore the state of the dense optimizer.
@@ -137,6 +163,18 @@ class Tensors:
         for name, value in tensors.items():
             if name.startswith(IDS):
                 self.statistics[name.removeprefix(IDS).partition("/")[2]].add_state(value.numpy().view(np.uint64))
+
+
+def _owner(name: str) -> str:
+    """Return the parameter of a tensor `dense_optimizer/PARAMETER/STATE`."""
+    return name.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
+
+
+def _piece(state: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, first: int) -> Pieces:
+    """Wrap the state of rows of a parameter, the `own` ones from `first` on; a counter goes for the whole one."""
+    of_rows = state.dim() > 0 and state.shape == own.shape
+    offsets = tuple(first if of_rows and dim == 0 else 0 for dim in range(state.dim()))
+    return Pieces(tuple(whole.shape if of_rows else state.shape), state.dtype, (Piece(state, offsets),))
 
 
 def _check_state(name: str, state: dict[str, Any], parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:

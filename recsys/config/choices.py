@@ -167,6 +167,19 @@ class DenseOptimizer(Enum):
     adam, adamw, adagrad, sgd, adafactor, lamb = "adam", "adamw", "adagrad", "sgd", "adafactor", "lamb"
 
 
+class DenseSharding(Enum):
+    """What ranks share out of the dense part, in place of holding all of it each.
+
+    `none`: nothing. `optimizer`: the state of its optimizer (ZeRO-1), which then trains each number by itself.
+    """
+
+    none, optimizer = "none", "optimizer"
+
+
+# Those that train each number by itself.
+ELEMENTWISE = (DenseOptimizer.adam, DenseOptimizer.adamw, DenseOptimizer.adagrad, DenseOptimizer.sgd)
+
+
 class Schedule(Enum):
     """Shape of the learning rate after the warm-up.
 

@@ -5,7 +5,7 @@ What a device has no kernel for is refused where something else would be learned
 
 import math
 
-from recsys.config.choices import ComputeKernel, DataType, FloatType
+from recsys.config.choices import ELEMENTWISE, ComputeKernel, DataType, DenseSharding, FloatType
 from recsys.config.schema import Config, TableOptimizerConfig
 from recsys.config.table_optimizers import optimizer_names
 from recsys.errors import UserError
@@ -18,9 +18,9 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
         UserError: what would be done in its place would learn something else, or a batch has fewer rows than ranks.
     """
     check_ranks(config, world_size)
+    instead = _check_dense_sharding(config, world_size)
     if on_gpu:
-        return []
-    instead = []
+        return instead
     for name, table in config.tables.items():
         key = f"tables.{name}"
         _check_optimizer(config.table_optimizer(name), config.table_optimizer_key(name))
@@ -38,6 +38,19 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     if config.precision.tf32:
         instead.append("precision.tf32=true changes nothing on CPU")
     return instead
+
+
+def _check_dense_sharding(config: Config, world_size: int) -> list[str]:
+    sharding, optimizer = config.train.dense_sharding, config.optimizer.dense.name
+    if sharding is DenseSharding.none:
+        return []
+    if optimizer not in ELEMENTWISE:
+        raise UserError(
+            f"config key 'train.dense_sharding': {optimizer.name} goes by norms of whole parameters, of which ranks "
+            f"would have parts, found {sharding.name}; use none, or optimizer.dense.name="
+            f"{' or '.join(each.name for each in ELEMENTWISE)}"
+        )
+    return [f"train.dense_sharding={sharding.name} changes nothing on one rank"] if world_size == 1 else []
 
 
 def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
-from recsys.config.choices import Autocast, Saver
+from recsys.config.choices import ELEMENTWISE, Autocast, DenseSharding, Saver
 from recsys.config.features import rank_rows
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
@@ -248,6 +248,11 @@ def _checkpointing(config: Config, topology: Topology) -> Iterator[Change]:
         yield Change({"train.activation_checkpointing": True}, "MLPs are computed twice")
 
 
+def _dense_sharding(config: Config, topology: Topology) -> Iterator[Change]:
+    if topology.world_size > 1 and config.optimizer.dense.name in ELEMENTWISE:
+        yield Change({"train.dense_sharding": DenseSharding.optimizer}, "ranks send each other weights in each step")
+
+
 def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
     if batches_ahead(config.data.prefetch_batches, topology.device, topology.local_world_size) > 1:
         yield Change({"data.prefetch_batches": 1}, "training may wait for data")
@@ -334,6 +339,7 @@ LEVERS: tuple[Callable[[Config, Topology], Iterator[Change]], ...] = (
     _evaluation,
     _micro_batches,
     _checkpointing,
+    _dense_sharding,
     _prefetching,
     _row_wise,
     _caching,

@@ -25,7 +25,7 @@ from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import World, rehearse_world
 from recsys.tables.spec import Shard
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # from 2 on optimizer_bytes of the dense part are by rank
 _APART = 0.02  # ranks that differ by less are shown as one
 _SHOWN_PIECES = 40
 

@@ -48,7 +48,7 @@ class DenseFacts:
     """The dense part at some number of rows.
 
     Attributes:
-        parameter_bytes, buffer_bytes, gradient_bytes, optimizer_bytes: of one rank.
+        parameter_bytes, buffer_bytes, gradient_bytes: of one rank. optimizer_bytes: by rank.
         rows: of a rank that the other two are for.
         step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
             gradients and pooled embeddings; pooled gradients are among them.
@@ -59,7 +59,7 @@ class DenseFacts:
     parameter_bytes: int
     buffer_bytes: int
     gradient_bytes: int
-    optimizer_bytes: int
+    optimizer_bytes: tuple[int, ...]
     rows: int
     step_bytes: int
     eval_bytes: int

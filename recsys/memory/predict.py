@@ -12,6 +12,7 @@ from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead, decoding_threads
+from recsys.step.dense_shards import shards_dense
 from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
 from recsys.tables.spec import CHUNK_ELEMENTS, Shard
 
@@ -180,7 +181,11 @@ class _Rank:
         # DistributedDataParallel keeps gradients in its buckets; alone, they are dropped after each step.
         buckets = self._dense.gradient_bytes if self._topology.world_size > 1 else 0
         blas = _BLAS_THREADS * self._topology.blas_bytes
-        return {"dense_gradient": buckets, "dense_optimizer": self._dense.optimizer_bytes, "blas_workspaces": blas}
+        return {
+            "dense_gradient": buckets,
+            "dense_optimizer": self._dense.optimizer_bytes[self._rank],
+            "blas_workspaces": blas,
+        }
 
     def _loader(self) -> Bytes:
         data, topology = self._config.data, self._topology
@@ -204,7 +209,9 @@ class _Rank:
         tables = self._config.tables
         in_fp8 = [piece for piece in self._pieces if tables[piece.table].data_type is DataType.FP8]
         widest = max((4 * piece.size[0] * piece.size[1] for piece in in_fp8), default=0)
-        device = {**fill, "fp8_temporaries": widest, "collective_copies": self._replica_copies()}
+        # Parameters are moved into one tensor once they are there.
+        moved = self._dense.parameter_bytes if shards_dense(self._config, self._topology.world_size) else 0
+        device = {**fill, "fp8_temporaries": widest, "collective_copies": self._replica_copies(), "dense_copies": moved}
         return device, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
 
     def _replica_copies(self) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from recsys.config import Config
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
+from recsys.step.dense_shards import Layout, shards_dense
 from recsys.tables.bytes import rank_tables
 from recsys.tables.spec import Shard, local_pieces
 
@@ -44,16 +45,24 @@ def _held_bytes(*values: Any) -> int:
     return _num_bytes(tensor for value in values for tensor, _ in local_pieces(value))
 
 
-def predict_dense(dense: Any, config: Config, world_size: int) -> Bytes:
+def predict_dense(dense: Any, config: Config, world_size: int) -> dict[str, Any]:
     """Return the bytes of the dense part, a `DenseHalf`, from its parameters' shapes, before a step has been run.
 
-    Of several ranks, what a step sums over them lies among the gradients.
+    Of several ranks, what a step sums over them lies among the gradients. `optimizer_bytes` is a tuple by rank.
     """
     shapes = [p.shape for p in dense.model.parameters() if p.requires_grad]
-    size = 4 * sum(shape.numel() for shape in shapes)
-    state = sum(_dense_state_elements(shape, config.optimizer.dense) for shape in shapes)
-    sums = 4 * dense.sums.numel() if world_size > 1 else 0
-    return {"parameter_bytes": size, "gradient_bytes": size + sums, "optimizer_bytes": 4 * state}
+    shared = shards_dense(config, world_size)
+    layout = Layout.of(shapes, world_size if shared else 1)
+    state = [
+        4 * sum(_dense_state_elements(layout.shape(each), config.optimizer.dense) for each in layout.slices(rank))
+        for rank in range(len(layout.cuts) - 1)
+    ]
+    numbers = sum(shape.numel() for shape in shapes)
+    return {
+        "parameter_bytes": 4 * (layout.starts[-1] if shared else numbers),
+        "gradient_bytes": 4 * (numbers + (dense.sums.numel() if world_size > 1 else 0)),
+        "optimizer_bytes": tuple(state if shared else state * world_size),
+    }
 
 
 def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) -> int:
@@ -72,12 +81,19 @@ def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) ->
             return shape.numel() if optimizer.momentum else 0
 
 
-def measure_dense(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Bytes:
-    """Return the bytes of a model's parameters as its tensors are; the optimizer may have others besides."""
+def measure_dense(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, slices: Iterable[torch.Tensor] | None = None
+) -> Bytes:
+    """Return the bytes of a model's parameters as its tensors are; the optimizer may have others besides.
+
+    Args:
+        slices: what this rank's optimizer trains of them; default: all.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    states = [value for p in parameters for value in optimizer.state.get(p, {}).values()]
+    trained = parameters if slices is None else slices
+    states = [value for p in trained for value in optimizer.state.get(p, {}).values()]
     return {
-        "parameter_bytes": _num_bytes(parameters),
+        "parameter_bytes": storage_bytes(parameters),
         "gradient_bytes": storage_bytes(p.grad for p in parameters if p.grad is not None),
         "optimizer_bytes": _num_bytes(value for value in states if isinstance(value, torch.Tensor)),
     }

@@ -270,9 +270,11 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
     known = [rehearsed(base << i) for i in range(3)]
 
     def at(rows: int) -> DenseFacts:
-        names = ("step_bytes", "eval_bytes", "heap_bytes")
-        values = {name: _parabola(rows / base, [getattr(each, name) for each in known]) for name in names}
-        return replace(known[0], rows=rows, **values)
+        def value(name: str) -> int:
+            return _parabola(rows / base, [getattr(each, name) for each in known])
+
+        step_bytes, eval_bytes, heap_bytes = map(value, ("step_bytes", "eval_bytes", "heap_bytes"))
+        return replace(known[0], rows=rows, step_bytes=step_bytes, eval_bytes=eval_bytes, heap_bytes=heap_bytes)
 
     return at
 

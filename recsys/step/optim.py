@@ -1,6 +1,7 @@
 """Optimizer of the dense part, and the schedule of the learning rates."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from recsys.config.choices import DenseOptimizer
 from recsys.config.schema import ScheduleConfig
 
 
-def build_dense_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the dense part."""
+def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of the dense part, or of what this rank trains of it, which may be nothing."""
+    groups = [{"params": list(parameters)}]
     dense = config.dense
     settings: dict[str, Any] = {"lr": dense.learning_rate, "weight_decay": dense.weight_decay}
     if dense.name is DenseOptimizer.sgd:
@@ -19,7 +21,7 @@ def build_dense_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> to
     if dense.name is DenseOptimizer.lamb:
         from pytorch_optimizer import Lamb  # here, because it takes a second
 
-        return Lamb(model.parameters(), **settings)
+        return Lamb(groups, **settings)
     kinds: dict[DenseOptimizer, type[torch.optim.Optimizer]] = {
         DenseOptimizer.adam: torch.optim.Adam,
         DenseOptimizer.adamw: torch.optim.AdamW,
@@ -29,7 +31,7 @@ def build_dense_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> to
     }
     if dense.name is not DenseOptimizer.adafactor:
         settings["fused"] = True  # one kernel in place of ten
-    return kinds[dense.name](model.parameters(), **settings)
+    return kinds[dense.name](groups, **settings)
 
 
 def schedule_factor(schedule: ScheduleConfig, num_steps: int, step: int) -> float:

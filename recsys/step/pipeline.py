@@ -37,11 +37,15 @@ class GatedOptimizer:
         self._optimizer, self._dense_half = optimizer, dense_half
 
     def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
+        self._dense_half.zero_grad()
 
     def step(self) -> None:
-        if not self._dense_half.skipped:
+        if self._dense_half.skipped:
+            return
+        if self._dense_half.shards is None:
             self._optimizer.step()
+        else:
+            self._dense_half.shards.step(self._optimizer)
 
 
 class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):

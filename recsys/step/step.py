@@ -24,6 +24,7 @@ from recsys.config import Autocast, Config
 from recsys.config.features import averaged_features, id_features, quantized_features
 from recsys.data.batch import Batch
 from recsys.models.base import Model, set_dropout_keys
+from recsys.step.dense_shards import DenseShards
 from recsys.step.exchange import Replica, Totals, agree
 from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
@@ -54,6 +55,7 @@ class DenseHalf(nn.Module):
         late_exchange: gradients by vectors set out behind the sums, and not before these are waited for. A GPU queues
             both, and its host waits for the sums alone; on CPU the host waits in each exchange of its own.
         skipped: the last step changed nothing, because it was not finite.
+        shards: what the ranks share out of the dense part's optimizer; None: nothing.
     """
 
     def __init__(self, model: Model, config: Config) -> None:
@@ -74,6 +76,7 @@ class DenseHalf(nn.Module):
         self.replicated = ReplicatedTables([])
         self.enter_phase: Callable[[str], None] = ignore_phase
         self.stop_requested = self.publish_requested = self.skipped = self.late_exchange = False
+        self.shards: DenseShards | None = None
         self._replica: DistributedDataParallel | None = None  # with several ranks
         self._under_way: Iterator[torch.Tensor] = iter(())
 
@@ -86,6 +89,11 @@ class DenseHalf(nn.Module):
             gradient_as_bucket_view=True,
         )
         object.__setattr__(self, "_replica", replica)  # not as a submodule, which `model` is already
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the dense part."""
+        for parameter in self._dense_parameters:
+            parameter.grad = None
 
     def forward(
         self, pooled: KeyedTensor | None, by_id: Sequence[Mapping[str, JaggedTensor]], batch: Batch

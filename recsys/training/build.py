@@ -12,6 +12,7 @@ from recsys.checkpoint import Tensors
 from recsys.data.inputs import Inputs
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
+from recsys.step.dense_shards import DenseShards, shards_dense
 from recsys.step.optim import build_dense_optimizer
 from recsys.tables.shard import plan_tables, shard_model, shards
 from recsys.tables.spec import Shard, fill_initial, init_range, local_pieces
@@ -58,12 +59,17 @@ def build_model(inputs: Inputs) -> Built:
             fill_initial(shard, row, column, config.seed, table, init_range(config.tables[table]))
     updates = TableUpdates(model, config, world.device.type == "cuda")
     step.dense.replicated = updates.replicated
-    optimizer = build_dense_optimizer(dense, config.optimizer)
+    slices = None
+    if shards_dense(config, world.world_size):
+        step.dense.shards = DenseShards(dense, world.rank, world.world_size)
+        slices = step.dense.shards.slices
+    optimizer = build_dense_optimizer(dense.parameters() if slices is None else slices, config.optimizer)
     tensors = Tensors(
         tables=lambda: table_tensors(model),
         table_optimizer=updates.state,
         dense=dense,
         dense_optimizer=optimizer,
+        slices=slices,
         statistics=inputs.statistics,
         after_load=updates.forget_caches,
     )

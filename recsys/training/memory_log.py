@@ -83,9 +83,10 @@ class MemoryLog:
             "versions": installed_versions(),
             "git_commit": self._git_commit,
         }
+        predicted = predict_dense(built.step.dense, config, world.world_size)
         dense = {
-            "predicted": predict_dense(built.step.dense, config, world.world_size),
-            "measured": measure_dense(built.dense_model, built.dense_optimizer),
+            "predicted": predicted | {"optimizer_bytes": predicted["optimizer_bytes"][world.rank]},
+            "measured": measure_dense(built.dense_model, built.dense_optimizer, built.tensors.slices),
         }
         loader = self._trainer.loader.host_bytes
         return {

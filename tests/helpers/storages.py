@@ -83,7 +83,7 @@ def _train(config_path: str, overrides: list[str], world: World) -> dict:
             "state": sum(entry.optimizer for entry in tables),
             "parameter": dense["parameter_bytes"],
             "gradient": dense["gradient_bytes"],
-            "optimizer": dense["optimizer_bytes"],
+            "optimizer": dense["optimizer_bytes"][world.rank],
         },
         "measured": {name: sum(pointers.values()) for name, pointers in kinds.items()},
         "rest": sum(live.values()) - sum(sum(pointers.values()) for pointers in kinds.values()),

@@ -61,7 +61,16 @@ def check(config: Path, variants: list[list[str]], nproc: int, folder: Path, tim
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_tensors_are_predicted_to_the_byte(nproc: int, config: Path, tmp_path: Path) -> None:
     variants = [variant("row_wise", "FP16", "rowwise_adagrad"), variant("table_wise", "FP32", "adagrad")]
-    check(config, [*variants, variant("data_parallel", "FP32", "rowwise_adagrad")], nproc, tmp_path, 120)
+    shared = [*variant("table_wise", "FP32", "adagrad"), "train.dense_sharding=optimizer"]
+    check(config, [*variants, variant("data_parallel", "FP32", "rowwise_adagrad"), shared], nproc, tmp_path, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [2, 3, 4])
+def test_a_shared_dense_optimizer_to_the_byte(nproc: int, config: Path, tmp_path: Path) -> None:
+    optimizers = ("adam", "adamw", "adagrad", "sgd", "sgd optimizer.dense.momentum=0.9")
+    variants = [["train.dense_sharding=optimizer", *f"optimizer.dense.name={name}".split()] for name in optimizers]
+    check(config, variants, nproc, tmp_path, 300)
 
 
 @pytest.mark.slow

@@ -168,11 +168,11 @@ def test_dense_optimizer(name):
     config = OptimizerConfig()
     config.dense.name, config.dense.learning_rate, config.dense.weight_decay = name, 0.2, 0.125
     model = torch.nn.Linear(3, 2)
-    optimizer = build_dense_optimizer(model, config)
+    optimizer = build_dense_optimizer(model.parameters(), config)
     assert type(optimizer) is DENSE_OPTIMIZERS[name]
     (group,) = optimizer.param_groups
     assert (group["lr"], group["weight_decay"]) == (0.2, 0.125)
     assert [id(each) for each in group["params"]] == [id(each) for each in model.parameters()]
     if name is DenseOptimizer.sgd:
         config.dense.momentum = 0.25
-        assert build_dense_optimizer(model, config).param_groups[0]["momentum"] == 0.25
+        assert build_dense_optimizer(model.parameters(), config).param_groups[0]["momentum"] == 0.25

@@ -76,7 +76,7 @@ def test_the_dense_optimizer_goes_on_with_the_settings_of_the_config(optimizer: 
         torch.manual_seed(3)
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
         settings = DenseOptimizerConfig(name=optimizer, weight_decay=weight_decay, momentum=0.9)
-        return Tensors(dict, dict, model, build_dense_optimizer(model, OptimizerConfig(dense=settings)))
+        return Tensors(dict, dict, model, build_dense_optimizer(model.parameters(), OptimizerConfig(dense=settings)))
 
     def train(tensors: Tensors) -> None:
         for number in range(3):
