@@ -138,7 +138,11 @@ CASES = {
         overrides=("train.global_batch_size=8192",),
     ),
     "shared dense optimizer on two ranks": Case(
-        ids=4, dim=32, model={"top_mlp": [4096, 4096, 1024]}, nproc=2, overrides=("train.dense_sharding=optimizer",)
+        ids=4,
+        dim=32,
+        model={"top_mlp": [4096, 4096, 1024]},
+        nproc=2,
+        overrides=("train.dense_sharding=optimizer", "train.global_batch_size=2048"),
     ),
     "lists on two ranks, evaluated": Case(
         lists=2,

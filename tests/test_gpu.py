@@ -148,6 +148,33 @@ def test_page_locked_batches_are_written_again_only_after_their_copy(tmp_path: P
     assert [rows(copy.to(torch.device("cpu"))) for copy in copies] == expected
 
 
+@pytest.mark.parametrize("options", [(), ("train.micro_batch_size=16384", "train.activation_checkpointing=true")])
+def test_activations_in_host_memory_are_learned_from_alike(options: tuple[str, ...], tmp_path: Path) -> None:
+    """And the GPU takes as much less as is predicted."""
+    wide = ("model.top_mlp=[1024,1024]", "train.global_batch_size=65536", "train.max_steps=4", "run.device=cuda")
+    found = {}
+    for offloaded in ("false", "true"):
+        _, losses = train(tmp_path / offloaded, *wide, *options, f"train.activation_offload={offloaded}")
+        report = json.loads((tmp_path / offloaded / "memory/rank_0.json").read_text())
+        assert abs(report["peak"]["error"]) < 0.05, report["peak"]
+        found[offloaded] = losses, report["host"]["device_peak_allocated_bytes"]
+    torch.testing.assert_close(found["true"][0], found["false"][0], rtol=0, atol=1e-5)
+    assert found["true"][1] < found["false"][1]
+
+
+def test_a_shared_dense_optimizer_learns_the_same(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("this takes 2 GPUs")
+    losses = {}
+    for form in ("none", "optimizer"):
+        options = (f"run.dir={tmp_path / form}", f"train.dense_sharding={form}", "train.log_every_steps=1")
+        done = run_train(CONFIG, *options, "train.max_steps=20", "run.device=cuda", nproc=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records = [json.loads(line) for line in (tmp_path / form / "metrics.jsonl").read_text().splitlines()]
+        losses[form] = [record["loss"] for record in records if record["kind"] == "train"]
+    torch.testing.assert_close(losses["optimizer"], losses["none"], rtol=0, atol=1e-5)
+
+
 def test_state_in_fp16_is_half_of_it_and_trains(tmp_path: Path) -> None:
     """FBGEMM keeps the first moment of partial row-wise Adam in FP16, which leaves the numbers near those of FP32."""
     found = {}

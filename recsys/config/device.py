@@ -21,6 +21,11 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     instead = _check_dense_sharding(config, world_size)
     if on_gpu:
         return instead
+    if config.train.activation_offload:
+        raise UserError(
+            "config key 'train.activation_offload': on CPU activations are in host memory already; set it to false, "
+            "and train.micro_batch_size or train.activation_checkpointing to have fewer of them"
+        )
     for name, table in config.tables.items():
         key = f"tables.{name}"
         _check_optimizer(config.table_optimizer(name), config.table_optimizer_key(name))

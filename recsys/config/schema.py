@@ -267,6 +267,7 @@ class TrainConfig:
     keep_checkpoints: int = bounded(2, 1)  # the newest so many; older ones are removed
     async_checkpoints: bool = False  # write a copy in host memory while training goes on
     activation_checkpointing: bool = False  # compute the layers of an MLP again in the backward pass, not keep them
+    activation_offload: bool = False  # GPUs: keep activations in host memory from the forward to the backward pass
     dense_sharding: DenseSharding = DenseSharding.none  # what ranks share out of the dense part; the same is learned
     compile: bool = False  # the dense part by torch.compile; on CPU it needs a C++ compiler
     init_from: str | None = None  # run directory or checkpoint to take weights and optimizer from

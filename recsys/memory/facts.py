@@ -53,6 +53,7 @@ class DenseFacts:
         step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
             gradients and pooled embeddings; pooled gradients are among them.
         eval_bytes: the same of a forward pass alone, of the rows of an evaluation's batch.
+        host_bytes: of a GPU: the most that `train.activation_offload` keeps in page-locked host memory.
         heap_bytes: the most that those of a step which lie in the heap take at once.
     """
 
@@ -64,6 +65,7 @@ class DenseFacts:
     step_bytes: int
     eval_bytes: int
     heap_bytes: int
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True)

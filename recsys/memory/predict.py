@@ -229,7 +229,8 @@ class _Rank:
         in_steps, loader = self._in_steps(), self._loader()
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
         loader["loader_decoding"] += max(0, self._data.first_decode_bytes - later)
-        return {**self._trained(), **in_steps}, {**loader, "save_copies": copies}
+        host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}
+        return {**self._trained(), **in_steps}, {**loader, **host}
 
     def _in_steps(self) -> Bytes:
         """Return what comes and goes with each step, at its highest moment."""

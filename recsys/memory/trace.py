@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from recsys.report.text import size as shown
 from recsys.runtime.environment import HEAP_BLOCK_BYTES, SMALL_HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.step.build import build_step
+from recsys.step.offload import Offload
 from recsys.step.step import TrainStep
 from recsys.tables.spec import Shard
 
@@ -44,6 +46,9 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
     with _fake_tensors():
         step = _fake_step(config)
         step.dense.model.rehearse(device)
+        offloaded: list[int] = []
+        if config.train.activation_offload:
+            step.dense.offload = partial(_Counted, sizes=offloaded)
         step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
         evaluated = math.ceil(rows * eval_share(config))
         eval_bytes, _ = _traced(config, data, step.eval(), evaluated, (0, evaluated))
@@ -54,7 +59,29 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
             step_bytes=step_bytes,
             eval_bytes=eval_bytes,
             heap_bytes=heap_bytes,
+            host_bytes=max(offloaded, default=0),
         )
+
+
+class _Counted(Offload):
+    """Counts what would be kept on the host; tensors are dropped, and come back without content.
+
+    Args:
+        sizes: a number of bytes is added for this forward pass; CUDA locks powers of two.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], sizes: list[int]) -> None:
+        super().__init__(parameters)
+        sizes.append(0)
+        self._sizes, self._place = sizes, len(sizes) - 1
+
+    def to_host(self, tensor: torch.Tensor) -> Any:
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._sizes[self._place] += 1 << max(0, num_bytes - 1).bit_length()
+        return tensor.shape, tensor.dtype
+
+    def to_device(self, packed: Any, device: torch.device) -> torch.Tensor:
+        return torch.empty(packed[0], dtype=packed[1], device=device)
 
 
 @contextmanager
@@ -273,8 +300,14 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
         def value(name: str) -> int:
             return _parabola(rows / base, [getattr(each, name) for each in known])
 
-        step_bytes, eval_bytes, heap_bytes = map(value, ("step_bytes", "eval_bytes", "heap_bytes"))
-        return replace(known[0], rows=rows, step_bytes=step_bytes, eval_bytes=eval_bytes, heap_bytes=heap_bytes)
+        return replace(
+            known[0],
+            rows=rows,
+            step_bytes=value("step_bytes"),
+            eval_bytes=value("eval_bytes"),
+            heap_bytes=value("heap_bytes"),
+            host_bytes=value("host_bytes"),
+        )
 
     return at
 

@@ -28,6 +28,7 @@ from recsys.step.dense_shards import DenseShards
 from recsys.step.exchange import Replica, Totals, agree
 from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
+from recsys.step.offload import Offload
 from recsys.step.output import StepOutput
 from recsys.tables.gate import UpdateGate
 from recsys.tables.replicated import ReplicatedTables
@@ -55,6 +56,7 @@ class DenseHalf(nn.Module):
         late_exchange: gradients by vectors set out behind the sums, and not before these are waited for. A GPU queues
             both, and its host waits for the sums alone; on CPU the host waits in each exchange of its own.
         skipped: the last step changed nothing, because it was not finite.
+        offload: a context in which the model runs in training, and what autograd keeps goes to host memory.
         shards: what the ranks share out of the dense part's optimizer; None: nothing.
     """
 
@@ -76,6 +78,8 @@ class DenseHalf(nn.Module):
         self.replicated = ReplicatedTables([])
         self.enter_phase: Callable[[str], None] = ignore_phase
         self.stop_requested = self.publish_requested = self.skipped = self.late_exchange = False
+        self.offload: Callable[[Iterable[torch.Tensor]], AbstractContextManager[Any]]
+        self.offload = Offload if config.train.activation_offload else nullcontext
         self.shards: DenseShards | None = None
         self._replica: DistributedDataParallel | None = None  # with several ranks
         self._under_way: Iterator[torch.Tensor] = iter(())
@@ -177,7 +181,8 @@ class DenseHalf(nn.Module):
             tensors: slices of `lookup.tensors` by the part.
         """
         set_dropout_keys(self.model, self._seed, rows.position.num_rows, rows.row_numbers(*part.rows))
-        return self._outputs(lookup, part, tensors, rows)
+        with self.offload(self._dense_parameters):
+            return self._outputs(lookup, part, tensors, rows)
 
     def _outputs(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch) -> Outputs:
         vectors = lookup.vectors(part, tensors, self._averaged, self._unpooled)

@@ -71,7 +71,8 @@ FREE = {
             "train.eval_every_epochs",
         ),
         *("train.log_every_steps", "train.checkpoint_every_steps", "train.keep_checkpoints", "train.async_checkpoints"),
-        *("train.activation_checkpointing", "train.dense_sharding", "train.compile", "train.early_stop.patience"),
+        *("train.activation_checkpointing", "train.activation_offload", "train.dense_sharding"),
+        *("train.compile", "train.early_stop.patience"),
         *("model.top_k", "model.metrics"),
     ),
     "a run that goes on has begun": (

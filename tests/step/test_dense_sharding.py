@@ -106,6 +106,8 @@ def test_parameters_keep_their_numbers_and_must_be_fp32() -> None:
 
 
 def test_what_takes_norms_of_parameters_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"'train.dense_sharding' must be one of none, optimizer, found 'full'"):
+        load_config(CONFIG, ["train.dense_sharding=full"])
     for optimizer in DenseOptimizer:
         config = load_config(CONFIG, [SHARED, f"optimizer.dense.name={optimizer.name}"])
         if optimizer in ELEMENTWISE:
