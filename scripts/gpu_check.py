@@ -19,16 +19,25 @@ import torch  # noqa: E402
 
 _ON = ["run.device={device}", "run.num_threads=1"]
 _BENCHMARKS = {
-    "peaks": ["peaks", *_ON],
-    "seeds": ["seeds", "configs/dlrm_sample.yaml", *_ON, "--seeds", "1", "2", "3"],
-    "step": ["step", *_ON],
-    "loader": ["loader", "--ratios-only"],
+    "peaks": ["benchmark.py", "peaks", *_ON],
+    "seeds": ["benchmark.py", "seeds", "configs/dlrm_sample.yaml", *_ON, "--seeds", "1", "2", "3"],
+    "step": ["benchmark.py", "step", *_ON],
+    "loader": ["benchmark.py", "loader", "--ratios-only"],
+    # The shapes of the field, with tables of at most 10 M rows: 27 GiB.
+    "throughput": [
+        *("throughput.py", "run.device={device}", "--batch-size", "65536", "--dim", "128", "--max-rows", "10000000"),
+        *("--rows", "1048576", "--precisions", "fp32", "tf32", "bf16"),
+    ],
 }
 _QUICK = {  # as little as shows that each runs; the last of an option counts
     "peaks": ["--only", "small"],
     "seeds": ["--seeds", "1"],
     "step": ["--rows", "4096", "--batch-size", "256", "--threads", "1", "--repeats", "1"],
     "loader": ["--rows", "65536", "--repeats", "1"],
+    "throughput": [
+        *("--batch-size", "256", "--dim", "8", "--max-rows", "1000", "--rows", "1024", "--steps", "2", "--warm", "1"),
+        *("--held", "2", "--precisions", "fp32", "--loader-threads", "1"),
+    ],
 }
 _PARTS = ("tests", *_BENCHMARKS)
 _TESTS_AT_ONCE = "4"  # on the same GPUs: what they do there is short, and their start is not
@@ -71,11 +80,11 @@ def _run(part: str, arguments: argparse.Namespace) -> int:
         at_once = ["-n", _TESTS_AT_ONCE] if arguments.device == "cuda" and importlib.util.find_spec("xdist") else []
         command = ["-m", "pytest", "-m", "gpu", *at_once, f"--junitxml={out}/tests.xml"]
     else:
-        options = [*_BENCHMARKS[part], *(_QUICK[part] if arguments.quick else ())]
-        command = ["benchmarks/benchmark.py", *(option.format(device=arguments.device) for option in options)]
+        script, *options = _BENCHMARKS[part] + (_QUICK[part] if arguments.quick else [])
+        command = [f"benchmarks/{script}", *(option.format(device=arguments.device) for option in options)]
         command += ["--out", f"{out}/{part}_{arguments.device.replace('cuda', 'gpu')}.json"]
         command += ["--folder", f"{out}/../loader-files"] if part == "loader" else []
-        command += ["--ranks", str(arguments.nproc)] if part == "peaks" else []
+        command += ["--ranks", str(arguments.nproc)] if part in ("peaks", "throughput") else []
     return subprocess.run([sys.executable, *command], cwd=ROOT).returncode
 
 

@@ -108,6 +108,6 @@ def test_the_bare_loop_is_timed_to_the_end_of_what_it_has_queued(monkeypatch: py
 def test_the_check_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
     """All but the tests of a GPU, which would be skipped."""
     command = [sys.executable, "scripts/gpu_check.py", "--out", str(tmp_path / "out"), "--device", "cpu", "--quick"]
-    parts = ["peaks", "seeds", "step", "loader"]
+    parts = ["peaks", "seeds", "step", "loader", "throughput"]
     subprocess.run([*command, "--parts", *parts], cwd=ROOT, check=True, capture_output=True, timeout=500)
     assert all(json.loads((tmp_path / "out" / f"{part}_cpu.json").read_text()) for part in parts)

@@ -20,13 +20,14 @@ class DCNConfig(ModelConfig):
     name: str = "dcn"
     num_cross_layers: int = bounded(3, 1, 64)  # each adds a degree to the products of features
     rank: int | None = bounded(None, 1, WIDEST)  # of a cross layer's matrix; default: full
+    bottom_mlp: list[int] = bounded([], 1, WIDEST)  # widths of layers over the floats; none: they go in as they are
     mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths
     structure: CrossStructure = CrossStructure.parallel
     dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
     embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
 
     free: ClassVar = ("dropout", "embedding_dropout")
-    shapes: ClassVar = ("num_cross_layers", "rank", "mlp")
+    shapes: ClassVar = ("num_cross_layers", "rank", "bottom_mlp", "mlp")
 
 
 class DCN(Model):
@@ -37,7 +38,9 @@ class DCN(Model):
     def __init__(self, config: DCNConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
         self.features = list(inputs.dims)
-        width = sum(inputs.dims.values()) + len(inputs.floats)
+        floats = len(inputs.floats)
+        self.bottom = mlp(floats, config.bottom_mlp, None, config.dropout) if floats and config.bottom_mlp else None
+        width = sum(inputs.dims.values()) + (config.bottom_mlp[-1] if self.bottom else floats)
         self.embedding_dropout = RowDropout(config.embedding_dropout)
         self.cross = (
             CrossNet(width, config.num_cross_layers)
@@ -52,7 +55,7 @@ class DCN(Model):
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits, [rows] for one label, or [rows, labels]."""
         ids = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
-        inputs = torch.cat([ids, floats], dim=1)
+        inputs = torch.cat([ids, self.bottom(floats) if self.bottom else floats], dim=1)
         crossed = self.cross(inputs)
         if self.is_stacked:
             return self.last(self.mlp(crossed)).squeeze(1)

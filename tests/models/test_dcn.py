@@ -11,13 +11,16 @@ from recsys.models.dcn import DCN, DCNConfig
 
 @pytest.mark.parametrize("structure", CrossStructure)
 @pytest.mark.parametrize("rank", [None, 2])
-@pytest.mark.parametrize("labels", [1, 2])
-def test_by_hand(structure: CrossStructure, rank: int | None, labels: int) -> None:
+@pytest.mark.parametrize("labels, bottom", [(1, []), (2, []), (1, [3, 2])])
+def test_by_hand(structure: CrossStructure, rank: int | None, labels: int, bottom: list[int]) -> None:
     torch.manual_seed(0)
     inputs = DenseInputs({"a": 4, "b": 8}, ["x"], {f"l{i}": LabelConfig() for i in range(labels)})
-    model = DCN(DCNConfig(num_cross_layers=2, rank=rank, mlp=[5], structure=structure), inputs)
+    model = DCN(DCNConfig(num_cross_layers=2, rank=rank, bottom_mlp=bottom, mlp=[5], structure=structure), inputs)
     vectors, floats = {"b": torch.randn(3, 8), "a": torch.randn(3, 4)}, torch.randn(3, 1)
     logits = model(vectors, floats).view(3, labels)
+    if bottom:
+        first, second = (layer for layer in model.bottom if isinstance(layer, torch.nn.Linear))
+        floats = (second(first(floats).relu())).relu()
     for row in range(3):
         start = x = torch.cat([vectors["a"][row], vectors["b"][row], floats[row]])
         for layer in range(2):
