@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, write_retrieval
+from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval
 from recsys.datasets.writer import WHERE_HELP, columns_where, is_true, names, option, replacing, rows_where
 from recsys.errors import UserError, nearest
 
@@ -40,8 +40,8 @@ class LogOptions:
     hold_out: str = option(
         "last",
         "last: each user's last item is of test, the one before of valid; random: a tenth of each user's items for "
-        "each, as RecBole does",
-        choices=("last", "random"),
+        "each, as RecBole does; time: the last tenth of all rows by time is of test, the tenth before of valid",
+        choices=("last", "random", "time"),
     )
     split_column: str | None = option(
         None, "with train, valid or test in each row, or 0, 1 or 2, or whether it is of test", metavar="COLUMN"
@@ -83,11 +83,14 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     ]
     table = _joined(parts)
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
-    last = options.hold_out == "last" if split is None else _held_out_last(log, split)
+    last = options.hold_out != "random" if split is None else _held_out_last(log, split)
     if split is None:
-        split = split_last(log.user, log.time) if last else split_random(log.user)
+        splits = {"last": lambda: split_last(log.user, log.time), "random": lambda: split_random(log.user)}
+        split = splits.get(options.hold_out, lambda: split_time(log.time))()
         if not (split == 1).any():
-            raise UserError(f"no user has {3 if last else 10} different items, as many as it takes to hold some out")
+            what = {"last": "no user has 3 different items", "random": "no user has 10 different items"}
+            why = what.get(options.hold_out, "the log has fewer than 10 rows, or all are of one time")
+            raise UserError(f"{why}, as many as it takes to hold some out")
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
         write_retrieval(folder, log, split, last, options.history, options.train_rows == "users")

@@ -195,3 +195,19 @@ def test_conditions_hold_rows_out(tmp_path: Path) -> None:
         convert_log([tmp_path / "log"], tmp_path / "out2", both)
     with pytest.raises(UserError, match=r"has no column .chekced., only who, what"):
         convert_log([tmp_path / "log"], tmp_path / "out2", LogOptions("who", "what", test_where="chekced"))
+
+
+def test_the_last_tenths_of_all_rows_are_held_out_by_time(tmp_path: Path) -> None:
+    rows = [{"who": f"u{i % 3}", "what": i, "at": START + datetime.timedelta(hours=min(i, 28))} for i in range(29)]
+    rows += [{"who": "new", "what": 29, "at": rows[-1]["at"]}]  # at one time with the row before
+    convert_log([log(tmp_path / "log", rows)], tmp_path / "out", LogOptions("who", "what", "at", hold_out="time"))
+    train, valid, test = (read(tmp_path / "out" / part) for part in ("train", "valid", "test"))
+    assert sorted(row["what"] for row in train) == [*range(24)]
+    assert next(row["history"] for row in train if row["what"] == 9) == [0, 3, 6]
+    assert {row["who"]: row["targets"] for row in valid} == {"u0": [24], "u1": [25], "u2": [26]}
+    assert {row["who"]: row["targets"] for row in test} == {"u0": [27], "u1": [28], "new": [29]}
+    seen = {row["who"]: row["seen"] for row in test}
+    assert seen == {"u0": [*range(0, 25, 3)], "u1": [*range(1, 26, 3)], "new": []}
+    few = log(tmp_path / "few", rows[:9])
+    with pytest.raises(UserError, match="fewer than 10 rows, or all are of one time"):
+        convert_log([few], tmp_path / "none", LogOptions("who", "what", "at", hold_out="time"))
