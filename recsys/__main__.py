@@ -50,6 +50,7 @@ _COMMANDS = {
     "export": "write a finished run as a folder that scores and recommends without torch",
     "report": "write a run's page, report.html: curves, memory, plan, ids; also of one that failed or still goes on",
     "compare": "compare runs: config keys that differ, results, and curves over each other in one HTML page",
+    "sweep": "search over settings of a config, on any number of processes, with a table and a plot",
     "prepare": "write training data as Parquet: a public data set, synthetic logs, or your own files",
     "tables": "export a table of a checkpoint as Parquet",
 }
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return prepare(words[1:])
     if command in ("predict", "recommend", "embeddings"):
         return predict(words[1:], command)
+    if command == "sweep":
+        return sweep(words[1:])
     if command == "compress":
         return compress(words[1:])
     if command == "export":
@@ -180,6 +183,35 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
             steps, of_student = tuple(words.steps.split(",")), (tuple(words.student), tuple(words.overrides))
             request = Request(steps, metric, words.max_loss, words.prune_by, *of_student, words.trust_code)
         return compress_run(run, trained, words.out, request)
+
+
+def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
+    """Search over settings; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    parser = Parser(prog, description=_description("sweep"))
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config, in every trial")
+    about = "what is searched: key=LOW..HIGH[:log|:STEP], key=[a, b], or a YAML file of such"
+    parser.add_argument("--space", metavar="FILE|key=…", nargs="+", action="extend", required=True, help=about)
+    about = "folder of the sweep; processes with one folder share its trials"
+    parser.add_argument("--out", type=Path, required=True, help=about)
+    parser.add_argument("--trials", type=positive, default=40, help="how many there are to be, of all processes (40)")
+    parser.add_argument("--seeds", type=positive, default=1, help="how often each is trained: mean and spread (1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="trials at a time in this process (1)")
+    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
+    about = "few bytes of tables count beside the metric: a table of what is best at each size"
+    parser.add_argument("--bytes", action="store_true", help=about)
+    with mistakes_told():
+        words = parser.parse_intermixed_args(arguments)
+        prepare_environment()
+        check_versions()
+        from recsys.runtime.logs import quiet_libraries, start_logging
+        from recsys.training.sweep import open_sweep
+
+        quiet_libraries()
+        numbers = {"trials": words.trials, "seeds": words.seeds, "jobs": words.jobs}
+        found = open_sweep(words.config, words.overrides, words.space, words.out, numbers, words.metric, words.bytes)
+        start_logging(words.out / "logs", 0)
+        return found.run()
 
 
 def export(arguments: Sequence[str], prog: str = "recsys export") -> int:

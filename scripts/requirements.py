@@ -34,6 +34,7 @@ def requirements(kind: str, name: str | None = None) -> list[str]:
         *extras[kind],
         *extras["faiss"],
         *extras["export"],
+        *extras["sweep"],
         *extras["docs"],
         *extras["dev"],
         *torchrec,

@@ -1,0 +1,242 @@
+"""Search over settings: trials of a config, each a process of its own, in a study that several machines may share."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from recsys.config import Config, IdMappingType, load_config
+from recsys.data.facts import vocabulary_file
+from recsys.errors import UserError
+from recsys.models.metrics import is_higher_better
+from recsys.runtime.logs import logger
+from recsys.runtime.world import environment_of_one_process
+from recsys.tables.bytes import WEIGHT_BYTES
+from recsys.tables.row_codes import coded_row_bytes
+from recsys.training.sweep_report import Tried, write_report
+from recsys.training.sweep_space import Space
+
+_STUDY = "sweep"
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What is searched, and how.
+
+    Attributes:
+        config: YAML file; overrides: `key=value` over it, in all trials.
+        trials: how many there are to be, of all processes that share `out`; seeds: how often each is trained.
+        metric: of data.valid. by_bytes: the bytes of tables are to be small beside it; no trial is then ended early.
+    """
+
+    config: str
+    overrides: tuple[str, ...]
+    space: Space
+    out: Path
+    trials: int
+    seeds: int
+    jobs: int
+    metric: str
+    by_bytes: bool
+
+    def run(self) -> int:
+        """Try until there are as many trials as asked for, and write sweep.json, .md and .svg; return exit status, 0.
+
+        Raises:
+            UserError: `out` holds another sweep, or every trial failed.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        study = self._study()
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for done in [pool.submit(self._work) for _ in range(self.jobs)]:
+                done.result()
+        tried = [_tried(each) for each in study.get_trials(deepcopy=False) if each.number < self.trials]
+        write_report(self.out, tried, self.metric, is_higher_better(self.metric), self.by_bytes, self._command())
+        if not any(each.values for each in tried):
+            raise UserError(f"every trial of {self.out} failed, the first with: {tried[0].remark}")
+        return 0
+
+    def _command(self) -> list[str]:
+        return ["recsys", "train", self.config, *self.overrides]
+
+    def _study(self) -> Any:
+        """Return the study, made or joined: each thread has one of its own, over the same file."""
+        optuna = _optuna()
+        directions = ["maximize" if is_higher_better(self.metric) else "minimize", *["minimize"] * self.by_bytes]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of optuna about what is experimental
+            backend = optuna.storages.journal.JournalFileBackend(str(self.out / "journal.log"))
+            storage = optuna.storages.JournalStorage(backend)
+            sampler = optuna.samplers.TPESampler(constant_liar=True)  # others may be trying
+        try:
+            study = optuna.create_study(
+                storage=storage, sampler=sampler, study_name=_STUDY, directions=directions, load_if_exists=True
+            )
+        except ValueError as error:
+            raise UserError(f"'{self.out}' cannot be joined ({error}); name another folder by --out") from error
+        asked = {"command": self._command(), "space": self.space.texts, "metric": self.metric, "seeds": self.seeds}
+        if study.user_attrs.setdefault("asked", asked) != asked:
+            raise UserError(
+                f"'{self.out}' holds another sweep; give it the same words, or name another folder by --out"
+            )
+        study.set_user_attr("asked", asked)
+        return study
+
+    def _work(self) -> None:
+        study, distributions = self._study(), self.space.distributions()
+        while True:
+            trial = study.ask(distributions)
+            if trial.number >= self.trials:
+                study.tell(trial, state=_optuna().trial.TrialState.FAIL)  # one too many, which no report shows
+                return
+            self._try(study, trial)
+
+    def _try(self, study: Any, trial: Any) -> None:
+        optuna, start = _optuna(), time.monotonic()
+        folder, words = self.out / "trials" / f"{trial.number:04d}", self.space.overrides(trial.params)
+        shown = ", ".join(words)
+        logger.info("trial %d: %s", trial.number, shown)
+        try:
+            values = [self._value(trial, folder / f"seed-{seed}", words, seed) for seed in range(1, self.seeds + 1)]
+            objectives = [statistics.mean(values)]
+            num_bytes = table_bytes(load_config(folder / "seed-1" / "config.yaml"), folder / "seed-1")
+            for name, value in (("values", values), ("bytes", num_bytes), ("seconds", time.monotonic() - start)):
+                trial.set_user_attr(name, value)
+            study.tell(trial, [*objectives, *[num_bytes] * self.by_bytes])
+            logger.info("trial %d: %s %.5f", trial.number, self.metric, objectives[0])
+        except optuna.TrialPruned:
+            trial.set_user_attr("seconds", time.monotonic() - start)
+            study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            logger.info("trial %d: ended early, below the median of the others", trial.number)
+        except UserError as error:
+            trial.set_user_attr("error", str(error))
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+            logger.warning("trial %d failed: %s", trial.number, error)
+
+    def _value(self, trial: Any, run_dir: Path, words: Sequence[str], seed: int) -> float:
+        """Train once; return the metric.
+
+        Raises:
+            UserError: the process failed. TrialPruned: it was ended early.
+        """
+        of_sweep = [f"seed={seed}", f"run.dir={run_dir}", "run.overwrite=true", "data.test=null"]
+        if self.jobs > 1 and not any(word.startswith("run.num_threads=") for word in self.overrides):
+            of_sweep.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
+        command = [sys.executable, "-m", "recsys", "train", self.config, *self.overrides, *words, *of_sweep]
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        log = run_dir.parent / f"{run_dir.name}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment_of_one_process())
+            try:
+                for step, value in self._evaluations(process, run_dir / "metrics.jsonl"):
+                    if seed == 1 and not self.by_bytes:
+                        trial.report(value, step)
+                        if trial.should_prune():
+                            raise _optuna().TrialPruned
+            finally:
+                process.kill()  # it has ended, is pruned, or this process is about to end
+                process.wait()
+        if process.returncode:
+            *_, last = log.read_text().strip().splitlines() or [f"it ended with status {process.returncode}"]
+            raise UserError(last.removeprefix("error: "))
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        result = json.loads((run_dir / "result.json").read_text())["metrics"].get("valid", {})
+        if result.get(self.metric) is None:
+            raise UserError(f"the run tells no {self.metric} of data.valid")
+        return float(result[self.metric])
+
+    def _evaluations(self, process: "subprocess.Popen[bytes]", metrics: Path) -> Iterator[tuple[int, float]]:
+        """Yield step and metric of each evaluation of data.valid, until a process has ended."""
+        at = 0
+        while True:
+            is_over = process.poll() is not None
+            if metrics.exists():
+                with metrics.open("rb") as lines:
+                    lines.seek(at)
+                    for line in lines:
+                        if not line.endswith(b"\n"):
+                            break  # still being written
+                        at, record = at + len(line), json.loads(line)
+                        if record["kind"] == "valid" and record.get(self.metric) is not None:
+                            yield record["step"], record[self.metric]
+            if is_over:
+                return
+            time.sleep(_POLL_S)
+
+
+def table_bytes(config: Config, run_dir: Path) -> int:
+    """Return the bytes of the vectors of all tables of a run as they are served: rows times those of a row's code."""
+    total = 0
+    for name, table in config.tables.items():
+        rows, code = table.num_embeddings, table.quantize
+        if table.mapping is IdMappingType.vocabulary:
+            ids = pq.read_metadata(run_dir / "vocabulary" / vocabulary_file(name)).num_rows
+            rows = min(rows, 1 + ids + table.num_buckets)
+        plain = table.embedding_dim * WEIGHT_BYTES[table.data_type]
+        total += rows * (plain if code is None else coded_row_bytes(table.embedding_dim, code))
+    return total
+
+
+def open_sweep(
+    config: str,
+    overrides: Sequence[str],
+    space: Sequence[str],
+    out: Path,
+    numbers: Mapping[str, int],
+    metric: str | None,
+    by_bytes: bool,
+) -> Sweep:
+    """Return a sweep whose words were checked.
+
+    Args:
+        space: of keys and what they may be; see `Space.parse`. numbers: `trials`, `seeds` and `jobs`.
+        metric: default: that of early stopping, or the model's first.
+
+    Raises:
+        UserError: optuna is not there, or config, space or metric do not fit each other.
+    """
+    _optuna()
+    searched = Space.parse(space)
+    loaded = load_config(config, [*overrides, *searched.first()])
+    known = loaded.model.metric_names(loaded)
+    chosen = metric or loaded.train.early_stop.metric or known[0]
+    if chosen not in known:
+        raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(known)}")
+    if loaded.data.valid is None:
+        raise UserError("config key 'data.valid' is not set, and trials are compared on it")
+    return Sweep(config, tuple(overrides), searched, out, metric=chosen, by_bytes=by_bytes, **numbers)
+
+
+def _tried(trial: Any) -> Tried:
+    known, state = trial.user_attrs, trial.state.name.lower()
+    texts = {"complete": "", "pruned": "ended early", "running": "not ended", "fail": known.get("error", "failed")}
+    return Tried(
+        trial.number,
+        {key: str(value) for key, value in trial.params.items()},
+        known.get("values", []),
+        known.get("bytes"),
+        known.get("seconds"),
+        texts.get(state, state),
+    )
+
+
+def _optuna() -> Any:
+    if find_spec("optuna") is None:
+        raise UserError("recsys sweep needs optuna, which is not installed; `pip install 'recsys[sweep]'` installs it")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna

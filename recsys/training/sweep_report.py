@@ -1,0 +1,102 @@
+"""Reports of a search: its trials as JSON, Markdown and a drawing."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recsys.runtime.drawing import draw_bars
+from recsys.runtime.files import replace_file
+from recsys.runtime.logs import to_json
+from recsys.runtime.versions import installed_versions
+
+_MOST_BARS = 40
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A trial: the values of keys, the metric of each seed, bytes of tables, seconds, and what became of it if not."""
+
+    number: int
+    settings: dict[str, str]
+    values: list[float]
+    bytes: int | None
+    seconds: float | None
+    remark: str
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.values)
+
+    def told(self) -> str:
+        """Return mean and spread."""
+        spread = f" ± {statistics.stdev(self.values):.5f}" if len(self.values) > 1 else ""
+        return f"{self.mean:.5f}{spread}"
+
+
+def pareto(tried: Sequence[Tried], higher: bool) -> list[Tried]:
+    """Return the trials that none beats in both, metric and bytes, the fewest bytes first."""
+    best: list[Tried] = []
+    for each in sorted(tried, key=lambda t: (t.bytes or 0, -t.mean if higher else t.mean)):
+        if not best or (each.mean > best[-1].mean if higher else each.mean < best[-1].mean):
+            best.append(each)
+    return best
+
+
+def write_report(
+    out: Path, tried: Sequence[Tried], metric: str, higher: bool, by_bytes: bool, command: Sequence[str]
+) -> None:
+    """Write sweep.json, .md and .svg.
+
+    Args:
+        higher: a higher metric is better. by_bytes: bytes count beside it. command: that every trial begins with.
+    """
+    whole = sorted((each for each in tried if each.values), key=lambda t: -t.mean if higher else t.mean)
+    front = pareto(whole, higher) if by_bytes else whole[:1]
+    content = {
+        "command": list(command),
+        "metric": metric,
+        "data": "valid",
+        "best": [each.number for each in front],
+        "trials": [asdict(each) for each in tried],
+        "versions": installed_versions(),
+    }
+    replace_file(out / "sweep.json", to_json(content, indent=1) + "\n")
+    parts = [f"# {len(tried)} trials of `{' '.join(command)}`, {len(whole)} to their end\n"]
+    if by_bytes and front:
+        parts += [f"No other trial has both, a better {metric} and fewer bytes of tables:\n", _table(front, metric)]
+    if front:
+        best = " ".join(f"'{key}={value}'" for key, value in whole[0].settings.items())
+        parts.append(f"The best {metric}, on data.valid: `{' '.join(command)} {best}`\n")
+    rest = [each for each in tried if not each.values]
+    parts += ["All trials, the best first:\n", _table([*whole, *rest], metric)]
+    replace_file(out / "sweep.md", "\n".join(parts))
+    replace_file(out / "sweep.svg", _drawing(front if by_bytes else whole[:_MOST_BARS], metric, by_bytes))
+
+
+def _table(tried: Sequence[Tried], metric: str) -> str:
+    keys = list(tried[0].settings)
+    header = ["Trial", *(f"`{key}`" for key in keys), metric, "Tables, bytes", "Seconds", ""]
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * (len(keys) + 1)}---:|---:|---:|---|"]
+    for each in tried:
+        number_of_bytes = "" if each.bytes is None else f"{each.bytes:,}"
+        seconds = "" if each.seconds is None else f"{each.seconds:.0f}"
+        values = [_short(each.settings.get(key, "")) for key in keys]
+        cells = [str(each.number), *values, each.told() if each.values else "", number_of_bytes, seconds, each.remark]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _short(value: str) -> str:
+    try:
+        return value if value.lstrip("-").isdecimal() else f"{float(value):.4g}"
+    except ValueError:
+        return value
+
+
+def _drawing(tried: Sequence[Tried], metric: str, by_bytes: bool) -> str:
+    lengths = [float(each.bytes or 0) if by_bytes else abs(each.mean) for each in tried]
+    labels = [f"{metric} {each.told()}, {each.bytes or 0:,} bytes" for each in tried]
+    names = [f"trial {each.number}" for each in tried]
+    scaled = [length / (max(lengths) or 1) for length in lengths]
+    return draw_bars(list(zip(names, scaled, labels, strict=True)), left=100, width=800)

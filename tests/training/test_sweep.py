@@ -1,0 +1,111 @@
+"""`recsys sweep`: what may be searched, a study that processes share, trials ended early, and what is told of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import ROOT, environment, fork_train
+
+from recsys.config import load_config
+from recsys.errors import UserError
+from recsys.training.sweep import table_bytes
+from recsys.training.sweep_report import Tried, pareto
+from recsys.training.sweep_space import Space
+
+optuna = pytest.importorskip("optuna")
+CONFIG, SHORT = "configs/dlrm_sample.yaml", ("train.max_steps=8", "train.eval_every_steps=2")
+
+
+def test_ranges_and_choices(tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text("a.rate: 1e-4..0.1:log\nb: [[64], [128, 64], null]\n")
+    space = Space.parse([f"{tmp_path}/space.yaml", "c=4..64:4", "d=0.0..0.5", "e=1..8:log", "f=0..1:0.25"])
+    kinds = optuna.distributions
+    assert space.distributions() == {
+        "a.rate": kinds.FloatDistribution(1e-4, 0.1, log=True),
+        "b": kinds.CategoricalDistribution(["[64]", "[128, 64]", "null"]),
+        "c": kinds.IntDistribution(4, 64, step=4),
+        "d": kinds.FloatDistribution(0.0, 0.5),
+        "e": kinds.IntDistribution(1, 8, log=True),
+        "f": kinds.FloatDistribution(0.0, 1.0, step=0.25),
+    }
+    assert space.first() == ["a.rate=0.0001", "b=[64]", "c=4", "d=0.0", "e=1", "f=0.0"]
+
+
+@pytest.mark.parametrize("word", ["a=3", "a=5..1", "a=0..1:log", "a=x..y", "a=1..9:0", "a=[]", "no/such/file"])
+def test_what_is_no_space(word: str) -> None:
+    with pytest.raises(UserError, match=r"^--space: "):
+        Space.parse([word])
+
+
+def test_the_best_at_each_size() -> None:
+    values = [(100, 0.5), (100, 0.6), (200, 0.6), (300, 0.7), (250, 0.4)]
+    tried = [Tried(i, {}, [value - 0.1, value + 0.1], size, 1.0, "") for i, (size, value) in enumerate(values)]
+    assert [each.number for each in pareto(tried, higher=True)] == [1, 3]
+    assert [each.number for each in pareto(tried, higher=False)] == [0, 4]
+    assert tried[0].told() == "0.50000 ± 0.14142"
+
+
+def test_bytes_are_those_that_are_served(tmp_path: Path) -> None:
+    config = load_config(ROOT / CONFIG, ["tables.item={quantize: INT8, sharding_type: table_wise}"])
+    plain = 1000 * 8 * 4 + 100 * 8 * 4 + 20 * 8 * 4 + 24 * 8 * 4
+    assert table_bytes(config, tmp_path) == plain + 1000 * (8 + 8)  # a scale and a bias beside the codes
+
+
+def sweep(out: Path, *words: str, status: int = 0) -> str:
+    done = fork_train("sweep", CONFIG, *SHORT, *words, "--out", str(out), program="recsys", timeout=500)
+    assert done.returncode == status, done.stderr[-3000:]
+    return done.stderr.strip() if status else done.stdout
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    for words, said in (
+        (("--space", "tables.itm.embedding_dim=[8]"), "itm"),
+        (("--space", "seed=[1]", "--metric", "recall@3"), "--metric: 'recall@3' is none of the model's metrics: auc"),
+        (("data.valid=null", "--space", "seed=1..3"), "data.valid"),
+    ):
+        assert said in sweep(tmp_path, *words, status=1)
+
+
+@pytest.mark.slow
+def test_processes_share_a_study(tmp_path: Path) -> None:
+    words = [
+        "--space",
+        "tables.item.embedding_dim=[4, 8]",
+        "tables.user.embedding_dim=4..16:4",
+        "--bytes",
+        "--seeds",
+        "2",
+    ]
+    command = [sys.executable, "-m", "recsys", "sweep", CONFIG, *SHORT, "--out", str(tmp_path), "--trials", "5", *words]
+    processes = [subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait(500) for process in processes] == [0, 0]
+    assert sweep(tmp_path, "--trials", "5", *words) == ""  # there is nothing left to do
+    found = json.loads((tmp_path / "sweep.json").read_text())
+    assert [trial["number"] for trial in found["trials"]] == [0, 1, 2, 3, 4]
+    for trial in found["trials"]:
+        item, user = (int(trial["settings"][f"tables.{name}.embedding_dim"]) for name in ("item", "user"))
+        if item == user == 8:
+            assert len(trial["values"]) == 2 and trial["bytes"] == 1000 * 8 * (2 + 4) + 144 * 8 * 4
+    table = (tmp_path / "sweep.md").read_text()
+    assert "fewer bytes of tables" in table and (tmp_path / "sweep.svg").read_text().startswith("<svg")
+    assert not list(tmp_path.glob("trials/*/*/checkpoints"))
+    assert "holds another sweep" in sweep(tmp_path, "--space", "seed=1..3", "--bytes", status=1)
+
+
+@pytest.mark.slow
+def test_bad_trials_are_ended_early_and_failed_ones_told(tmp_path: Path) -> None:
+    sweep(
+        tmp_path,
+        "--trials",
+        "9",
+        "--space",
+        "optimizer.dense.learning_rate=[0.01, 0.011, 0.012, 0.0]",
+        "run.num_threads=1",
+    )
+    found = json.loads((tmp_path / "sweep.json").read_text())
+    best = next(trial for trial in found["trials"] if trial["number"] == found["best"][0])
+    assert best["settings"]["optimizer.dense.learning_rate"] != "0.0"
+    remarks = {trial["remark"] for trial in found["trials"]}
+    assert remarks <= {"", "ended early"}
