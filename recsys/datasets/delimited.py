@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from recsys.datasets.tokens import TOKENS_HELP, tokenize
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
     SPLITS,
@@ -85,6 +86,7 @@ class CsvOptions:
         action="append",
         metavar="NAME=SEP[:TYPE]",
     )
+    tokens: list[str] = option([], TOKENS_HELP, type=names, metavar="A,B")
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
     label: str | None = option(None, "add an int8 column 'label', written as --where: 'rating>=4'", metavar="FILTER")
     split: tuple[float, ...] = option((), "train,valid,test, as in 0.8,0.1,0.1", type=_shares, metavar="SHARES")
@@ -152,7 +154,7 @@ class _Reader:
     def __init__(self, inputs: list[Path], options: CsvOptions):
         self.inputs, self.options = inputs, options
         self.types = {name: TYPES[kind] for name, kind in options.types.items()}
-        self.types.update({name: pa.string() for name in options.lists})
+        self.types.update({name: pa.string() for name in [*options.lists, *options.tokens]})
         for path in inputs:
             if not path.is_file():
                 raise UserError(f"{path} is not a file")
@@ -171,7 +173,7 @@ class _Reader:
         repeated = {name for name in self.names if self.names.count(name) > 1}
         if repeated:
             raise UserError(f"{path} has more than one column {sorted(repeated)[0]!r}")
-        for name in [*self.options.types, *self.options.lists]:
+        for name in [*self.options.types, *self.options.lists, *self.options.tokens]:
             check_column(name, self.names)
 
     def _type(self, path: Path, column: pa.Field) -> pa.DataType:
@@ -224,6 +226,7 @@ class _Reader:
                 columns[name] = split_list(columns[name], separator, TYPES[kind])
             except pa.ArrowInvalid as error:
                 raise UserError(f"{path}: column {name!r} as list of {kind}: {error}") from None
+        columns |= {name: tokenize(columns[name], name) for name in self.options.tokens}
         if self.options.label:
             columns[LABEL] = is_true(batch, self.options.label, "--label").cast(pa.int8())
         return pa.RecordBatch.from_pydict(columns)
@@ -265,7 +268,7 @@ class _Splitter:
             raise UserError(f"--split-by {options.split_by!r} is not random, time:COLUMN or user:COLUMN")
         if self.column:
             check_column(self.column, reader.names)
-            if self.column in options.lists:
+            if self.column in [*options.lists, *options.tokens]:
                 raise UserError(f"--split-by cannot use column {self.column!r}, which is a list")
         if self.rule == "time" and len(self.names) > 1:
             self.cuts = self._time_cuts(reader)

@@ -12,7 +12,17 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval
-from recsys.datasets.writer import WHERE_HELP, columns_where, is_true, names, option, replacing, rows_where
+from recsys.datasets.tokens import TOKENS_HELP, tokenize
+from recsys.datasets.writer import (
+    WHERE_HELP,
+    check_column,
+    columns_where,
+    is_true,
+    names,
+    option,
+    replacing,
+    rows_where,
+)
 from recsys.errors import UserError, nearest
 
 WRITTEN = ("history", "targets", "seen")
@@ -29,6 +39,7 @@ class LogOptions:
     time: str | None = option(None, "without it, rows are taken to be in order", metavar="COLUMN")
     user_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
     item_features: list[str] = option([], "columns of the log", type=names, metavar="A,B")
+    tokens: list[str] = option([], TOKENS_HELP, type=names, metavar="A,B")
     where: str | None = option(None, WHERE_HELP, metavar="FILTER")
     train_rows: str = option(
         "interactions",
@@ -82,6 +93,9 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         if paths
     ]
     table = _joined(parts)
+    for name in options.tokens:
+        check_column(name, [*options.user_features, *options.item_features])
+        table = table.set_column(table.column_names.index(name), name, tokenize(table[name], name))
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
     last = options.hold_out != "random" if split is None else _held_out_last(log, split)
     if split is None:

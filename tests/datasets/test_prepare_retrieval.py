@@ -211,3 +211,14 @@ def test_the_last_tenths_of_all_rows_are_held_out_by_time(tmp_path: Path) -> Non
     few = log(tmp_path / "few", rows[:9])
     with pytest.raises(UserError, match="fewer than 10 rows, or all are of one time"):
         convert_log([few], tmp_path / "none", LogOptions("who", "what", "at", hold_out="time"))
+
+
+def test_titles_of_items_are_lists_of_words(tmp_path: Path) -> None:
+    rows = [{**row, "title": f"The {row['what'].upper()}-team"} for row in ROWS]
+    logged = log(tmp_path / "log", rows)
+    options = LogOptions("who", "what", "at", item_features=["title"], tokens=["title"])
+    convert_log([logged], tmp_path / "out", options)
+    assert {row["what"]: row["title"] for row in read(tmp_path / "out/items")}["c"] == ["c", "team"]
+    for column in ("age", "kind", "what"):
+        with pytest.raises(UserError, match=column):
+            convert_log([logged], tmp_path / "no", LogOptions("who", "what", "at", ["age"], ["kind"], tokens=[column]))

@@ -1,0 +1,35 @@
+"""Texts as lists of words, which are ids like any others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.errors import UserError
+
+TOKENS_HELP = "columns of texts that become lists of their words: lower case, without English stop words"
+_ENGLISH = """a an and are as at be but by for from has have he her his i if in into is it its me my no not of on or our
+s she so t than that the their them they this to us was we were will with you your"""
+
+
+def tokenize(column: pa.Array | pa.ChunkedArray, name: str) -> pa.ListArray:
+    """Return the words of texts, list<string>: runs of letters and digits of any script; of a null an empty list.
+
+    Languages that are written without spaces are not cut into words.
+
+    Raises:
+        UserError: the column holds no texts.
+    """
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type) or pa.types.is_null(column.type)):
+        raise UserError(f"--tokens: column {name!r} is {column.type}, and no text")
+    texts = pc.utf8_lower(pc.fill_null(column.cast(pa.string()), ""))
+    texts = texts.combine_chunks() if isinstance(texts, pa.ChunkedArray) else texts
+    lists = pc.split_pattern_regex(texts, r"[^\p{L}\p{M}\p{N}]+")
+    words = lists.flatten()
+    kept = ~(
+        pc.equal(words, "").to_numpy(zero_copy_only=False) | np.asarray(pc.is_in(words, pa.array(_ENGLISH.split())))
+    )
+    before = np.concatenate([[0], np.cumsum(kept)])
+    offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), words.filter(pa.array(kept)))
