@@ -33,11 +33,12 @@ class SimpleXConfig(RetrievalConfig):
     item_id: str = MISSING  # the item feature that tells items apart, of the same table
     dim: int = bounded(64, 1, WIDEST)  # embedding_dim of both tables
     history_share: float = bounded(0.5, 0, 1)  # of the items' mean in a user's vector; the rest is the user's own
+    item_bias: bool = False  # the last column of an item's vector is added to its cosines, in units of `temperature`
     leave_one_out: bool = False  # in training: the item that is to be found is not in the mean that finds it
     dropout: float = bounded(0.0, 0, below=1)  # of the items' mean
     loss: RetrievalLoss = RetrievalLoss.softmax
-    temperature: float = bounded(0.1, 1e-30, below=1e30)  # of softmax and binary: what cosines are divided by
-    margin: float = bounded(0.9, -1, 1)  # of contrastive: the cosine from which a negative counts
+    temperature: float = bounded(0.1, 1e-30, below=1e30)  # of softmax and binary: what scores are divided by
+    margin: float = bounded(0.9, -1, 1)  # of contrastive: the score from which a negative counts
     negative_weight: float = bounded(1.0, 0, LARGE)  # of contrastive and binary: of the negatives' mean loss
     sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
 
@@ -84,6 +85,8 @@ class SimpleXConfig(RetrievalConfig):
 class SimpleX(RetrievalModel):
     """A user's vector is their own and a linear map of the mean of their items'; a score is a cosine with an item's.
 
+    With `item_bias` the item's own number is added to it; the last column of vectors then counts for nothing else.
+
     In training the mean holds the item that is to be found too, as in the paper, unless `leave_one_out` is set: that
     item is then searched by what the others tell, as in use. Negatives are compared with the whole mean in both cases.
     """
@@ -98,22 +101,32 @@ class SimpleX(RetrievalModel):
         nn.init.eye_(self.map.weight)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return vectors of length 1: of users and items, [rows, dim]; in training of lists' items too, and of users as
-        they search each of these, [ids, dim]."""
+        """Return vectors whose dot products are scores: of users and items, [rows, dim]; in training those of lists'
+        items too, and of users as they search each of these, [ids, dim]."""
         history, share = vectors[self.config.history], self.config.history_share
         own, total, lengths = vectors[self.config.user_id], sum_by_row(history), history.lengths()[:, None]
         users = (1 - share) * own + share * self.map(self.dropout(total / lengths.clamp(min=1)))
-        users, items = F.normalize(users, dim=1), F.normalize(vectors[self.config.item_id], dim=1)
+        users, items = self._searching(users), self._found(vectors[self.config.item_id])
         if not self.training:
             return users, items
         positives, row = history.values(), row_of_each_id(history)
         if self.config.leave_one_out:
             kept = self.dropout(torch.ones_like(total))[row]  # as of the whole mean
             mean = (total[row] - positives) / (lengths - 1).clamp(min=1)[row]
-            searching = F.normalize((1 - share) * own[row] + share * self.map(kept * mean), dim=1)
+            searching = self._searching((1 - share) * own[row] + share * self.map(kept * mean))
         else:
             searching = users[row]
-        return users, items, F.normalize(positives, dim=1), searching
+        return users, items, self._found(positives), searching
+
+    def _searching(self, users: torch.Tensor) -> torch.Tensor:
+        if not self.config.item_bias:
+            return F.normalize(users, dim=1)
+        return F.pad(F.normalize(users[:, :-1], dim=1), (0, 1), value=1.0)
+
+    def _found(self, items: torch.Tensor) -> torch.Tensor:
+        if not self.config.item_bias:
+            return F.normalize(items, dim=1)
+        return torch.cat([F.normalize(items[:, :-1], dim=1), self.config.temperature * items[:, -1:]], dim=1)
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
         users, items, positives, searching = outputs
@@ -131,7 +144,7 @@ class SimpleX(RetrievalModel):
         """Return the loss of each item of the lists, [ids].
 
         Args:
-            own: cosines of these. scores: of users with negatives, [rows, negatives]; barred: which do not count.
+            own: scores of these. scores: of users with negatives, [rows, negatives]; barred: which do not count.
             row: the user of each item, [ids].
         """
         config = self.config

@@ -37,6 +37,7 @@ model:
   history: history
   item_id: item
   dim: 8
+  item_bias: true
   leave_one_out: true
   dropout: 0.1
   sampled_negatives: 20
@@ -107,6 +108,11 @@ def model_of(**settings: object) -> SimpleX:
     return SimpleX(config, DenseInputs({"user": 4, "history": 4, "item": 4}, []))
 
 
+def cosines(users: list[torch.Tensor], items: torch.Tensor) -> torch.Tensor:
+    """Return those of all but the last column, [users, items]."""
+    return F.normalize(torch.stack(users)[:, :-1], dim=1) @ F.normalize(items[:, :-1], dim=1).T
+
+
 def test_a_users_vector_is_their_own_and_the_mean_of_their_items() -> None:
     torch.manual_seed(0)
     user, item, values = torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4)
@@ -120,7 +126,11 @@ def test_a_users_vector_is_their_own_and_the_mean_of_their_items() -> None:
     torch.testing.assert_close(users, F.normalize(torch.stack(expected), dim=1))
     torch.testing.assert_close((items, found), (F.normalize(item, dim=1), F.normalize(values, dim=1)))
     torch.testing.assert_close(searching, users[[0, 0, 2]])
-    model.config.leave_one_out = True
+    model.config.item_bias = True
+    users, items, found, _ = model(vectors, torch.zeros(3, 0))
+    torch.testing.assert_close(users @ items.T, cosines(expected, item) + 0.1 * item[:, -1])
+    torch.testing.assert_close(users @ found.T, cosines(expected, values) + 0.1 * values[:, -1])
+    model.config.item_bias, model.config.leave_one_out = False, True
     _, _, _, searching = model(vectors, torch.zeros(3, 0))
     others = [0.75 * user[0] + 0.25 * model.map.weight @ values[i] for i in (1, 0)]
     torch.testing.assert_close(searching, F.normalize(torch.stack([*others, 0.75 * user[2]]), dim=1))
