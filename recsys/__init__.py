@@ -5,7 +5,7 @@ A room may import from those above it:
     errors       errors that end a run, each told in one sentence
     config/      what a run may be told: every key with its type, default, bounds and meaning
     runtime/     the process among others: rank, device, collectives, files, logs, signals, versions
-    report/      pages on runs, made of the files that they leave
+    report/      pages on runs, made of the files that they leave; where their figures go
     ids/         raw ids to table rows: hashes, vocabularies, statistics
     data/        Parquet to batches: sources, footers, filters, order, decoding, windows, collation, the loader
     tables/      the sharded half: tables for torchrec, their bytes, the plan, sharded and replicated tables

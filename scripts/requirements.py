@@ -36,6 +36,7 @@ def requirements(kind: str, name: str | None = None) -> list[str]:
         *extras["export"],
         *extras["sweep"],
         *extras["docs"],
+        *extras["tensorboard"],
         *extras["dev"],
         *torchrec,
     ]

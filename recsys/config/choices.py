@@ -190,6 +190,14 @@ class Schedule(Enum):
     constant, linear, cosine, plateau = "constant", "linear", "cosine", "plateau"
 
 
+class Tracker(Enum):
+    """Where figures of a run go besides metrics.jsonl: TensorBoard (RUN/tensorboard), Weights & Biases, MLflow."""
+
+    tensorboard = "tensorboard"
+    wandb = "wandb"
+    mlflow = "mlflow"
+
+
 class Saver(Enum):
     """Changes of `memory.fit` after which something else is learned.
 

@@ -35,6 +35,7 @@ from recsys.config.initial import InitConfig
 from recsys.config.serving import DistillConfig, PublishConfig, SparsityConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.config.topology import MemoryConfig, TopologyConfig
+from recsys.config.track import TrackConfig
 
 
 @dataclass
@@ -53,6 +54,7 @@ class RunConfig:
     profile_steps: int = bounded(0, 0, 10_000)  # trace so many steps, from the 13th on, to RUN/profile/rank_K.json
     # In training, name a rank that makes no progress for so long, and end; not with --debug.
     stuck_after_s: float = bounded(600, 2, 1e8)
+    track: TrackConfig = field(default_factory=TrackConfig)
 
 
 @dataclass

@@ -123,15 +123,20 @@ def describe_growth(by_kind: dict[str, int], total: str = _PROCESS) -> str:
     return f"{size(grown)} in 1,000 steps" + (f" ({shown})" if shown and grown > 0 else "")
 
 
-def _kinds(device: torch.device, loader_bytes: dict[str, int]) -> dict[str, int]:
+def memory_now(device: torch.device, loader_bytes: dict[str, int]) -> dict[str, int]:
+    """Return bytes of this process and of its GPU by kind, as far as they are known in microseconds."""
     kinds = {_PROCESS: rss(), "Arrow": pa.default_memory_pool().bytes_allocated()}
     kinds |= {f"loader's {kind.removesuffix('_bytes')} blocks": value for kind, value in loader_bytes.items()}
-    used_and_free = heap()
-    if used_and_free is not None:
-        kinds["tensors and other blocks of malloc"], kinds["what malloc keeps free"] = used_and_free
     if device.type == "cuda":
         kinds[_GPU] = torch.cuda.memory_reserved(device)
         kinds[f"{_GPU} tensors"] = torch.cuda.memory_allocated(device)
+    return kinds
+
+
+def _kinds(device: torch.device, loader_bytes: dict[str, int]) -> dict[str, int]:
+    kinds, used_and_free = memory_now(device, loader_bytes), heap()
+    if used_and_free is not None:
+        kinds["tensors and other blocks of malloc"], kinds["what malloc keeps free"] = used_and_free
     return kinds
 
 

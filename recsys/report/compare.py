@@ -114,7 +114,7 @@ def _curves(runs: Sequence[Record], names: Sequence[str]) -> str:
     figures = []
     for role in dict.fromkeys(["train", *(role for run in runs for role in run.metrics)]):
         curves = [run.curves(role) for run in runs]
-        for name in dict.fromkeys(name for curve in curves for name in curve if name != "seconds_left"):
+        for name in dict.fromkeys(name for curve in curves for name in curve if not name.startswith("memory/")):
             series = {run: curve.get(name, []) for run, curve in zip(names, curves, strict=True)}
             if role == "train" or any(len(points) > 1 for points in series.values()):
                 figures.append(line_chart(Axis(name.replace("_", " "), role), series))

@@ -6,7 +6,7 @@ from html import escape
 from importlib.resources import files
 
 _LONG = 60  # characters, of which a cell may have several lines
-_NUMBER = re.compile(r"–$|≈? ?-?[\d.,]+(e[+-]\d+)?($|%| (bytes|[KMGTP]iB)|[^ ]? \()")
+_NUMBER = re.compile(r"–$|≈? ?-?[\d,]+(\.\d+)?(e[+-]\d+)?($|%| (bytes|[KMGTP]iB)|[^ ]? \()")
 
 
 def document(title: str, head: str, sections: Mapping[str, str]) -> str:

@@ -45,7 +45,7 @@ def reported(is_writer: bool) -> Iterator[Callable[[Path], None]]:
         error = found
         raise
     finally:
-        if is_writer and folders:
+        if is_writer and folders and folders[-1].exists():
             try:
                 write_report(folders[-1], error=None if error is None else f"{error}" or type(error).__name__)
             except Exception as other:  # the run's own end is what counts
@@ -109,28 +109,37 @@ def _learning(run: Record) -> str:
     """Draw the losses, and a chart for each metric over the evaluations."""
     train, best = run.curves("train"), run.result.get("best_step")
     marks = {} if best is None else {float(best): f"best step {best:,}"}
-    losses = {name: points for name, points in train.items() if name.startswith("loss")}
-    total = {"loss": losses.pop("loss", [])}
-    figures = [line_chart(Axis("Training loss", "mean since the line before", marks=marks), total)]
-    figures.append(line_chart(Axis("Training loss by label", "mean since the line before", marks=marks), losses))
+    since = "mean since the line before"
+    drawn = [line_chart(Axis("Training loss", since, marks=marks), {"loss": train.get("loss", [])})]
+    drawn.append(line_chart(Axis("Training loss by label", since, marks=marks), _below("losses", train)))
     evaluations = {role: run.curves(role) for role in run.metrics}
     for name in dict.fromkeys(name for curves in evaluations.values() for name in curves):
         series = {role: curves[name] for role, curves in evaluations.items() if name in curves}
         if any(len(points) > 1 for points in series.values()):
-            figures.append(line_chart(Axis(name, ", ".join(series), marks=marks), series))
-    return charts(*figures)
+            drawn.append(line_chart(Axis(name, ", ".join(series), marks=marks), series))
+    norm = Axis("Gradient norm", "of the dense part, before clipping", least=0)
+    drawn.append(line_chart(norm, {"gradient norm": train.get("gradient_norm", [])}))
+    for name, points in {**_below("learning_rate", train), "loss scale": train.get("loss_scale", [])}.items():
+        if len({value for _, value in points}) > 1:  # else config.yaml tells it
+            title = name if name == "loss scale" else f"Learning rate, {name}"
+            drawn.append(line_chart(Axis(title, least=0), {name: points}))
+    return charts(*drawn)
+
+
+def _below(name: str, curves: dict[str, Any]) -> dict[str, Any]:
+    """Return the curves of a mapping in the lines, by their names in it."""
+    return {key.removeprefix(f"{name}/"): points for key, points in curves.items() if key.startswith(f"{name}/")}
 
 
 def _speed(run: Record) -> str:
     train = run.curves("train")
     speed = Axis("Speed", "samples/s", show=lambda value: f"{value:,.0f}", least=0)
     waiting = Axis("Waiting for data", "share of time", show=lambda value: f"{value:.1%}", least=0)
-    other = sorted(train.keys() - {"samples_per_s", "wait_share", "seconds_left"})
-    rest = [line_chart(Axis(name.replace("_", " ")), {name: train[name]}) for name in other if "loss of" not in name]
+    memory = Axis("Memory in training, rank 0", "resident, and kinds of it", show=size, base=1024, least=0)
     return charts(
         line_chart(speed, {"speed": train.get("samples_per_s", [])}),
         line_chart(waiting, {"waiting": train.get("wait_share", [])}),
-        *(figure for name, figure in zip(other, rest, strict=False) if name != "loss"),
+        line_chart(memory, _below("memory", train)),
     )
 
 

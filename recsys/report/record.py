@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,8 @@ _LOG_TAIL = 1 << 20  # bytes of a log that are read
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 _LOG_LINE = re.compile(rf"({_TIME}),\d+ (WARNING|ERROR|CRITICAL) [\w.]+: (?:error: )?(.*)", re.DOTALL)
 _FOR_DEVELOPERS = re.compile(r"\S+: (Future|Deprecation|PendingDeprecation)Warning:")
-_NOT_METRICS = ("kind", "time", "step", "epoch", "rows", "users", "losses")
+_NO_FIGURES = ("kind", "time", "step")
+_NO_CURVES = ("epoch", "rows", "users", "seconds_left")
 Points = list[tuple[float, float | None]]  # steps and values; None is not a number
 
 
@@ -88,13 +90,12 @@ class Record:
         return lines
 
     def curves(self, kind: str) -> dict[str, Points]:
-        """Return the figures of a kind of lines (train, valid, test) over the steps, by name; labels' losses too."""
+        """Return the figures of a kind of lines (train, valid, test) over the steps, by name as of `figures`."""
         curves: dict[str, Points] = {}
         for line in self.lines:
             if line["kind"] == kind:
-                losses = {f"loss of {name}": value for name, value in line.get("losses", {}).items()}
-                for name, value in (line | losses).items():
-                    if name.rpartition(".")[2] not in _NOT_METRICS:
+                for name, value in figures(line):
+                    if name.rpartition(".")[2] not in _NO_CURVES:
                         curves.setdefault(name, []).append((line["step"], value))
         return curves
 
@@ -103,8 +104,8 @@ class Record:
         """The last metrics of each dataset."""
         if "metrics" in self.result:
             return self.result["metrics"]
-        kinds = dict.fromkeys(line["kind"] for line in self.lines if line["kind"] != "train")
-        return {kind: {name: points[-1][1] for name, points in self.curves(kind).items()} for kind in kinds}
+        last = {line["kind"]: line for line in self.lines if line["kind"] != "train"}
+        return {kind: dict(figures(line)) for kind, line in last.items()}
 
     @cached_property
     def step(self) -> int:
@@ -141,6 +142,15 @@ class Record:
     def _json(self, name: str) -> dict[str, Any]:
         path = self.folder / name
         return json.loads(path.read_text()) if path.exists() else {}
+
+
+def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
+    """Yield the numbers of a line by name, those of a mapping as NAME/INNER; None for what is null."""
+    for name, value in line.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        for part, number in inner:
+            if name not in _NO_FIGURES and (number is None or type(number) in (int, float)):
+                yield f"{name}/{part}" if part else name, number
 
 
 def open_record(path: Path, error: str | None = None) -> Record:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from recsys.errors import why
-from recsys.runtime.files import naming, replace_file
 
 logger = logging.getLogger("recsys")
 
@@ -89,50 +88,6 @@ def _finite(values: Any) -> Any:
     if isinstance(values, list | tuple):
         return [_finite(value) for value in values]
     return None if isinstance(values, float) and not math.isfinite(values) else values
-
-
-class MetricsWriter:
-    """Appends one JSON object a line to metrics.jsonl; without a path it does nothing.
-
-    Args:
-        step: where the run goes on; lines of later steps, from before a crash, are dropped.
-    """
-
-    def __init__(self, path: Path | None, step: int) -> None:
-        self._file = None
-        if path is not None:
-            _drop_later(path, step)
-            self._file = path.open("ab", buffering=0)
-
-    def write(self, kind: str, values: dict[str, Any]) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        if self._file:
-            line = to_json({"kind": kind, "time": round(time.time(), 3), **values}).encode() + b"\n"
-            with naming(Path(self._file.name)):
-                while line:
-                    line = line[self._file.write(line) :]
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file:
-            self._file.close()
-
-
-def _drop_later(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):  # the last line of a killed process may be cut
-            continue
-    replace_file(path, "".join(kept))
 
 
 class Progress:

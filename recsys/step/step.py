@@ -83,6 +83,7 @@ class DenseHalf(nn.Module):
         self.shards: DenseShards | None = None
         self._replica: DistributedDataParallel | None = None  # with several ranks
         self._under_way: Iterator[torch.Tensor] = iter(())
+        self._norm: torch.Tensor | None = None  # where gradients are clipped
 
     def replicate(self, device: torch.device) -> None:
         """Let gradients of the dense part be averaged over all ranks; every rank holds its weights."""
@@ -161,7 +162,11 @@ class DenseHalf(nn.Module):
         if factor != 1:
             torch._foreach_mul_(self._dense_gradients(), factor)
         if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._dense_parameters, self._clip_norm)
+            self._norm = torch.nn.utils.clip_grad_norm_(self._dense_parameters, self._clip_norm)
+
+    def gradient_norm(self) -> float:
+        """Return the length of the dense part's gradient in the last step, before it was clipped."""
+        return float(torch.nn.utils.get_total_norm(self._dense_gradients()) if self._norm is None else self._norm)
 
     @cached_property
     def _dense_parameters(self) -> list[nn.Parameter]:

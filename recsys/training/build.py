@@ -1,8 +1,10 @@
 """Building the sharded model with its optimizers from a config and its datasets."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,6 +44,13 @@ class Built:
     def dense_model(self) -> torch.nn.Module:
         """The dense part of the model."""
         return self.step.dense.model
+
+
+class Publishes(Protocol):
+    """What publishes the model in training; see `recsys.serving.publish.Publisher`."""
+
+    def asks(self, step: int) -> bool: ...
+    def publish(self, step: int, save: Callable[[], Path]) -> None: ...
 
 
 def build_model(inputs: Inputs) -> Built:

@@ -4,7 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from recsys.memory.autofit import Change
 from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
+from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
 from recsys.runtime.environment import give_large_blocks_back, give_unused_back
 from recsys.runtime.files import copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
@@ -32,16 +33,17 @@ from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.runtime.watchdog import Watchdog
 from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world
 from recsys.tables.shard import save_plan
-from recsys.training.build import Built, build_model
+from recsys.training.build import Built, Publishes, build_model
+from recsys.training.figures import log_end
 from recsys.training.learning import learn_facts
 from recsys.training.memory_log import MemoryLog
 from recsys.training.result import closing_lines, how_to_go_on, run_result
 from recsys.training.taught import with_scores
-from recsys.training.trainer import Publishes, Trainer
+from recsys.training.trainer import Trainer
 
 _WRITTEN = (
     *("config.yaml", "plan.json", "loaded.json", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs"),
-    *(PAGE, "vocabulary", "footers", "bad_steps", "evaluations", "profile"),
+    *(PAGE, TENSORBOARD, "mlflow.json", "vocabulary", "footers", "bad_steps", "evaluations", "profile"),
 )
 _FOOTERS = "footers"
 MARKER = ".recsys-run"
@@ -67,6 +69,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
     with open_world(asked.run.device, asked.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
         if asked.debug and world.world_size > 1:
             raise UserError("--debug runs one process; start it without torchrun")
+        world.from_rank_zero(lambda: import_trackers(asked))
         timeline = Timeline(world.device, limit_memory(asked, world))
         if asked.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
@@ -145,19 +148,36 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     world.from_rank_zero(lambda: copy_files(session.footers, run_dir / _FOOTERS))
     give_unused_back()  # what planning and predicting took
     explained.write = memory.write_alone
-    with timeline.phase("step"):
-        stopped = trainer.fit()
-    session.watchdog.rest()
-    session.lock.check(now=True)
-    report = memory.write("stopped" if stopped else "done")
-    reports = world.gather({section: report[section] for section in ("identity", "peak", "host")})
-    result = run_result(inputs, trainer, stopped, reports, time.monotonic() - start)
+    if world.rank == 0:
+        plan = "\n".join(describe_plan(built.pieces))
+        trainer.writer = open_writers(inputs.config, run_dir, trainer.state.step, plan)
+    with closing(trainer.writer):
+        with timeline.phase("step"):
+            stopped = trainer.fit()
+        session.watchdog.rest()
+        session.lock.check(now=True)
+        report = memory.write("stopped" if stopped else "done")
+        reports = world.gather({section: report[section] for section in ("identity", "peak", "host")})
+        result = run_result(inputs, trainer, stopped, reports, time.monotonic() - start)
+        log_end(trainer.writer, inputs, built, result, report)
+    return _end(inputs, session, result, reports, changes)
+
+
+def _end(
+    inputs: Inputs,
+    session: _Session,
+    result: dict[str, Any],
+    reports: list[dict[str, Any]],
+    changes: list[Change],
+) -> int:
+    """Write result.json and tell the last lines of the log; return the exit status."""
+    world, run_dir = inputs.world, session.run_dir
     result |= {"instead": session.instead, "fitted": [str(change) for change in changes]}
     if world.rank == 0:
         replace_file(run_dir / "result.json", to_json(result, indent=1) + "\n")
         for line in closing_lines(result, reports, run_dir, how_to_go_on(inputs.config, run_dir, world)):
             logger.info("%s", line)
-    return STOPPED_STATUS if stopped else 0
+    return STOPPED_STATUS if result["status"] == "stopped" else 0
 
 
 def _log_start(inputs: Inputs, session: _Session) -> None:

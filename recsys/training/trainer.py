@@ -7,7 +7,6 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
 
 from recsys.checkpoint import Checkpoints, Source, load_tensors, verify_checkpoint
 from recsys.config import Schedule
@@ -19,8 +18,9 @@ from recsys.errors import UserError
 from recsys.memory import Timeline
 from recsys.memory.growth import Growth
 from recsys.models.metrics import is_higher_better
+from recsys.report.writers import Writer
 from recsys.runtime.environment import give_unused_back
-from recsys.runtime.logs import MetricsWriter, Progress, logger, show_metrics
+from recsys.runtime.logs import Progress, logger, show_metrics
 from recsys.runtime.machine import topology_of
 from recsys.runtime.profiling import traced_steps
 from recsys.runtime.signals import StopRequests
@@ -28,17 +28,11 @@ from recsys.step.optim import schedule_factor, set_learning_rate
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import TimedIterator, build_pipeline
 from recsys.step.step import ignore_phase
-from recsys.training.build import Built
+from recsys.training.build import Built, Publishes
 from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
+from recsys.training.figures import log_row_norms, step_figures
 from recsys.training.learning import facts_entries
 from recsys.training.resume import start_training
-
-
-class Publishes(Protocol):
-    """What publishes the model in training; see `recsys.serving.publish.Publisher`."""
-
-    def asks(self, step: int) -> bool: ...
-    def publish(self, step: int, save: Callable[[], Path]) -> None: ...
 
 
 class Trainer:
@@ -52,6 +46,7 @@ class Trainer:
     Attributes:
         state: as of checkpoints; metrics: of the last evaluation of each dataset by this process.
         loader: of data.train; progress: speed so far; growth: of memory over the steps.
+        writer: takes figures; one that drops them, until it is set.
     """
 
     def __init__(
@@ -85,7 +80,7 @@ class Trainer:
         self.metrics: dict[str, dict[str, float]] = {}
         self.state = start_training(inputs, built, source, run_dir)
         self._saved_at = self.state.step or None
-        self._writer = MetricsWriter(run_dir / "metrics.jsonl" if world.rank == 0 else None, self.state.step)
+        self.writer = Writer()
         num_left = self.loader.steps_left(self.state.position, config.train.epochs)
         self._num_steps = min(self.state.step + num_left, config.train.max_steps or self.state.step + num_left)
         per_epoch = self.loader.steps_left(Position(), 1)
@@ -103,7 +98,7 @@ class Trainer:
             UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
         """
         trace = self._run_dir / "profile" / f"rank_{self._world.rank}.json"
-        with self._stop.signals(), closing(self._writer):
+        with self._stop.signals():
             with traced_steps(self._config.run.profile_steps, trace, self._world.device) as self._step_traced:
                 stopped = self._train()
             if self._saved_at != self.state.step:
@@ -183,9 +178,12 @@ class Trainer:
 
     def _begin_updates(self) -> None:
         state, config = self.state, self._config.optimizer
-        factor = schedule_factor(config.schedule, self._num_steps, state.step) * state.rate_factor
+        factor = self._rates_factor(state.step)
         set_learning_rate(self._built.dense_optimizer, config.dense.learning_rate * factor)
         self._built.table_updates.begin(factor, state.step - state.bad_steps - state.overflows)
+
+    def _rates_factor(self, step: int) -> float:
+        return schedule_factor(self._config.optimizer.schedule, self._num_steps, step) * self.state.rate_factor
 
     def _advance(self, output: StepOutput, waited: float) -> None:
         state = self.state
@@ -237,9 +235,8 @@ class Trainer:
             logger.warning("step %d: %s", self.state.step, warning)
         values = self.progress.line()
         logger.info(self.progress.show(values))
-        self._writer.write(
-            "train", {**values, "epoch": self.state.position.epoch, "rows": self.state.position.num_rows}
-        )
+        factor = self._rates_factor(self.state.step - 1)
+        self.writer.log("train", values | step_figures(self._built, self._config, self.state, factor, self.loader))
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
         start = time.monotonic()
@@ -255,7 +252,9 @@ class Trainer:
             give_unused_back()
         self.metrics[role] = self.state.metrics[role] = metrics
         logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
-        self._writer.write(role, {"step": step, **metrics})
+        self.writer.log(role, {"step": step, **metrics})
+        if self._config.run.track.row_norms and role == "valid":
+            log_row_norms(self.writer, step, self._built.tensors.tables(), self._world)
         self.progress.pause(time.monotonic() - start)
         return metrics
 

@@ -25,8 +25,9 @@ from recsys.data.facts import Facts, FloatFacts
 from recsys.errors import UserError, disk_problem
 from recsys.ids import write_vocabulary
 from recsys.memory.report import write_rank
+from recsys.report.writers import JsonLines
 from recsys.runtime.files import replace_file
-from recsys.runtime.logs import MetricsWriter, start_logging
+from recsys.runtime.logs import start_logging
 from recsys.runtime.profiling import traced_steps
 from recsys.runtime.world import World, open_world
 from recsys.tables.shard import save_plan
@@ -101,9 +102,9 @@ def test_room_is_made_before_a_save_and_never_of_the_last_or_the_best(disk: Path
 
 
 def _write_metrics(folder: Path) -> None:
-    writer = MetricsWriter(folder / "metrics.jsonl", 0)
+    writer = JsonLines(folder / "metrics.jsonl", 0)
     for step in range(10_000):
-        writer.write("train", {"step": step})
+        writer.log("train", {"step": step})
 
 
 WRITERS: dict[str, Callable[[Path], None]] = {

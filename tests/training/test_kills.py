@@ -20,7 +20,7 @@ OPTIONS = (
     "run.num_threads=1",
 )  # fmt: skip
 SAVING = ("train.checkpoint_every_steps=4", "train.keep_checkpoints=1", "train.epochs=1")
-_TIMES = ("time", "samples_per_s", "wait_share", "seconds_left")
+_TIMES = ("time", "samples_per_s", "wait_share", "seconds_left", "memory")
 
 
 def start(run_dir: Path, *options: str, nproc: int = 1, before: Any = None) -> Any:

@@ -14,7 +14,8 @@ from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.models.base import checkpoint_mlps
-from recsys.runtime.logs import MetricsWriter, to_json
+from recsys.report.writers import JsonLines
+from recsys.runtime.logs import to_json
 from recsys.runtime.run_lock import RunLock
 from recsys.runtime.world import open_world
 from recsys.step.optim import build_dense_optimizer
@@ -60,8 +61,8 @@ def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, monkeypa
 def test_lines_after_the_checkpoint_are_dropped_on_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "train", "step": 10}\n{"kind": "train", "step": 20}\n{"kind": "tr')
-    writer = MetricsWriter(path, 10)
-    writer.write("train", {"step": 20, "loss": float("nan")})
+    writer = JsonLines(path, 10)
+    writer.log("train", {"step": 20, "loss": float("nan")})
     writer.close()
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["step"] for record in records] == [10, 20] and records[1]["loss"] is None

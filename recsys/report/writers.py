@@ -1,0 +1,280 @@
+"""Where the figures of a run go while it goes on: metrics.jsonl, and TensorBoard, W&B and MLflow, which rank 0 alone
+imports, and not before they are asked for."""
+
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from logging import getLogger
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recsys.config import Config, config_text
+from recsys.config.choices import Tracker
+from recsys.errors import UserError
+from recsys.report.record import figures
+from recsys.runtime.files import naming, replace_file
+from recsys.runtime.logs import to_json
+
+logger = getLogger("recsys")
+
+TENSORBOARD = "tensorboard"  # folder in the run directory
+_PACKAGES = {Tracker.tensorboard: "tensorboard", Tracker.wandb: "wandb", Tracker.mlflow: "mlflow"}
+
+
+class Writer:
+    """A place that figures go to; this one drops them, and others take what they can show."""
+
+    def log(self, kind: str, values: dict[str, Any]) -> None:
+        """Write a line.
+
+        Args:
+            values: `step`, and figures or mappings of these.
+
+        Raises:
+            OSError: to metrics.jsonl, which cannot be written.
+        """
+        self.write({"kind": kind, "time": round(time.time(), 3), **values})
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Take a line of metrics.jsonl: `kind`, `time`, and values as of `log`."""
+
+    def last(self, line: dict[str, Any]) -> None:
+        """Take a line of figures that metrics.jsonl leaves to result.json and to memory/; without its time."""
+
+    def text(self, name: str, text: str) -> None:
+        """Take a text on the run as a whole."""
+
+    def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
+        """Take how many values lie between each two of the limits: [n] and [n + 1]."""
+
+    def vectors(self, name: str, step: int, vectors: np.ndarray, ids: Sequence[Any]) -> None:
+        """Take vectors, [ids, dimensions], with their raw ids."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+class JsonLines(Writer):
+    """Appends to metrics.jsonl.
+
+    Args:
+        step: where the run goes on; lines of later steps, from before a crash, are dropped.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        _drop_later(path, step)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        text = to_json(line).encode() + b"\n"
+        with naming(Path(self._file.name)):
+            while text:
+                text = text[self._file.write(text) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _drop_later(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):  # the last line of a killed process may be cut
+            continue
+    replace_file(path, "".join(kept))
+
+
+def _scalars(line: dict[str, Any]) -> dict[str, float]:
+    return {f"{line['kind']}/{name}": value for name, value in figures(line) if value is not None}
+
+
+def _but_of_tensorboard(error: threading.ExceptHookArgs) -> None:
+    if type(error.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(error)
+
+
+class TensorBoard(Writer):
+    """Writes event files, whose scalars are KIND/FIGURE."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # Its thread's errors are raised at the next write; before, Python would print their traceback.
+        threading.excepthook = _but_of_tensorboard
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=step + 1 if step else None)
+
+    def write(self, line: dict[str, Any]) -> None:
+        for name, value in _scalars(line).items():
+            self._writer.add_scalar(name, value, line["step"], walltime=line["time"])
+
+    def text(self, name: str, text: str) -> None:
+        self._writer.add_text(name, re.sub("^", "    ", text, flags=re.MULTILINE))  # Markdown's preformatted text
+
+    def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
+        middles, there = (limits[:-1] + limits[1:]) / 2, np.flatnonzero(counts)
+        self._writer.add_histogram_raw(
+            name,
+            min=limits[there[0]] if len(there) else 0.0,
+            max=limits[there[-1] + 1] if len(there) else 0.0,
+            num=int(counts.sum()),
+            sum=(counts * middles).sum(),
+            sum_squares=(counts * middles**2).sum(),
+            bucket_limits=limits[1:].tolist(),
+            bucket_counts=counts.tolist(),
+            global_step=step,
+        )
+
+    def vectors(self, name: str, step: int, vectors: np.ndarray, ids: Sequence[Any]) -> None:
+        self._writer.add_embedding(vectors, [str(each) for each in ids], global_step=step, tag=name)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases(Writer):
+    """Writes to a run of Weights & Biases, which goes on where this run does."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int) -> None:
+        import wandb
+
+        self._wandb = wandb
+        key = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
+        name, project = config.run.name, config.run.track.project
+        self._run = wandb.init(project=project, name=name, id=key, resume="allow", dir=str(run_dir))
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._run.log(_scalars(line), step=line["step"])
+
+    def text(self, name: str, text: str) -> None:
+        self._run.summary[name] = text
+
+    def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
+        self._run.log({name: self._wandb.Histogram(np_histogram=(counts, limits))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Mlflow(Writer):
+    """Writes to a run of MLflow, at the address that MLFLOW_TRACKING_URI names; it goes on where this run does."""
+
+    def __init__(self, config: Config, run_dir: Path, step: int) -> None:
+        import mlflow
+
+        self._mlflow, kept = mlflow, run_dir / "mlflow.json"
+        mlflow.set_experiment(config.run.track.project)
+        earlier = json.loads(kept.read_text())["run_id"] if step and kept.exists() else None
+        run = mlflow.start_run(run_id=earlier, run_name=config.run.name)
+        replace_file(kept, json.dumps({"run_id": run.info.run_id}))
+
+    def write(self, line: dict[str, Any]) -> None:
+        # It takes letters, digits and a few signs, of which @ is none.
+        values = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in _scalars(line).items()}
+        self._mlflow.log_metrics(values, step=line["step"], synchronous=False)
+
+    def text(self, name: str, text: str) -> None:
+        self._mlflow.log_text(text, f"{name}.txt")
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+_WRITERS: dict[Tracker, Callable[[Config, Path, int], Writer]] = {
+    Tracker.tensorboard: TensorBoard,
+    Tracker.wandb: WeightsAndBiases,
+    Tracker.mlflow: Mlflow,
+}
+
+
+class Writers(Writer):
+    """Hands everything to metrics.jsonl and to each tracker; one that fails is told of and left out from then on."""
+
+    def __init__(self, first: Writer, trackers: Mapping[Tracker, Callable[[], Writer]]) -> None:
+        self._first = first
+        self._trackers: dict[Tracker, Any] = dict(trackers)
+        self._each(lambda make: make())
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._first.write(line)
+        self._each(lambda writer: writer.write(line))
+
+    def last(self, line: dict[str, Any]) -> None:
+        self._each(lambda writer: writer.write({"time": time.time(), **line}))
+
+    def text(self, name: str, text: str) -> None:
+        self._each(lambda writer: writer.text(name, text))
+
+    def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
+        self._each(lambda writer: writer.histogram(name, step, counts, limits))
+
+    def vectors(self, name: str, step: int, vectors: np.ndarray, ids: Sequence[Any]) -> None:
+        self._each(lambda writer: writer.vectors(name, step, vectors, ids))
+
+    def close(self) -> None:
+        self._first.close()
+        self._each(lambda writer: writer.close())
+
+    def _each(self, use: Callable[[Any], Any]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                self._trackers[tracker] = use(self._trackers[tracker]) or self._trackers[tracker]
+            except Exception as error:  # of a network or a disk, in any library's words
+                del self._trackers[tracker]
+                told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                logger.warning("%s takes no more figures of this run (%s)", _PACKAGES[tracker], told)
+
+
+def import_trackers(config: Config) -> None:
+    """Import what `run.track.to` names, early, so that its memory counts as that of libraries.
+
+    Raises:
+        UserError: a package is not installed.
+    """
+    for tracker in asked_trackers(config):
+        package = _PACKAGES[tracker]
+        if find_spec(package) is None:
+            raise UserError(
+                f"config key 'run.track.to': the Python package '{package}' is not installed; `pip install {package}` "
+                f"installs it, and without {tracker.name} in the list it is not needed"
+            )
+        import_module("torch.utils.tensorboard" if tracker is Tracker.tensorboard else package)
+
+
+def asked_trackers(config: Config) -> list[Tracker]:
+    """Return the trackers that a config asks for: by default TensorBoard, where it is installed."""
+    if config.run.track.to is not None:
+        return config.run.track.to
+    return [Tracker.tensorboard] if find_spec("tensorboard") else []
+
+
+def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers:
+    """Return what takes the figures of a run: metrics.jsonl, and the trackers that the config asks for.
+
+    Args:
+        step: where the run goes on. plan: in words.
+    """
+    asked = asked_trackers(config)
+    if config.run.track.to is None and not asked:
+        logger.info("no curves for TensorBoard: `pip install 'recsys[tensorboard]'` brings them; report.html has some")
+    trackers = {tracker: partial(_WRITERS[tracker], config, run_dir, step) for tracker in asked}
+    writers = Writers(JsonLines(run_dir / "metrics.jsonl", step), trackers)
+    writers.text("config", config_text(config))
+    writers.text("plan", plan)
+    return writers

@@ -1,0 +1,71 @@
+"""Figures of a run beside its losses and metrics, for metrics.jsonl and the trackers."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from recsys.checkpoint import TrainState
+from recsys.config import Config
+from recsys.data.inputs import Inputs
+from recsys.data.loader import Loader
+from recsys.memory.growth import memory_now
+from recsys.report.writers import Writer
+from recsys.runtime.world import World
+from recsys.tables.spec import local_pieces
+from recsys.training.build import Built
+from recsys.training.evaluation import item_vectors
+
+NORM_LIMITS = np.concatenate([[0.0], np.logspace(-8, 4, 97)])  # eight between each two powers of ten
+_CHUNK_ROWS = 1 << 16
+
+
+def step_figures(built: Built, config: Config, state: TrainState, factor: float, loader: Loader) -> dict[str, Any]:
+    """Return learning rates, gradient norm, loss scale, this rank's memory, epoch and rows, after a step.
+
+    Args:
+        factor: of the learning rates, as the schedule has it. loader: of data.train.
+    """
+    half, optimizer = built.step.dense, config.optimizer
+    rates = {"dense": optimizer.dense.learning_rate * factor, "tables": optimizer.tables.learning_rate * factor}
+    figures: dict[str, Any] = {"learning_rate": rates, "gradient_norm": half.gradient_norm()}
+    if half.loss_scale.growth_steps is not None or half.loss_scale.value != 1:
+        figures["loss_scale"] = half.loss_scale.value
+    figures["memory"] = memory_now(half.sums.device, loader.host_bytes)
+    return figures | {"epoch": state.position.epoch, "rows": state.position.num_rows}
+
+
+def log_row_norms(writer: Writer, step: int, tables: dict[str, Any], world: World) -> None:
+    """Write how many rows of each table have a length between each two of `NORM_LIMITS`; collective.
+
+    Of a table that is split by columns they are the lengths of the rows' pieces. What is longer counts as longest.
+    """
+    limits = torch.from_numpy(NORM_LIMITS).float()
+    for name, weights in tables.items():
+        found = torch.zeros(len(NORM_LIMITS) - 1)
+        if hasattr(weights, "local_shards") or world.rank == 0:
+            for piece, _ in local_pieces(weights):
+                for rows in piece.detach().split(_CHUNK_ROWS):
+                    lengths = rows.float().norm(dim=1).cpu()
+                    bins = (torch.bucketize(lengths, limits, right=True) - 1).clamp(max=len(found) - 1)
+                    found += torch.bincount(bins, minlength=len(found))
+        writer.histogram(f"row_norms/{name}", step, world.sum(found).numpy(), NORM_LIMITS)
+
+
+def log_end(writer: Writer, inputs: Inputs, built: Built, result: dict[str, Any], report: dict[str, Any]) -> None:
+    """Write what is known at the end of a run: ids by feature, memory by kind, and vectors of items; collective.
+
+    Args:
+        result: content of result.json. report: on memory, of this rank.
+    """
+    step = result["steps"]
+    for feature, figures in result["data"]["ids"].items():
+        writer.last({"kind": f"ids/{feature}", "step": step, **figures})
+    peaks = {phase: peak["measured_bytes"] for phase, peak in report["phases"].items()}
+    writer.last({"kind": "memory", "step": step, "peak": peaks})
+    writer.last({"kind": "memory", "step": step, **{line["kind"]: line["measured_bytes"] for line in report["lines"]}})
+    if inputs.config.run.track.item_vectors and inputs.corpus is not None and result["status"] == "done":
+        built.model.eval()
+        with torch.no_grad():
+            vectors = item_vectors(inputs, built.model).cpu().numpy()
+        writer.vectors("items", step, vectors, inputs.corpus.to_pylist())

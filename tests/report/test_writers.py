@@ -1,0 +1,174 @@
+"""Where figures go: what TensorBoard's own reader, W&B and MLflow get is what metrics.jsonl has."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch import fork_train
+
+from recsys.config import load_config
+from recsys.config.choices import Tracker
+from recsys.errors import UserError
+from recsys.report import writers
+from recsys.report.record import figures
+from recsys.report.writers import JsonLines, Writer, Writers, import_trackers, open_writers
+from recsys.training.figures import NORM_LIMITS, log_row_norms
+
+CONFIG = "configs/dlrm_sample.yaml"
+LINE = {"kind": "train", "time": 1.0, "step": 10, "loss": 0.5, "losses": {"a": 0.25, "b": None}, "rows": 7}
+
+
+def read_back(folder: Path) -> Any:
+    """Return TensorBoard's own reader of a folder."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder), size_guidance={accumulator.SCALARS: 0})
+    return events.Reload()
+
+
+def test_tensorboard_has_the_curves_of_metrics_jsonl(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    options = ("train.epochs=1", "train.log_every_steps=2", "train.eval_every_steps=8", "run.track.row_norms=true")
+    done = fork_train(CONFIG, f"run.dir={tmp_path}/run", *options, nproc=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    expected: dict[str, list[tuple[int, np.float32]]] = {}
+    for line in lines:
+        for name, value in figures(line):
+            expected.setdefault(f"{line['kind']}/{name}", []).append((line["step"], np.float32(value)))
+    assert {"train/loss", "train/learning_rate/tables", "train/gradient_norm", "valid/auc"} <= expected.keys()
+    events = read_back(tmp_path / "run" / "tensorboard")
+    for name, points in expected.items():
+        assert [(each.step, np.float32(each.value)) for each in events.Scalars(name)] == points, name
+    # What the end alone knows, and what is no number.
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    (occupancy,) = events.Scalars("ids/item_id/occupancy")
+    assert np.float32(occupancy.value) == np.float32(result["data"]["ids"]["item_id"]["occupancy"])
+    assert {"config/text_summary", "plan/text_summary"} <= {*events.Tags()["tensors"]}
+    counts = [sum(each.histogram_value.bucket) for each in events.Histograms("row_norms/item")]
+    assert counts and {*counts} == {1000}  # each row once, though two ranks hold them
+
+
+def test_a_run_that_goes_on_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    config = load_config(CONFIG)
+    for start, losses in ((0, {10: 0.5, 20: 0.4}), (10, {20: 0.3, 30: 0.2})):
+        tracker = writers.TensorBoard(config, tmp_path, start)
+        for step, loss in losses.items():
+            tracker.log("train", {"step": step, "loss": loss})
+        tracker.close()
+    found = read_back(tmp_path / "tensorboard").Scalars("train/loss")
+    assert [(each.step, round(each.value, 6)) for each in found] == [(10, 0.5), (20, 0.3), (30, 0.2)]
+
+
+def test_without_tensorboard_nothing_is_imported_and_one_line_tells(tmp_path: Path) -> None:
+    code = f"""
+import logging, sys
+from pathlib import Path
+from recsys.config import load_config
+from recsys.report import writers
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+writers.find_spec = lambda name: None
+config = load_config("{CONFIG}")
+writers.import_trackers(config)
+opened = writers.open_writers(config, Path("{tmp_path}"), 0, "plan")
+opened.log("train", {{"step": 1, "loss": 0.5}})
+opened.close()
+assert not any(name.partition(".")[0] in ("tensorboard", "wandb", "mlflow") for name in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = [line for line in done.stdout.splitlines() if not line.startswith("Successfully loaded")]  # by FBGEMM
+    assert len(told) == 1 and "pip install 'recsys[tensorboard]'" in told[0]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 0.5
+
+
+def test_a_missing_package_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"'run.track.to': the Python package 'mlflow' is not installed"):
+        import_trackers(load_config(CONFIG, ["run.track.to=[mlflow]"]))
+
+
+class Wandb(SimpleNamespace):
+    """What is called of the package."""
+
+    def init(self, **given: Any) -> "Wandb":
+        self.given, self.summary, self.logged, self.finished = given, {}, [], False
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+class FakeMlflow(SimpleNamespace):
+    def set_experiment(self, name: str) -> None:
+        self.experiment, self.logged, self.texts = name, [], {}
+
+    def start_run(self, run_id: str | None, run_name: str | None) -> Any:
+        self.asked = run_id
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "r1"))
+
+    def log_metrics(self, values: dict[str, float], step: int, synchronous: bool) -> None:
+        self.logged.append((step, values))
+
+    def log_text(self, text: str, name: str) -> None:
+        self.texts[name] = text
+
+    def end_run(self) -> None:
+        self.experiment += " ended"
+
+
+def test_wandb_and_mlflow_get_the_same_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb, mlflow = Wandb(), FakeMlflow()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    config = load_config(CONFIG, ["run.track.to=[wandb,mlflow]", "run.track.project=p"])
+    opened = open_writers(config, tmp_path, 0, "the plan")
+    opened.write(LINE)
+    opened.log("valid", {"step": 10, "recall@20": 0.5})
+    opened.close()
+    assert wandb.logged == [
+        (10, {"train/loss": 0.5, "train/losses/a": 0.25, "train/rows": 7}),
+        (10, {"valid/recall@20": 0.5}),
+    ]
+    assert [step for step, _ in mlflow.logged] == [10, 10] and mlflow.logged[1][1] == {"valid/recall_20": 0.5}
+    assert wandb.summary["plan"] == mlflow.texts["plan.txt"] == "the plan" and "epochs: 5" in wandb.summary["config"]
+    assert wandb.given["project"] == "p" and wandb.finished and mlflow.experiment == "p ended"
+    open_writers(config, tmp_path, 10, "").close()
+    assert mlflow.asked == "r1"  # the same run goes on
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Writer):
+        def write(self, line: dict[str, Any]) -> None:
+            raise ConnectionError("no\nnetwork")
+
+    opened = Writers(JsonLines(tmp_path / "metrics.jsonl", 0), {Tracker.wandb: Failing})
+    logging.getLogger("recsys").propagate = True
+    for step in (1, 2):
+        opened.log("train", {"step": step})
+    opened.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "wandb takes no more figures of this run (ConnectionError: no network)"
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_lengths_of_rows_are_counted() -> None:
+    found = {}
+    here: Any = SimpleNamespace(rank=0, sum=lambda counts: counts)
+    taker: Any = SimpleNamespace(histogram=lambda name, step, counts, limits: found.update({name: counts}))
+    rows = torch.tensor([[0.0, 0.0], [3.0, 4.0], [0.03, 0.04], [1e9, 0.0]])
+    log_row_norms(taker, 1, {"t": rows}, here)
+    places = np.flatnonzero(found["row_norms/t"])
+    assert found["row_norms/t"].sum() == 4 and places[0] == 0 and places[-1] == len(NORM_LIMITS) - 2
+    for place, length in zip(places[1:3], (0.05, 5.0), strict=True):
+        assert NORM_LIMITS[place] <= length < NORM_LIMITS[place + 1]
