@@ -38,6 +38,7 @@ from recsys.ids import (
     write_vocabulary,
 )
 from recsys.runtime.files import replace_file, replacing
+from recsys.runtime.live import Task
 from recsys.runtime.world import World
 
 FLOATS_FILE = "floats.json"
@@ -232,15 +233,18 @@ def _pass(
     reader = SegmentReader(dataset, list(dict.fromkeys(columns)))
     counters = {table: IdCounter() for table in vocabularies}
     summaries: dict[int, list[np.ndarray]] = {}
-    for i in range(world.rank, len(dataset.row_groups), world.world_size):
-        rows = reader.read(dataset.row_groups.segment(i))
-        for table, request in vocabularies.items():
-            for column in request.columns:
-                for chunk in rows.column(column).chunks:
-                    counters[table].add(_present(_flat(chunk)))
-        for chunk in rows.column(row_counter.column).chunks if row_counter else ():
-            row_counter.add(chunk)  # type: ignore[union-attr]
-        summaries[i] = [_summarise(rows.column(part.column or ""), part) for part in floats]
+    mine = range(world.rank, len(dataset.row_groups), world.world_size)
+    with Task("counting ids", len(mine), "row groups", world.rank == 0) as task:
+        for i in mine:
+            rows = reader.read(dataset.row_groups.segment(i))
+            for table, request in vocabularies.items():
+                for column in request.columns:
+                    for chunk in rows.column(column).chunks:
+                        counters[table].add(_present(_flat(chunk)))
+            for chunk in rows.column(row_counter.column).chunks if row_counter else ():
+                row_counter.add(chunk)  # type: ignore[union-attr]
+            summaries[i] = [_summarise(rows.column(part.column or ""), part) for part in floats]
+            task.done += 1
     return counters, summaries
 
 

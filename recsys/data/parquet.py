@@ -21,6 +21,7 @@ from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import find_files
 from recsys.data.storage import BadDataError, Files, partition_keys, reason
 from recsys.errors import UserError
+from recsys.runtime.live import Task
 
 logger = logging.getLogger("recsys")
 
@@ -81,8 +82,11 @@ def _counted(
     unknown = np.flatnonzero(matching < 0)
     if len(unknown):
         logger.info("%s: counting the rows that match the filter in %d row groups", dataset.key, len(unknown))
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "count") as pool:
-            matching[unknown] = list(pool.map(SegmentReader(dataset, []).count, unknown.tolist()))
+        task, count = Task("counting rows", len(unknown), "row groups"), SegmentReader(dataset, []).count
+        with task, ThreadPoolExecutor(min(16, os.cpu_count() or 1), "count") as pool:
+            for group, num_rows in zip(unknown, pool.map(count, unknown.tolist()), strict=True):
+                matching[group] = num_rows
+                task.done += 1
     by_file = np.split(matching, np.cumsum([len(footer.num_rows) for footer in footers])[:-1])
     return matching, [replace(footer, matching=rows.tolist()) for footer, rows in zip(footers, by_file, strict=True)]
 

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 HEAP_BLOCK_BYTES = 32 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
 SMALL_HEAP_BLOCK_BYTES = 4 << 20  # the same in runs of micro-batches
@@ -16,6 +17,16 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHO
 def is_first_rank() -> bool:
     """Return whether this is the only process of the run, or the first as the launcher counts them."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def draws_on(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that moves its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def colours_on(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal whose user has not asked for no colours (no-color.org)."""
+    return draws_on(stream) and not os.environ.get("NO_COLOR")
 
 
 def restart_without_malloc_cache() -> None:

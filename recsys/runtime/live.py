@@ -1,4 +1,4 @@
-"""What a person sees while something takes long: a line that is drawn again on a terminal, lines of the log elsewhere."""
+"""What a person sees while something takes long: a line drawn over again on a terminal, lines of the log elsewhere."""
 
 import logging
 import shutil
@@ -14,7 +14,7 @@ logger = logging.getLogger("recsys")
 
 AFTER_S = 5.0  # what ends sooner needs no sign of life
 _DRAWN_EVERY_S, _TOLD_EVERY_S = 0.2, 60.0
-_BAR_WIDTH = 24
+_BAR_WIDTH = 20
 _CLEAR = "\r\x1b[K"
 
 
@@ -37,7 +37,7 @@ class LiveLine:
                 self._stream.write(_CLEAR + text[: shutil.get_terminal_size().columns - 1])
                 self._stream.flush()
 
-    def clear(self) -> None:
+    def close(self) -> None:
         """Remove the line."""
         if self._text:
             self.draw("")
@@ -110,9 +110,12 @@ class Task:
                 live_line.draw(share + self.text())
                 wait = _DRAWN_EVERY_S
             else:
-                logger.info("%s", self.text())
+                if logger.level:
+                    logger.info("%s", self.text())
+                else:  # no log is open yet
+                    print(self.text(), file=sys.stderr, flush=True)
                 wait = min(_TOLD_EVERY_S, time.monotonic() - self._start)
-        live_line.clear()
+        live_line.close()
 
 
 def clock(seconds: float) -> str:

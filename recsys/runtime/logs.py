@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from recsys.errors import why
+from recsys.runtime.environment import colours_on
+from recsys.runtime.live import bar, clock, live_line
 
 logger = logging.getLogger("recsys")
+
+_DRAWN_EVERY_S = 0.2
 
 
 def start_logging(folder: Path, rank: int) -> Path:
@@ -24,7 +28,7 @@ def start_logging(folder: Path, rank: int) -> Path:
     handlers: list[logging.Handler] = [_LogFile(path)]
     handlers[0].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if rank == 0:
-        console = _Console(sys.stdout)
+        console = _Console()
         console.setFormatter(logging.Formatter("%(message)s"))
         # Errors go to standard error when the run ends.
         console.addFilter(lambda record: record.name == logger.name and record.levelno < logging.ERROR)
@@ -57,7 +61,20 @@ class _Losing(logging.Handler):
 
 
 class _Console(_Losing, logging.StreamHandler):
-    pass
+    """Standard output; on a terminal lines go above the live one, and what that tells is no line besides."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self._warning = "\x1b[33m{}\x1b[0m" if colours_on(sys.stdout) else "{}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not (getattr(record, "is_live", False) and live_line.is_on):
+            with live_line:
+                super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return self._warning.format(text) if record.levelno >= logging.WARNING else text
 
 
 class _LogFile(_Losing, logging.FileHandler):
@@ -91,7 +108,7 @@ def _finite(values: Any) -> Any:
 
 
 class Progress:
-    """Training speed, loss, share of time spent waiting for data, and time left.
+    """Training speed, loss, share of time spent waiting for data, and time left; on a terminal its live line too.
 
     Args:
         window: where sum and number of the losses since the last line are counted, by "" and by task.
@@ -102,8 +119,8 @@ class Progress:
         self._step = self._first_step = first_step
         self._rows = self._total_rows = 0
         self._wait = self._total_wait = 0.0
-        self._start = self._mark = time.monotonic()
-        self._paused = 0.0
+        self._start = self._mark = self._drawn = time.monotonic()
+        self._paused, self._told = 0.0, ""
 
     def step(self, rows: int, wait_seconds: float, losses: dict[str, float]) -> None:
         """Count one step of `rows` rows over all ranks; a step that was skipped has no losses."""
@@ -115,6 +132,10 @@ class Progress:
         for name, loss in losses.items():
             total, count = self._window.get(name, (0.0, 0))
             self._window[name] = [total + loss, count + 1]
+        if live_line.is_on and time.monotonic() - self._drawn > _DRAWN_EVERY_S:
+            self._drawn = time.monotonic()
+            text = f"step {self._step:,}/{self._num_steps:,}  left {clock(self._seconds_left())}  {self._told}"
+            live_line.draw(f"{bar(self._step / self._num_steps)}  {text}")
 
     def pause(self, seconds: float) -> None:
         """Leave time spent on evaluation or a checkpoint out of the speed."""
@@ -134,14 +155,13 @@ class Progress:
         """Return the figures of the steps since the last call; the loss is the mean over those that have one."""
         now = time.monotonic()
         elapsed = max(now - self._mark, 1e-9)
-        speed = self.seconds() / max(1, self._step - self._first_step)
         means = {name: total / count for name, (total, count) in self._window.items()}
         values: dict[str, Any] = {
             "step": self._step,
             "loss": means.pop("", math.nan),
             "samples_per_s": self._rows / elapsed,
             "wait_share": min(1.0, self._wait / elapsed),
-            "seconds_left": speed * (self._num_steps - self._step),
+            "seconds_left": self._seconds_left(),
         }
         if means:
             values["losses"] = means
@@ -151,13 +171,16 @@ class Progress:
 
     def show(self, values: dict[str, Any]) -> str:
         """Return the line for people."""
-        seconds = int(values["seconds_left"])
-        clock = f"{seconds // 3600}:{seconds % 3600 // 60:02d}:{seconds % 60:02d}"
         tasks = "".join(f"{name} {loss:.4f}  " for name, loss in values.get("losses", {}).items())
-        return (
-            f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}  loss {values['loss']:.4f}  {tasks}"
-            f"{values['samples_per_s']:,.0f} samples/s  waiting for data {values['wait_share']:.0%}  left {clock}"
+        self._told = (
+            f"loss {values['loss']:.4f}  {tasks}{values['samples_per_s']:,.0f} samples/s  "
+            f"waiting for data {values['wait_share']:.0%}  "
         )
+        step = f"step {values['step']:>{len(str(self._num_steps))}}/{self._num_steps}"
+        return f"{step}  {self._told}left {clock(values['seconds_left'])}"
+
+    def _seconds_left(self) -> float:
+        return self.seconds() / max(1, self._step - self._first_step) * (self._num_steps - self._step)
 
 
 def show_metrics(metrics: dict[str, float]) -> str:

@@ -6,9 +6,8 @@ block is noted as done.
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import pyarrow as pa
 from recsys.errors import UserError
 from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import replace_file
+from recsys.runtime.live import Task
 from recsys.runtime.logs import logger
 from recsys.runtime.parquet import write_parquet
 from recsys.runtime.world import World
 
 BLOCK_ROWS = 1 << 20  # about, which an interruption costs
-_PROGRESS_S = 10.0
 _STATE = "_state.json"  # readers of Parquet folders leave out what begins so
 
 
@@ -32,13 +31,14 @@ class Parts:
 
     Attributes:
         task: what is to be written. rows: of each block. done: blocks that are.
+        progress: shows it, while it is written.
     """
 
     folder: Path
     task: dict[str, Any]
     rows: list[int]
     done: int = 0
-    shown_s: float = field(default_factory=time.monotonic)
+    progress: Task | None = None
 
     @classmethod
     def begin(cls, folder: Path, task: dict[str, Any], rows: list[int]) -> "Parts":
@@ -71,21 +71,20 @@ class Parts:
         Args:
             tables_of: gives this rank's rows of a block, in order.
         """
-        while not self.is_done:
-            write_parquet(self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet", tables_of(self.done))
-            give_unused_back()  # a block's loader and pipeline leave holes, that those of the next do not fit into
-            world.barrier()
-            self.done += 1
-            if world.rank == 0:
-                self._save()
+        with Task("writing", sum(self.rows), "rows", world.rank == 0) as self.progress:
+            while not self.is_done:
+                write_parquet(self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet", tables_of(self.done))
+                give_unused_back()  # a block's loader and pipeline leave holes, that those of the next do not fit into
+                world.barrier()
+                self.done += 1
+                if world.rank == 0:
+                    self._save()
         logger.info("done: %d rows in %s", sum(self.rows), self.folder)
 
     def show(self, rows: int) -> None:
-        """Tell now and then how far it is; `rows` are done of the block that is under way, over all ranks."""
-        if time.monotonic() - self.shown_s > _PROGRESS_S:
-            self.shown_s = time.monotonic()
-            now, total = sum(self.rows[: self.done]) + min(rows, self.rows[self.done]), sum(self.rows)
-            logger.info("%s of %s rows (%.0f %%)", f"{now:,}", f"{total:,}", 100 * now / total)
+        """Take note of how many rows are done of the block that is under way, over all ranks."""
+        if self.progress is not None:
+            self.progress.done = sum(self.rows[: self.done]) + min(rows, self.rows[self.done])
 
     def _done_before(self) -> int:
         other = "name another folder, or remove it"

@@ -12,6 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.checkpoint import Tensors
 from recsys.data.inputs import Inputs
+from recsys.runtime.live import Task
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
 from recsys.step.dense_shards import DenseShards, shards_dense
@@ -60,7 +61,8 @@ def build_model(inputs: Inputs) -> Built:
     dense = step.dense.model
     if config.train.compile:
         dense.compile()
-    plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
+    with Task("planning where the tables go", is_shown=world.rank == 0):
+        plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
 
     for table, weights in table_tensors(model).items():

@@ -9,6 +9,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Position
+from recsys.runtime.live import Task
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import Pipeline, build_pipeline
 
@@ -41,8 +42,11 @@ def evaluate_dataset(
             is_retrieval = inputs.config.model.needs().item_id is not None
             items = item_vectors(inputs, model, stop_requested, pipeline) if is_retrieval else None
             evaluator = model.module.dense.model.evaluator(items)
-            for output in outputs_of(inputs, model, inputs.loader(role), stop_requested, pipeline):
-                evaluator.update(output.outputs, output.batch)
+            loader, is_first = inputs.loader(role), inputs.world.rank == 0
+            with Task(f"evaluating data.{role}", loader.steps_left(Position(), 1), "batches", is_first) as task:
+                for output in outputs_of(inputs, model, loader, stop_requested, pipeline):
+                    evaluator.update(output.outputs, output.batch)
+                    task.done += 1
             return evaluator.compute(inputs.world)
     finally:
         model.train()

@@ -14,6 +14,7 @@ from recsys.memory import Timeline, measure_dense, predict_dense, table_entries
 from recsys.memory.data_facts import data_facts
 from recsys.memory.report import SCHEMA_VERSION, rank_report, tensor_lines, write_page, write_rank
 from recsys.memory.trace import Prediction, layer_page, predict_run
+from recsys.runtime.live import Task
 from recsys.runtime.logs import git_commit
 from recsys.runtime.machine import topology_of
 from recsys.runtime.versions import installed_versions
@@ -35,7 +36,8 @@ class MemoryLog:
         self._git_commit = world.from_rank_zero(git_commit)
         self._topology = topology_of(config, world)
         world.from_rank_zero(lambda: _clear(folder))
-        self._prediction, self._layers = world.from_rank_zero(self._predict)
+        with Task("predicting memory", is_shown=world.rank == 0):
+            self._prediction, self._layers = world.from_rank_zero(self._predict)
         # While all ranks are there: their tables do not change any more.
         weights, states = built.tensors.tables(), built.tensors.table_optimizer()
         self._tables = table_entries(config, built.pieces, world.rank, weights, states)

@@ -20,6 +20,7 @@ from recsys.memory.growth import Growth
 from recsys.models.metrics import is_higher_better
 from recsys.report.writers import Writer
 from recsys.runtime.environment import give_unused_back
+from recsys.runtime.live import Task, live_line
 from recsys.runtime.logs import Progress, logger, show_metrics
 from recsys.runtime.machine import topology_of
 from recsys.runtime.profiling import traced_steps
@@ -98,7 +99,7 @@ class Trainer:
             UserError: bad data, a loss that is not finite, a checkpoint that cannot be written.
         """
         trace = self._run_dir / "profile" / f"rank_{self._world.rank}.json"
-        with self._stop.signals():
+        with self._stop.signals(), closing(live_line):
             with traced_steps(self._config.run.profile_steps, trace, self._world.device) as self._step_traced:
                 stopped = self._train()
             if self._saved_at != self.state.step:
@@ -234,7 +235,7 @@ class Trainer:
         if warning is not None:
             logger.warning("step %d: %s", self.state.step, warning)
         values = self.progress.line()
-        logger.info(self.progress.show(values))
+        logger.info(self.progress.show(values), extra={"is_live": True})
         factor = self._rates_factor(self.state.step - 1)
         self.writer.log("train", values | step_figures(self._built, self._config, self.state, factor, self.loader))
 
@@ -313,7 +314,7 @@ class Trainer:
     def _save(self) -> None:
         start = time.monotonic()
         self._enter_phase("saving the checkpoint", self.state.step)
-        with self._timeline.phase("save"):
+        with self._timeline.phase("save"), Task("saving the checkpoint", is_shown=self._world.rank == 0):
             self._checkpoints.save(self._built.tensors, self.state)
         self._saved_at = self.state.step
         self.progress.pause(time.monotonic() - start)

@@ -47,6 +47,7 @@ FREE = {
     "where a run writes and what it runs on; what is predicted and measured of it": (
         *("run.name", "run.dir", "run.resume", "run.overwrite", "run.stop_file", "run.plan", "run.device"),
         *("run.num_threads", "run.profile_steps", "run.stuck_after_s", "memory.budget", "memory.fit", "memory.allow"),
+        *(f"run.track.{name}" for name in ("to", "project", "row_norms", "item_vectors")),
         *("memory.snapshot", "topology.world_size", "topology.local_world_size", "topology.device"),
         *("topology.device_memory", "topology.host_memory", "debug"),
     ),
