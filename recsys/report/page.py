@@ -58,6 +58,7 @@ def report_page(run: Record) -> str:
         "Results": _results(run),
         "Learning": _learning(run),
         "Speed": _speed(run),
+        "Profile": _profile(run),
         "Memory": _memory(run),
         "Plan": _plan(run),
         "Ids": _ids(run),
@@ -141,6 +142,12 @@ def _speed(run: Record) -> str:
         line_chart(waiting, {"waiting": train.get("wait_share", [])}),
         line_chart(memory, _below("memory", train)),
     )
+
+
+def _profile(run: Record) -> str:
+    """Return where the time of profiled steps went, as rank 0 has written it."""
+    path = run.folder / "profile" / "rank_0.txt"
+    return f"<pre tabindex=0 role=region aria-label=Profile>{escape(path.read_text())}</pre>" if path.exists() else ""
 
 
 def _memory(run: Record) -> str:

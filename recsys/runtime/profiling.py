@@ -1,4 +1,4 @@
-"""Profiler traces of some training steps, for chrome://tracing or Perfetto."""
+"""Profiler traces of some training steps, for chrome://tracing or Perfetto, and in words where their time went."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from recsys.errors import why
-from recsys.runtime.files import replacing
+from recsys.runtime.files import replace_file, replacing
+from recsys.runtime.profile_text import profile_text
 
 logger = getLogger("recsys")
 
@@ -26,7 +27,7 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
 
     Args:
         num_steps: 0 traces none.
-        path: of the JSON file, whose folder is made; nothing is written if training ends before.
+        path: of the JSON file, whose folder is made, and beside it a text; neither is written if training ends before.
     """
     if not num_steps:
         yield lambda: None
@@ -42,6 +43,8 @@ def traced_steps(num_steps: int, path: Path, device: torch.device) -> Iterator[C
                     file.seek(-2, os.SEEK_END)
                     if b"}" not in file.read():
                         raise OSError("it is cut short, as on a full disk")
+            text = profile_text(done.events() or (), path.stem.replace("_", " "))
+            replace_file(path.with_suffix(".txt"), text)
         except OSError as error:
             logger.warning("'%s' cannot be written (%s); training goes on without it", path, why(error))
 
