@@ -38,7 +38,7 @@ def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.not_run], ids=name)
 def test_a_block_that_is_not_run(block: Block) -> None:
-    pytest.skip(block.not_run)
+    pytest.skip(f"{block.place}: {block.not_run}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -64,7 +64,12 @@ def test_a_block_parses(block: Block) -> None:
 
 
 def test_a_wrong_key_and_a_wrong_option_are_seen() -> None:
-    for command in ("recsys train a.yaml train.epoch=3", "recsys predict a b c --kep x", "recsys trian a.yaml"):
+    for command in (
+        "recsys train a.yaml train.epoch=3",
+        "recsys predict a b c --kep x",
+        "recsys trian a.yaml",
+        "recsys train configs/no.yaml",
+    ):
         with pytest.raises(AssertionError):
             check_command(shlex.split(command))
     check_command(shlex.split("recsys recommend runs/a users/ out/ --k 20 tables.item.quantize=INT4 model.top_k=[5]"))
@@ -93,6 +98,7 @@ def check_command(words: list[str]) -> None:
     assert command[0] in _COMMANDS, command
     if command[0] in ("prepare", "tables") and words:
         command.append(words.pop(0))
+    assert [word for word in words if word.startswith("configs/") and not (ROOT / word).is_file()] == []
     known = re.findall(r"--[a-z][\w-]*", help_of(*command))
     assert [word for word in words if word.startswith("--") and word.partition("=")[0] not in known] == []
     if command[0] not in ("prepare", "tables"):
