@@ -1,70 +1,95 @@
-"""What `train.dense_sharding` saves and costs by the width of the dense part; see `benchmark.py dense --help`."""
+"""What `train.dense_sharding` saves and costs by the width of the dense part; see `benchmark.py dense --help`.
+
+torchrun --nproc-per-node 2 benchmarks/benchmark.py dense --out benchmarks/dense.json
+"""
 
 import argparse
-import json
 import statistics
-import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-from benchmark_peaks import Case, train, write_rows
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
+from recsys.config import OptimizerConfig
+from recsys.config.choices import Device
+from recsys.memory import measure_dense
+from recsys.models.base import mlp
 from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import World, open_world
+from recsys.step.dense_shards import DenseShards
+from recsys.step.optim import build_dense_optimizer
 
+FEATURES = 256
 FORMS = ("none", "optimizer")
-BATCH = 1024
+
+
+class Replicated:
+    """Two layers of a width on every rank, with Adam, and its state shared out or not."""
+
+    def __init__(self, width: int, form: str, world: World) -> None:
+        torch.manual_seed(0)
+        self.model = mlp(FEATURES, [width, width], 1, 0.0).to(world.device)
+        ids = [world.device.index] if world.device.type == "cuda" else None
+        self._replica = DistributedDataParallel(self.model, ids, gradient_as_bucket_view=True)
+        self._shards = None if form == "none" else DenseShards(self.model, world.rank, world.world_size)
+        self.slices = None if self._shards is None else self._shards.slices
+        trained = self.model.parameters() if self.slices is None else self.slices
+        self.optimizer = build_dense_optimizer(trained, OptimizerConfig())
+
+    def step(self, rows: torch.Tensor) -> None:
+        """Train on rows, [rows, FEATURES]."""
+        self.model.zero_grad()
+        self._replica(rows).square().mean().backward()
+        if self._shards is None:
+            self.optimizer.step()
+        else:
+            self._shards.step(self.optimizer)
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py dense`: runs of both forms in turn, medians over the repeats."""
+    """Carry out `benchmark.py dense`: steps of both forms in turn; bytes of a rank, medians of the time of a step."""
     found = {}
-    for width in arguments.widths:
-        case = Case(rows=20_000, ids=4, dim=32, num_embeddings=10_000, model={"top_mlp": [width, width]})
-        with tempfile.TemporaryDirectory() as folder:
-            config = Path(folder) / "config.yaml"
-            write_rows(case, Path(folder) / "data")
-            config.write_text(yaml.safe_dump(case.settings(Path(folder) / "data")))
-            runs: dict[str, list[dict[str, Any]]] = {form: [] for form in FORMS}
-            for repeat in range(arguments.repeats):
-                for form in FORMS:
-                    run_dir = Path(folder) / f"{form}-{repeat}"
-                    settings = (
-                        f"train.dense_sharding={form}",
-                        f"train.max_steps={arguments.steps}",
-                        *arguments.overrides,
-                    )
-                    reports = train(config, run_dir, arguments.ranks, f"train.global_batch_size={BATCH}", *settings)
-                    runs[form].append(_figures(reports, run_dir))
-        forms = {
-            form: {key: statistics.median(each[key] for each in runs[form]) for key in runs[form][0]} for form in FORMS
+    with open_world(arguments.device, 1) as world:
+        rows = torch.randn(arguments.rows, FEATURES, device=world.device)
+        for width in arguments.widths:
+            found[str(width)] = _measure(
+                {form: Replicated(width, form, world) for form in FORMS}, rows, arguments.steps
+            )
+            if world.rank == 0:
+                print(f"two layers of {width}: {found[str(width)]['ratio']}", flush=True)
+        ranks, device = world.world_size, world.device.type
+    settings = {"ranks": ranks, "device": device, "rows_of_a_rank": arguments.rows, "steps": arguments.steps}
+    return {**settings, "widths": found, "versions": installed_versions()}
+
+
+def _measure(forms: dict[str, Replicated], rows: torch.Tensor, steps: int) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {form: [] for form in forms}
+    for _ in range(steps + 2):
+        for form, replicated in forms.items():
+            start = time.monotonic()
+            replicated.step(rows)
+            if rows.is_cuda:
+                torch.cuda.synchronize()
+            seconds[form].append(time.monotonic() - start)
+    figures = {
+        form: {
+            **measure_dense(replicated.model, replicated.optimizer, replicated.slices),
+            "ms_a_step": 1e3 * statistics.median(seconds[form][2:]),  # the first two warm up
         }
-        ratios = {key: round(forms["optimizer"][key] / value, 4) for key, value in forms["none"].items()}
-        found[str(width)] = {**forms, "ratio": ratios}
-        print(f"two layers of {width}, {arguments.ranks} ranks, optimizer / none: {ratios}", flush=True)
-    chosen = {key: getattr(arguments, key) for key in ("ranks", "steps", "repeats", "overrides")}
-    return {**chosen, "widths": found, "versions": installed_versions()}
-
-
-def _figures(reports: list[dict[str, Any]], run_dir: Path) -> dict[str, float]:
-    """Return bytes of the fullest rank and the time of a step."""
-    result = json.loads((run_dir / "result.json").read_text())
-    dense = [report["dense"]["measured"] for report in reports]
-    return {
-        "parameter_bytes": max(each["parameter_bytes"] for each in dense),
-        "optimizer_bytes": max(each["optimizer_bytes"] for each in dense),
-        "dense_bytes": max(sum(each.values()) for each in dense),
-        "peak_bytes": max(report["peak"]["measured_bytes"] for report in reports),
-        "predicted_peak_bytes": max(report["peak"]["predicted_bytes"] for report in reports),
-        "ms_a_step": 1e3 * BATCH / result["samples_per_s"],
+        for form, replicated in forms.items()
     }
+    ratios = [shared / plain for shared, plain in zip(seconds["optimizer"][2:], seconds["none"][2:], strict=True)]
+    whole = {form: sum(size for key, size in each.items() if key.endswith("bytes")) for form, each in figures.items()}
+    ratio = {"dense_bytes": whole["optimizer"] / whole["none"], "ms_a_step": statistics.median(ratios)}
+    return {**figures, "ratio": {key: round(value, 4) for key, value in ratio.items()}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `benchmark.py dense`."""
-    parser.add_argument("overrides", metavar="key=value", nargs="*")
-    parser.add_argument("--widths", type=int, nargs="+", default=[256, 1024, 2048, 4096], help="of both layers")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--widths", type=int, nargs="+", default=[256, 512, 1024, 2048], help="of both layers")
+    parser.add_argument("--rows", type=int, default=512, help="of a rank, in a step")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", type=Device, default=Device.auto)
     parser.add_argument("--out", type=Path, help="JSON file to write")

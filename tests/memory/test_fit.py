@@ -69,6 +69,17 @@ def test_nothing_that_changes_what_is_learned_is_chosen_unasked() -> None:
     assert set(keys(allowed)) <= {"optimizer.tables.name", *(f"tables.{name}.data_type" for name in config.tables)}
 
 
+def test_ranks_share_out_the_dense_optimizer() -> None:
+    wide = ("model.top_mlp=[4096,4096]", "train.global_batch_size=64", "topology.world_size=4")
+    ranks = ("topology.local_world_size=1", "topology.device=cpu")
+    _, found = fitted((), *wide, *ranks, "memory.budget=880MiB")
+    assert keys(found) == ["train.dense_sharding"] and not found.missing
+    # Of Adam's two numbers for each weight a quarter stays.
+    assert found.before - found.after == pytest.approx(8 * 4096**2 * 3 / 4, rel=0.05)
+    _, found = fitted((), *wide, *ranks, "memory.budget=880MiB", "optimizer.dense.name=lamb")
+    assert "train.dense_sharding" not in keys(found)
+
+
 def test_large_tables_of_gpus_go_to_host_memory() -> None:
     topology = (
         "topology.world_size=8",
