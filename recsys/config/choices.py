@@ -94,10 +94,11 @@ class RetrievalLoss(Enum):
     """Loss of a user's item against items that are drawn, by cosines.
 
     `softmax`: the cross-entropy among them all. `contrastive`: one less the item's cosine, and the mean of what
-    negatives' cosines exceed a margin by (Mao et al. 2021, arXiv:2109.12613). `binary`: binary cross-entropies.
+    negatives' cosines exceed a margin by (Mao et al. 2021, arXiv:2109.12613). `binary`: binary cross-entropies. `bpr`:
+    cross-entropies of the item coming before a negative, in the mean (Rendle et al. 2009, arXiv:1205.2618).
     """
 
-    softmax, contrastive, binary = "softmax", "contrastive", "binary"
+    softmax, contrastive, binary, bpr = "softmax", "contrastive", "binary", "bpr"
 
 
 class RetrievalMetric(Enum):

@@ -1,7 +1,7 @@
 """Retrieval by a vector of each user and those of the items that they have: matrix factorization and SimpleX."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
-from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows
+from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
 
 
 @dataclass
@@ -37,7 +37,7 @@ class SimpleXConfig(RetrievalConfig):
     leave_one_out: bool = False  # in training: the item that is to be found is not in the mean that finds it
     dropout: float = bounded(0.0, 0, below=1)  # of the items' mean
     loss: RetrievalLoss = RetrievalLoss.softmax
-    temperature: float = bounded(0.1, 1e-30, below=1e30)  # of softmax and binary: what scores are divided by
+    temperature: float = bounded(0.1, 1e-30, below=1e30)  # of all but contrastive: what scores are divided by
     margin: float = bounded(0.9, -1, 1)  # of contrastive: the score from which a negative counts
     negative_weight: float = bounded(1.0, 0, LARGE)  # of contrastive and binary: of the negatives' mean loss
     sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
@@ -136,9 +136,17 @@ class SimpleX(RetrievalModel):
         keys, order = keys.sort()
         row = row_of_each_id(history)
         barred = barred_scores(keys, history.values(), row, start)
-        own, scores = (searching * positives).sum(1), users @ negatives[order].T
-        losses = self._losses(own, scores, barred, row)
-        return {self.config.loss.name: (losses * batch.weights[row]).sum()}
+        own, scores, weights = (searching * positives).sum(1), users @ negatives[order].T, batch.weights[row]
+        if self.config.loss is RetrievalLoss.bpr:
+            own, scores = (
+                own / self.config.temperature,
+                (scores / self.config.temperature).masked_fill(barred, -torch.inf),
+            )
+            of_pairs = weights / self.config.sampled_negatives
+            loss = _LossOfPairs.apply(own, scores, row, of_pairs, *self.pieces_of_loss(own.device))
+        else:
+            loss = (self._losses(own, scores, barred, row) * weights).sum()
+        return {self.config.loss.name: loss}
 
     def _losses(self, own: torch.Tensor, scores: torch.Tensor, barred: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         """Return the loss of each item of the lists, [ids].
@@ -161,6 +169,38 @@ class SimpleX(RetrievalModel):
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         return (batch.weights * batch.ids[self.config.history].lengths()).sum()
+
+
+class _LossOfPairs(torch.autograd.Function):
+    """The weighted sum of softplus(negative - own) over all items of the lists, each with all negatives of its user.
+
+    Some items have theirs at a time, and their gradient is made where they lie, in the forward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        own: torch.Tensor,
+        scores: torch.Tensor,
+        row: torch.Tensor,
+        weights: torch.Tensor,
+        num_scores: int,
+        most_pieces: int | None,
+    ) -> torch.Tensor:
+        total, of_own, of_scores = own.new_zeros(()), torch.zeros_like(own), torch.zeros_like(scores)
+        for part in pieces(len(own), max(1, num_scores // scores.shape[1]), most_pieces):
+            margins = scores[row[part]] - own[part, None]  # -inf of those that do not count
+            total = total + F.softplus(margins).sum(1) @ weights[part]
+            by_margins = margins.sigmoid_().mul_(weights[part, None])
+            of_own[part] = -by_margins.sum(1)
+            of_scores.index_add_(0, row[part], by_margins)
+        ctx.save_for_backward(of_own, of_scores)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_own, of_scores = (each * gradient for each in ctx.saved_tensors)
+        return of_own, of_scores, *[None] * 4
 
 
 def barred_scores(keys: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -97,6 +97,16 @@ def test_no_split_changes_what_is_learned(
     torch.testing.assert_close(evaluate(tmp_path)["test"], alone, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_pairs_learn_the_same_on_any_ranks(config: Path, tmp_path: Path) -> None:
+    of_bpr = "model.loss=bpr", "train.epochs=3"
+    _, alone = train(config, tmp_path / "1", *of_bpr)
+    assert alone[-1] < alone[0]
+    for nproc, others in ((2, []), (3, ["tables.item.sharding_type=column_wise"]), (1, ["train.micro_batch_size=5"])):
+        _, losses = train(config, tmp_path / f"{nproc}{len(others)}", *of_bpr, *others, nproc=nproc)
+        torch.testing.assert_close(losses, alone, rtol=0, atol=1e-5)
+
+
 def test_it_learns_which_half_a_user_likes(one_process: tuple[Path, dict[str, float], list[float]]) -> None:
     _, metrics, losses = one_process
     assert losses[-1] < losses[0] - 0.3
@@ -156,6 +166,8 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
     def loss_of(own: torch.Tensor, negatives: list[torch.Tensor]) -> torch.Tensor:
         if loss is RetrievalLoss.softmax:
             return torch.stack([own, *negatives]).div(0.5).logsumexp(0) - own / 0.5
+        if loss is RetrievalLoss.bpr:
+            return -sum(((own - s) / 0.5).sigmoid().log() for s in negatives) / 4
         if loss is RetrievalLoss.contrastive:
             return 1 - own + 3 * sum((s - 0.2).clamp(min=0) for s in negatives) / 4
         return -(own / 0.5).sigmoid().log() - 3 * sum((-s / 0.5).sigmoid().log() for s in negatives) / 4
@@ -168,6 +180,7 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
 
     with open_world():
         model = model_of(loss=loss, sampled_negatives=4, temperature=0.5, margin=0.2, negative_weight=3.0)
+        model._scores = 8  # of two items of the lists, in pieces
         result = model.losses(tuple(tensors), batch)[loss.name]
         gradients = torch.autograd.grad(3 * result, tensors)
         assert model.denominator(batch).item() == 8
