@@ -74,10 +74,11 @@ class SequenceLayer(Enum):
     """Layer of a sequence model.
 
     `sasrec`: attention, then two linear layers with a ReLU, each added to what came in. `ligr`: the same with SwiGLU,
-    and each added times a gate (Borisyuk et al. 2025, arXiv:2502.03417; as eSASRec, arXiv:2508.06450).
+    and each added times a gate (Borisyuk et al. 2025, arXiv:2502.03417; as eSASRec, arXiv:2508.06450). `hstu`:
+    attention by SiLU, not by softmax, times a gate, and no other layers (Zhai et al. 2024, arXiv:2402.17152).
     """
 
-    sasrec, ligr = "sasrec", "ligr"
+    sasrec, ligr, hstu = "sasrec", "ligr", "hstu"
 
 
 class SequenceLoss(Enum):

@@ -81,12 +81,12 @@ class PaddedLists:
         self.from_end = lengths[self.row] - 1 - place
         self._places = self.row * longest + place
 
-    def attend(self, qkv: torch.Tensor, num_heads: int) -> torch.Tensor:
-        """Return what softmax attention gives for each id, [ids, width]; see `Lists.attend`."""
+    def attend(self, qkv: torch.Tensor, num_heads: int, attention: Attention = softmax_attention) -> torch.Tensor:
+        """Return what attention gives for each id, [ids, width]; see `Lists.attend`."""
         width = qkv.shape[1] // 3
         padded = qkv.new_zeros(self._num_lists * self._longest, 3 * width).index_copy(0, self._places, qkv)
         shape = self._num_lists, self._longest, 3, num_heads, width // num_heads
-        attended = softmax_attention(*padded.view(*shape).permute(2, 0, 3, 1, 4).unbind())
+        attended = attention(*padded.view(*shape).permute(2, 0, 3, 1, 4).unbind())
         return attended.transpose(1, 2).reshape(-1, width)[self._places]
 
 

@@ -37,7 +37,9 @@ class SASRecConfig(RetrievalConfig):
     num_blocks: int = bounded(2, 0, 1000)  # layers of attention
     num_heads: int = bounded(1, 1, WIDEST)  # of the attention of a layer
     layer: SequenceLayer = SequenceLayer.sasrec
-    feed_forward: int | None = bounded(None, 1, WIDEST)  # hidden width; default: dim, and of ligr 4 * dim
+    share_layers: bool = False  # one block's weights num_blocks times, as ALBERT (arXiv:1909.11942)
+    # Hidden width; default: dim, and of ligr 4 * dim; hstu has none.
+    feed_forward: int | None = bounded(None, 1, WIDEST)
     dropout: float = bounded(0.2, 0, below=1)  # of the input, and of what each half of a layer gives
     loss: SequenceLoss = SequenceLoss.softmax
     sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
@@ -45,7 +47,7 @@ class SASRecConfig(RetrievalConfig):
     num_items: int | None = bounded(None, 2)  # of gbce: how many there are in data.items
 
     free: ClassVar = (*RetrievalConfig.free, "dropout", "sampled_negatives")
-    shapes: ClassVar = ("dim", "max_length", "num_blocks", "feed_forward")
+    shapes: ClassVar = ("dim", "max_length", "feed_forward")
 
     def needs(self) -> Needs:
         return Needs(
@@ -88,6 +90,8 @@ class SASRecConfig(RetrievalConfig):
             )
         if not config.data.items:
             raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
+        if self.layer is SequenceLayer.hstu and self.feed_forward is not None:
+            raise UserError("config key 'model.feed_forward': layer hstu has no such layers; remove it")
         if self.loss is SequenceLoss.gbce and self.num_items is None:
             raise UserError("config key 'model.num_items' is not set, and gbce has to know how many items there are")
         if config.train.compile:
@@ -136,6 +140,33 @@ class Block(nn.Module):
         return self.gates[number](x).sigmoid() * change if len(self.gates) else change
 
 
+class HSTU(nn.Module):
+    """Attention whose factors are SiLUs of products, over a constant; times a gate, and added to what comes in.
+
+    To a product a learned number is added, for each distance of two ids. The constant is `max_length`: by the longest
+    list of a batch, other rows would change a row.
+    """
+
+    def __init__(self, config: SASRecConfig) -> None:
+        super().__init__()
+        self.dim, self.num_heads, self.length = config.dim, config.num_heads, config.max_length
+        self.norms = nn.ModuleList([nn.LayerNorm(config.dim), nn.LayerNorm(config.dim)])
+        self.inner, self.outer = nn.Linear(config.dim, 4 * config.dim), nn.Linear(config.dim, config.dim)
+        self.dropout = RowDropout(config.dropout)
+        self.distances = nn.Parameter(torch.zeros(config.max_length + 1))
+
+    def forward(self, x: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
+        """Return [ids, dim] of [ids, dim]."""
+        gate, qkv = F.silu(self.inner(self.norms[0](x))).split([self.dim, 3 * self.dim], dim=1)
+        attended = lists.attend(qkv, self.num_heads, self._attention)
+        return x + self.outer(self.dropout(self.norms[1](attended) * gate))
+
+    def _attention(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(queries.shape[2], device=queries.device)
+        distances = self.distances[(places[:, None] - places).clamp(min=0)]
+        return (F.silu(queries @ keys.transpose(2, 3) + distances) / self.length).tril() @ values
+
+
 class SASRec(RetrievalModel):
     """Attention over a user's items, trained to find the next one; a score is a dot product with an item's vector.
 
@@ -149,7 +180,8 @@ class SASRec(RetrievalModel):
         self.config = config
         self.positions = nn.Parameter(torch.empty(config.max_length, config.dim))
         self.dropout = RowDropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_blocks))
+        number, block = config.num_blocks, HSTU if config.layer is SequenceLayer.hstu else Block
+        self.blocks = nn.ModuleList(block(config) for _ in range(min(1, number) if config.share_layers else number))
         self.norm = nn.LayerNorm(config.dim)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -172,8 +204,8 @@ class SASRec(RetrievalModel):
         # The last id of a list is no input in training, and what would be its state is not used.
         place = (lists.from_end - int(self.training)).clamp(0, self.config.max_length - 1)
         x = self.dropout(history.values() + self.positions[place])
-        for block in self.blocks:
-            x = block(x, lists)
+        for number in range(self.config.num_blocks):
+            x = self.blocks[0 if self.config.share_layers else number](x, lists)
         states = self.norm(x)
         if self.training:
             return states, history.values(), items

@@ -166,6 +166,48 @@ def test_a_later_item_changes_no_earlier_state(layer: SequenceLayer) -> None:
     assert not alone[1].any(), "of nothing there is no state"
 
 
+def test_hstu_by_hand() -> None:
+    model = model_of(layer=SequenceLayer.hstu, dropout=0.0, num_heads=2, num_blocks=1)
+    block, lengths = model.blocks[0], [3, 1, 2]
+    torch.nn.init.normal_(block.distances)
+    x = torch.randn(6, 4)
+    result = block(x, Lists.of(np.array(lengths), torch.device("cpu")))
+    for rows, found in zip(x.split(lengths), result.split(lengths), strict=True):
+        gate, queries, keys, values = F.silu(block.inner(block.norms[0](rows))).chunk(4, dim=1)
+        for i in range(len(rows)):
+            heads = []
+            for head in (slice(0, 2), slice(2, 4)):
+                products = [queries[i, head] @ keys[j, head] + block.distances[i - j] for j in range(i + 1)]
+                heads.append(sum(F.silu(product) / 6 * values[j, head] for j, product in enumerate(products)))
+            expected = rows[i] + block.outer(block.norms[1](torch.cat(heads)) * gate[i])
+            torch.testing.assert_close(found[i], expected)
+
+
+@pytest.mark.parametrize("layer", list(SequenceLayer))
+def test_shared_layers_are_one_block_several_times(layer: SequenceLayer) -> None:
+    shared, apart = (model_of(layer=layer, dropout=0.0, num_blocks=3, share_layers=share) for share in (True, False))
+    assert len(shared.blocks) == 1 and len(apart.blocks) == 3
+    apart.load_state_dict(
+        {name.replace("blocks.0.", f"blocks.{i}."): x for i in range(3) for name, x in shared.state_dict().items()}
+    )
+    history = JaggedTensor(torch.randn(5, 4), lengths=torch.tensor([4, 1], dtype=torch.int32))
+    vectors = {"history": history, "item": torch.zeros(2, 4)}
+    torch.testing.assert_close(shared(vectors, torch.zeros(2, 0)), apart(vectors, torch.zeros(2, 0)))
+
+
+@pytest.mark.slow
+def test_hstu_learns_the_same_on_any_ranks_and_resumed(config: Path, tmp_path: Path) -> None:
+    layers = "model.layer=hstu", "model.share_layers=true", "train.epochs=3"
+    metrics, losses = train(config, tmp_path / "1", *layers)
+    assert losses[-1] < losses[0] - 0.1
+    for nproc, others in ((1, ["train.micro_batch_ids=40"]), (2, []), (3, ["tables.item.sharding_type=column_wise"])):
+        found = train(config, tmp_path / f"{nproc}{len(others)}", *layers, *others, nproc=nproc)
+        torch.testing.assert_close(found[1], losses, rtol=0, atol=1e-4)
+        torch.testing.assert_close(found[0], metrics, rtol=0, atol=1e-5)
+    train(config, tmp_path / "parts", *layers, "train.max_steps=7")
+    assert train(config, tmp_path / "parts", *layers, "run.resume=true") == (metrics, losses)
+
+
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
 @pytest.mark.parametrize("loss", list(SequenceLoss))
 def test_the_loss_by_hand(loss: SequenceLoss, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +253,7 @@ def test_the_loss_by_hand(loss: SequenceLoss, scores_at_once: int, monkeypatch: 
         (["model.history=histroy"], r"'model.history': there is no feature 'histroy'; did you mean 'history'"),
         (["features.user.table=item"], r"reads two features, model.history and model.item_id, found"),
         (["data.items=null"], r"'data.items' is not set, and negatives are drawn"),
+        (["model.layer=hstu", "model.feed_forward=8"], r"'model.feed_forward': layer hstu has no such layers"),
         (["model.loss=gbce"], r"'model.num_items' is not set, and gbce"),
         (["train.compile=true", "model.dropout=0"], r"'train.compile': lists take other shapes"),
         (["features.history.weights=w"], r"'features.history.weights': model sasrec reads none"),
@@ -221,7 +264,9 @@ def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: st
         load_config(config, overrides)
 
 
-@pytest.mark.parametrize("layer", [SequenceLayer.sasrec, pytest.param(SequenceLayer.ligr, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layer", [SequenceLayer.sasrec, *(pytest.param(SequenceLayer[x], marks=pytest.mark.slow) for x in ("ligr", "hstu"))]
+)
 def test_an_export_recommends_what_the_run_does(layer: SequenceLayer, config: Path, tmp_path: Path) -> None:
     """Lists are padded to one length in it, and in buckets in the run; one of the users has no items."""
     train(config, tmp_path / "run", f"model.layer={layer.name}", "train.epochs=2")
