@@ -46,6 +46,7 @@ _COMMANDS = {
     "predict": "write a finished run's scores of rows as Parquet",
     "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
     "embeddings": "write vectors by raw id as Parquet: of items, of users, or of a table; with a FAISS index of items",
+    "semantic-ids": "write a few small codes for each item, alike where vectors are, as features in place of its id",
     "compress": "quantise, prune and distil a finished run, as far as a metric allows",
     "export": "write a finished run as a folder that scores and recommends without torch",
     "report": "write a run's page, report.html: curves, memory, plan, ids; also of one that failed or still goes on",
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return prepare(words[1:])
     if command in ("predict", "recommend", "embeddings"):
         return predict(words[1:], command)
+    if command == "semantic-ids":
+        return semantic_ids(words[1:])
     if command == "sweep":
         return sweep(words[1:])
     if command == "compress":
@@ -183,6 +186,23 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
             steps, of_student = tuple(words.steps.split(",")), (tuple(words.student), tuple(words.overrides))
             request = Request(steps, metric, words.max_loss, words.prune_by, *of_student, words.trust_code)
         return compress_run(run, trained, words.out, request)
+
+
+def semantic_ids(arguments: Sequence[str], prog: str = "recsys semantic-ids") -> int:
+    """Write codes of items; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    parser = Parser(prog, description=_description("semantic-ids"))
+    parser.add_argument("vectors", metavar="VECTORS", type=Path, help="folder of `recsys embeddings RUN item`")
+    parser.add_argument("out", metavar="OUT.parquet", type=Path)
+    parser.add_argument("--levels", type=positive, default=3, help="codes of an item (3)")
+    parser.add_argument("--codes", type=positive, default=256, help="how many there are of each level (256)")
+    parser.add_argument("--seed", type=int, default=1)
+    with mistakes_told():
+        words = parser.parse_args(arguments)
+        from recsys.serving.semantic_ids import semantic_ids as write_codes
+
+        for line in write_codes(words.vectors, words.out, words.levels, words.codes, words.seed):
+            print(line)
+    return 0
 
 
 def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:

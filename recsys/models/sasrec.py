@@ -163,8 +163,9 @@ class HSTU(nn.Module):
 
     def _attention(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         places = torch.arange(queries.shape[2], device=queries.device)
-        distances = self.distances[(places[:, None] - places).clamp(min=0)]
-        return (F.silu(queries @ keys.transpose(2, 3) + distances) / self.length).tril() @ values
+        between = places[:, None] - places
+        factors = F.silu(queries @ keys.transpose(2, 3) + self.distances[between.clamp(min=0)]) / self.length
+        return factors.masked_fill(between < 0, 0.0) @ values
 
 
 class SASRec(RetrievalModel):

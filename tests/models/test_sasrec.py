@@ -199,7 +199,7 @@ def test_shared_layers_are_one_block_several_times(layer: SequenceLayer) -> None
 def test_hstu_learns_the_same_on_any_ranks_and_resumed(config: Path, tmp_path: Path) -> None:
     layers = "model.layer=hstu", "model.share_layers=true", "train.epochs=3"
     metrics, losses = train(config, tmp_path / "1", *layers)
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0]
     for nproc, others in ((1, ["train.micro_batch_ids=40"]), (2, []), (3, ["tables.item.sharding_type=column_wise"])):
         found = train(config, tmp_path / f"{nproc}{len(others)}", *layers, *others, nproc=nproc)
         torch.testing.assert_close(found[1], losses, rtol=0, atol=1e-4)

@@ -1,0 +1,125 @@
+"""Semantic ids: a few small codes for each item, alike for items whose vectors are alike (arXiv:2305.05065)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys.errors import UserError
+from recsys.runtime.files import replacing
+
+_AT_ONCE = 1 << 22  # distances, of vectors and centres
+_MOST_ROUNDS = 50
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Codes of vectors.
+
+    Attributes:
+        codes: int64 [vectors, levels], each from 0. left: after each level, the share of the vectors' variance that
+            the centres do not give yet.
+    """
+
+    codes: np.ndarray
+    left: list[float]
+
+
+def residual_codes(vectors: np.ndarray, levels: int, number: int, seed: int) -> Codes:
+    """Return codes by residual k-means: each level tells of what the centres of the levels before leave of a vector.
+
+    Args:
+        vectors: float32 [vectors, dim]. number: of codes of a level.
+    """
+    rest = vectors - vectors.mean(0)
+    total, generator = float(np.square(rest).sum()) or 1.0, np.random.default_rng(seed)
+    codes, left = [], []
+    for _ in range(levels):
+        centres, nearest = _k_means(rest, min(number, len(rest)), generator)
+        rest = rest - centres[nearest]
+        codes.append(nearest)
+        left.append(float(np.square(rest).sum()) / total)
+    return Codes(np.stack(codes, axis=1), left)
+
+
+def _k_means(points: np.ndarray, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return centres, [number, dim], and the nearest of each point; Lloyd's, begun as k-means++ begins."""
+    centres = points[[generator.integers(len(points))]]
+    distances = np.square(points - centres[0]).sum(1)
+    while len(centres) < number:
+        sums = np.cumsum(distances, dtype=np.float64)
+        place = min(int(np.searchsorted(sums, generator.random() * sums[-1], side="right")), len(points) - 1)
+        centres = np.concatenate([centres, points[[place]]])
+        distances = np.minimum(distances, np.square(points - centres[-1]).sum(1))
+    nearest = np.full(len(points), -1)
+    for _ in range(_MOST_ROUNDS):
+        before, (nearest, distances) = nearest, _nearest(points, centres)
+        counts = np.bincount(nearest, minlength=number)
+        # A centre without points goes to those that are farthest from theirs.
+        farthest = iter(np.argsort(-distances, kind="stable"))
+        for empty in np.flatnonzero(counts == 0):
+            nearest[next(farthest)] = empty
+        if (nearest == before).all():
+            break
+        order = np.argsort(nearest, kind="stable")
+        first = np.searchsorted(nearest[order], np.arange(number))
+        present = np.unique(nearest)
+        sums = np.add.reduceat(points[order], first[present])
+        centres[present] = sums / np.bincount(nearest, minlength=number)[present, None]
+    return centres, nearest
+
+
+def _nearest(points: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return of each point the nearest centre, of several the first, and its squared distance."""
+    nearest, distances = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
+    squares = np.square(centres).sum(1)
+    step = max(1, _AT_ONCE // len(centres))
+    for start in range(0, len(points), step):
+        part = points[start : start + step]
+        found = squares - 2 * (part @ centres.T)
+        nearest[start : start + step] = best = found.argmin(1)
+        distances[start : start + step] = found[np.arange(len(part)), best] + np.square(part).sum(1)
+    return nearest, distances
+
+
+def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -> Iterator[str]:
+    """Write a Parquet file of codes by item; yield what is to be told of them.
+
+    Its columns are those of `source` but `vector`, then int64 `code_1` … and `same`, which numbers items of equal codes
+    from 0.
+
+    Args:
+        source: folder of `recsys embeddings RUN item`, or Parquet with a column `vector`.
+
+    Raises:
+        UserError: there are no such vectors.
+    """
+    try:
+        table = pq.read_table(source)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise UserError(
+            f"'{source}' cannot be read as Parquet ({error}); name vectors of `recsys embeddings`"
+        ) from error
+    if "vector" not in table.column_names or not len(table):
+        raise UserError(
+            f"'{source}' has no vectors in a column 'vector'; name a folder of `recsys embeddings RUN item`"
+        )
+    column = table["vector"].combine_chunks()
+    vectors = np.asarray(column.flatten(), np.float32).reshape(len(table), -1)
+    found = residual_codes(vectors, levels, number, seed)
+    _, alike = np.unique(found.codes, axis=0, return_inverse=True)
+    order = np.argsort(alike, kind="stable")
+    same = np.empty(len(alike), np.int64)
+    same[order] = np.arange(len(alike)) - np.searchsorted(alike[order], alike[order])
+    table = table.drop_columns(["vector"])
+    for level in range(levels):
+        table = table.append_column(f"code_{level + 1}", pa.array(found.codes[:, level]))
+    with replacing(out) as aside:
+        pq.write_table(table.append_column("same", pa.array(same)), aside, compression="zstd", write_page_checksum=True)
+    for level, left in enumerate(found.left, start=1):
+        yield f"level {level}: {left:.1%} of the variance left"
+    different, most = int((same == 0).sum()), same.max() + 1
+    yield f"{out}: {len(table):,} items, {different:,} different codes, {most:,} items of the same at most"

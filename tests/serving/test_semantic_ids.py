@@ -1,0 +1,69 @@
+"""Codes of items by residual k-means: those of planted groups within groups, and as features of a run."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.__main__ import main
+from recsys.errors import UserError
+from recsys.serving.semantic_ids import residual_codes, semantic_ids
+
+GROUPS = 8
+
+
+def planted(num_vectors: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return vectors of eight groups far from each other, each of eight that are near, and their numbers."""
+    generator = np.random.default_rng(0)
+    far, near = np.eye(GROUPS, 16) * 100, np.eye(GROUPS, 16, 8) * 10
+    numbers = generator.integers(0, GROUPS, (num_vectors, 2))
+    return (far[numbers[:, 0]] + near[numbers[:, 1]] + generator.normal(0, 0.1, (num_vectors, 16))).astype(
+        np.float32
+    ), numbers
+
+
+def test_levels_are_groups_within_groups() -> None:
+    vectors, numbers = planted(2000)
+    found = residual_codes(vectors, 2, GROUPS, seed=0)
+    for level in range(2):
+        pairs = {
+            (int(code), int(number)) for code, number in zip(found.codes[:, level], numbers[:, level], strict=True)
+        }
+        assert len(pairs) == GROUPS, "a code for each group"
+    assert found.left[0] < 0.02 and found.left[1] < 1e-4
+    np.testing.assert_array_equal(residual_codes(vectors, 2, GROUPS, seed=0).codes, found.codes)
+
+
+def test_fewer_vectors_than_codes_and_vectors_that_are_alike() -> None:
+    few = np.array([[0.0, 1], [5, 5], [5, 5]], np.float32)
+    found = residual_codes(few, 3, 256, seed=1)
+    assert found.codes[1].tolist() == found.codes[2].tolist() or found.codes.max() < 3
+    assert found.left[-1] < 1e-9
+    assert residual_codes(np.zeros((4, 2), np.float32), 2, 2, seed=1).left == [0, 0]
+
+
+def test_a_file_of_codes_that_rows_are_joined_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vectors, numbers = planted(300)
+    (tmp_path / "vectors").mkdir()
+    table = pa.table({"item_id": np.arange(300) * 7, "vector": list(vectors)})
+    for part in range(2):
+        pq.write_table(table.slice(150 * part, 150), tmp_path / "vectors" / f"part-{part}.parquet")
+    assert (
+        main(["semantic-ids", f"{tmp_path}/vectors", f"{tmp_path}/codes.parquet", "--levels", "2", "--codes", "8"]) == 0
+    )
+    codes = pq.read_table(tmp_path / "codes.parquet")
+    assert codes.column_names == ["item_id", "code_1", "code_2", "same"] and len(codes) == 300
+    assert codes["item_id"].to_pylist() == table["item_id"].to_pylist()
+    whole = set(zip(*(codes[name].to_pylist() for name in ("code_1", "code_2", "same")), strict=True))
+    assert len(whole) == 300
+    assert f"{len({tuple(each) for each in numbers.tolist()})} different codes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, {"item_id": [1]}, {"vector": pa.array([], pa.list_(pa.float32()))}])
+def test_what_has_no_vectors(content: dict | None, tmp_path: Path) -> None:
+    if content is not None:
+        pq.write_table(pa.table(content), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="`recsys embeddings"):
+        list(semantic_ids(tmp_path / "a.parquet", tmp_path / "out.parquet", 3, 8, 1))
