@@ -57,7 +57,7 @@ def results(runs: Sequence[Record]) -> list[list[str]]:
     names: dict[str, list[Any]] = {}
     for i, run in enumerate(runs):
         figures = {f"{role} {name}": value for role in run.metrics for name, value in run.metrics[role].items()}
-        for name, value in {**figures, **_ending(run)}.items():
+        for name, value in {**_ending(run), **figures}.items():
             names.setdefault(name, ["–"] * len(runs))[i] = number(value)
     facts = [["status", *(run.status for run in runs)], ["steps", *(number(run.step) for run in runs)]]
     return [*facts, *([name, *values] for name, values in names.items())]

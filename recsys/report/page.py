@@ -95,7 +95,9 @@ def _head(run: Record) -> str:
 
 def _duration(seconds: float) -> str:
     minutes, hours = seconds // 60 % 60, seconds // 3600
-    return f"{seconds:.1f} s" if seconds < 60 else f"{hours:.0f} h {minutes:.0f} min" if hours else f"{minutes:.0f} min"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{hours:.0f} h {minutes:.0f} min" if hours else f"{minutes:.0f} min {seconds % 60:.0f} s"
 
 
 def _results(run: Record) -> str:
@@ -136,7 +138,7 @@ def _speed(run: Record) -> str:
     train = run.curves("train")
     speed = Axis("Speed", "samples/s", show=lambda value: f"{value:,.0f}", least=0)
     waiting = Axis("Waiting for data", "share of time", show=lambda value: f"{value:.1%}", least=0)
-    memory = Axis("Memory in training, rank 0", "resident, and kinds of it", show=size, base=1024, least=0)
+    memory = Axis("Memory of rank 0", "in training", show=size, base=1024, least=0)
     return charts(
         line_chart(speed, {"speed": train.get("samples_per_s", [])}),
         line_chart(waiting, {"waiting": train.get("wait_share", [])}),
@@ -147,7 +149,11 @@ def _speed(run: Record) -> str:
 def _profile(run: Record) -> str:
     """Return where the time of profiled steps went, as rank 0 has written it."""
     path = run.folder / "profile" / "rank_0.txt"
-    return f"<pre tabindex=0 role=region aria-label=Profile>{escape(path.read_text())}</pre>" if path.exists() else ""
+    return (
+        f"<pre tabindex=0 role=region aria-label='Time of the profiled steps'>{escape(path.read_text())}</pre>"
+        if path.exists()
+        else ""
+    )
 
 
 def _memory(run: Record) -> str:

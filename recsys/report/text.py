@@ -24,7 +24,9 @@ def number(value: Any) -> str:
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4f}" if abs(value) >= 0.01 else f"{value:.3g}"
+    if abs(value) < 0.01:
+        return f"{value:.3g}"
+    return f"{value:,.{4 if abs(value) < 10 else 2 if abs(value) < 1000 else 0}f}"
 
 
 def listed(numbers: Iterable[int], noun: str = "rank") -> str:

@@ -118,7 +118,7 @@ class TensorBoard(Writer):
 
         # Its thread's errors are raised at the next write; before, Python would print their traceback.
         threading.excepthook = _but_of_tensorboard
-        self._writer = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=step + 1 if step else None)
+        self._writer = SummaryWriter(str(run_dir / TENSORBOARD), purge_step=step + 1 if step else None, flush_secs=30)
 
     def write(self, line: dict[str, Any]) -> None:
         for name, value in _scalars(line).items():
