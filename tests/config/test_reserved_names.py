@@ -54,7 +54,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", ["dlrm", pytest.param("two_tower", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
 def test_a_whole_run_on_two_ranks(model: str, data: Path, tmp_path: Path) -> None:
     rows = {role: str(data / "rows.parquet") for role in ("train", "valid")}
     own = {"label_column": "clicked"} if model == "dlrm" else {"items": str(data / "items.parquet")}

@@ -55,6 +55,7 @@ def write(folder: Path) -> Path:
     return folder / "c.yaml"
 
 
+@pytest.mark.slow
 def test_a_cross_trains_as_a_column_of_its_ids_would_on_any_ranks(tmp_path: Path) -> None:
     config, results = write(tmp_path), []
     for nproc in (1, 3):

@@ -191,6 +191,7 @@ def test_micro_batches_and_checkpointing_take_less(tmp_path: Path) -> None:
     assert abs(sizes["half"] / sizes["whole"] - 0.5) < 0.02
 
 
+@pytest.mark.slow
 def test_few_pieces_of_a_softmax_show_the_peak_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     two_towers = ["data.label_column=null", "data.train=nowhere", "model.logq_correction=false"]
     config = load_config("configs/two_tower_movielens.yaml", two_towers)

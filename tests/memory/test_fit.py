@@ -121,6 +121,7 @@ def test_advice_that_is_not_enough_says_so() -> None:
         assert "no setting is enough: it takes" in advice.lines()[-1]
 
 
+@pytest.mark.slow
 def test_advice_covers_what_a_rank_was_seen_to_take() -> None:
     quiet_libraries()
     config = load_config(CONFIG, [*WIDE, "memory.budget=2GiB"])

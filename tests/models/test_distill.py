@@ -103,7 +103,11 @@ def test_a_student_learns_of_its_teacher(scored: tuple[Path, Path], tmp_path: Pa
     [
         (["train.distill.column=hour"], "column 'hour' (train.distill.column) must hold probabilities, from 0 to 1"),
         (["train.distill={column: scor}"], "no column 'scor'"),
-        (["train.distill.teacher=runs/none"], "config key 'train.distill.teacher': recsys predict failed: "),
+        pytest.param(
+            ["train.distill.teacher=runs/none"],
+            "config key 'train.distill.teacher': recsys predict failed: ",
+            marks=pytest.mark.slow,
+        ),
         (["train.distill={weight: 2}"], "'train.distill.weight' must be at most 1, found 2"),
     ],
 )

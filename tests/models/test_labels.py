@@ -69,6 +69,7 @@ def test_a_null_label_counts_as_a_row_of_weight_0(folder: Path, tmp_path: Path) 
     assert metrics["test"]["rows"] < ROWS
 
 
+@pytest.mark.slow
 def test_an_expression_is_the_column_that_it_says(folder: Path, tmp_path: Path) -> None:
     said, _ = train(folder, tmp_path / "a", "data.labels={buy: \"event == 'purchase'\"}")
     column, _ = train(folder, tmp_path / "b", "data.label_column=bought_or_0")
@@ -81,7 +82,8 @@ LABELS = (
 )
 
 
-@pytest.mark.parametrize("model", [pytest.param("dlrm", marks=pytest.mark.slow), "mmoe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["dlrm", "mmoe"])
 def test_several_labels_on_any_ranks_and_in_micro_batches(model: str, folder: Path, tmp_path: Path) -> None:
     alone, metrics = train(folder, tmp_path / "1", LABELS, model=model)
     for line in alone:

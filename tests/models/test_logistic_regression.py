@@ -26,6 +26,7 @@ def test_by_hand() -> None:
     assert model(vectors, torch.tensor([[0.1]])).tolist() == [[pytest.approx(11.7), pytest.approx(21.3)]]
 
 
+@pytest.mark.slow
 def test_it_learns_alike_on_one_process_and_two(tmp_path: Path) -> None:
     config = yaml.safe_load((ROOT / CONFIG).read_text()) | {"model": {"name": "logistic_regression"}}
     (tmp_path / "lr.yaml").write_text(yaml.dump(config))

@@ -264,9 +264,8 @@ def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: st
         load_config(config, overrides)
 
 
-@pytest.mark.parametrize(
-    "layer", [SequenceLayer.sasrec, *(pytest.param(SequenceLayer[x], marks=pytest.mark.slow) for x in ("ligr", "hstu"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", list(SequenceLayer))
 def test_an_export_recommends_what_the_run_does(layer: SequenceLayer, config: Path, tmp_path: Path) -> None:
     """Lists are padded to one length in it, and in buckets in the run; one of the users has no items."""
     train(config, tmp_path / "run", f"model.layer={layer.name}", "train.epochs=2")

@@ -204,6 +204,7 @@ def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: st
         load_config(config, overrides)
 
 
+@pytest.mark.slow
 def test_an_export_recommends_what_the_run_does(
     config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
 ) -> None:

@@ -53,6 +53,7 @@ def in_terminal(*command: str, **variables: str) -> str:
     return said.decode()
 
 
+@pytest.mark.slow
 def test_training_has_a_live_line_on_a_terminal_alone(tmp_path: Path) -> None:
     command = [sys.executable, "train.py", "configs/dlrm_sample.yaml", "run.track.to=[]", "train.log_every_steps=1"]
     said = in_terminal(*command, f"run.dir={tmp_path}/a")

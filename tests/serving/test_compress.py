@@ -113,6 +113,7 @@ def test_importance_by_gradient_is_the_same_on_two_ranks(runs: tuple[Path, Path]
     torch.testing.assert_close(one["item"][:-1], two["item"][:-1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_what_was_accepted_is_what_is_exported(runs: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     from recsys.serving.score import Scorer

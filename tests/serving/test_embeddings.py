@@ -57,6 +57,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_tables_whose_ids_the_run_knows(ranker: Path, tmp_path: Path) -> None:
     users = written(ranker, "user", tmp_path / "users", nproc=3)
     exported, vectors = vectors_by_row(ranker, "user", tmp_path)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "recsys" / "serving"))  # as it stands in an expor
 from follow import Follower
 from score import ExportError, Scorer
 
+pytestmark = pytest.mark.slow
 _PLAN = ["tables.user.sharding_type=row_wise", "tables.item.sharding_type=column_wise", "tables.item.embedding_dim=16",
          "optimizer.tables.name=adagrad"]  # fmt: skip
 

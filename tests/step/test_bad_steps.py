@@ -74,6 +74,7 @@ def test_it_changes_no_byte(tmp_path: Path) -> None:
             assert not value.any(), key
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_the_step_had_not_been(tmp_path: Path) -> None:
     """What follows a bad first step is what the rows after it learn alone."""
     data = poison(tmp_path / "data", "price", {10: math.nan})

@@ -74,6 +74,7 @@ def test_the_plan_does_not_matter(kind: str, run: tuple[Path, list[float]], tmp_
     torch.testing.assert_close(evaluate(tmp_path), evaluate(run[0]), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_resumed_equals_uninterrupted(run: tuple[Path, list[float]], tmp_path: Path) -> None:
     train(tmp_path, "train.max_steps=12", *QUANTIZED, "train.micro_batch_size=50")
     assert train(tmp_path, "train.max_steps=20", *QUANTIZED, "run.resume=true") == pytest.approx(run[1], abs=1e-5)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -215,11 +215,9 @@ def trained(folder: Path, world_size: int, options: Sequence[str]) -> tuple[list
 
 
 def cases() -> Iterator[Any]:
-    for kind in KINDS:
-        for world_size in (1, 2, 4):
-            for dtype in ("FP32", "FP16"):
-                marks = [] if (world_size, dtype) == (2, "FP32") and "table_" not in kind.name else [pytest.mark.slow]
-                yield pytest.param(kind, world_size, dtype, marks=marks, id=f"{kind.name}-{world_size}-{dtype}")
+    for kind, world_size, dtype in product(KINDS, (1, 2, 4), ("FP32", "FP16")):
+        marks = [] if (kind.name, world_size, dtype) == ("row_wise", 2, "FP32") else [pytest.mark.slow]
+        yield pytest.param(kind, world_size, dtype, marks=marks, id=f"{kind.name}-{world_size}-{dtype}")
 
 
 @pytest.mark.parametrize("kind, world_size, dtype", list(cases()))
@@ -240,6 +238,7 @@ def test_a_plan_learns_what_plain_torch_learns(kind: ShardingChoice, world_size:
         torch.testing.assert_close(tables[name].float(), weights.float(), rtol=1e-5, atol=atol)
 
 
+@pytest.mark.slow
 def test_each_table_with_a_plan_and_an_optimizer_of_its_own(folder: Path) -> None:
     options = (
         "tables.user={sharding_type: row_wise, optimizer: {name: sgd, learning_rate: 0.3}}",
@@ -265,8 +264,9 @@ def mixed(optimizer: str) -> tuple[str, ...]:
     return f"optimizer.tables.name={optimizer}", l1, "optimizer.tables.eps=1e-4", *plan
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3)), 2])
-@pytest.mark.parametrize("optimizer", [pytest.param("adam", marks=pytest.mark.slow), "ftrl"])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["adam", "ftrl"])
 def test_what_fbgemm_lacks_is_trained_in_torch(optimizer: str, world_size: int, folder: Path) -> None:
     """On every plan as on plain tensors, beside a table of FBGEMM's and lists looked up id by id; then resumed."""
     options = (*mixed(optimizer), *ATTENTION, "tables.category.optimizer={name: sgd, learning_rate: 0.3}")
@@ -300,11 +300,9 @@ def weights_size(tables: dict[str, torch.Tensor]) -> float:
     return float(sum(weights.square().sum() for weights in tables.values()))
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize(
-    "item, category",
-    [("row_wise", "table_wise"), pytest.param("table_wise", "table_row_wise", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("item, category", [("row_wise", "table_wise"), ("table_wise", "table_row_wise")])
 def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, folder: Path) -> None:
     options = (f"tables.item={{sharding_type: {item}, pooling: mean}}", f"tables.category.sharding_type={category}")
     losses, tables = trained(folder, world_size, options)
@@ -314,12 +312,12 @@ def test_averages_in_a_mixed_plan(item: str, category: str, world_size: int, fol
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
 
 
-OTHER_KINDS = ("table_wise", "column_wise", "auto")
 ATTENTION = ("model.attention={history: item_id}", "tables.item.pooling=mean", "tables.category.pooling=sum")
 
 
-@pytest.mark.parametrize("world_size", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4)), 2])
-@pytest.mark.parametrize("kind", ["row_wise", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHER_KINDS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise", "auto"])
 def test_vectors_of_single_ids(kind: str, world_size: int, folder: Path) -> None:
     """The table's other feature comes as averages of the same collection."""
     optimizer = "optimizer.tables.name=" + ("adagrad" if kind == "column_wise" else "rowwise_adagrad")
@@ -332,6 +330,7 @@ def test_vectors_of_single_ids(kind: str, world_size: int, folder: Path) -> None
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["{history: item_id}", "{item_id: user_id}"])
 def test_weights_of_single_ids(attention: str, folder: Path, tmp_path: Path) -> None:
     """In the second case the weighted list is summed of vectors of single ids."""
@@ -351,6 +350,7 @@ def test_weights_of_single_ids(attention: str, folder: Path, tmp_path: Path) -> 
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_vectors_of_single_ids_from_all_tables(folder: Path, tmp_path: Path) -> None:
     """No table is left that gives sums; the one there is is FP16."""
     config = tmp_path / "attention.yaml"

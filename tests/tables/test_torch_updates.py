@@ -44,6 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "nproc, plan",
     [

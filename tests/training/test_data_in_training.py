@@ -183,6 +183,7 @@ def test_a_filter_by_row_keeps_steps_equal(logs: Path, tmp_path: Path) -> None:
     assert result["data"]["epochs"] == [{"expected": expected, "seen": expected, "bad": 0, "skipped": 0}]
 
 
+@pytest.mark.slow
 def test_bad_rows_within_the_quota_are_left_out_on_all_ranks(logs: Path, tmp_path: Path) -> None:
     table = pq.read_table(logs / "rows" / "day=2026-11-01" / "part-0.parquet", partitioning=None)
     write(table, tmp_path / "part-0.parquet", 250)

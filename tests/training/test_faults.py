@@ -115,6 +115,7 @@ def test_a_restart_leaves_the_runs_of_others_alone(tmp_path: Path) -> None:
     assert done.returncode == 1 and "holds an earlier run; add run.resume=true" in root_cause(done.stderr)
 
 
+@pytest.mark.slow
 def test_the_stop_file_saves_and_ends(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     arguments = (CONFIG, f"run.dir={tmp_path}/run", f"run.stop_file={tmp_path}/stop", "train.epochs=2")

@@ -72,6 +72,7 @@ def test_two_ranks_row_wise_train_what_one_trains(
     assert_same_run(*pair, *reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plan",
     [
@@ -111,6 +112,7 @@ def test_trained_on_two_is_evaluated_alike_on_one(pair: tuple[Path, dict[str, An
     torch.testing.assert_close(after["metrics"], before["metrics"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_another_plan_goes_on_from_a_checkpoint(
     pair: tuple[Path, dict[str, Any]], reference: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
