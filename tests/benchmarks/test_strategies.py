@@ -18,6 +18,7 @@ def settings(config: str, strategy: compare.Strategy, folder: Path) -> Config:
     return load_config(path, [*overrides, *strategy.overrides])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_strategy_is_a_config(config: str, tmp_path: Path) -> None:
     whole = load_config(str(ROOT / config))

@@ -49,6 +49,7 @@ def run(folder: Path, *options: str, before: Callable[[], None]) -> tuple[str, s
     return done.stdout, done.stderr, report, (folder / "memory" / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_leak_is_named_before_it_ends_the_run(tmp_path: Path) -> None:
     out, error, report, page = run(tmp_path, "memory.budget=720MiB", before=keep_a_tensor_each_step)
     assert "memory.budget allows 720" in error and report["identity"]["status"] == "out of memory"

@@ -73,12 +73,13 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return folder, *train(config, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "overrides"),
     [
         (1, ["train.micro_batch_size=5"]),
         (2, ["tables.item.sharding_type=row_wise", "tables.user.sharding_type=row_wise"]),
-        pytest.param(3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"], marks=pytest.mark.slow),
+        (3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"]),
     ],
     ids=["rows", "two", "three"],
 )

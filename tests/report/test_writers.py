@@ -67,6 +67,7 @@ def test_a_run_that_goes_on_takes_back_the_steps_after_its_checkpoint(tmp_path: 
     assert [(each.step, round(each.value, 6)) for each in found] == [(10, 0.5), (20, 0.3), (30, 0.2)]
 
 
+@pytest.mark.slow
 def test_without_tensorboard_nothing_is_imported_and_one_line_tells(tmp_path: Path) -> None:
     code = f"""
 import logging, sys

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from launch import fork_train
 
 from recsys.runtime.profile_text import profile_text
@@ -40,6 +41,7 @@ def test_each_event_counts_for_its_part() -> None:
     assert [line.split(": try ")[0] for line in lines[-3:]] == ["dense", "update", "Python and the rest"]
 
 
+@pytest.mark.slow
 def test_a_profiled_run_says_where_its_time_went(tmp_path: Path) -> None:
     done = fork_train("configs/dlrm_sample.yaml", f"run.dir={tmp_path}/run", "run.profile_steps=3", nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -54,6 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "run", folder / "small"
 
 
+@pytest.mark.slow
 def test_a_compressed_run_is_what_was_reported(runs: tuple[Path, Path], tmp_path: Path) -> None:
     run, small = runs
     found = report(small)

@@ -69,6 +69,7 @@ def test_tables_whose_ids_the_run_knows(ranker: Path, tmp_path: Path) -> None:
     assert written(ranker, "price", tmp_path / "price")["id"].to_pylist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_ids_of_a_hashed_table_are_those_of_the_data(ranker: Path, tmp_path: Path) -> None:
     test = ROOT / "data/sample/test"
     found = written(ranker, "item", tmp_path / "one", "--data", test)

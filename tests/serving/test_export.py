@@ -93,6 +93,7 @@ def towers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_items_are_those_of_the_run(towers: Path, tmp_path: Path) -> None:
     rows, users = pq.read_table(towers / "valid.parquet"), tmp_path / "users.parquet"
     seen = pa.array([[*items[:10], None, "no such item"] for items in rows["seen"].to_pylist()])

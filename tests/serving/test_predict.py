@@ -99,6 +99,7 @@ def test_any_number_of_ranks(nproc: int, run: Path, rows: pa.Table, alone: pa.Ta
     assert len(list((tmp_path / "out").glob("part-*"))) > nproc
 
 
+@pytest.mark.slow
 def test_an_interrupted_prediction_goes_on(run: Path, rows: pa.Table, tmp_path: Path) -> None:
     whole = predicted("predict", run, folder_of(rows), tmp_path / "whole", nproc=2)
     arguments = ("predict", run, folder_of(rows), tmp_path / "parts")

@@ -56,6 +56,7 @@ def test_a_poisoned_batch_is_skipped(column: str, value: float, tmp_path: Path) 
     assert (~values.isfinite()).sum() == 1 and len(batch["ids"]["user_id"]["lengths"]) == 128
 
 
+@pytest.mark.slow
 def test_it_changes_no_byte(tmp_path: Path) -> None:
     """A run that only meets bad steps saves the tables, weights and optimizers that it began with."""
     data = poison(tmp_path / "data", "price", {row: math.nan for row in range(3000)})

@@ -116,6 +116,7 @@ def test_micro_batches_learn_the_same(tables: str, tmp_path: Path) -> None:
     assert_close(parts[1], whole[1], 1e-5, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dense", ["adam", *SLOW])
 def test_micro_batches_learn_the_same_with_each_dense_optimizer(dense: str, tmp_path: Path) -> None:
     options = (*FP32, f"optimizer.dense.name={dense}", "optimizer.tables.eps=1e-6", "train.max_steps=6")

@@ -22,7 +22,6 @@ SETTINGS = (
     *("train.log_every_steps=1", "data.window_mib=1", "data.valid=null"),
 )
 QUANTIZED = tuple(f"tables.{table}.quantize={code.name}" for table, code in CODES.items())
-MORE_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("table_wise", "column_wise")]
 
 
 def train(run_dir: Path, *overrides: str, nproc: int = 1) -> list[float]:
@@ -66,7 +65,8 @@ def test_the_model_reads_codes_and_gradients_pass_through(tmp_path: Path) -> Non
         torch.testing.assert_close(after[table] - initial[table], step, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["row_wise", *MORE_KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise", "column_wise"])
 def test_the_plan_does_not_matter(kind: str, run: tuple[Path, list[float]], tmp_path: Path) -> None:
     split = [f"tables.{table}.sharding_type={kind}" for table in CODES]
     losses = train(tmp_path, "train.max_steps=20", *QUANTIZED, *split, nproc=2)
@@ -82,6 +82,7 @@ def test_resumed_equals_uninterrupted(run: tuple[Path, list[float]], tmp_path: P
     assert done.returncode == 1 and "'tables.category.quantize' is null, and was INT8" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_of_whole_weights_begins_one_on_codes(run: tuple[Path, list[float]], tmp_path: Path) -> None:
     train(tmp_path / "whole", "train.max_steps=5")
     coded = train(tmp_path / "coded", "train.max_steps=5", *QUANTIZED, f"train.init_from={tmp_path}/whole")

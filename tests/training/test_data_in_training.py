@@ -58,6 +58,7 @@ def test_every_epoch_counts_its_rows_and_ids(whole: tuple[list[float], dict[str,
     assert found["ids"] == 2 * 3000 and found["out_of_vocabulary_share"] == 0
 
 
+@pytest.mark.slow
 def test_micro_batches_change_nothing_but_rounding(whole: tuple[list[float], dict[str, Any]], tmp_path: Path) -> None:
     train(tmp_path, *TWO_EPOCHS, "train.micro_batch_size=50", "train.micro_batch_ids=300", nproc=2)
     torch.testing.assert_close(losses(tmp_path), whole[0], rtol=0, atol=1e-5)
@@ -133,6 +134,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_all_kinds_of_columns_and_mappings_on_two_ranks(logs: Path, tmp_path: Path) -> None:
     config = logs / "logs.yaml"
     one = train(tmp_path / "one", config=config)

@@ -42,10 +42,8 @@ REFUSED = {
 }
 
 
-MORE = (pytest.param(name, marks=pytest.mark.slow) for name in list(TRAINS)[:-1])
-
-
-@pytest.mark.parametrize("name", ["bf16 sent", *MORE])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINS)
 def test_trains(name: str, tmp_path: Path) -> None:
     done = fork_train(CONFIG, f"run.dir={tmp_path}", *SHORT, *TRAINS[name], nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]
