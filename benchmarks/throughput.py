@@ -54,6 +54,7 @@ MODELS = {
 PRECISIONS = {"fp32": [], "tf32": ["precision.tf32=true"], "bf16": ["precision.autocast=bf16"]}
 FEEDS = ("device", "page_locked", "parquet")
 ROW_GROUP_ROWS = 65536
+EPOCHS = 3  # of the loader alone
 
 
 def write_files(folder: Path, shape: str, num_rows: int, max_rows: int) -> None:
@@ -177,7 +178,7 @@ def sizes_of(built: Built, batch: Batch) -> dict[str, int]:
 
 
 def loader_rates(data: Path, shape: str, arguments: argparse.Namespace) -> dict[int, int]:
-    """Return rows/s of the loader alone by its number of threads, after the first tenth of an epoch's batches."""
+    """Return rows/s of the loader alone by its number of threads, over whole epochs from before the first batch."""
     rates = {}
     for threads in arguments.loader_threads:
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -186,13 +187,10 @@ def loader_rates(data: Path, shape: str, arguments: argparse.Namespace) -> dict[
             config = load_config(file.name, [*arguments.overrides, f"data.num_threads={threads}"])
         with open_world(config.run.device, config.run.num_threads) as world:
             loader = open_inputs(config, world).loader("train")
-            number = max(2, arguments.rows // arguments.batch_size)
-            with closing(loader.batches()) as batches:
-                for _ in islice(batches, number // 10 + 1):
-                    pass
-                start = time.monotonic()
-                rows = sum(batch.num_rows for batch in islice(batches, number))
-                rates[threads] = round(rows / (time.monotonic() - start))
+            start = time.monotonic()
+            with closing(loader.batches(num_epochs=EPOCHS)) as batches:
+                rows = sum(batch.num_rows for batch in batches)
+            rates[threads] = round(rows / (time.monotonic() - start))
     return rates
 
 
