@@ -31,7 +31,7 @@ from launcher import launch_command, machine  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from recsys.config import load_config  # noqa: E402
+from recsys.config import Config, load_config  # noqa: E402
 from recsys.data.batch import Batch  # noqa: E402
 from recsys.data.inputs import open_inputs  # noqa: E402
 from recsys.datasets.writer import write_parts  # noqa: E402
@@ -77,17 +77,21 @@ def write_files(folder: Path, shape: str, num_rows: int, max_rows: int) -> None:
     write_parts(tables(), folder, ROW_GROUP_ROWS, 4 * ROW_GROUP_ROWS)
 
 
-def config_text(shape: str, data: Path, arguments: argparse.Namespace) -> str:
+def config_of(shape: str, data: Path, arguments: argparse.Namespace, overrides: list[str]) -> Config:
     """Return the config of a shape."""
     ids = [f"c{i}: {{table: t{i}}}" for i in range(len(ROWS))]
     floats = [f"f{i}: {{type: float}}" for i in range(NUM_FLOATS)]
     sizes = [max(8, min(rows, arguments.max_rows)) for rows in ROWS]
     tables = [f"t{i}: {{num_embeddings: {rows}, embedding_dim: {arguments.dim}}}" for i, rows in enumerate(sizes)]
-    return (
+    text = (
         f"data: {{train: {data}, label_column: label}}\nfeatures: {{{', '.join(ids + floats)}}}\n"
         f"tables: {{{', '.join(tables)}}}\nmodel: {MODELS[shape]}\n"
         f"train: {{global_batch_size: {arguments.batch_size}}}\n"
     )
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(text)
+        file.flush()
+        return load_config(file.name, overrides)
 
 
 def now(device: torch.device) -> float:
@@ -135,11 +139,7 @@ def idle_share(found: Any) -> float:
 
 def measure(shape: str, precision: str, data: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train from each feed in turn, in this process or as one of the ranks."""
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(config_text(shape, data, arguments))
-        file.flush()
-        config = load_config(file.name, [*PRECISIONS[precision], *arguments.overrides])
-    results = []
+    config, results = config_of(shape, data, arguments, [*PRECISIONS[precision], *arguments.overrides]), []
     with open_world(config.run.device, config.run.num_threads) as world:
         inputs = open_inputs(config, world)
         built, loader = build_model(inputs), inputs.loader("train")
@@ -181,10 +181,7 @@ def loader_rates(data: Path, shape: str, arguments: argparse.Namespace) -> dict[
     """Return rows/s of the loader alone by its number of threads, over whole epochs from before the first batch."""
     rates = {}
     for threads in arguments.loader_threads:
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            file.write(config_text(shape, data, arguments))
-            file.flush()
-            config = load_config(file.name, [*arguments.overrides, f"data.num_threads={threads}"])
+        config = config_of(shape, data, arguments, [*arguments.overrides, f"data.num_threads={threads}"])
         with open_world(config.run.device, config.run.num_threads) as world:
             loader = open_inputs(config, world).loader("train")
             start = time.monotonic()

@@ -99,15 +99,23 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
     last = options.hold_out != "random" if split is None else _held_out_last(log, split)
     if split is None:
-        splits = {"last": lambda: split_last(log.user, log.time), "random": lambda: split_random(log.user)}
-        split = splits.get(options.hold_out, lambda: split_time(log.time))()
-        if not (split == 1).any():
-            what = {"last": "no user has 3 different items", "random": "no user has 10 different items"}
-            why = what.get(options.hold_out, "the log has fewer than 10 rows, or all are of one time")
-            raise UserError(f"{why}, as many as it takes to hold some out")
+        split = _new_split(log, options.hold_out)
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
         write_retrieval(folder, log, split, last, options.history, options.train_rows == "users")
+
+
+def _new_split(log: Log, hold_out: str) -> np.ndarray:
+    """Return the split of `--hold-out`. Raises UserError where it would hold nothing out."""
+    if hold_out == "last":
+        split, why = split_last(log.user, log.time), "no user has 3 different items"
+    elif hold_out == "random":
+        split, why = split_random(log.user), "no user has 10 different items"
+    else:
+        split, why = split_time(log.time), "the log has fewer than 10 rows, or all are of one time"
+    if not (split == 1).any():
+        raise UserError(f"{why}, as many as it takes to hold some out")
+    return split
 
 
 def _given_split(table: pa.Table, options: LogOptions, sizes: Sequence[int]) -> np.ndarray | None:

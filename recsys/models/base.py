@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from recsys.config import DistillConfig, LabelConfig, ModelConfig
+from recsys.config import Config, DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
@@ -169,12 +169,16 @@ class RowDropout(nn.Module):
         self.key = 0
         self.rows = torch.zeros(0)  # their places in the global batch, int64
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Zero elements of x, [rows, columns], with probability p, and scale the rest by 1 / (1 - p)."""
+    def forward(self, x: torch.Tensor, row: torch.Tensor | None = None) -> torch.Tensor:
+        """Zero elements of x, [rows, columns], with probability p, and scale the rest by 1 / (1 - p).
+
+        Args:
+            row: which row each of x is dropped like, [len(x)]; default: x has all rows, in order.
+        """
         if not self.training or self.p == 0:
             return x
         kept = uniform(self.key, self.rows, torch.arange(x.shape[1], device=x.device)) >= self.p
-        return x * kept / (1 - self.p)
+        return x * (kept if row is None else kept[row]) / (1 - self.p)
 
 
 def set_dropout_keys(model: nn.Module, seed: int, step: int, rows: torch.Tensor) -> None:
@@ -211,6 +215,13 @@ def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: 
     if output_dim is not None:
         layers.append(nn.Linear(input_dim, output_dim))
     return nn.Sequential(*layers)
+
+
+def check_equal_widths(config: Config, why: str) -> None:
+    """Raise UserError, which begins with `why`, unless the vectors of all tables have one width."""
+    dims = {f"tables.{name}.embedding_dim": table.model_dim for name, table in config.tables.items()}
+    if len(set(dims.values())) > 1:
+        raise UserError(f"{why}: {', '.join(f'{key}={dim}' for key, dim in dims.items())}")
 
 
 def row_of_each_id(jagged: JaggedTensor) -> torch.Tensor:

@@ -15,9 +15,8 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp, row_of_each_id, sum_by_row
+from recsys.models.dots import PairwiseDots
 from recsys.tables.module_names import module_name
-
-_MOST_BY_MATRIX = 48  # vectors: the matrix has about half their number to the power of 4 elements, here 10 MiB
 
 
 @dataclass
@@ -83,52 +82,6 @@ class DLRMConfig(ModelConfig):
             )
 
 
-class _PairwiseDots(torch.autograd.Function):
-    """The dot products of all pairs of a row's vectors, below the diagonal.
-
-    Autograd's own backward takes two batched products where one is enough, since the products are symmetric, and picks
-    the pairs by indices, which takes CPUs longer than multiplying by a matrix of zeros and ones, unless that is large.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, vectors: torch.Tensor, picked: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Return the products, [rows, pairs].
-
-        Args:
-            vectors: [rows, n, dim].
-            picked, spread: what `_pairs` gives; without elements: indices pick the pairs.
-        """
-        ctx.save_for_backward(vectors, spread)
-        n, products = vectors.shape[1], torch.bmm(vectors, vectors.transpose(1, 2))
-        if not spread.numel():
-            rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
-            return products[:, rows, columns]
-        return products.flatten(1) @ picked
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        vectors, spread = ctx.saved_tensors
-        n, gradient = vectors.shape[1], gradient.to(vectors.dtype)  # under autocast it comes in its type
-        if not spread.numel():
-            rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
-            both = gradient.new_zeros(len(gradient), n, n)
-            both[:, rows, columns] = gradient
-            both[:, columns, rows] = gradient
-        else:
-            both = (gradient @ spread).view(-1, n, n)
-        return torch.bmm(both, vectors), None, None
-
-
-def _pairs(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what picks the entries below the diagonal, [n * n, pairs], and what puts them on both of its sides."""
-    rows, columns = torch.tril_indices(n, n, offset=-1, device=device)
-    numbers = torch.arange(len(rows), device=device)
-    picked, spread = torch.zeros(2, n * n, len(rows), dtype=dtype, device=device)
-    picked[rows * n + columns, numbers] = 1
-    spread[rows * n + columns, numbers] = spread[columns * n + rows, numbers] = 1
-    return picked, spread.T.contiguous()
-
-
 class TargetAttention(nn.Module):
     """The sum of a list's vectors, each times how it matches another vector (DIN: Zhou et al. 2018, arXiv:1706.06978).
 
@@ -173,9 +126,7 @@ class DLRM(Model):
         num_pairs = num_vectors * (num_vectors - 1) // 2
         self.keep_vectors = config.interaction is Interaction.dot_and_embeddings
         num_kept = num_vectors if self.keep_vectors else int(num_floats > 0)
-        # Made once for each type that vectors come in, which autocast may change.
-        self._pairs: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._like: str | None = None  # computes as on such a device
+        self._dots = PairwiseDots()
         self.top = mlp(num_pairs + num_kept * dim, config.top_mlp, max(1, len(inputs.labels)), config.dropout)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
@@ -201,19 +152,11 @@ class DLRM(Model):
             vectors.insert(0, self.bottom(floats))
         stacked = torch.stack(vectors, dim=1)  # [rows, vectors, dim]
         device = stacked.device.type
-        if (self._like or device) == "cuda" and torch.is_autocast_enabled(device):
+        if (self._dots.like or device) == "cuda" and torch.is_autocast_enabled(device):
             stacked = stacked.to(torch.get_autocast_dtype(device))  # and so are its gradient's products
-        dots = _PairwiseDots.apply(stacked, *self._picks(stacked))
+        dots = self._dots(stacked)
         kept = [stacked.flatten(1)] if self.keep_vectors else vectors[:1] if self.bottom is not None else []
         return self.top(torch.cat([*kept, dots], dim=1)).squeeze(1)
 
     def rehearse(self, device: torch.device) -> None:
-        self._like = device.type
-
-    def _picks(self, stacked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key = stacked.dtype, stacked.device
-        if stacked.shape[1] > _MOST_BY_MATRIX or (self._like or stacked.device.type) != "cpu":
-            return stacked.new_zeros(0), stacked.new_zeros(0)
-        if key not in self._pairs:
-            self._pairs[key] = _pairs(stacked.shape[1], *key)
-        return self._pairs[key]
+        self._dots.like = device.type

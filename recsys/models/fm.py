@@ -9,7 +9,7 @@ from torch import nn
 from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, check_equal_widths, mlp
 
 
 @dataclass
@@ -22,10 +22,7 @@ class FMConfig(ModelConfig):
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout",)
 
     def check(self, config: Config) -> None:
-        dims = {f"tables.{name}.embedding_dim": table.model_dim for name, table in config.tables.items()}
-        if len(set(dims.values())) > 1:
-            shown = ", ".join(f"{key}={dim}" for key, dim in dims.items())
-            raise UserError(f"model {self.name} multiplies vectors element by element; make them equal: {shown}")
+        check_equal_widths(config, f"model {self.name} multiplies vectors element by element; make them equal")
         if len(config.labels()) > 1:
             raise UserError(
                 f"model {self.name} learns one label, and config key 'data.labels' has {len(config.labels())}"

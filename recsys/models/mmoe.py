@@ -8,8 +8,8 @@ from torch import nn
 
 from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
-from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
+from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, check_equal_widths, mlp
+from recsys.models.dots import PairwiseDots
 
 
 @dataclass
@@ -26,10 +26,8 @@ class TaskConfig(ModelConfig):
     shapes: ClassVar[tuple[str, ...]] = ("tower_mlp", "dots")
 
     def check(self, config: Config) -> None:
-        dims = {f"tables.{name}.embedding_dim": table.model_dim for name, table in config.tables.items()}
-        if self.dots and len(set(dims.values())) > 1:
-            shown = ", ".join(f"{key}={dim}" for key, dim in dims.items())
-            raise UserError(f"config key 'model.dots': vectors are multiplied, so make their widths equal: {shown}")
+        if self.dots:
+            check_equal_widths(config, "config key 'model.dots': vectors are multiplied, so make their widths equal")
 
 
 class TaskModel(Model):
@@ -43,7 +41,7 @@ class TaskModel(Model):
         super().__init__(inputs)
         self.features, number = list(inputs.dims), len(inputs.dims)
         self.width = sum(inputs.dims.values()) + len(inputs.floats) + config.dots * (number * (number - 1) // 2)
-        self._config = config
+        self._config, self._dots = config, PairwiseDots()
 
     def make_towers(self, width: int) -> nn.ModuleList:
         """Return a tower for each label, from [rows, width] to logits [rows, 1]."""
@@ -53,10 +51,11 @@ class TaskModel(Model):
         """Return all features side by side, [rows, self.width]."""
         of_ids = [vectors[name] for name in self.features]
         if self._config.dots:
-            stacked, number = torch.stack(of_ids, dim=1), len(of_ids)
-            rows, columns = torch.tril_indices(number, number, offset=-1, device=stacked.device)
-            of_ids.append(torch.bmm(stacked, stacked.transpose(1, 2))[:, rows, columns])
+            of_ids.append(self._dots(torch.stack(of_ids, dim=1)))
         return torch.cat([*of_ids, floats], dim=1)
+
+    def rehearse(self, device: torch.device) -> None:
+        self._dots.like = device.type
 
 
 @dataclass

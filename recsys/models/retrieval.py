@@ -6,13 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from omegaconf import MISSING
 
 from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
 from recsys.config.choices import RetrievalMetric
+from recsys.config.model import Needs
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import Model
+from recsys.models.base import WIDEST, Model
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
 # Of a loss, at once: what a core's cache holds, or enough for a GPU's many.
@@ -36,6 +38,45 @@ class RetrievalConfig(ModelConfig):
             values = getattr(self, key)
             if len(set(values)) < max(1, len(values)):
                 raise UserError(f"config key 'model.{key}' must name one thing at least, and each once")
+
+
+@dataclass
+class ListConfig(RetrievalConfig):
+    """What the sections of models have whose rows of data.train are users' lists, compared with items of one table.
+
+    Negatives are drawn from data.items, alike for all rows of a global batch.
+    """
+
+    history: str = MISSING  # the feature with a user's items, the oldest first where their order counts
+    item_id: str = MISSING  # the item feature that tells items apart, of the same table
+    dim: int = bounded(64, 1, WIDEST)  # embedding_dim of the tables
+    sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
+
+    free: ClassVar[tuple[str, ...]] = (*RetrievalConfig.free, "sampled_negatives")
+
+    def needs(self) -> Needs:
+        return Needs(
+            labels=False,
+            sequences=(self.history,),
+            item_id=self.item_id,
+            item_features=(self.item_id,),
+            items_in_rows=False,
+            vector_dim=self.dim,
+            sampled_items=self.sampled_negatives,
+        )
+
+    def check_lists(self, config: Config) -> None:
+        """Raise UserError where the features of lists and of items, which are there, do not fit each other."""
+        history, item = config.features[self.history], config.features[self.item_id]
+        if history.table != item.table:
+            raise UserError(
+                f"config key 'model.history': its items are compared with those of model.item_id, so both take one "
+                f"table, found tables.{history.table} and tables.{item.table}"
+            )
+        if history.weights is not None:
+            raise UserError(f"config key 'features.{self.history}.weights': model {self.name} reads none; drop it")
+        if not config.data.items:
+            raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
 
 
 class RetrievalModel(Model):

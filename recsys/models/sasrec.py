@@ -6,23 +6,21 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from omegaconf import MISSING
 from torch import nn
 
 from recsys.config import Config
 from recsys.config.bounds import bounded
 from recsys.config.choices import SequenceLayer, SequenceLoss
-from recsys.config.model import Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
-from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
+from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
 
 
 @dataclass
-class SASRecConfig(RetrievalConfig):
+class SASRecConfig(ListConfig):
     """SASRec (Kang & McAuley 2018, arXiv:1808.09781) with sampled softmax (arXiv:2508.06450), over one list of items.
 
     A row of data.train is a user's list, which gives inputs (all but the last item) and what is to be found after each
@@ -30,9 +28,6 @@ class SASRecConfig(RetrievalConfig):
     """
 
     name: str = "sasrec"
-    history: str = MISSING  # the feature with a user's items, the oldest first
-    item_id: str = MISSING  # the item feature that tells items apart, of the same table
-    dim: int = bounded(64, 1, WIDEST)  # embedding_dim of the table
     max_length: int = bounded(50, 1, 2**16)  # items that are looked back at; history's max_length is one more
     num_blocks: int = bounded(2, 0, 1000)  # layers of attention
     num_heads: int = bounded(1, 1, WIDEST)  # of the attention of a layer
@@ -42,23 +37,11 @@ class SASRecConfig(RetrievalConfig):
     feed_forward: int | None = bounded(None, 1, WIDEST)
     dropout: float = bounded(0.2, 0, below=1)  # of the input, and of what each half of a layer gives
     loss: SequenceLoss = SequenceLoss.softmax
-    sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
     calibration: float = bounded(0.75, 0, 1)  # of gbce: 0 is plain binary cross-entropy
     num_items: int | None = bounded(None, 2)  # of gbce: how many there are in data.items
 
-    free: ClassVar = (*RetrievalConfig.free, "dropout", "sampled_negatives")
+    free: ClassVar = (*ListConfig.free, "dropout")
     shapes: ClassVar = ("dim", "max_length", "feed_forward")
-
-    def needs(self) -> Needs:
-        return Needs(
-            labels=False,
-            sequences=(self.history,),
-            item_id=self.item_id,
-            item_features=(self.item_id,),
-            items_in_rows=False,
-            vector_dim=self.dim,
-            sampled_items=self.sampled_negatives,
-        )
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -69,14 +52,8 @@ class SASRecConfig(RetrievalConfig):
             raise UserError(
                 f"model {self.name} reads two features, model.history and model.item_id, found {list(config.features)}"
             )
-        history, item = config.features[self.history], config.features[self.item_id]
-        if history.table != item.table:
-            raise UserError(
-                f"config key 'model.history': its items are compared with those of model.item_id, so both take one "
-                f"table, found tables.{history.table} and tables.{item.table}"
-            )
-        if history.weights is not None:
-            raise UserError(f"config key 'features.{self.history}.weights': model {self.name} reads none; drop it")
+        self.check_lists(config)
+        history = config.features[self.history]
         if history.max_length != self.max_length + 1:
             raise UserError(
                 f"config key 'features.{self.history}.max_length' must be model.max_length + 1 = {self.max_length + 1},"
@@ -88,8 +65,6 @@ class SASRecConfig(RetrievalConfig):
                 f"config key 'model.dim' must be tables.{history.table}.embedding_dim={dim}, and a multiple of "
                 f"model.num_heads={self.num_heads}, found {self.dim}"
             )
-        if not config.data.items:
-            raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
         if self.layer is SequenceLayer.hstu and self.feed_forward is not None:
             raise UserError("config key 'model.feed_forward': layer hstu has no such layers; remove it")
         if self.loss is SequenceLoss.gbce and self.num_items is None:

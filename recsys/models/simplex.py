@@ -11,16 +11,15 @@ from torch import nn
 from recsys.config import Config
 from recsys.config.bounds import LARGE, bounded
 from recsys.config.choices import RetrievalLoss
-from recsys.config.model import Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
-from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
+from recsys.models.base import DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
+from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
 
 
 @dataclass
-class SimpleXConfig(RetrievalConfig):
+class SimpleXConfig(ListConfig):
     """SimpleX (Mao et al. 2021, arXiv:2109.12613); with `history_share: 0` matrix factorization.
 
     A row of data.train is a user with the list of their items, each of which is to be found. Negatives are drawn from
@@ -29,9 +28,6 @@ class SimpleXConfig(RetrievalConfig):
 
     name: str = "simplex"
     user_id: str = MISSING  # feature with a user's own vector
-    history: str = MISSING  # feature with a user's items
-    item_id: str = MISSING  # the item feature that tells items apart, of the same table
-    dim: int = bounded(64, 1, WIDEST)  # embedding_dim of both tables
     history_share: float = bounded(0.5, 0, 1)  # of the items' mean in a user's vector; the rest is the user's own
     item_bias: bool = False  # the last column of an item's vector is added to its cosines, in units of `temperature`
     leave_one_out: bool = False  # in training: the item that is to be found is not in the mean that finds it
@@ -40,21 +36,9 @@ class SimpleXConfig(RetrievalConfig):
     temperature: float = bounded(0.1, 1e-30, below=1e30)  # of all but contrastive: what scores are divided by
     margin: float = bounded(0.9, -1, 1)  # of contrastive: the score from which a negative counts
     negative_weight: float = bounded(1.0, 0, LARGE)  # of contrastive and binary: of the negatives' mean loss
-    sampled_negatives: int = bounded(1024, 1, 2**24)  # items of data.items, drawn anew for each global batch
 
-    free: ClassVar = (*RetrievalConfig.free, "dropout", "sampled_negatives")
+    free: ClassVar = (*ListConfig.free, "dropout")
     shapes: ClassVar = ("dim",)
-
-    def needs(self) -> Needs:
-        return Needs(
-            labels=False,
-            sequences=(self.history,),
-            item_id=self.item_id,
-            item_features=(self.item_id,),
-            items_in_rows=False,
-            vector_dim=self.dim,
-            sampled_items=self.sampled_negatives,
-        )
 
     def check(self, config: Config) -> None:
         super().check(config)
@@ -66,20 +50,11 @@ class SimpleXConfig(RetrievalConfig):
                 f"model {self.name} reads three features, model.user_id, model.history and model.item_id, found "
                 f"{list(config.features)}"
             )
-        user, history, item = (config.features[name] for name in names.values())
-        if history.table != item.table:
-            raise UserError(
-                f"config key 'model.history': its items are compared with those of model.item_id, so both take one "
-                f"table, found tables.{history.table} and tables.{item.table}"
-            )
-        if history.weights is not None:
-            raise UserError(f"config key 'features.{self.history}.weights': model {self.name} reads none; drop it")
-        for table in (user.table, item.table):
+        self.check_lists(config)
+        for table in (config.features[name].table for name in (self.user_id, self.item_id)):
             dim = config.tables[table].embedding_dim if table in config.tables else self.dim
             if dim != self.dim:
                 raise UserError(f"config key 'model.dim' must be tables.{table}.embedding_dim={dim}, found {self.dim}")
-        if not config.data.items:
-            raise UserError("config key 'data.items' is not set, and negatives are drawn from a file of all items")
 
 
 class SimpleX(RetrievalModel):
@@ -111,9 +86,8 @@ class SimpleX(RetrievalModel):
             return users, items
         positives, row = history.values(), row_of_each_id(history)
         if self.config.leave_one_out:
-            kept = self.dropout(torch.ones_like(total))[row]  # as of the whole mean
-            mean = (total[row] - positives) / (lengths - 1).clamp(min=1)[row]
-            searching = self._searching((1 - share) * own[row] + share * self.map(kept * mean))
+            mean = self.dropout((total[row] - positives) / (lengths - 1).clamp(min=1)[row], row)
+            searching = self._searching((1 - share) * own[row] + share * self.map(mean))
         else:
             searching = users[row]
         return users, items, self._found(positives), searching
@@ -138,11 +112,8 @@ class SimpleX(RetrievalModel):
         barred = barred_scores(keys, history.values(), row, start)
         own, scores, weights = (searching * positives).sum(1), users @ negatives[order].T, batch.weights[row]
         if self.config.loss is RetrievalLoss.bpr:
-            own, scores = (
-                own / self.config.temperature,
-                (scores / self.config.temperature).masked_fill(barred, -torch.inf),
-            )
-            of_pairs = weights / self.config.sampled_negatives
+            scores = (scores / self.config.temperature).masked_fill(barred, -torch.inf)
+            own, of_pairs = own / self.config.temperature, weights / self.config.sampled_negatives
             loss = _LossOfPairs.apply(own, scores, row, of_pairs, *self.pieces_of_loss(own.device))
         else:
             loss = (self._losses(own, scores, barred, row) * weights).sum()

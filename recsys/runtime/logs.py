@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from functools import cache
 from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,7 @@ def show_metrics(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
 
 
+@cache
 def git_commit() -> str | None:
     """Return the commit of the source tree, with `+` if it has changes, or None outside a repository."""
     here = Path(__file__).resolve().parent

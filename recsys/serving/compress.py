@@ -23,6 +23,7 @@ from recsys.serving.compression_report import Stage, write_report
 from recsys.serving.distill import train_student
 from recsys.serving.finished import Finished, find_run
 from recsys.serving.trials import Compression, Trials
+from recsys.tables.row_codes import row_bytes
 
 STEPS, IMPORTANCES = ("quantize", "prune", "distill"), ("count", "norm", "gradient")
 _CUTS = 64  # shares of the rows that pruning tries
@@ -250,7 +251,7 @@ def _least_important(trials: Trials, before: Compression, importance: str) -> tu
         rows = np.arange(1, len(trials.counts[name]) - trials.num_shared(name))
         counts, norms = trials.counts[name][rows], trials.norms[name][rows]
         values = {"count": trials.counts, "norm": trials.norms}.get(importance) or trials.gradients
-        value = values[name][rows] / trials.row_bytes(name, before.codes.get(name))
+        value = values[name][rows] / row_bytes(trials.config.tables[name], before.codes.get(name))
         kind = np.where(norms > 0, np.where(counts > 0, 2, 1), 0)
         columns.append((np.full(len(rows), number), rows, kind, value, norms))
     tables, rows, kind, value, norms = map(np.concatenate, zip(*columns, strict=True))

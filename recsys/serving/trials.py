@@ -20,8 +20,7 @@ from recsys.runtime.logs import logger, show_metrics
 from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.importance import importances
-from recsys.tables.bytes import WEIGHT_BYTES
-from recsys.tables.row_codes import coded_row_bytes
+from recsys.tables.row_codes import row_bytes
 from recsys.tables.spec import local_pieces
 from recsys.tables.updates import table_tensors
 from recsys.training.evaluation import evaluate_dataset
@@ -150,15 +149,8 @@ class Trials:
                 total += 0 if table.mapping is IdMappingType.vocabulary else -(-len(pruning.kept) // 8)
             elif seen:
                 rows = int(np.count_nonzero(self.counts[name]))
-            total += rows * self.row_bytes(name, compression.codes.get(name))
+            total += rows * row_bytes(table, compression.codes.get(name))
         return total
-
-    def row_bytes(self, table: str, code: RowCode | None) -> int:
-        """Return the bytes of a row of a table as it is, or in a code."""
-        settings = self.config.tables[table]
-        if code is None:
-            return settings.embedding_dim * WEIGHT_BYTES[settings.data_type]
-        return coded_row_bytes(settings.embedding_dim, code)
 
     def num_shared(self, table: str) -> int:
         """Return how many rows at the end of a table several ids share, which a further pruning joins."""

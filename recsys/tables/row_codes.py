@@ -3,7 +3,9 @@
 import fbgemm_gpu  # noqa: F401  (its operators)
 import torch
 
+from recsys.config import TableConfig
 from recsys.config.choices import RowCode
+from recsys.tables.bytes import WEIGHT_BYTES
 
 _BITS = {RowCode.INT4: 4, RowCode.INT2: 2}
 
@@ -40,3 +42,10 @@ def quantize_rows(rows: torch.Tensor, code: RowCode) -> torch.Tensor:
 def coded_row_bytes(columns: int, code: RowCode) -> int:
     """Return the bytes of a row in `encode_rows`."""
     return encode_rows(torch.zeros(1, columns), code).shape[1]
+
+
+def row_bytes(table: TableConfig, code: RowCode | None) -> int:
+    """Return the bytes of a table's row in a code, or without one as it is trained."""
+    if code is None:
+        return table.embedding_dim * WEIGHT_BYTES[table.data_type]
+    return coded_row_bytes(table.embedding_dim, code)

@@ -23,8 +23,7 @@ from recsys.errors import UserError
 from recsys.models.metrics import is_higher_better
 from recsys.runtime.logs import logger
 from recsys.runtime.world import environment_of_one_process
-from recsys.tables.bytes import WEIGHT_BYTES
-from recsys.tables.row_codes import coded_row_bytes
+from recsys.tables.row_codes import row_bytes
 from recsys.training.sweep_report import Tried, write_report
 from recsys.training.sweep_space import Space
 
@@ -181,12 +180,11 @@ def table_bytes(config: Config, run_dir: Path) -> int:
     """Return the bytes of the vectors of all tables of a run as they are served: rows times those of a row's code."""
     total = 0
     for name, table in config.tables.items():
-        rows, code = table.num_embeddings, table.quantize
+        rows = table.num_embeddings
         if table.mapping is IdMappingType.vocabulary:
             ids = pq.read_metadata(run_dir / "vocabulary" / vocabulary_file(name)).num_rows
             rows = min(rows, 1 + ids + table.num_buckets)
-        plain = table.embedding_dim * WEIGHT_BYTES[table.data_type]
-        total += rows * (plain if code is None else coded_row_bytes(table.embedding_dim, code))
+        total += rows * row_bytes(table, table.quantize)
     return total
 
 

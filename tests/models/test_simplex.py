@@ -1,6 +1,5 @@
 """SimpleX: its losses by hand, and the same numbers however users are cut into ranks and batches."""
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch import evaluate, fork_train
-from retrieval import NUM_USERS, write_retrieval
+from retrieval import NUM_USERS, train, write_retrieval
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -57,14 +56,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_retrieval(folder)
     (folder / "config.yaml").write_text(CONFIG.replace("DIR", str(folder)))
     return folder / "config.yaml"
-
-
-def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> tuple[dict[str, float], list[float]]:
-    done = fork_train(str(config), f"run.dir={run_dir}", *overrides, nproc=nproc)
-    assert done.returncode == 0, done.stderr[-3000:]
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    metrics = json.loads((run_dir / "result.json").read_text())["metrics"]["test"]
-    return metrics, [record["loss"] for record in records if record["kind"] == "train"]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,8 @@ from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.models import DenseInputs, Model
 from recsys.models.base import Vectors, checkpoint_mlps
-from recsys.models.dlrm import DLRM, DLRMConfig, _pairs, _PairwiseDots
+from recsys.models.dlrm import DLRM, DLRMConfig
+from recsys.models.dots import _pairs, _PairwiseDots
 from recsys.models.two_tower import TwoTower, TwoTowerConfig
 from recsys.runtime.world import open_world
 from recsys.step.loss_scale import LossScale
