@@ -1,4 +1,4 @@
-"""Two-tower retrieval with in-batch sampled softmax."""
+"""Two-tower retrieval, trained by the items of the batch and by such as are drawn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torch import nn
 
 from recsys.config import Config
 from recsys.config.bounds import bounded
+from recsys.config.choices import RetrievalLoss
 from recsys.config.model import Needs
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
@@ -24,7 +25,7 @@ _MOST_PARTS = 128  # of a batch, however large
 
 @dataclass
 class TwoTowerConfig(RetrievalConfig):
-    """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996).
+    """Two-tower retrieval with in-batch softmax (Yi et al. 2019, doi:10.1145/3298689.3346996), or BPR of all pairs.
 
     Items drawn from data.items may join the other rows' items as negatives (Yang et al. 2020,
     doi:10.1145/3366424.3386195): of these, rows hold those alone that users came across.
@@ -39,7 +40,8 @@ class TwoTowerConfig(RetrievalConfig):
     output_dim: int = bounded(32, 1, WIDEST)  # width of the vectors that are compared
     dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
     normalize: bool = True  # cosine instead of dot product
-    temperature: float = bounded(0.1, 1e-30, below=1e30)  # what products are divided by, before the softmax
+    loss: RetrievalLoss = RetrievalLoss.softmax  # or bpr
+    temperature: float = bounded(0.1, 1e-30, below=1e30)  # what products are divided by, before the loss
     logq_correction: bool = True  # subtract the log of an item's share of what it is compared as
     # Of the row's own item too. It is compared in any case, not by its share; false: "Correcting the LogQ Correction"
     # (Khrylchenko et al. 2025, arXiv:2507.09331).
@@ -93,6 +95,10 @@ class TwoTowerConfig(RetrievalConfig):
                 f"feature '{min(unused)}' is in neither model.user_features nor model.item_features; add it there, or "
                 f"remove features.{min(unused)}"
             )
+        if self.loss not in (RetrievalLoss.softmax, RetrievalLoss.bpr):
+            raise UserError(f"config key 'model.loss': {self.loss.name} is of simplex alone; softmax and bpr are here")
+        if self.loss is RetrievalLoss.bpr and self.logq_correction:
+            raise UserError("config key 'model.logq_correction' is of the softmax; with loss bpr, set it to false")
         if self.sampled_negatives and not config.data.items:
             raise UserError("config key 'model.sampled_negatives' draws items of data.items, which is not set")
 
@@ -115,7 +121,7 @@ class Tower(nn.Module):
 
 
 class TwoTower(RetrievalModel):
-    """User tower and item tower, trained by a softmax over the items of the global batch, whose rows all ranks see.
+    """User tower and item tower, trained by comparing the items of the global batch, whose rows all ranks see.
 
     Each row's own item is its positive and every other row's item a negative, except rows of weight 0 and rows with
     the same item (accidental hits); so is every item that was drawn. With logQ correction a score is lowered by the log
@@ -156,12 +162,12 @@ class TwoTower(RetrievalModel):
                 log_odds = log_q - torch.log1p(-log_q.exp().clamp(max=1 - 1e-6))
         own = users[:end] / self.config.temperature, keys[:end], batch.weights[:end]
         columns = own[0], everyones_items, offsets, own[1], others_keys, own[2], log_odds
-        loss = _SoftmaxLoss.apply(*columns, *self.pieces_of_loss(users.device))
-        return {"softmax": loss}
+        kind = self.config.loss
+        return {kind.name: _LossOfRows.apply(*columns, kind, *self.pieces_of_loss(users.device))}
 
 
-class _SoftmaxLoss(torch.autograd.Function):
-    """The cross-entropies of this rank's rows, each over all items that are not barred for it: their weighted sum.
+class _LossOfRows(torch.autograd.Function):
+    """The losses of this rank's rows, each over all items that are not barred for it: their weighted sum.
 
     Scores, [rows, items of the global batch], are what takes memory. A few rows have theirs at a time, and their
     gradient is made where they lie, in the forward pass.
@@ -177,6 +183,7 @@ class _SoftmaxLoss(torch.autograd.Function):
         items_keys: torch.Tensor,
         weights: torch.Tensor,
         log_odds: torch.Tensor | None,
+        kind: RetrievalLoss,
         num_scores: int,
         most_pieces: int | None,
     ) -> torch.Tensor:
@@ -189,14 +196,11 @@ class _SoftmaxLoss(torch.autograd.Function):
             positives = own[rows, None]
             barred = (items_keys == -1)[None, :] | (items_keys[None, :] == keys[rows, None])
             barred.scatter_(1, positives, False)
-            if log_odds is not None:
-                # The others are n draws from all but the row's own item p: with log(n Q / (1 - Q(p))) in place of log Q
-                # on their side, and nothing on its own, the cross-entropy has the gradient of the paper's loss.
-                number = (~barred).sum(dim=1, keepdim=True) - 1
-                scores.scatter_add_(1, positives, log_odds[rows, None] + number.clamp(min=1).log())
-            logs = scores.masked_fill_(barred, -torch.inf).log_softmax(dim=1)
-            losses[rows] = -logs.gather(1, positives)[:, 0]
-            gradient = logs.exp_().scatter_add_(1, positives, torch.full_like(positives, -1, dtype=logs.dtype))
+            if kind is RetrievalLoss.bpr:
+                losses[rows], gradient = _of_pairs(scores, positives, barred)
+            else:
+                odds = None if log_odds is None else log_odds[rows, None]
+                losses[rows], gradient = _of_softmax(scores, positives, barred, odds)
             gradient.mul_(weights[rows, None])
             of_users[rows] = gradient @ items
             of_items.addmm_(gradient.T, users[rows])
@@ -206,4 +210,28 @@ class _SoftmaxLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_users, of_items = ctx.saved_tensors
-        return of_users * gradient, of_items * gradient, *[None] * 7
+        return of_users * gradient, of_items * gradient, *[None] * 8
+
+
+def _of_softmax(
+    scores: torch.Tensor, positives: torch.Tensor, barred: torch.Tensor, log_odds: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross-entropies, [rows], and their gradients by scores, [rows, items]."""
+    if log_odds is not None:
+        # The others are n draws from all but the row's own item p: with log(n Q / (1 - Q(p))) in place of log Q on
+        # their side, and nothing on its own, the cross-entropy has the gradient of the paper's loss.
+        number = (~barred).sum(dim=1, keepdim=True) - 1
+        scores.scatter_add_(1, positives, log_odds + number.clamp(min=1).log())
+    logs = scores.masked_fill_(barred, -torch.inf).log_softmax(dim=1)
+    losses = -logs.gather(1, positives)[:, 0]
+    return losses, logs.exp_().scatter_add_(1, positives, torch.full_like(positives, -1, dtype=logs.dtype))
+
+
+def _of_pairs(scores: torch.Tensor, positives: torch.Tensor, barred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same of BPR: the mean, over the others, of the cross-entropy of a row's own item coming before."""
+    barred.scatter_(1, positives, True)
+    number = (~barred).sum(dim=1, keepdim=True).clamp(min=1)
+    margins = (scores - scores.gather(1, positives)).masked_fill_(barred, -torch.inf)
+    losses = F.softplus(margins).sum(dim=1) / number[:, 0]
+    gradient = margins.sigmoid_().div_(number)
+    return losses, gradient.scatter_(1, positives, -gradient.sum(dim=1, keepdim=True))

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.checkpoint.state import Marker
 from recsys.config import load_config
+from recsys.config.choices import RetrievalLoss
 from recsys.data.batch import Batch, Sampled
 from recsys.data.facts import Facts, RowCounter
 from recsys.data.inputs import open_inputs
@@ -145,6 +146,24 @@ def test_rows_are_counted_once(config: Path, tmp_path: Path) -> None:
     assert pq.read_table(kept)["count"].to_pylist() == counts
 
 
+WEIGHTS = [1.0, 2.0, 1.0, 0.5, 0.0]
+
+
+def by_hand(num_sampled: int) -> tuple[torch.Tensor, torch.Tensor, list[int], Batch]:
+    """Return vectors of users and of items, the table rows of the items, and the batch."""
+    rows = 5 + num_sampled
+    users, items = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 3, requires_grad=True)
+    item_rows = [7, 2, 7, 4, 2]  # rows 0 and 2 hold the same item, and row 4 is fill
+    item_rows += [2, 9, 9][:num_sampled]  # of what is drawn, the first is the item of row 1, and the last row is fill
+    weights = torch.tensor(WEIGHTS + num_sampled * [0.0])
+    lengths = torch.ones(rows, dtype=torch.int32)
+    lengths[8:] = 0
+    ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor(item_rows), lengths=lengths)
+    batch = Batch(ids, torch.zeros(rows, 0), torch.zeros(rows), weights, None, 4, 0, (0, rows), Position(), Fence())
+    batch.sampled = Sampled(5, 64) if num_sampled else None
+    return users, items, item_rows, batch
+
+
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
 @pytest.mark.parametrize("num_sampled", [0, 4])
 @pytest.mark.parametrize("correct_own", [True, False])
@@ -152,18 +171,8 @@ def test_the_loss_by_hand(
     num_sampled: int, correct_own: bool, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retrieval, "_SCORES", {"cpu": scores_at_once})
-    rows = 5 + num_sampled
-    users, items = torch.randn(rows, 3, requires_grad=True), torch.randn(rows, 3, requires_grad=True)
-    item_rows = [7, 2, 7, 4, 2]  # rows 0 and 2 hold the same item, and row 4 is fill
-    item_rows += [2, 9, 9][:num_sampled]  # of what is drawn, the first is the item of row 1, and the last row is fill
-    weights = torch.tensor([1.0, 2.0, 1.0, 0.5, 0.0] + num_sampled * [0.0])
-    log_q = torch.log(torch.arange(1, 11) / 55)
-    lengths = torch.ones(rows, dtype=torch.int32)
-    lengths[8:] = 0
-    ids = KeyedJaggedTensor(keys=["item"], values=torch.tensor(item_rows), lengths=lengths)
-    batch = Batch(ids, torch.zeros(rows, 0), torch.zeros(rows), weights, None, 4, 0, (0, rows), Position(), Fence())
-    batch.sampled = Sampled(5, 64) if num_sampled else None
-
+    users, items, item_rows, batch = by_hand(num_sampled)
+    log_q, weights = torch.log(torch.arange(1, 11) / 55), WEIGHTS
     expected = published = torch.zeros(())
     for i in range(4):
         scores = {}
@@ -191,3 +200,45 @@ def test_the_loss_by_hand(
     torch.testing.assert_close(loss, expected)
     learned = expected if correct_own else published
     torch.testing.assert_close(gradients, torch.autograd.grad(3 * learned, (users, items)))
+
+
+@pytest.mark.parametrize("scores_at_once", [1, 1000])
+@pytest.mark.parametrize("num_sampled", [0, 4])
+def test_the_loss_of_pairs_by_hand(num_sampled: int, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retrieval, "_SCORES", {"cpu": scores_at_once})
+    users, items, item_rows, batch = by_hand(num_sampled)
+    expected = torch.zeros(())
+    for i in range(4):
+        candidates = [0, 1, 2, 3, 5, 6, 7][: 4 + num_sampled]
+        margins = [users[i] @ (items[i] - items[j]) / 0.5 for j in candidates if item_rows[j] != item_rows[i]]
+        expected = expected - WEIGHTS[i] * torch.stack(margins).sigmoid().log().mean()
+    with open_world():
+        config = two_tower.TwoTowerConfig(
+            user_features=["user"], item_features=["item"], item_id="item", temperature=0.5, loss=RetrievalLoss.bpr
+        )
+        loss = two_tower.TwoTower(config, DenseInputs({"user": 4, "item": 4}, [])).losses((users, items), batch)["bpr"]
+        gradients = torch.autograd.grad(3 * loss, (users, items))
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(3 * expected, (users, items)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.loss=bpr"], r"'model.logq_correction' is of the softmax; with loss bpr, set it to false"),
+        (["model.loss=contrastive"], r"'model.loss': contrastive is of simplex alone; softmax and bpr are here"),
+    ],
+)
+def test_losses_that_do_not_fit_get_a_sentence(config: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(config, overrides)
+
+
+@pytest.mark.slow
+def test_pairs_learn_the_same_on_any_ranks(config: Path, tmp_path: Path) -> None:
+    settings = "model.loss=bpr", "model.logq_correction=false", "train.epochs=6"
+    alone, losses = train(config, tmp_path / "1", *settings)
+    metrics, of_ranks = train(config, tmp_path / "3", *settings, nproc=3)
+    torch.testing.assert_close(of_ranks, losses, rtol=0, atol=1e-5)
+    torch.testing.assert_close(metrics, alone, rtol=0, atol=1e-6)
+    assert losses[-1] < losses[0] and alone["recall@10"] > 0.4, "at random .22"
