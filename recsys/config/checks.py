@@ -16,6 +16,7 @@ from recsys.config.choices import (
     ShardingChoice,
 )
 from recsys.config.compression_checks import check_compression
+from recsys.config.experts import check_experts, expert_tables
 from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
 from recsys.config.optimizer_checks import check_optimizers
@@ -181,12 +182,13 @@ def _check_cross(key: str, feature: FeatureConfig) -> None:
 
 
 def _check_tables(config: Config) -> None:
-    used = {feature.table for feature in config.features.values()}
+    check_experts(config)
+    used = {table for f in config.features.values() if f.table for table in expert_tables(config, f.table)}
     for name, table in config.tables.items():
         key = f"tables.{name}"
         if name not in used:
             raise UserError(
-                f"config key '{key}': no feature uses this table{nearest(name, [t for t in used if t])}"
+                f"config key '{key}': no feature uses this table{nearest(name, used)}"
                 " (name it in a feature's table, or remove it)"
             )
         if not 4 <= table.embedding_dim <= _WIDEST_ROW or table.embedding_dim % 4:

@@ -138,6 +138,26 @@ class Pooling(Enum):
     sum, mean = "sum", "mean"
 
 
+class Route(Enum):
+    """Choice of the experts that an id is looked up in.
+
+    `frequency`: one. Each table but the last has the most frequent ids of data.train that those before it have not, as
+    many as it has rows for, and the last takes all others. `hash`: `active` of them, by a hash of the id.
+    """
+
+    frequency, hash = "frequency", "hash"
+
+
+class Gate(Enum):
+    """Factors of experts, between 0 and 2, and 1 at first: 2 / (1 + exp(-x)).
+
+    `none`: always 1. `table`: x is learned for each expert. `features`: x is a linear function of the vectors of the
+    other id features, of a retrieval model those of the same side.
+    """
+
+    none, table, features = "none", "table", "features"
+
+
 class ShardingChoice(Enum):
     """Split of a table over the ranks; `auto` leaves it to the planner.
 

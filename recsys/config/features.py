@@ -1,5 +1,7 @@
 """Feature names of a config by type, in the order of batches."""
 
+from collections.abc import Container
+
 from recsys.config.choices import FeatureType, Pooling, RowCode
 from recsys.config.schema import Config
 
@@ -7,6 +9,16 @@ from recsys.config.schema import Config
 def id_features(config: Config) -> list[str]:
     """Return the names of the id features, in the order of the KeyedJaggedTensor's keys."""
     return [name for name, feature in config.features.items() if feature.type is FeatureType.id]
+
+
+def model_features(config: Config) -> list[str]:
+    """Return the names of the id features that a model reads: without those of further experts."""
+    return [name for name in id_features(config) if config.features[name].expert_of is None]
+
+
+def with_experts(config: Config, names: Container[str]) -> list[str]:
+    """Return those of all features that are named, each with those of its further experts."""
+    return [name for name, feature in config.features.items() if (feature.expert_of or name) in names]
 
 
 def float_features(config: Config) -> list[str]:
@@ -30,8 +42,10 @@ def quantized_features(config: Config) -> dict[str, RowCode]:
     return {name: code for name, code in codes.items() if code is not None}
 
 
-def averaged_features(config: Config) -> list[str]:
-    """Return the names of the id features whose rows are averaged."""
-    return [
-        name for name in id_features(config) if config.tables[config.features[name].table or ""].pooling is Pooling.mean
-    ]
+def averaged_features(config: Config) -> dict[str, list[str]]:
+    """Return by id feature whose rows are averaged the features whose rows count: itself, with its experts."""
+    return {
+        name: with_experts(config, [config.features[name].expert_of or name])
+        for name in id_features(config)
+        if config.tables[config.features[name].table or ""].pooling is Pooling.mean
+    }

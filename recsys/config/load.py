@@ -22,6 +22,7 @@ from omegaconf.errors import (
 )
 
 from recsys.config.checks import check_config
+from recsys.config.experts import add_expert_features
 from recsys.config.model import find_model
 from recsys.config.names import run_name_of
 from recsys.config.ranges import expand_override, without_ranges
@@ -74,6 +75,7 @@ def load_config(
     if config.run.name is None:
         config.run.name = run_name_of(Path(path))
     check_config(config)
+    add_expert_features(config)
     return config
 
 
@@ -94,7 +96,8 @@ def config_text(config: Config) -> str:
 
     What was given as `${oc.env:NAME}` stays so, as it may be a secret.
     """
-    now = OmegaConf.to_container(OmegaConf.structured(config))
+    features = {name: feature for name, feature in config.features.items() if feature.expert_of is None}
+    now = OmegaConf.to_container(OmegaConf.structured(dataclasses.replace(config, features=features)))
     return OmegaConf.to_yaml(OmegaConf.create(_with_references(now, *config.given)))
 
 
@@ -173,8 +176,8 @@ def _fields(expected: Any, model: type | None) -> dict[str, Any]:
     """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
     expected = _required(expected)
     hints = typing.get_type_hints(expected) if dataclasses.is_dataclass(expected) else {}
-    fields = {field.name: hints[field.name] for field in (dataclasses.fields(expected) if hints else ())}
-    fields.pop("given", None)
+    there = dataclasses.fields(expected) if hints else ()
+    fields = {field.name: hints[field.name] for field in there if not field.metadata.get("omegaconf_ignore")}
     return fields | {"model": model or dict} if expected is Config else fields
 
 

@@ -12,7 +12,7 @@ from fnmatch import translate
 from typing import Any
 
 from recsys.config.choices import FeatureType, IdMappingType
-from recsys.config.features import float_features, id_features
+from recsys.config.features import float_features, model_features
 from recsys.config.initial import InitConfig, Take
 from recsys.config.names import flat
 from recsys.config.schema import Config
@@ -201,7 +201,7 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
 
 def _inputs(config: Config) -> dict[str, list[str]]:
     """Return the features that a layer reads side by side, by its parameter."""
-    return config.model.layer_inputs(id_features(config), float_features(config))
+    return config.model.layer_inputs(model_features(config), float_features(config))
 
 
 def _plain(value: Any) -> Any:

@@ -31,6 +31,7 @@ from recsys.config.choices import (
     ShardingChoice,
     StateType,
 )
+from recsys.config.experts import ExpertsConfig, experts_by_id
 from recsys.config.initial import InitConfig
 from recsys.config.serving import DistillConfig, PublishConfig, SparsityConfig
 from recsys.config.table_optimizers import TableOptimizer
@@ -124,11 +125,12 @@ class FeatureConfig:
     boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
     nulls: NullPolicy = NullPolicy.reserved  # (`null` itself would be no name in YAML, but the null)
     fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
-    clip: list[float | None] | None = (
-        None  # float: least and greatest value, null: none. First clip, then log1p, then standardise
-    )
+    # float: least and greatest value, null: none. First clip, then log1p, then standardise
+    clip: list[float | None] | None = None
     log1p: bool = False  # float: log(1 + x)
     standardise: bool = False  # float: (x - mean) / standard deviation, both of data.train
+    # Not a key: of a feature that is made for a further expert of another's table, that other.
+    expert_of: str | None = field(default=None, metadata={"omegaconf_ignore": True})
 
 
 @dataclass
@@ -198,6 +200,7 @@ class TableConfig:
     cache_load_factor: float = bounded(0.2, 1e-6, 1)  # fused_uvm_caching: share of the rows that the cache holds
     stochastic_rounding: bool = False  # FP16, on GPUs: what it draws depends on the plan
     optimizer: TableOptimizerConfig | None = None  # default: optimizer.tables
+    experts: ExpertsConfig | None = None
 
     @property
     def model_dim(self) -> int:
@@ -328,10 +331,10 @@ class Config:
     def unpooled_tables(self) -> set[str]:
         """Return the tables of such features; torchrec gives a vector for each id of their other features too.
 
-        Tables whose vectors are quantised are among them, since these are to be so before they are summed.
+        Tables whose vectors are quantised are among them, since these are to be so before they are summed, and experts.
         """
         quantized = {name for name, table in self.tables.items() if table.quantize is not None}
-        return {self.features[name].table or "" for name in self.unpooled_features()} | quantized
+        return {self.features[f].table or "" for f in self.unpooled_features()} | quantized | experts_by_id(self)
 
     def table_optimizer(self, table: str) -> TableOptimizerConfig:
         """Return the optimizer of a table: its own, or that of all."""

@@ -142,12 +142,16 @@ class VocabularyRequest:
 
     Attributes:
         known: a vocabulary that it begins with, however often its ids occur; they count for `max_size`.
+        after: tables with requests of the same columns whose vocabularies are chosen first, and have no id of this one.
+        taken: vocabularies that have none of its new ids either.
     """
 
     columns: tuple[str, ...]
     min_count: int
     max_size: int
     known: pa.Array | None = None
+    after: tuple[str, ...] = ()
+    taken: tuple[pa.Array, ...] = ()
 
 
 class RowCounter:
@@ -203,21 +207,27 @@ def measure(
     if not (vocabularies or floats or rows):
         return Facts()
     counters, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world, rows))
-    chosen, num_counted = {}, {}
-    for table, request in vocabularies.items():
-        # One table at a time, and each counter goes: they hold every id there is.
-        counts = add_up(world.gather(counters.pop(table).to_table()))
-        num_counted[table] = counts.num_rows
-        known = request.known
-        if known is not None:
-            counts = counts.filter(pa.array(is_new(counts.column("id").combine_chunks(), known)))
-        room = max(0, request.max_size - (0 if known is None else len(known)))
-        ids = choose_vocabulary(counts, request.min_count, room)
-        chosen[table] = ids if known is None else joined(known, ids)
+    chosen, num_counted = dict[str, pa.Array](), dict[str, int]()
+    for columns in list(counters):
+        # One counter at a time, and each goes: they hold every id there is.
+        counts = add_up(world.gather(counters.pop(columns).to_table()))
+        requests = {table: request for table, request in vocabularies.items() if request.columns == columns}
+        num_counted[next(iter(requests))] = counts.num_rows
+        for table, request in sorted(requests.items(), key=lambda pair: len(pair[1].after)):
+            chosen[table] = _chosen(counts, request, [chosen[other] for other in request.after])
     # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
     figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
     return Facts(chosen, figures, num_counted=num_counted)
+
+
+def _chosen(counts: pa.Table, request: VocabularyRequest, before: Sequence[pa.Array]) -> pa.Array:
+    known = request.known
+    for taken in [*before, *request.taken, *([] if known is None else [known])]:
+        counts = counts.filter(pa.array(is_new(counts.column("id").combine_chunks(), taken)))
+    room = max(0, request.max_size - (0 if known is None else len(known)))
+    ids = choose_vocabulary(counts, request.min_count, room)
+    return ids if known is None else joined(known, ids)
 
 
 def _pass(
@@ -226,21 +236,20 @@ def _pass(
     floats: Sequence[FloatColumn],
     world: World,
     row_counter: RowCounter | None,
-) -> tuple[dict[str, IdCounter], dict[int, list[np.ndarray]]]:
+) -> tuple[dict[tuple[str, ...], IdCounter], dict[int, list[np.ndarray]]]:
     columns = [column for request in vocabularies.values() for column in request.columns]
     columns += [part.column for part in floats if part.column is not None]
     columns += [row_counter.column] if row_counter else []
     reader = SegmentReader(dataset, list(dict.fromkeys(columns)))
-    counters = {table: IdCounter() for table in vocabularies}
+    counters = {request.columns: IdCounter() for request in vocabularies.values()}
     summaries: dict[int, list[np.ndarray]] = {}
     mine = range(world.rank, len(dataset.row_groups), world.world_size)
     with Task("counting ids", len(mine), "row groups", world.rank == 0) as task:
         for i in mine:
             rows = reader.read(dataset.row_groups.segment(i))
-            for table, request in vocabularies.items():
-                for column in request.columns:
-                    for chunk in rows.column(column).chunks:
-                        counters[table].add(_present(_flat(chunk)))
+            for counted, counter in counters.items():
+                for chunk in (chunk for column in counted for chunk in rows.column(column).chunks):
+                    counter.add(_present(_flat(chunk)))
             for chunk in rows.column(row_counter.column).chunks if row_counter else ():
                 row_counter.add(chunk)  # type: ignore[union-attr]
             summaries[i] = [_summarise(rows.column(part.column or ""), part) for part in floats]

@@ -34,7 +34,7 @@ from recsys.data.wanted import (
 )
 from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
-from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, is_text
+from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes, is_text
 from recsys.runtime.files import copy_files
 from recsys.runtime.threads import batches_ahead, decoding_threads
 from recsys.runtime.world import World
@@ -83,6 +83,7 @@ class Inputs:
         self.config, self.datasets, self.corpus, self.world, self.facts = config, datasets, corpus, world, facts
         # Once for all roles: an index of many ids takes a while, and memory.
         self._mappings = {table: _mapping(config, table, facts) for table in config.tables}
+        self._routes = build_routes(config.tables, self._mappings)
         self._positions = None if corpus is None else IndexMapping(corpus)
         self.statistics = {name: IdStatistics() for name in id_features(config)}
 
@@ -162,6 +163,7 @@ class Inputs:
             feature.weights,
             None if feature.boundaries is None else tuple(feature.boundaries),
             self.statistics[name] if role == "train" else None,
+            self._routes.get(feature.table or ""),
         )
 
     def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
@@ -169,11 +171,10 @@ class Inputs:
         states = self.world.gather({name: each.state() for name, each in self.statistics.items()})
         report = {}
         for name in self.statistics:
-            mapping = self._mappings[self.config.features[name].table or ""]
             total = IdStatistics()
             for state in states:
                 total.add_state(state[name])
-            report[name] = total.summary(mapping, num_rows)
+            report[name] = total.summary(self._mappings[self.config.features[name].table or ""], num_rows)
         return report
 
 
@@ -196,8 +197,7 @@ def open_inputs(
     Raises:
         UserError: on every rank, for files or columns that are missing or do not fit.
     """
-    datasets, corpus = world.from_rank_zero(lambda: _read(config, world, cache, known, roles, given))
-    return Inputs(config, datasets, corpus, world)
+    return Inputs(config, *world.from_rank_zero(lambda: _read(config, world, cache, known, roles, given)), world)
 
 
 def _read(

@@ -8,7 +8,7 @@ import numpy as np
 
 from recsys.config import Keep, NullPolicy
 from recsys.data.conditions import Condition
-from recsys.ids import IdMapping, IdStatistics
+from recsys.ids import IdMapping, IdStatistics, Route
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class IdColumn:
         weights: column with a number for each id.
         boundaries: ascending; the column holds numbers, and the id of x is how many boundaries are <= x. NaN is null.
         statistics: counts the ids that are mapped, and the nulls.
+        route: which ids are mapped, of an expert that is not looked up for all; the others have no row.
     """
 
     name: str
@@ -36,6 +37,7 @@ class IdColumn:
     weights: str | None = None
     boundaries: tuple[float, ...] | None = None
     statistics: IdStatistics | None = None
+    route: Route | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pyarrow as pa
 
 from recsys.config import Config, FeatureConfig, NullPolicy
 from recsys.config.choices import LabelLoss, LabelNulls
-from recsys.config.features import float_features
+from recsys.config.features import float_features, with_experts
 from recsys.data.conditions import KEY as FILTER_KEY
 from recsys.data.conditions import Condition
 from recsys.data.facts import Facts, FloatFacts
@@ -23,10 +23,11 @@ def role_features(config: Config, role: str) -> list[str]:
     """Return the features that a dataset of this role has columns for; the others stay empty in its batches."""
     needs = config.model.needs()
     if needs.item_id is not None and role == "items":
-        return list(needs.item_features)
+        return with_experts(config, needs.item_features)
     without_items = _OF_USERS if needs.items_in_rows else (*_OF_USERS, "train")
     if needs.item_id is not None and role in without_items:
-        return [name for name in config.features if name not in needs.item_features]
+        items = with_experts(config, needs.item_features)
+        return [name for name in config.features if name not in items]
     return list(config.features)
 
 
@@ -66,7 +67,7 @@ def needed_columns(config: Config, role: str) -> dict[str, str]:
     needed: dict[str, str] = {}
     for name in role_features(config, role):
         columns = config.features[name].cross or [column_of(config, name)]
-        needed |= dict.fromkeys(columns, f"config key 'features.{name}'")
+        needed |= dict.fromkeys(columns, f"config key 'features.{config.features[name].expert_of or name}'")
     for name in role_features(config, role):
         if config.features[name].weights is not None:
             needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"

@@ -234,7 +234,7 @@ class _Conversion:
 
 
 def _may_be_scalar(part: IdColumn, table: pa.Table) -> bool:
-    if part.column is None or part.weights is not None:
+    if part.column is None or part.weights is not None or part.route is not None:
         return False
     return not pa.types.is_nested(table.schema.field(part.column).type)
 

@@ -3,7 +3,7 @@
 Every mapping works on whole Arrow columns, and gives an id the same row on every version, machine and number of ranks.
 """
 
-from recsys.ids.build import build_mapping
+from recsys.ids.build import build_mapping, build_routes
 from recsys.ids.hashing import hash_column, hash_integers, is_number, is_text, read_keys
 from recsys.ids.index import IndexMapping, VocabularyMapping, index_bytes
 from recsys.ids.kept_rows import KeptRows
@@ -16,6 +16,7 @@ from recsys.ids.mappings import (
     QuotientRemainderMapping,
     statistics_bytes,
 )
+from recsys.ids.routes import ROUTE_SEED, FrequencyRoute, HashRoute, Route
 from recsys.ids.vocabulary import (
     IdCounter,
     add_up,

@@ -1,14 +1,17 @@
-"""The mapping of a table by its config."""
+"""The mapping of a table by its config, and which ids experts are looked up for."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pyarrow as pa
 
 from recsys.config import IdMappingType, TableConfig
+from recsys.config.choices import Route as Choice
 from recsys.errors import UserError
 from recsys.ids.index import VocabularyMapping
 from recsys.ids.kept_rows import KeptRows, PrunedMapping
 from recsys.ids.mappings import HashMapping, IdentityMapping, IdMapping, QuotientRemainderMapping
+from recsys.ids.routes import FrequencyRoute, HashRoute, Route
 
 
 def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: KeptRows | None = None) -> IdMapping:
@@ -42,3 +45,24 @@ def build_mapping(table: TableConfig, vocabulary: pa.Array | None = None, kept: 
             )
         return mapping
     return HashMapping(table.num_embeddings, table.hash_seed, table.num_hashes)
+
+
+def build_routes(tables: Mapping[str, TableConfig], mappings: Mapping[str, IdMapping]) -> dict[str, Route]:
+    """Return by table which ids it is looked up for, of the tables that are experts.
+
+    Args:
+        mappings: by table. Those of vocabularies that are not known yet are hashes, and the experts have equal shares.
+    """
+    routes: dict[str, Route] = {}
+    for name, table in tables.items():
+        if table.experts is None:
+            continue
+        names = [name, *table.experts.others]
+        vocabularies = [each for each in map(mappings.get, names) if isinstance(each, VocabularyMapping)]
+        last = len(names) - 1
+        for place, expert in enumerate(names):
+            if table.experts.by is Choice.hash or len(vocabularies) < last:
+                routes[expert] = HashRoute(len(names), table.experts.active, place)
+            else:
+                routes[expert] = FrequencyRoute(vocabularies[:place], vocabularies[place] if place < last else None)
+    return routes

@@ -125,6 +125,12 @@ class VocabularyMapping(IndexMapping):
         self._num_buckets, self._first_bucket = num_buckets, 1 + len(vocabulary)
         self.num_rows = self._first_bucket + num_buckets
 
+    def has(self, ids: pa.Array) -> np.ndarray:
+        """Return which ids, without nulls, are in the vocabulary, bool [len(ids)]."""
+        rows = np.empty(len(ids), np.int64)
+        self.map(ids, rows)
+        return rows < self._first_bucket
+
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         out[:] = self._find(keys, start, chunk)
         absent = (out == 0).nonzero()[0]

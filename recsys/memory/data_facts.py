@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType
-from recsys.config.features import id_features, rank_rows, sampled_rows
+from recsys.config.features import id_features, rank_rows, sampled_rows, with_experts
 from recsys.data.dataset import Dataset
 from recsys.data.decode import CACHED_ROW_GROUPS
 from recsys.data.facts import counts_of
@@ -80,8 +80,9 @@ def _mean_ids(config: Config, sample: "_Sample", world_size: int) -> dict[str, f
     """Return the table rows of each feature, of one row of a batch of training, with those for items that are drawn."""
     needs, means = config.model.needs(), sample.mean_ids()
     drawn = sampled_rows(config, world_size) / rank_rows(config, world_size)
-    items = {} if needs.items_in_rows else dict.fromkeys(needs.item_features, drawn)
-    kept = {} if not needs.items_in_rows else {name: means[name] for name in needs.item_features if name in means}
+    of_items = with_experts(config, needs.item_features)
+    items = {} if needs.items_in_rows else dict.fromkeys(of_items, drawn)
+    kept = {} if not needs.items_in_rows else {name: means[name] for name in of_items if name in means}
     return {name: mean * (1 - drawn) for name, mean in means.items()} | kept | items
 
 

@@ -257,7 +257,13 @@ def _ids(run: Record) -> str:
             ]
         )
     columns = ["feature", "ids", "nulls", "distinct", "table rows", "occupied", "colliding", "out of vocabulary"]
-    return table("Ids that training has seen, by feature", columns, rows)
+    experts = [
+        [expert, number(use["lookups"]), meter(use["share"], f"{use['share']:.2%}")]
+        for uses in run.result.get("data", {}).get("experts", {}).values()
+        for expert, use in uses.items()
+    ]
+    use = table("Use of experts", ["expert", "ids looked up", "share of its table's"], experts) if experts else ""
+    return table("Ids that training has seen, by feature", columns, rows) + use
 
 
 def _checkpoints(run: Record) -> str:

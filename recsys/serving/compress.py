@@ -15,6 +15,7 @@ import numpy as np
 
 from recsys.config import Config, load_config
 from recsys.config.choices import RowCode
+from recsys.config.experts import deciding_tables
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.world import World, open_world
@@ -246,8 +247,10 @@ def _least_important(trials: Trials, before: Compression, importance: str) -> tu
 
     They begin with those that are 0, and those that data.train does not hold: where each of these kinds ends comes too.
     """
-    columns = []
+    columns, whole = [], deciding_tables(trials.config)
     for number, name in enumerate(trials.config.tables):
+        if name in whole:  # its pruned ids would be looked up in another expert
+            continue
         rows = np.arange(1, len(trials.counts[name]) - trials.num_shared(name))
         counts, norms = trials.counts[name][rows], trials.norms[name][rows]
         values = {"count": trials.counts, "norm": trials.norms}.get(importance) or trials.gradients

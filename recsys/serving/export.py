@@ -16,15 +16,16 @@ import torch
 from recsys.checkpoint import Source, verify_checkpoint
 from recsys.checkpoint.tensors import TABLES
 from recsys.config import Config, IdMappingType, TableConfig
-from recsys.config.choices import Device
-from recsys.config.features import averaged_features, float_features, id_features
+from recsys.config.choices import Device, Route
+from recsys.config.experts import experts_with
+from recsys.config.features import averaged_features, float_features, id_features, with_experts
 from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.spec import FloatColumn
 from recsys.data.wanted import column_of, needed_columns
 from recsys.errors import UserError
-from recsys.ids import is_text
+from recsys.ids import ROUTE_SEED, is_text
 from recsys.runtime.files import replace_file
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.versions import installed_versions
@@ -129,8 +130,10 @@ class _Export:
             entry: dict[str, Any] = {"name": part.name, "type": "id", "table": feature.table}
             entry |= {"column": None, "cross": list(feature.cross)} if feature.cross else {"column": part.column}
             entry |= {"pooling": "none" if part.name in unpooled else "mean" if part.name in averaged else "sum"}
+            entry |= {"averaged_over": averaged.get(part.name)}
             entry |= {"nulls": part.null.name, "max_length": part.max_length, "keep": part.keep.name}
             entry |= {"weights": part.weights, "boundaries": part.boundaries and list(part.boundaries)}
+            entry |= {"route": _route_entry(config, feature.table or "")}
             entries.append(entry)
         by_name = {**floats, **{entry["name"]: entry for entry in entries}}
         return [by_name[name] for name in config.features]
@@ -177,12 +180,11 @@ class _Export:
         weights = dense.write_weights()
         graphs = [GraphSpec("score", "dense.onnx", [*config.features], *dense.predictions())]
         if needs.item_id is not None:
-            of_users = [name for name in config.features if name not in needs.item_features]
+            of_items = with_experts(config, needs.item_features)
+            of_users = [name for name in config.features if name not in of_items]
             # Copies: a vector that the model hands through would take the name of the output for its input.
             graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda both: [both[0].clone()]))
-            graphs.append(
-                GraphSpec("item", "item.onnx", [*needs.item_features], ["item"], lambda both: [both[1].clone()])
-            )
+            graphs.append(GraphSpec("item", "item.onnx", of_items, ["item"], lambda both: [both[1].clone()]))
         entries = {}
         for graph in graphs:
             program = dense.write_graph(graph)
@@ -213,6 +215,17 @@ class _Export:
             "seen": config.data.seen_column,
             "candidates": config.data.candidates_column,
         }
+
+
+def _route_entry(config: Config, table: str) -> dict[str, Any] | None:
+    """Return which ids a table is looked up for, if not for all."""
+    experts, names = experts_with(config, table) or (None, [])
+    if experts is None:
+        return None
+    place = names.index(table)
+    if experts.by is Route.hash:
+        return {"experts": len(names), "active": experts.active, "place": place, "seed": ROUTE_SEED}
+    return {"before": names[:place], "own": None if table == names[-1] else table}
 
 
 def _float_entry(part: FloatColumn) -> dict[str, Any]:

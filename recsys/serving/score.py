@@ -24,7 +24,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -395,6 +395,23 @@ class Mapping:
             raise ExportError(f"id {wrong} is outside 0 … {size - 1} (mapping: identity), and has no row")
         return rows.astype(np.int64)[:, None]
 
+    def has(self, keys: Keys) -> np.ndarray:
+        """Return which keys a vocabulary has, bool [keys]."""
+        assert self._index is not None
+        return self._index.find(keys, keys.hashes(self._entry["seed"])) >= 0
+
+
+def chosen(keys: Keys, route: dict[str, Any], mappings: dict[str, Mapping]) -> np.ndarray:
+    """Return which keys a feature is looked up for, bool [keys]: by a hash, or by vocabularies; `mappings` by table."""
+    if "active" in route:
+        has = np.array([route["place"] in some for some in combinations(range(route["experts"]), route["active"])])
+        return has[keys.hashes(route["seed"]) % len(has)]
+    num_keys = len(keys.numbers) + len(keys.texts)
+    found = np.ones(num_keys, bool) if route["own"] is None else mappings[route["own"]].has(keys)
+    for table in route["before"]:
+        found &= ~mappings[table].has(keys)
+    return found
+
 
 # Features: a column to rows of a table, or to float32
 
@@ -406,9 +423,14 @@ class Ids(NamedTuple):
     lengths: np.ndarray | None
     weights: np.ndarray | None
 
+    def numbers(self, num_rows: int) -> np.ndarray:
+        """Return how many each row of data has."""
+        return np.ones(num_rows, np.int64) if self.lengths is None else self.lengths.astype(np.int64)
 
-def convert_ids(table: pa.Table, feature: dict[str, Any], mapping: Mapping, text: bool | None) -> Ids:
+
+def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Mapping], text: bool | None) -> Ids:
     """Return the table rows of a feature; `text` says what the table's ids were in training, if that is known."""
+    mapping = mappings[feature["table"]]
     array = crossed(table, feature["cross"]) if feature.get("cross") else column(table, feature["column"])
     weights = column(table, feature["weights"]) if feature.get("weights") else None
     lengths = None
@@ -429,14 +451,20 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mapping: Mapping, text
     if not valid.all() and feature["nulls"] == "refuse":
         raise ExportError(f"{int((~valid).sum())} nulls found, and nulls: refuse allows none")
     keys = read_keys(array.drop_null())
-    rows = keys.spread(mapping.rows(keys))
-    if feature["nulls"] == "empty" and not valid.all():
-        weights = None if weights is None else weights.filter(pa.array(valid))
+    rows, present = keys.spread(mapping.rows(keys)), valid
+    if feature.get("route") is not None:
+        here = keys.spread(chosen(keys, feature["route"], mappings))
+        rows, present = rows[here], valid.copy()
+        present[valid] = here
+    if feature["nulls"] != "empty" and not valid.all():
+        known, present = present, present | ~valid
+        some, rows = rows, np.full((len(array), rows.shape[1]), NULL_ROW)
+        rows[known] = some
+        rows = rows[present]
+    if not present.all():
+        weights = None if weights is None else weights.filter(pa.array(present))
         row_of = np.repeat(np.arange(len(table)), 1 if lengths is None else lengths)
-        lengths = np.bincount(row_of[valid], minlength=len(table))
-    elif not valid.all():
-        known, rows = rows, np.full((len(array), rows.shape[1]), NULL_ROW)
-        rows[valid] = known
+        lengths = np.bincount(row_of[present], minlength=len(table))
     factors = None
     if weights is not None:
         factors = convert_floats(weights, {"column": feature["weights"], "name": "weights of its ids", "fill": None})
@@ -739,15 +767,10 @@ class Scorer:
         """Return the inputs of a graph that an id feature gives: a vector for each row, or for each id of its lists."""
         if feature["type"] == "float":
             return {}
-        name, of_table = feature["name"], self.manifest["tables"][feature["table"]]
-        try:
-            ids = convert_ids(table, feature, self._mappings[feature["table"]], of_table.get("text"))
-        except (ExportError, pa.ArrowException) as error:
-            where = feature.get("column") or " × ".join(feature["cross"])
-            raise ExportError(f"column '{where}' (feature '{name}'): {error}") from error
+        name, ids = feature["name"], self._ids(table, feature)
         vectors = self._vectors[feature["table"]].take(ids.rows)
         if feature["pooling"] == "none":
-            lengths = np.ones(len(table), np.int64) if ids.lengths is None else ids.lengths.astype(np.int64)
+            lengths = ids.numbers(len(table))
             weights = np.ones(len(vectors), np.float32) if ids.weights is None else ids.weights
             return {f"values:{name}": vectors, f"lengths:{name}": lengths, f"weights:{name}": weights}
         if ids.weights is not None:
@@ -755,8 +778,17 @@ class Scorer:
         if ids.lengths is not None:
             vectors = sums(vectors, ids.lengths)
             if feature["pooling"] == "mean":
-                vectors /= np.maximum(ids.lengths, 1)[:, None].astype(np.float32)
+                others = [self._features[each] for each in feature.get("averaged_over") or [] if each != name]
+                numbers = sum((self._ids(table, each).numbers(len(table)) for each in others), start=ids.lengths)
+                vectors /= np.maximum(numbers, 1)[:, None].astype(np.float32)
         return {f"vector:{name}": np.ascontiguousarray(vectors)}
+
+    def _ids(self, table: pa.Table, feature: dict[str, Any]) -> Ids:
+        try:
+            return convert_ids(table, feature, self._mappings, self.manifest["tables"][feature["table"]].get("text"))
+        except (ExportError, pa.ArrowException) as error:
+            where = feature.get("column") or " × ".join(feature["cross"])
+            raise ExportError(f"column '{where}' (feature '{feature['name']}'): {error}") from error
 
     def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return row and position among the items of each id in a column; null and unknown ones are left out."""

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from recsys.config import Config
-from recsys.config.features import float_features, id_features
+from recsys.config.features import float_features, model_features
 from recsys.config.model import find_model
 from recsys.models.base import DenseInputs, checkpoint_mlps
+from recsys.models.experts import add_experts
 from recsys.models.projections import add_projections
 from recsys.step.step import DenseHalf, TrainStep
 from recsys.tables.spec import build_embeddings
@@ -33,11 +34,12 @@ def build_tables(config: Config) -> TrainStep:
 def build_dense_half(config: Config, log_shares: Callable[[], torch.Tensor]) -> DenseHalf:
     """Return the dense half of the step, with the weights that the seed gives; arguments as of `build_step`."""
     torch.manual_seed(config.seed)
-    dims = {name: config.tables[config.features[name].table or ""].model_dim for name in id_features(config)}
+    dims = {name: config.tables[config.features[name].table or ""].model_dim for name in model_features(config)}
     shares = None if config.model.needs().log_shares_of is None else log_shares()
     inputs = DenseInputs(dims, float_features(config), config.labels(), shares, config.train.distill)
     model = find_model(config.model.name)(config.model, inputs)
     add_projections(model, config)
+    add_experts(model, config)
     if config.train.activation_checkpointing:
         checkpoint_mlps(model)
     return DenseHalf(model, config)

@@ -108,13 +108,14 @@ class Lookup:
         return dict(zip(self.pooled.keys(), values.split(self.pooled.length_per_key(), dim=1), strict=True))
 
     def vectors(
-        self, part: Part, tensors: Sequence[torch.Tensor], averaged: Collection[str], unpooled: Collection[str]
+        self, part: Part, tensors: Sequence[torch.Tensor], averaged: Mapping[str, list[str]], unpooled: Collection[str]
     ) -> Vectors:
         """Return what the model reads of a part.
 
         Args:
             tensors: slices of `self.tensors` by the part.
-            averaged: features whose sums are divided by the lengths of their lists; those of an empty list are 0.
+            averaged: features whose sums are divided by the lengths of lists, added up over some features; those of
+                empty lists are 0.
             unpooled: features that the model wants a vector of for each id.
         """
         keys, rest = self.ids.keys(), list(zip(tensors, part.slices, strict=True))
@@ -128,9 +129,10 @@ class Lookup:
                 values, lengths=lengths[keys.index(name)], weights=None if weights is None else weights[where]
             )
             vectors[name] = jagged if name in unpooled else sum_by_row(jagged)
-        for name in averaged:
+        for name, counted in averaged.items():
             if name not in unpooled:
-                vectors[name] = vectors[name] / lengths[keys.index(name)].clamp(min=1)[:, None]
+                number = lengths[[keys.index(each) for each in counted]].sum(0)
+                vectors[name] = vectors[name] / number.clamp(min=1)[:, None]
         return vectors
 
 

@@ -1,6 +1,6 @@
 """Facts of the training data that a model needs before it is built: learned, or taken from where it starts."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from recsys.checkpoint import FACTS, Source, check_facts, facts_of
 from recsys.checkpoint.files import entry_of
 from recsys.config import Config, IdMappingType, TableConfig
+from recsys.config.experts import experts_with
 from recsys.config.features import id_features
 from recsys.config.initial import Take
 from recsys.config.meaning import meaning
@@ -101,7 +102,8 @@ def _learned(
     given = {} if goes_on else world.from_rank_zero(lambda: _given(tables, inherited, source))
     grows = source is not None and source.grows
     to_count = [name for name in tables if name not in given and (grows or name not in inherited.vocabularies)]
-    requests = {name: _request(config, name, inherited.vocabularies.get(name)) for name in to_count}
+    known = {**inherited.vocabularies, **given}
+    requests = {name: _request(config, name, inherited.vocabularies.get(name), to_count, known) for name in to_count}
     columns = [
         float_column(name, config.features[name], column_of(config, name), None)
         for name in with_figures(config)
@@ -201,8 +203,15 @@ def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
     return rows
 
 
-def _request(config: Config, table: str, inherited: pa.Array | None) -> VocabularyRequest:
+def _request(
+    config: Config, table: str, inherited: pa.Array | None, to_count: Sequence[str], known: dict[str, pa.Array]
+) -> VocabularyRequest:
     features = [name for name in role_features(config, "train") if config.features[name].table == table]
     settings = config.tables[table]
     columns = tuple(dict.fromkeys(column_of(config, name) for name in features))
-    return VocabularyRequest(columns, settings.min_count, settings.num_embeddings - 1 - settings.num_buckets, inherited)
+    # Of experts by frequency, each has ids that those before it have not.
+    _, experts = experts_with(config, table) or (None, [table])
+    after = tuple(name for name in experts[: experts.index(table)] if name in to_count)
+    taken = tuple(known[name] for name in experts if name in known and name != table)
+    room = settings.num_embeddings - 1 - settings.num_buckets
+    return VocabularyRequest(columns, settings.min_count, room, inherited, after, taken)

@@ -13,6 +13,7 @@ import psutil
 
 from recsys.checkpoint import TrainState
 from recsys.config import Config
+from recsys.config.experts import expert_tables
 from recsys.data.inputs import Inputs
 from recsys.memory.page import when
 from recsys.report.page import PAGE
@@ -65,14 +66,29 @@ def _data_report(inputs: Inputs, state: TrainState) -> dict[str, Any]:
     for epoch, (seen, bad, skipped) in enumerate(state.epoch_rows):
         expected = position.num_rows - position.rows_before if epoch == position.epoch else train.num_rows
         epochs.append({"expected": expected, "seen": seen, "bad": bad, "skipped": skipped})
+    ids = inputs.id_report(position.num_rows)
     return {
         "rows": train.num_rows,
         "files": train.num_files,
         "bad_files": list(train.bad_files),
         "filter": train.filter,
         "epochs": epochs,
-        "ids": inputs.id_report(position.num_rows),
+        "ids": ids,
+        "experts": _use_of_experts(inputs.config, ids),
     }
+
+
+def _use_of_experts(config: Config, ids: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return by table with experts, and by each of these, the ids looked up in training and their share of all."""
+    use = {}
+    for name in (name for name, table in config.tables.items() if table.experts):
+        lookups = {
+            expert: sum(report["ids"] for feature, report in ids.items() if config.features[feature].table == expert)
+            for expert in expert_tables(config, name)
+        }
+        total = max(1, sum(lookups.values()))
+        use[name] = {expert: {"lookups": number, "share": number / total} for expert, number in lookups.items()}
+    return use
 
 
 def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir: Path, go_on: str) -> list[str]:

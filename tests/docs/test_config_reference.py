@@ -5,6 +5,7 @@ import dataclasses
 from launch import ROOT
 
 from recsys.config import load_config
+from recsys.config.experts import ExpertsConfig
 from recsys.config.model import MODELS, find_model
 from recsys.config.schema import Config
 from scripts.config_reference import PAGE, described, page, sections_of
@@ -34,7 +35,8 @@ def test_every_key_of_a_loaded_config_is_on_the_page() -> None:
     def check(section: object, heading: str) -> None:
         rows = text.partition(f"\n## `{heading}`\n")[2].partition("\n## ")[0]
         for field in dataclasses.fields(section):  # type: ignore[arg-type]
-            assert field.name == "given" or f"\n| `{field.name}` | " in rows, (heading, field.name)
+            is_key = not field.metadata.get("omegaconf_ignore")
+            assert not is_key or f"\n| `{field.name}` | " in rows, (heading, field.name)
 
     check(config, "CONFIG.yaml")
     for name in ("data", "train", "run", "memory", "topology", "precision", "optimizer"):
@@ -44,3 +46,4 @@ def test_every_key_of_a_loaded_config_is_on_the_page() -> None:
     check(config.features["user_id"], "features.NAME")
     check(config.tables["user"], "tables.NAME")
     check(config.tables["user"].sparsity, "tables.NAME.sparsity")
+    check(ExpertsConfig(), "tables.NAME.experts")

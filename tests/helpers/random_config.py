@@ -60,7 +60,7 @@ def keys(kind: Any, section: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[
         section: what a config file has there.
     """
     for name, hint in typing.get_type_hints(kind).items():
-        if name == "given" or typing.get_origin(hint) is typing.ClassVar:  # no key
+        if name in ("given", "expert_of") or typing.get_origin(hint) is typing.ClassVar:  # no key
             continue
         found = hint
         if isinstance(hint, types.UnionType):

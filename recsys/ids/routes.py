@@ -1,0 +1,55 @@
+"""Which ids an expert is looked up for: by the vocabularies of the others, or by a hash."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.ids.hashing import hash_column
+from recsys.ids.index import VocabularyMapping
+
+ROUTE_SEED = 2**32 - 1  # so that an expert says nothing of the row in it
+
+
+@dataclass(frozen=True)
+class HashRoute:
+    """`active` of the experts for each id, each choice as often; the expert at `place` is looked up if it is of these.
+
+    The choices are the combinations of the experts in order, and the hash of an id modulo their number is its choice.
+    """
+
+    num_experts: int
+    active: int
+    place: int
+
+    @cached_property
+    def _has(self) -> np.ndarray:
+        return np.array([self.place in choice for choice in combinations(range(self.num_experts), self.active)])
+
+    def chosen(self, ids: pa.Array) -> np.ndarray:
+        """Return for which ids, without nulls, the expert is looked up, bool [ids]."""
+        return self._has[hash_column(ids, ROUTE_SEED) % np.uint64(len(self._has))]
+
+
+class FrequencyRoute:
+    """The first expert whose vocabulary has an id, and the last expert where none has it.
+
+    Args:
+        before: the vocabularies of the experts before this one. own: that of this one; None: it is the last.
+    """
+
+    def __init__(self, before: Sequence[VocabularyMapping], own: VocabularyMapping | None) -> None:
+        self._before, self._own = before, own
+
+    def chosen(self, ids: pa.Array) -> np.ndarray:
+        """Return for which ids, without nulls, the expert is looked up, bool [ids]."""
+        chosen = np.ones(len(ids), bool) if self._own is None else self._own.has(ids)
+        for mapping in self._before:
+            chosen &= ~mapping.has(ids)
+        return chosen
+
+
+Route = HashRoute | FrequencyRoute

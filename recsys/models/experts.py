@@ -1,0 +1,72 @@
+"""Gated sums of the vectors that the experts of a feature give, each brought to the width that the model reads."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from recsys.config import Config
+from recsys.config.choices import Gate
+from recsys.config.experts import gate_inputs
+from recsys.config.features import model_features, with_experts
+from recsys.models.base import Vectors
+from recsys.tables.module_names import module_name
+
+GATES = "expert_gates"  # its name in a model
+
+
+class ExpertGate(nn.Module):
+    """Factors of a feature's experts, [rows, experts]: 2 sigmoid(x), x a bias of each and a function of other vectors.
+
+    Both are 0 at first, so that all factors are 1: the experts begin as a plain sum.
+    """
+
+    def __init__(self, num_experts: int, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(num_experts))
+        self.weight = nn.Parameter(torch.zeros(num_experts, width)) if width else None
+
+    def forward(self, others: list[torch.Tensor]) -> torch.Tensor:
+        """Return the factors, [rows, experts], or of each expert alone [experts]; `others` are [rows, width] each."""
+        logits = self.bias if self.weight is None else F.linear(torch.cat(others, dim=1), self.weight, self.bias)
+        return 2 * logits.sigmoid()
+
+
+class ExpertSums(nn.ModuleDict):
+    """The sums of features with experts, whose gates, by feature, are those of tables that have one."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._names: dict[str, list[str]] = {}  # of each expert's vectors, by feature
+        self._gate_inputs: dict[str, list[str]] = {}
+        tables = {name: config.tables[config.features[name].table or ""] for name in model_features(config)}
+        for name, table in tables.items():
+            if table.experts is None:
+                continue
+            self._names[name] = with_experts(config, [name])
+            if table.experts.gate is not Gate.none:
+                others = gate_inputs(config, name) if table.experts.gate is Gate.features else []
+                width = sum(tables[other].model_dim for other in others)
+                self[module_name(name)] = ExpertGate(len(self._names[name]), width)
+                self._gate_inputs[name] = others
+
+    def forward(self, model: nn.Module, inputs: tuple[Vectors, torch.Tensor]) -> tuple[Vectors, torch.Tensor]:
+        """Return the inputs of `Model.forward` with one vector a feature; called as a hook before it."""
+        vectors, floats = inputs
+        of_experts = {name: [vectors[each] for each in names] for name, names in self._names.items()}
+        further = {each for names in self._names.values() for each in names[1:]}
+        plain = {name: vector for name, vector in vectors.items() if name not in further}
+        plain |= {name: sum(each[1:], start=each[0]) for name, each in of_experts.items()}
+        gated = {}
+        for name, others in self._gate_inputs.items():
+            factors = self[module_name(name)]([plain[other] for other in others])
+            parts = [vector * factors[..., i, None] for i, vector in enumerate(of_experts[name])]
+            gated[name] = sum(parts[1:], start=parts[0])
+        return plain | gated, floats
+
+
+def add_experts(model: nn.Module, config: Config) -> None:
+    """Let a model read the vectors of features with experts by `ExpertSums`, which becomes a part of it."""
+    if any(table.experts for table in config.tables.values()):
+        sums = ExpertSums(config)
+        model.add_module(GATES, sums)
+        model.register_forward_pre_hook(sums)
