@@ -125,6 +125,61 @@ def _index_bytes(ids: pa.Array) -> int:
     return index_bytes(len(ids), ids.nbytes * (2 if is_text(ids.type) else 1))
 
 
+@dataclass(frozen=True)
+class _Distinct:
+    """How many distinct ids the first rows of a column hold: of how many ids, and those that come once and twice."""
+
+    ids: int
+    distinct: int
+    once: int
+    twice: int
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray) -> "_Distinct":
+        while pa.types.is_list(column.type):
+            column = pc.list_flatten(column)
+        counts = column.value_counts().field("counts").to_numpy()
+        return cls(len(column), len(counts), int(np.count_nonzero(counts == 1)), int(np.count_nonzero(counts == 2)))
+
+    def among(self, times: float) -> float:
+        """Return about how many distinct ids so many times the rows hold.
+
+        What has been seen once and twice tells how many have not been seen (Chao 1984, jstor.org/stable/4615964).
+        """
+        unseen = self.once * (self.once - 1) / (2 * (self.twice + 1)) if times > 1 else 0
+        return min(self.ids * times, self.distinct + unseen)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the first rows: the bytes of its dictionary and of the rest, the dictionary's entries."""
+
+    dictionary_bytes: int
+    other_bytes: int
+    entries: int
+    distinct: _Distinct | None
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray) -> "_Column":
+        arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
+        dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
+        sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
+        largest, entries = max(sizes, default=0), max(map(len, dictionaries), default=0)
+        return cls(largest, max(0, column.nbytes - sum(sizes)), entries, _Distinct.of(column) if entries else None)
+
+    def entries_among(self, times: float) -> float:
+        """Return the entries of the dictionary of so many times the rows.
+
+        A file's dictionary is that of its whole row group; where it grew too large, texts follow in plain, and what
+        Arrow reads grows with the rows.
+        """
+        return self.entries if self.distinct is None else max(self.entries, self.distinct.among(times))
+
+    def bytes_among(self, times: float) -> float:
+        """Return what Arrow takes for so many times the rows."""
+        return self.dictionary_bytes * self.entries_among(times) / max(1, self.entries) + self.other_bytes * times
+
+
 class _Sample:
     """The first rows of a dataset, as a window of the loader holds them."""
 
@@ -135,7 +190,8 @@ class _Sample:
         self.rows = max(1, table.num_rows)
         self.names = [part.name for part in spec.ids]
         self._raw = [None if part.column is None else table.column(part.column) for part in spec.ids]
-        self._sizes = {name: _sizes(column) for name, column in zip(table.column_names, table.columns, strict=True)}
+        columns = zip(table.column_names, table.columns, strict=True)
+        self._columns = {name: _Column.of(column) for name, column in columns}
         self.row_bytes = self.columns.num_bytes / self.rows
 
     def mean_ids(self) -> dict[str, float]:
@@ -147,38 +203,23 @@ class _Sample:
 
     def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what columns of so many rows take in Arrow, all by default."""
-        sizes = [self._sizes[name] for name in (self._sizes if columns is None else columns)]
-        return sum(once + rows * num_rows / self.rows for once, rows, _ in sizes)
+        names = self._columns if columns is None else columns
+        return sum(self._columns[name].bytes_among(num_rows / self.rows) for name in names)
 
     def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
-        names = list(self._sizes if columns is None else columns)
+        names = list(self._columns if columns is None else columns)
         building = (
-            _BUILDING * self.table_bytes(num_rows, [name]) + _ENTRY_BYTES * self._sizes[name][2] for name in names
+            _BUILDING * self.table_bytes(num_rows, [name])
+            + _ENTRY_BYTES * self._columns[name].entries_among(num_rows / self.rows)
+            for name in names
         )
         return self.table_bytes(num_rows, names) + max(building, default=0)
 
     def distinct_ids(self, num_rows: int) -> Iterator[float]:
-        """Yield for each feature about how many distinct ids so many rows hold.
-
-        What has been seen once and twice tells how many have not been seen (Chao 1984, jstor.org/stable/4615964).
-        """
+        """Yield for each feature about how many distinct ids so many rows hold."""
         for column in self._raw:
-            ids = pa.chunked_array([], pa.int64()) if column is None else column
-            while pa.types.is_list(ids.type):
-                ids = pc.list_flatten(ids)
-            counts = ids.value_counts().field("counts").to_numpy()
-            once, twice = np.count_nonzero(counts == 1), np.count_nonzero(counts == 2)
-            most = len(ids) * num_rows / self.rows
-            yield min(most, len(counts) + once * (once - 1) / (2 * (twice + 1)) * (num_rows > self.rows))
-
-
-def _sizes(column: pa.ChunkedArray) -> tuple[int, int, int]:
-    """Return the bytes of a column's dictionary, which is that of its whole row group, of the rest, and its entries."""
-    arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
-    dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
-    sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
-    return max(sizes, default=0), max(0, column.nbytes - sum(sizes)), max(map(len, dictionaries), default=0)
+            yield 0.0 if column is None else _Distinct.of(column).among(num_rows / self.rows)
 
 
 def _num_threads(inputs: Inputs) -> int:

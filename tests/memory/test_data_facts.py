@@ -11,10 +11,11 @@ import torch
 import yaml
 
 from recsys.config import load_config
+from recsys.data.decode import SegmentReader
 from recsys.data.inputs import open_inputs
 from recsys.ids import statistics_bytes
 from recsys.memory import DataFacts
-from recsys.memory.data_facts import data_facts
+from recsys.memory.data_facts import _Sample, data_facts
 from recsys.runtime.world import rehearse_world
 
 ROWS = 30_000
@@ -54,6 +55,27 @@ def test_one_row_group_is_decoded_once_and_kept(tmp_path: Path) -> None:
     assert many.decode_bytes < table
     threads = {"data.num_threads": 8}  # but one row group is decoded by one of them
     assert facts_of(tmp_path, **threads).first_decode_bytes == whole.first_decode_bytes
+
+
+@pytest.mark.parametrize("alpha", [1.3, 1.05])
+def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_path: Path) -> None:
+    """A dictionary that grows beyond 1 MiB is given up by writers, and Arrow's grows with every page that follows."""
+    numbers = np.random.default_rng(0).zipf(alpha, 120_000 * 10) % 1_000_000
+    ends = np.arange(0, len(numbers) + 1, 10).astype(np.int32)
+    lists = pa.ListArray.from_arrays(pa.array(ends), pa.array([f"a text {number}" for number in numbers]))
+    pq.write_table(pa.table({"words": lists, "label": pa.array(ends[1:] % 2)}), tmp_path / "rows.parquet")
+    content = {
+        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label"},
+        "features": {"words": {"table": "table"}},
+        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
+        "model": {"name": "dlrm", "interaction": "dot_and_embeddings"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        inputs = open_inputs(load_config(tmp_path / "config.yaml"), world)
+        decoded = SegmentReader(inputs.datasets["train"]).row_group(0)
+        sample = _Sample(inputs, inputs.datasets["train"])
+    assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.25)
 
 
 def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
