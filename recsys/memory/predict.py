@@ -6,7 +6,7 @@ Nothing here allocates or looks at other ranks, so that it can be called some do
 from collections.abc import Iterable
 
 from recsys.config import Config, DataType, FeatureType
-from recsys.config.choices import ROW_SPLITS, ShardingChoice
+from recsys.config.choices import ROW_SPLITS, Autocast, ShardingChoice
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
@@ -24,6 +24,7 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 41 << 20}
 _RANK_ZERO_BYTES = {"init": 24 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
+_AUTOCAST_BYTES = 16 << 20  # on a CPU, its compiled products of halves (measured: 9 to 26 MiB)
 _EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5). Those of steps lie in the training thread's heap.
@@ -138,7 +139,9 @@ class _Rank:
 
     def _libraries(self, when: str) -> int:
         """Return what libraries and, on rank 0, footers and plan take in "init" or "later"."""
-        return _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
+        halves = when == "later" and self._config.precision.autocast is not Autocast.none
+        size = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
+        return size + (_AUTOCAST_BYTES if halves and not self._topology.on_gpu else 0)
 
     def _heaps(self, in_evaluation: bool) -> int:
         """Return what heaps take beside what lives: of the training thread, of threads that decode, of gloo's."""

@@ -57,6 +57,10 @@ def prepare_environment() -> None:
     # Arrow's own allocator keeps what each thread has freed: of 40 MiB decoded at most it held 110, or, told to give
     # it back at once, took twice the time. malloc takes as long, and holds what is used.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    # PyTorch and oneDNN keep a compiled product of halves for each shape seen, 1,024 of a megabyte or two: lists of
+    # all lengths through layers in BF16 took a gigabyte. Ten layers have some 30 products, of batches of one size.
+    os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     # CUDA's allocator then grows the block that it has, where it would cut batches of other sizes out of new ones.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
