@@ -20,7 +20,7 @@ from recsys.data.wanted import column_of, role_features, with_figures
 from recsys.data.window import Columns, Ragged, convert_table
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts
-from recsys.models.metrics import rows_at_once
+from recsys.models.items import rows_at_once
 from recsys.runtime.threads import decoding_threads
 
 _SAMPLE_ROWS = 20_000
@@ -263,10 +263,12 @@ def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> _Deco
 
 
 def _ranking_bytes(inputs: Inputs) -> int:
-    """Return what all items' vectors take, before and after they are summed over ranks, and scores of some users."""
+    """Return what a rank's items' vectors take, as they come and in order, and scores of some users."""
     items = 0 if inputs.corpus is None else len(inputs.corpus)
-    scores = items and items * rows_at_once(items, inputs.world.device.type)
-    return 2 * 4 * items * inputs.config.model.needs().vector_dim + (4 + 1) * scores
+    own = -(-items // inputs.world.world_size)
+    scores = own * rows_at_once(own, inputs.world.device.type)
+    vector = 4 * inputs.config.model.needs().vector_dim + _NUMBER_BYTES
+    return 2 * vector * own + (4 + 1) * scores
 
 
 def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> int:

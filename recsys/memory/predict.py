@@ -23,7 +23,7 @@ ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching alloca
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 41 << 20}
-_RANK_ZERO_BYTES = {"init": 24 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
+_RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _AUTOCAST_BYTES = 16 << 20  # on a CPU, its compiled products of halves (measured: 9 to 26 MiB)
 _EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what other threads decode for them
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
@@ -247,10 +247,16 @@ class _Rank:
         if self._topology.on_gpu:
             in_flight["batches"] = _BATCHES_ON_GPU * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
+        # Alone, what tables of several sharding types give is copied into one tensor, and stays until the last
+        # micro-batch is done.
+        types = {piece.sharding_type for piece in self._pieces}
+        stays = ranks == 1 and len(types) > 1 and self._config.train.in_micro_batches
+        given = {"looked_up": self.looked_up if stays else 0}
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
-            {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes},
+            {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes, **given},
             {
+                **given,
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
                 "looked_up_gradient": self.looked_up if ranks > 1 else 0,
@@ -259,6 +265,7 @@ class _Rank:
                 "dense_gradient": dense.gradient_bytes,
             },
             {
+                **given,
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
                 "replicated_gradient": self._replicated_gradient(),
@@ -282,7 +289,7 @@ class _Rank:
 
     def _gloo_copies(self) -> int:
         """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""
-        return 0 if self._topology.on_gpu else self.reduced
+        return 0 if self._topology.on_gpu or self._topology.world_size == 1 else self.reduced
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)

@@ -18,6 +18,7 @@ from recsys.config import Config, DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
+from recsys.models.items import ItemVectors
 from recsys.models.metrics import Evaluator, LabelEvaluator
 from recsys.runtime.counter_random import make_key
 from recsys.runtime.uniform import uniform
@@ -141,7 +142,7 @@ class Model(nn.Module):
             for name, column, binary in zip(names, columns, is_binary, strict=True)
         }
 
-    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
+    def evaluator(self, items: ItemVectors | None) -> Evaluator:
         """Return what collects outputs and gives metrics; by default those of the labels.
 
         Args:

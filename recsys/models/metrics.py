@@ -12,15 +12,8 @@ from recsys.config.choices import LabelLoss, RetrievalMetric
 from recsys.config.model import LABEL_METRICS
 from recsys.data.batch import Batch
 from recsys.models.bootstrap import Bootstrap
+from recsys.models.items import ItemVectors, pairs_of
 from recsys.runtime.world import World
-
-# Users × items scored together, in FP32: 8 MiB of what a core's cache holds best, or enough for a GPU's many.
-_SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}
-
-
-def rows_at_once(num_items: int, device_type: str) -> int:
-    """Return for how many users all items are scored together."""
-    return max(1, _SCORES_AT_ONCE[device_type] // max(1, num_items))
 
 
 class Evaluator(Protocol):
@@ -189,41 +182,6 @@ class LabelEvaluator:
             yield f"{name}." if len(self._labels) > 1 else "", functions, values.astype(np.float64), of_rows
 
 
-def best_items(
-    users: torch.Tensor, items: torch.Tensor, k: int, batch: Batch
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield some rows of a batch at a time, with scores and positions of their best items, best first: each [rows, k].
-
-    Items that a row has in `seen`, and where there are `candidates` those that are none, have a score of -inf. Of fewer
-    than k items all come.
-
-    Args:
-        users: of the batch, [batch, dim]. items: [items, dim].
-    """
-    step = rows_at_once(len(items), users.device.type)
-    keys = [] if batch.lists is None else batch.lists.keys()
-    for start in range(0, len(users), step):
-        rows = slice(start, start + step)
-        scores = users[rows] @ items.T
-        if "candidates" in keys:
-            barred = torch.ones_like(scores, dtype=torch.bool)
-            barred[_members(batch, "candidates", rows)] = False
-            scores.masked_fill_(barred, -torch.inf)
-        if "seen" in keys:
-            scores[_members(batch, "seen", rows)] = -torch.inf
-        yield rows, *scores.topk(min(k, len(items)), dim=1)
-
-
-def _members(batch: Batch, key: str, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row and position of each item in the lists of some rows of a batch."""
-    jagged = batch.lists[key]  # type: ignore[index]
-    lengths, offsets = jagged.lengths()[rows].long(), jagged.offsets().long()
-    values = jagged.values()[offsets[rows.start] : offsets[min(rows.stop, len(offsets) - 1)]]
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-    known = values >= 0
-    return row[known], values[known]
-
-
 def _recall(hits: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:
     return hits.sum(1) / num_targets
 
@@ -267,11 +225,11 @@ class RetrievalEvaluator:
     number of a user's targets, be they more than K or not. Users without targets do not count.
 
     Args:
-        items: vectors of the whole corpus, [items, dim].
+        items: vectors of the whole corpus.
         top_k: the K's. metrics: what is told of each.
     """
 
-    def __init__(self, items: torch.Tensor, top_k: Sequence[int], metrics: Sequence[RetrievalMetric]) -> None:
+    def __init__(self, items: ItemVectors, top_k: Sequence[int], metrics: Sequence[RetrievalMetric]) -> None:
         self._items = items
         self._pairs = [(metric, k) for k in top_k for metric in metrics]
         self._most = max(top_k)
@@ -285,9 +243,9 @@ class RetrievalEvaluator:
     ) -> None:
         """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
         assert batch.lists is not None
-        for rows, scores, best in best_items(outputs[0], self._items, self._most, batch):
+        for rows, scores, best in self._items.best(outputs[0], self._most, batch):
             relevant = torch.zeros(len(best), len(self._items), dtype=torch.bool, device=best.device)
-            relevant[_members(batch, "targets", rows)] = True
+            relevant[pairs_of(batch, "targets", rows)] = True
             num_targets = batch.lists["targets"].lengths()[rows]
             counted = (num_targets > 0) & (batch.weights[rows] > 0)
             # Where K exceeds the number of items not seen, the best K hold some that are: no hits.

@@ -15,6 +15,7 @@ from recsys.config.model import Needs
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, Model
+from recsys.models.items import ItemVectors, gather
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
 # Of a loss, at once: what a core's cache holds, or enough for a GPU's many.
@@ -95,7 +96,7 @@ class RetrievalModel(Model):
         users, items = outputs
         return {"score": (users * items).float().sum(dim=1)}
 
-    def evaluator(self, items: torch.Tensor | None) -> Evaluator:
+    def evaluator(self, items: ItemVectors | None) -> Evaluator:
         assert items is not None
         return RetrievalEvaluator(items, self.config.top_k, self.config.metrics)
 
@@ -136,10 +137,3 @@ class _GatherRows(torch.autograd.Function):
         total = gradient.contiguous()
         dist.all_reduce(total)
         return total.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, which have as many each, in order of rank."""
-    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, tensor)
-    return torch.cat(gathered)

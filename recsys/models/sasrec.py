@@ -15,8 +15,9 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp
+from recsys.models.items import gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
-from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
+from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
 
 @dataclass

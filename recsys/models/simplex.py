@@ -15,7 +15,8 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
-from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
+from recsys.models.items import gather
+from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
 
 @dataclass

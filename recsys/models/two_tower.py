@@ -18,7 +18,8 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Vectors, mlp
-from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather, gather_rows, pieces
+from recsys.models.items import gather
+from recsys.models.retrieval import RetrievalConfig, RetrievalModel, first_ids, gather_rows, pieces
 
 _MOST_PARTS = 128  # of a batch, however large
 

@@ -18,6 +18,7 @@ from recsys.config.table_optimizers import TableOptimizer
 from recsys.data.inputs import Given, Inputs, open_inputs
 from recsys.data.wanted import row_filter
 from recsys.errors import UserError, nearest
+from recsys.models.items import ItemVectors
 from recsys.runtime.logs import logger
 from recsys.runtime.world import World
 from recsys.training.build import build_model
@@ -127,8 +128,8 @@ class OpenRun:
         return learn_facts(inputs, self.run.run_dir, self.source)
 
     @cached_property
-    def items(self) -> torch.Tensor:
-        """The vectors of all items of a retrieval model, [items, vector_dim]; computed at the first use, collective."""
+    def items(self) -> ItemVectors:
+        """The vectors of all items of a retrieval model; computed at the first use, collective."""
         with torch.no_grad():
             return item_vectors(self.inputs, self.model)
 

@@ -18,7 +18,6 @@ from recsys.data.order import Segment
 from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
 from recsys.errors import UserError
-from recsys.models.metrics import best_items
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.world import open_world
 from recsys.serving.finished import Finished, OpenRun
@@ -209,7 +208,7 @@ def best_of_users(opened: OpenRun, k: int) -> Results:
     assert corpus is not None
 
     def results(output: StepOutput) -> pa.Table:
-        _, *best = zip(*best_items(output.outputs[0], items, k, output.batch), strict=True)
+        _, *best = zip(*items.best(output.outputs[0], k, output.batch), strict=True)
         scores, positions = (torch.cat(pieces).cpu() for pieces in best)
         chosen = scores > -torch.inf
         offsets = pa.array(np.concatenate([[0], chosen.sum(1).cumsum(0).numpy()]), pa.int32())

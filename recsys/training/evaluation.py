@@ -9,6 +9,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Position
+from recsys.models.items import ItemVectors
 from recsys.runtime.live import Task
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import Pipeline, build_pipeline
@@ -57,15 +58,16 @@ def item_vectors(
     model: DistributedModelParallel,
     stop_requested: Callable[[], bool] = lambda: False,
     pipeline: Pipeline | None = None,
-) -> torch.Tensor:
-    """Return the vectors of the whole corpus, [items, vector_dim], on every rank."""
+) -> ItemVectors:
+    """Return the vectors of the whole corpus, of which each rank holds those of its rows; collective."""
     assert inputs.corpus is not None
-    vectors = torch.zeros(len(inputs.corpus), inputs.config.model.needs().vector_dim)
+    dim = inputs.config.model.needs().vector_dim
+    vectors, positions = [torch.zeros(0, dim)], [torch.zeros(0, dtype=torch.int64)]
     for output in outputs_of(inputs, model, inputs.loader("items"), stop_requested, pipeline):
-        positions = output.batch.lists["position"]  # type: ignore[index]
-        real = positions.lengths() > 0  # the fill of the last batch has none
-        vectors[positions.values().cpu()] = output.outputs[1][real].float().cpu()
-    return inputs.world.sum(vectors).to(inputs.world.device)
+        listed = output.batch.lists["position"]  # type: ignore[index]
+        vectors.append(output.outputs[1][listed.lengths() > 0].float().cpu())  # the fill of the last batch has none
+        positions.append(listed.values().cpu().long())
+    return ItemVectors(torch.cat(vectors), torch.cat(positions), len(inputs.corpus), inputs.world)
 
 
 def outputs_of(

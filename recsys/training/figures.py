@@ -67,5 +67,5 @@ def log_end(writer: Writer, inputs: Inputs, built: Built, result: dict[str, Any]
     if inputs.config.run.track.item_vectors and inputs.corpus is not None and result["status"] == "done":
         built.model.eval()
         with torch.no_grad():
-            vectors = item_vectors(inputs, built.model).cpu().numpy()
+            vectors = item_vectors(inputs, built.model).whole().numpy()
         writer.vectors("items", step, vectors, inputs.corpus.to_pylist())

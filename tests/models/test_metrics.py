@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from recsys.config.choices import RetrievalMetric
 from recsys.data.batch import Batch
 from recsys.data.order import Position
 from recsys.data.pool import Fence
+from recsys.models import items as items_module
 from recsys.models import metrics
+from recsys.models.items import ItemVectors
 from recsys.models.metrics import (
     LabelEvaluator,
     RetrievalEvaluator,
@@ -276,11 +279,18 @@ def retrieval(parts: list[list[User]], items: np.ndarray, top_k: list[int], mask
     """Evaluate each part on a rank of its own, in two batches."""
     evaluators = []
     for users in parts:
-        evaluators.append(RetrievalEvaluator(torch.from_numpy(items), top_k, list(RetrievalMetric)))
+        evaluators.append(RetrievalEvaluator(item_vectors(items), top_k, list(RetrievalMetric)))
         for batch in (users[:5], users[5:]):
             if batch:
                 update(evaluators[-1], batch, mask)
     return over_ranks(evaluators)
+
+
+def item_vectors(items: np.ndarray) -> ItemVectors:
+    """Return items that one rank holds, in another order than theirs."""
+    world: Any = SimpleNamespace(device=torch.device("cpu"), world_size=1)
+    order = torch.randperm(len(items))
+    return ItemVectors(torch.from_numpy(items)[order], order, len(items), world)
 
 
 def some_items(count: int) -> np.ndarray:
@@ -299,7 +309,7 @@ def test_retrieval_is_that_of_a_loop_over_users(mask, num_ranks, num_items, top_
 def test_retrieval_in_blocks_of_users(monkeypatch):
     users, items = some_users(60, 40), some_items(40)
     for at_once in (1, 40 * 7, 1 << 25):
-        monkeypatch.setattr(metrics, "_SCORES_AT_ONCE", {"cpu": at_once})
+        monkeypatch.setattr(items_module, "_SCORES_AT_ONCE", {"cpu": at_once})
         assert retrieval([users], items, [5]) == pytest.approx(naive_retrieval(users, items, [5], True))
 
 
@@ -343,7 +353,7 @@ def in_a_world(*evaluators: Any) -> list[dict[str, float]]:
 def test_in_a_world_of_one_process():
     rows, users = some_rows(50, 1), some_users(30, 20)
     ranking = ranking_evaluators(1, rows)[0]
-    retriever = RetrievalEvaluator(torch.from_numpy(some_items(20)), [5], list(RetrievalMetric))
+    retriever = RetrievalEvaluator(item_vectors(some_items(20)), [5], list(RetrievalMetric))
     update(retriever, users)
     found = in_a_world(ranking, retriever, ranking, retriever)
     assert found[0] == found[2] and found[1] == found[3]

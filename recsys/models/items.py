@@ -1,0 +1,150 @@
+"""The vectors of all items, shared by the ranks, and which of them suit users best."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from recsys.data.batch import Batch
+from recsys.runtime.world import World
+
+# Users × items scored together, in FP32: 8 MiB of what a core's cache holds best, or enough for a GPU's many.
+_SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}
+
+
+def rows_at_once(num_items: int, device_type: str) -> int:
+    """Return for how many users all items are scored together."""
+    return max(1, _SCORES_AT_ONCE[device_type] // max(1, num_items))
+
+
+class ItemVectors:
+    """The vectors of a corpus, of which each rank holds those that it has computed.
+
+    Args:
+        vectors: of this rank's items, [own, dim]; positions: where these are in the corpus, int64 [own].
+        num_items: of the corpus.
+    """
+
+    def __init__(self, vectors: torch.Tensor, positions: torch.Tensor, num_items: int, world: World) -> None:
+        order = positions.argsort()
+        self._vectors, self._positions = vectors[order].to(world.device), positions[order].to(world.device)
+        self._num_items, self._world = num_items, world
+        self._users: torch.Tensor | None = None
+        self._best: tuple[torch.Tensor, torch.Tensor] = vectors, vectors
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    def whole(self) -> torch.Tensor:
+        """Return all vectors in host memory, [items, dim]; collective."""
+        vectors = torch.zeros(self._num_items, self._vectors.shape[1])
+        vectors[self._positions.cpu()] = self._vectors.cpu()
+        return self._world.sum(vectors)
+
+    def best(self, users: torch.Tensor, k: int, batch: Batch) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield some rows of a batch at a time, with scores and positions of their best items, best first: each
+        [rows, k].
+
+        Items that a row has in `seen`, and where there are `candidates` those that are none, have a score of -inf. Of
+        fewer than k items all come. Collective where `users` are others than the last time.
+
+        Args:
+            users: of the batch, [batch, dim], of all ranks as many.
+        """
+        if users is not self._users:  # slices of a batch ask for the same
+            self._best = self._best_of_all(users, min(k, self._num_items), batch)
+            self._users = users
+        step = rows_at_once(self._num_items, users.device.type)
+        for start in range(0, len(users), step):
+            rows = slice(start, start + step)
+            yield rows, self._best[0][rows], self._best[1][rows]
+
+    def _best_of_all(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and positions of the best items of this rank's users among those of all ranks."""
+        given = [] if batch.lists is None else batch.lists.keys()
+        lists = {key: torch.stack(pairs_of(batch, key), dim=1) for key in ("candidates", "seen") if key in given}
+        if self._world.world_size == 1:
+            return self._best_of_own(users, k, lists)
+        # Users go to the items, which are more: each rank answers all ranks' users with the best that it has.
+        of_ranks = zip(_gathered(users), *(_gathered(each) for each in lists.values()), strict=True)
+        found = [self._best_of_own(each, k, dict(zip(lists, pairs, strict=True))) for each, *pairs in of_ranks]
+        most = max(len(scores) for scores, _ in found)
+        answers = []
+        for each in zip(*found, strict=True):
+            sent = torch.stack([_filled(of_rank, most) for of_rank in each])
+            answer = torch.empty_like(sent)
+            dist.all_to_all_single(answer, sent)
+            answers.append(answer.transpose(0, 1).reshape(most, -1)[: len(users)])
+        scores, places = answers[0].topk(k, dim=1)
+        return scores, answers[1].gather(1, places)
+
+    def _best_of_own(
+        self, users: torch.Tensor, k: int, lists: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and positions of this rank's best items for users, [users, k]; behind fewer than k follow some
+        of a score of -inf.
+
+        Args:
+            lists: `candidates` and `seen` of the users: rows and positions, int64 [pairs, 2], in order of the rows.
+        """
+        scores = users.new_full((len(users), k), -torch.inf)
+        positions = torch.zeros(len(users), k, dtype=torch.int64, device=users.device)
+        own, step = min(k, len(self._vectors)), rows_at_once(len(self._vectors), users.device.type)
+        pairs_by_key = {key: self._own(pairs) for key, pairs in lists.items()}
+        for start in range(0, len(users), step) if own else ():
+            rows = slice(start, start + step)
+            of_rows = users[rows] @ self._vectors.T
+            listed = {key: _of_rows(pairs, rows) for key, pairs in pairs_by_key.items()}
+            if "candidates" in listed:
+                barred = torch.ones_like(of_rows, dtype=torch.bool)
+                barred[listed["candidates"]] = False
+                of_rows.masked_fill_(barred, -torch.inf)
+            if "seen" in listed:
+                of_rows[listed["seen"]] = -torch.inf
+            scores[rows, :own], places = of_rows.topk(own, dim=1)
+            positions[rows, :own] = self._positions[places]
+        return scores, positions
+
+    def _own(self, pairs: torch.Tensor) -> torch.Tensor:
+        """Return the pairs whose items are this rank's, with their places among these."""
+        if not len(self._positions):
+            return pairs[:0]
+        places = torch.searchsorted(self._positions, pairs[:, 1].contiguous()).clamp(max=len(self._positions) - 1)
+        return torch.stack([pairs[:, 0], places], dim=1)[self._positions[places] == pairs[:, 1]]
+
+
+def pairs_of(batch: Batch, key: str, rows: slice = slice(0, None)) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and position of each item in the lists of some rows of a batch, in order of the rows, which count from
+    the first of them."""
+    jagged = batch.lists[key]  # type: ignore[index]
+    lengths, offsets = jagged.lengths()[rows].long(), jagged.offsets().long()
+    values = jagged.values()[offsets[rows.start] : offsets[rows.start + len(lengths)]]
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    known = values >= 0
+    return row[known], values[known].long()
+
+
+def _of_rows(pairs: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows, counted from the first, and places of the pairs of some rows."""
+    first, last = torch.searchsorted(pairs[:, 0].contiguous(), pairs.new_tensor([rows.start, rows.stop])).tolist()
+    row, place = pairs[first:last].unbind(1)
+    return row - rows.start, place
+
+
+def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's tensor, of whose rows each may have another number."""
+    counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    rows = gather(_filled(tensor, max(counts))).split(max(counts)) if max(counts) else [tensor] * len(counts)
+    return [of_rank[:count] for of_rank, count in zip(rows, counts, strict=True)]
+
+
+def _filled(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return a tensor with zeros behind its rows, so that it has so many."""
+    return torch.cat([tensor, tensor.new_zeros(num_rows - len(tensor), *tensor.shape[1:])])
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, which have as many each, in order of rank."""
+    gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, tensor)
+    return torch.cat(gathered)

@@ -1,0 +1,79 @@
+"""Vectors of items that ranks share: the best of them are those of one rank that holds all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from launch import ROOT, environment
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys.config import Device
+from recsys.models.items import ItemVectors
+from recsys.runtime.world import open_world
+
+ITEMS, USERS, DIM = 50, 23, 8
+
+
+def some_batch(lists: dict[str, list[list[int]]]) -> Any:
+    """Return what is read of a batch."""
+    rows = [row for key in lists for row in lists[key]]
+    jagged = KeyedJaggedTensor(
+        keys=list(lists),
+        values=torch.tensor([item for row in rows for item in row], dtype=torch.int64),
+        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int32),
+    )
+    return SimpleNamespace(lists=jagged)
+
+
+CASES = [(k, keys) for k in (7, 60) for keys in (["seen"], ["candidates", "seen"])]
+
+
+def best(rank: int, ranks: int) -> list[list[list[list[float]]]]:
+    """Return by case scores and positions of the best items of this rank's users, who are not as many on each."""
+    rng, shares = np.random.default_rng(5), np.random.default_rng(6)
+    items = torch.from_numpy(rng.normal(size=(ITEMS, DIM)).astype(np.float32))
+    users = torch.from_numpy(rng.normal(size=(USERS, DIM)).astype(np.float32))
+    listed = {
+        key: [rng.integers(-1, ITEMS, rng.integers(0, 30)).tolist() for _ in range(USERS)]
+        for key in ("seen", "candidates")
+    }
+    owners = shares.integers(0, ranks if ranks < 3 else ranks - 1, ITEMS)  # the last of three has none
+    bounds = [0, 11, 11, USERS] if ranks == 3 else np.linspace(0, USERS, ranks + 1).round().astype(int)
+    mine = slice(bounds[rank], bounds[rank + 1])
+    own = torch.from_numpy(shares.permutation(np.flatnonzero(owners == rank)))
+    answers = []
+    with open_world(Device.cpu) as world:
+        vectors = ItemVectors(items[own], own, ITEMS, world)
+        assert torch.equal(vectors.whole(), items)
+        for k, keys in CASES:
+            batch = some_batch({key: listed[key][mine] for key in keys})
+            found = [each[1:] for each in vectors.best(users[mine], k, batch)]
+            answers.append([[row for piece in found for row in piece[i].tolist()] for i in (0, 1)])
+    return answers
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_ranks_find_the_best_of_all_items(ranks: int, tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, *launcher, f"--nproc_per_node={ranks}", __file__, str(tmp_path)]
+    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "helpers")))}
+    done = subprocess.run(command, cwd=ROOT, env={**environment(), **path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for case, (scores, positions) in enumerate(best(0, 1)):
+        of_ranks, where = ([row for each in found for row in each[case][i]] for i in (0, 1))
+        np.testing.assert_allclose(of_ranks, scores, rtol=1e-5)
+        known = np.array(scores) > -np.inf
+        assert known.any() and (np.array(where)[known] == np.array(positions)[known]).all()
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(best(rank, int(os.environ["WORLD_SIZE"]))))
