@@ -282,7 +282,7 @@ class Ceiling:
 
     def result(self) -> dict[str, float | int | None]:
         """rows, base_rate, auc (None if all labels are equal) and log_loss in nats."""
-        from recsys.models.metrics import auc  # brings torch, which takes a while and no other part needs
+        from recsys.models.label_metrics import auc  # brings torch, which takes a while and no other part needs
 
         labels, bins = np.divmod(np.arange(2 * self.BINS), self.BINS)
         area = auc(labels, bins, self.counts.reshape(-1))

@@ -19,7 +19,8 @@ from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.items import ItemVectors
-from recsys.models.metrics import Evaluator, LabelEvaluator
+from recsys.models.label_metrics import LabelEvaluator
+from recsys.models.metrics import Evaluator
 from recsys.runtime.counter_random import make_key
 from recsys.runtime.uniform import uniform
 from recsys.tables.module_names import parameter_name

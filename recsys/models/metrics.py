@@ -1,15 +1,12 @@
-"""Metrics over all ranks, exact to the value of a single process."""
+"""What an evaluation collects, and metrics of the best items of users, over all ranks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from recsys.config import LabelConfig
-from recsys.config.choices import LabelLoss, RetrievalMetric
-from recsys.config.model import LABEL_METRICS
+from recsys.config.choices import RetrievalMetric
 from recsys.data.batch import Batch
 from recsys.models.bootstrap import Bootstrap
 from recsys.models.items import ItemVectors, pairs_of
@@ -29,157 +26,6 @@ class Evaluator(Protocol):
 def is_higher_better(metric: str) -> bool:
     """Tell which way a metric improves."""
     return metric.rpartition(".")[2] not in ("log_loss", "normalized_entropy", "rmse", "mae")
-
-
-def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
-    """Return the area under the ROC curve, ties counted half; NaN when one class is missing.
-
-    Args:
-        labels: 0 or 1; scores: any order-preserving score; weights: 0 or more. All [rows].
-    """
-    return grouped_auc(np.zeros(len(labels), np.int8), labels, scores, weights)
-
-
-def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
-    """Return the mean of the groups' AUCs by their sums of weights (Zhu et al. 2017, doi:10.1145/3097983.3098134).
-
-    Groups in which one class is missing do not count; NaN if all are so.
-
-    Args:
-        groups: of any type, [rows]. The others: as of `auc`.
-    """
-    if not len(labels):
-        return float("nan")
-    order = np.argsort(scores, kind="stable")
-    order = order[np.argsort(groups[order], kind="stable")]
-    groups, scores, labels, weights = groups[order], scores[order], labels[order], weights[order].astype(np.float64)
-    begins = np.r_[True, groups[1:] != groups[:-1]]
-    ties = np.flatnonzero(begins | np.r_[True, scores[1:] != scores[:-1]])  # the first of each set of equal scores
-    positive, negative = np.add.reduceat(weights * labels, ties), np.add.reduceat(weights * (1 - labels), ties)
-    first = np.flatnonzero(begins[ties])  # of each group
-    below = np.cumsum(negative) - negative
-    below -= np.repeat(below[first], np.diff(np.r_[first, len(ties)]))
-    right = np.add.reduceat(positive * (below + negative / 2), first)
-    positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
-    counted = (positive > 0) & (negative > 0)
-    if not counted.any():
-        return float("nan")
-    of_group = right[counted] / (positive * negative)[counted]
-    return float(np.average(of_group, weights=(positive + negative)[counted]))
-
-
-def log_loss(labels: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> float:
-    """Return the weighted mean binary cross-entropy in nats, from logits."""
-    losses = np.logaddexp(0, logits) - labels * logits
-    return float((weights * losses).sum() / weights.sum()) if weights.sum() else float("nan")
-
-
-def normalized_entropy(labels: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> float:
-    """Return log loss over the entropy of the mean label (He et al. 2014, doi:10.1145/2648584.2648589)."""
-    if not weights.sum():
-        return float("nan")
-    rate = float((weights * labels).sum() / weights.sum())
-    if rate in (0.0, 1.0):
-        return float("nan")
-    entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))
-    return log_loss(labels, logits, weights) / float(entropy)
-
-
-def calibration(labels: np.ndarray, logits: np.ndarray, weights: np.ndarray) -> float:
-    """Return the mean prediction over the mean label, 1 at best; NaN without a positive row."""
-    positive = (weights * labels).sum()
-    # 1 / (1 + exp(-x)) without an overflow
-    return float((weights * np.exp(-np.logaddexp(0, -logits))).sum() / positive) if positive else float("nan")
-
-
-def root_mean_squared_error(labels: np.ndarray, values: np.ndarray, weights: np.ndarray) -> float:
-    """Return the root of the weighted mean of squared errors."""
-    return float(np.sqrt(np.average((values - labels) ** 2, weights=weights))) if weights.sum() else float("nan")
-
-
-def mean_absolute_error(labels: np.ndarray, values: np.ndarray, weights: np.ndarray) -> float:
-    """Return the weighted mean of absolute errors."""
-    return float(np.average(np.abs(values - labels), weights=weights)) if weights.sum() else float("nan")
-
-
-_OfRows = Callable[[np.ndarray, np.ndarray, np.ndarray], float]
-_METRICS: dict[str, _OfRows] = {
-    "auc": auc,
-    "log_loss": log_loss,
-    "normalized_entropy": normalized_entropy,
-    "rmse": root_mean_squared_error,
-    "mae": mean_absolute_error,
-}
-
-
-def _all_of(
-    functions: Sequence[_OfRows], labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray, drawn: np.ndarray
-) -> list[float]:
-    return [function(labels, outputs, weights * drawn) for function in functions]
-
-
-class LabelEvaluator:
-    """The metrics of each label: of a binary one AUC, log loss, normalized entropy, calibration, else RMSE and MAE.
-
-    Their names begin with that of the label where there are several: `click.auc`. Rows whose label is not known do not
-    count for it.
-    """
-
-    def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
-        self._labels = labels
-        self._rows: list[list[np.ndarray]] = [[] for _ in labels]
-        self._units: list[list[np.ndarray]] = [[] for _ in labels]
-
-    def update(
-        self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
-    ) -> None:
-        """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
-        assert isinstance(outputs, torch.Tensor)
-        columns = outputs.float().view(len(outputs), len(self._labels)).unbind(1)
-        for i, column in enumerate(columns):
-            values = torch.stack([batch.labels[:, i], column, batch.label_weights(i)]).cpu().numpy()
-            self._rows[i].append(values[:, values[2] > 0])
-            if units is not None:
-                self._units[i].append(units[values[2] > 0])
-
-    def compute(self, world: World) -> dict[str, float]:
-        metrics: dict[str, float] = {}
-        for prefix, functions, values, _ in self._of_labels(world):
-            metrics |= {f"{prefix}{key}": function(*values) for key, function in functions.items()}
-            metrics[f"{prefix}rows"] = float(values.shape[1])
-        return metrics
-
-    def grouped(self, world: World) -> dict[str, float]:
-        """Return the grouped AUC of binary labels, by the units as groups; collective."""
-        return {
-            f"{prefix}gauc": grouped_auc(units, *values)
-            for prefix, functions, values, units in self._of_labels(world)
-            if "auc" in functions
-        }
-
-    def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool) -> dict[str, list[float]]:
-        """Return the intervals of all metrics by draws of units, with `grouped` those of `grouped` too; collective."""
-        found: dict[str, list[float]] = {}
-        for prefix, functions, values, units in self._of_labels(world):
-            order = np.argsort(values[1], kind="stable")  # sorting them again then takes one pass
-            (labels, outputs, weights), units = values[:, order], units[order]
-            if grouped and "auc" in functions:
-                functions["gauc"] = partial(grouped_auc, units)
-            measure = partial(_all_of, list(functions.values()), labels, outputs, weights)
-            found |= bootstrap.intervals(world, units, [prefix + key for key in functions], measure)
-        return found
-
-    def _of_labels(self, world: World) -> Iterator[tuple[str, dict[str, _OfRows], np.ndarray, np.ndarray]]:
-        """Yield of each label the prefix of its metrics, their functions, and of the rows of all ranks what these take,
-        float64 [3, rows], and the units, uint64 [rows]."""
-        none = np.zeros((3, 0), np.float32), np.zeros(0, np.uint64)
-        for (name, label), rows, units in zip(self._labels.items(), self._rows, self._units, strict=True):
-            mine = np.concatenate([none[0], *rows], axis=1), np.concatenate([none[1], *units])
-            values, of_rows = (np.concatenate(each, axis=-1) for each in zip(*world.gather(mine), strict=True))
-            functions = {key: _METRICS[key] for key in LABEL_METRICS[label.loss]}
-            if label.loss is LabelLoss.binary:
-                functions["calibration"] = calibration
-            yield f"{name}." if len(self._labels) > 1 else "", functions, values.astype(np.float64), of_rows
 
 
 def _recall(hits: torch.Tensor, num_targets: torch.Tensor) -> torch.Tensor:

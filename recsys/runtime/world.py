@@ -8,7 +8,7 @@ import re
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -74,6 +74,16 @@ class World:
         total = tensor.clone()
         dist.all_reduce(total, group=self.host_group)
         return total
+
+    def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send every rank its part, and return those for this one, in order of rank; host tensors of one dimension."""
+        sent = torch.tensor([len(part) for part in parts])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.host_group)
+        sizes = received.tolist()
+        found = parts[0].new_empty(sum(sizes))
+        dist.all_to_all_single(found, torch.cat(list(parts)), sizes, sent.tolist(), group=self.host_group)
+        return list(found.split(sizes))
 
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; if it fails anywhere, raise the first failure on every rank.

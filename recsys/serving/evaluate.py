@@ -23,7 +23,8 @@ from recsys.data.wanted import role_features, row_filter
 from recsys.errors import UserError
 from recsys.ids import hash_column, hash_integers
 from recsys.models.bootstrap import Bootstrap
-from recsys.models.metrics import Evaluator, LabelEvaluator, RetrievalEvaluator, is_higher_better
+from recsys.models.label_metrics import LabelEvaluator
+from recsys.models.metrics import Evaluator, RetrievalEvaluator, is_higher_better
 from recsys.runtime.files import replace_file, unused_folder
 from recsys.runtime.logs import git_commit, logger, quiet_libraries, show_metrics, start_logging, to_json
 from recsys.runtime.versions import installed_versions

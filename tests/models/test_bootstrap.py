@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from recsys.models.bootstrap import Bootstrap
-from recsys.models.metrics import auc, grouped_auc
+from recsys.models.label_metrics import auc, grouped_auc
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 

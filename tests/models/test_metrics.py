@@ -1,8 +1,10 @@
 """Metrics against plain loops over rows, pairs and users, on one rank and on several."""
 
 import math
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,53 +14,59 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device, LabelConfig
-from recsys.config.choices import RetrievalMetric
+from recsys.config.choices import LabelLoss, RetrievalMetric
 from recsys.data.batch import Batch
 from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.models import items as items_module
-from recsys.models import metrics
+from recsys.models import label_metrics as label_module
 from recsys.models.items import ItemVectors
-from recsys.models.metrics import (
-    LabelEvaluator,
-    RetrievalEvaluator,
-    auc,
-    is_higher_better,
-    log_loss,
-    normalized_entropy,
-)
+from recsys.models.label_metrics import LabelEvaluator, auc, label_metrics
+from recsys.models.metrics import RetrievalEvaluator, is_higher_better
 from recsys.runtime.world import open_world
 
 # A division by nothing must not be made, rather than come out as NaN with a warning.
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 Lists = list[list[int]]
+
+
+def of_binary(name: str) -> Any:
+    """Return a metric of labels, logits and weights."""
+    return lambda *rows: label_metrics(LabelLoss.binary, *rows)[name]
+
+
+log_loss, normalized_entropy, calibration = map(of_binary, ("log_loss", "normalized_entropy", "calibration"))
 LABELS = {"label": LabelConfig()}
 
 
-@dataclass
-class Ranks:
-    """Stands for a World whose ranks compute one after the other: the first round collects, the second answers."""
+class Rank:
+    """Stands for a World: ranks are threads, and wait for each other."""
 
-    values: list[Any] = field(default_factory=list)
-    complete: bool = False
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list[Any]) -> None:
+        self.rank, self.world_size = rank, len(values)
+        self._barrier, self._values = barrier, values
 
     def gather(self, value: Any) -> list[Any]:
-        if not self.complete:
-            self.values.append(value)
-        return list(self.values)
+        self._values[self.rank] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor)).sum(0)
 
+    def exchange(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [of_rank[self.rank] for of_rank in self.gather(parts)]
+
 
 def over_ranks(evaluators: list[Any]) -> dict[str, float]:
     """Compute on every rank; all must agree."""
-    ranks: Any = Ranks()
-    for evaluator in evaluators:
-        evaluator.compute(ranks)
-    ranks.complete = True
-    results = [evaluator.compute(ranks) for evaluator in evaluators]
+    barrier, values = threading.Barrier(len(evaluators), timeout=60), [None] * len(evaluators)
+    with ThreadPoolExecutor(len(evaluators)) as threads:
+        futures = [threads.submit(each.compute, Rank(rank, barrier, values)) for rank, each in enumerate(evaluators)]
+        results = [future.result() for future in futures]
     for result in results:
         assert result == pytest.approx(results[0], nan_ok=True)
     return results[0]
@@ -196,12 +204,26 @@ def test_ranking_over_ranks_and_batches(num_ranks):
     )
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("num_rows", [0, 3, 90, 2000])
+def test_auc_over_ranks_with_many_ties(num_rows, num_ranks, monkeypatch):
+    monkeypatch.setattr(label_module, "_ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(label_module, "_SAMPLED_SCORES", 8)
+    rng = np.random.default_rng(num_rows)
+    logits = np.where(rng.random(num_rows) < 0.5, rng.integers(-3, 4, num_rows), rng.normal(size=num_rows))
+    logits *= rng.choice([1.0, -1.0], num_rows)  # -0.0 equals 0.0
+    rows = rng.integers(0, 2, num_rows).astype(float), logits.astype(np.float32), rng.random(num_rows)
+    expected = auc(rows[0], rows[1].astype(float), rows[2].astype(np.float32).astype(float))
+    found = over_ranks(ranking_evaluators(num_ranks, rows))["auc"]
+    assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
 def test_calibration_by_hand():
     labels, ones = np.array([1.0, 0.0, 0.0, 0.0]), np.ones(4)
-    assert metrics.calibration(labels, np.full(4, -math.log(3)), ones) == pytest.approx(1)
-    assert metrics.calibration(labels, np.zeros(4), ones) == pytest.approx(2)
-    assert metrics.calibration(labels, np.array([1e4, -1e4, -1e4, -1e4]), ones) == pytest.approx(1)
-    assert math.isnan(metrics.calibration(np.zeros(4), np.zeros(4), ones))
+    assert calibration(labels, np.full(4, -math.log(3)), ones) == pytest.approx(1)
+    assert calibration(labels, np.zeros(4), ones) == pytest.approx(2)
+    assert calibration(labels, np.array([1e4, -1e4, -1e4, -1e4]), ones) == pytest.approx(1)
+    assert math.isnan(calibration(np.zeros(4), np.zeros(4), ones))
 
 
 def test_ranking_fill_does_not_count():

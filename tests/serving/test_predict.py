@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, evaluate, fork_train
 
-from recsys.models.metrics import auc
+from recsys.models.label_metrics import auc
 from recsys.serving import predict as predict_module
 
 BLOCK_ROWS = 60

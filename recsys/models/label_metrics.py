@@ -1,0 +1,241 @@
+"""Metrics of labels over all ranks, each of which keeps its own rows: AUC, exactly, and what follows from sums."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import numpy as np
+import torch
+
+from recsys.config import LabelConfig
+from recsys.config.choices import LabelLoss
+from recsys.data.batch import Batch
+from recsys.models.bootstrap import Bootstrap
+from recsys.runtime.world import World
+
+_ROWS_AT_ONCE = 1 << 18  # of what takes several FP64 numbers for each row
+_SAMPLED_SCORES = 1 << 10  # of a rank, to find ranges of scores that have about as many rows each
+
+
+def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
+    """Return the area under the ROC curve, ties counted half; NaN when one class is missing.
+
+    Args:
+        labels: 0 or 1; scores: any order-preserving score; weights: 0 or more. All [rows].
+    """
+    return grouped_auc(np.zeros(len(labels), np.int8), labels, scores, weights)
+
+
+def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
+    """Return the mean of the groups' AUCs by their sums of weights (Zhu et al. 2017, doi:10.1145/3097983.3098134).
+
+    Groups in which one class is missing do not count; NaN if all are so.
+
+    Args:
+        groups: of any type, [rows]. The others: as of `auc`.
+    """
+    if not len(labels):
+        return float("nan")
+    order = np.argsort(scores, kind="stable")
+    order = order[np.argsort(groups[order], kind="stable")]
+    groups, scores, labels, weights = groups[order], scores[order], labels[order], weights[order].astype(np.float64)
+    begins = np.r_[True, groups[1:] != groups[:-1]]
+    ties = np.flatnonzero(begins | np.r_[True, scores[1:] != scores[:-1]])  # the first of each set of equal scores
+    positive, negative = np.add.reduceat(weights * labels, ties), np.add.reduceat(weights * (1 - labels), ties)
+    first = np.flatnonzero(begins[ties])  # of each group
+    below = np.cumsum(negative) - negative
+    below -= np.repeat(below[first], np.diff(np.r_[first, len(ties)]))
+    right = np.add.reduceat(positive * (below + negative / 2), first)
+    positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
+    counted = (positive > 0) & (negative > 0)
+    if not counted.any():
+        return float("nan")
+    of_group = right[counted] / (positive * negative)[counted]
+    return float(np.average(of_group, weights=(positive + negative)[counted]))
+
+
+def label_metrics(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+    """Return the metrics of rows; NaN is what they do not tell.
+
+    Of a binary label AUC, log loss in nats, normalized entropy (log loss over the entropy of the mean label; He et al.
+    2014, doi:10.1145/2648584.2648589) and calibration (the mean prediction over the mean label), of a number the root
+    of the mean squared error and the mean absolute error.
+
+    Args:
+        labels: 0 or 1, or a number; outputs: logits, or numbers; weights: 0 or more. All [rows].
+    """
+    order = {"auc": auc(labels, outputs, weights)} if loss is LabelLoss.binary else {}
+    return order | _from_sums(loss, _sums(loss, labels, outputs, weights))
+
+
+def _sums(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return the sums of weights, and of the weighted values of rows that `_from_sums` divides."""
+    if loss is LabelLoss.binary:
+        losses = np.logaddexp(0, outputs) - labels * outputs
+        rates = np.exp(-np.logaddexp(0, -outputs))  # 1 / (1 + exp(-x)) without an overflow
+        of_rows = [weights, weights * labels, weights * losses, weights * rates]
+    else:
+        errors = outputs - labels
+        of_rows = [weights, weights * errors**2, weights * np.abs(errors)]
+    return np.array([each.sum() for each in of_rows], np.float64)
+
+
+def _from_sums(loss: LabelLoss, sums: np.ndarray) -> dict[str, float]:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = sums[1:] / sums[0]
+        if loss is LabelLoss.squared:
+            return {"rmse": float(np.sqrt(means[0])), "mae": float(means[1])}
+        rate, log_loss, predicted = means
+        entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))  # NaN where one class is missing
+        found = log_loss, log_loss / entropy, predicted / rate if rate > 0 else np.nan
+    return dict(zip(("log_loss", "normalized_entropy", "calibration"), map(float, found), strict=True))
+
+
+class LabelEvaluator:
+    """The metrics of each label, as `label_metrics` has them.
+
+    Their names begin with that of the label where there are several: `click.auc`. Rows whose label is not known do not
+    count for it. A rank keeps 12 bytes of each of its rows, and computes with 12 more, or 32 where there are others.
+    """
+
+    def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
+        self._labels = labels
+        self._rows: list[list[np.ndarray]] = [[] for _ in labels]
+        self._units: list[list[np.ndarray]] = [[] for _ in labels]
+
+    def update(
+        self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
+    ) -> None:
+        """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
+        assert isinstance(outputs, torch.Tensor)
+        columns = outputs.float().view(len(outputs), len(self._labels)).unbind(1)
+        for i, column in enumerate(columns):
+            values = torch.stack([batch.labels[:, i], column, batch.label_weights(i)]).cpu().numpy()
+            self._rows[i].append(values[:, values[2] > 0])
+            if units is not None:
+                self._units[i].append(units[values[2] > 0])
+
+    def compute(self, world: World) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for prefix, loss, i in self._prefixed():
+            rows = self._own(i)
+            found = {"auc": _auc_of_ranks(world, rows)} if loss is LabelLoss.binary else {}
+            own = sum((_sums(loss, *piece) for piece in _pieces(rows)), _sums(loss, *np.zeros((3, 0))))
+            sums = world.sum(torch.from_numpy(np.r_[rows.shape[1], own])).numpy()
+            found |= _from_sums(loss, sums[1:]) | {"rows": float(sums[0])}
+            metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+        return metrics
+
+    def grouped(self, world: World) -> dict[str, float]:
+        """Return the grouped AUC of binary labels, by the units as groups; collective, each rank takes all rows."""
+        return {
+            f"{prefix}gauc": grouped_auc(units, *values)
+            for prefix, loss, values, units in self._of_all(world)
+            if loss is LabelLoss.binary
+        }
+
+    def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool) -> dict[str, list[float]]:
+        """Return the intervals of all metrics by draws of units, with `grouped` those of `grouped` too; collective,
+        each rank takes all rows."""
+        found: dict[str, list[float]] = {}
+        for prefix, loss, values, units in self._of_all(world):
+            order = np.argsort(values[1], kind="stable")  # sorting them again then takes one pass
+            rows, units = values[:, order], units[order]
+            with_groups = grouped and loss is LabelLoss.binary
+            names = [*label_metrics(loss, *np.zeros((3, 0))), *(["gauc"] if with_groups else [])]
+            measure = partial(_drawn, loss, rows, units if with_groups else None)
+            found |= bootstrap.intervals(world, units, [prefix + name for name in names], measure)
+        return found
+
+    def _prefixed(self) -> Iterator[tuple[str, LabelLoss, int]]:
+        """Yield of each label the prefix of its metrics, its loss and its number."""
+        for i, (name, label) in enumerate(self._labels.items()):
+            yield f"{name}." if len(self._labels) > 1 else "", label.loss, i
+
+    def _own(self, i: int) -> np.ndarray:
+        """Return this rank's rows of a label: labels, outputs and weights, FP32 [3, rows]."""
+        self._rows[i] = [np.concatenate([np.zeros((3, 0), np.float32), *self._rows[i]], axis=1)]
+        return self._rows[i][0]
+
+    def _of_all(self, world: World) -> Iterator[tuple[str, LabelLoss, np.ndarray, np.ndarray]]:
+        """Yield of each label the prefix of its metrics, its loss, the rows of all ranks, float64 [3, rows], and their
+        units, uint64 [rows]."""
+        for prefix, loss, i in self._prefixed():
+            mine = self._own(i), np.concatenate([np.zeros(0, np.uint64), *self._units[i]])
+            values, units = (np.concatenate(each, axis=-1) for each in zip(*world.gather(mine), strict=True))
+            yield prefix, loss, values.astype(np.float64), units
+
+
+def _drawn(loss: LabelLoss, rows: np.ndarray, groups: np.ndarray | None, drawn: np.ndarray) -> list[float]:
+    labels, outputs, weights = rows[0], rows[1], rows[2] * drawn
+    found = [*label_metrics(loss, labels, outputs, weights).values()]
+    return found if groups is None else [*found, grouped_auc(groups, labels, outputs, weights)]
+
+
+def _pieces(rows: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, rows.shape[1], _ROWS_AT_ONCE):
+        yield rows[:, start : start + _ROWS_AT_ONCE].astype(np.float64)
+
+
+def _auc_of_ranks(world: World, rows: np.ndarray) -> float:
+    """Return the AUC of the rows of all ranks, on every rank; collective.
+
+    Each rank takes the rows of a range of scores. What it lacks is how many negative rows lie below that.
+
+    Args:
+        rows: this rank's labels, scores and weights, FP32 [3, rows].
+    """
+    right = positive = negative = 0.0
+    for of_rank in world.gather(_pairs(_of_ranges(world, rows))):
+        right += of_rank[0] + of_rank[1] * negative
+        positive += of_rank[1]
+        negative += of_rank[2]
+    return right / (positive * negative) if positive > 0 and negative > 0 else float("nan")
+
+
+def _of_ranges(world: World, rows: np.ndarray) -> np.ndarray:
+    """Return the rows of this rank's range of scores, out of those of all ranks; collective."""
+    if world.world_size == 1:
+        return rows
+    step = max(1, rows.shape[1] // _SAMPLED_SCORES)
+    sample = np.sort(np.concatenate(world.gather(rows[1, ::step].copy())))
+    bounds = sample[
+        [len(sample) * rank // world.world_size for rank in range(1, world.world_size)] if len(sample) else []
+    ]
+    owner = np.searchsorted(bounds, rows[1], side="right")
+    received = world.exchange([torch.from_numpy(rows[:, owner == rank].ravel()) for rank in range(world.world_size)])
+    return np.concatenate([part.numpy().reshape(3, -1) for part in received], axis=1)
+
+
+def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
+    """Return the pairs of a positive and a negative row that are in order, ties counted half, and the rows of both.
+
+    Each row counts by its weight.
+    """
+    labels, scores, weights = rows
+    keys = np.empty(len(scores), np.uint64)  # the score, as an integer of the same order, and the row
+    for start in range(0, len(scores), _ROWS_AT_ONCE):
+        bits = (scores[start : start + _ROWS_AT_ONCE] + np.float32(0)).view(np.uint32)  # -0.0 becomes 0.0
+        ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
+        keys[start : start + len(bits)] = ordered << 32 | np.arange(start, start + len(bits), dtype=np.uint64)
+    keys.sort()
+    right = positive = negative = 0.0
+    start = 0
+    while start < len(keys):
+        stop = start + _ROWS_AT_ONCE
+        if stop < len(keys):  # equal scores stay together
+            stop = np.searchsorted(keys, (keys[stop] >> 32) << 32)
+            stop = stop if stop > start else np.searchsorted(keys, ((keys[start] >> 32) + 1) << 32)
+        order = (keys[start:stop] & 0xFFFFFFFF).astype(np.int64)
+        of_piece = _pairs_of_sorted(labels[order], scores[order], weights[order].astype(np.float64))
+        right += of_piece[0] + of_piece[1] * negative
+        positive, negative, start = positive + of_piece[1], negative + of_piece[2], stop
+    return right, positive, negative
+
+
+def _pairs_of_sorted(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
+    ties = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]])  # the first of each set of equal scores
+    positive, negative = np.add.reduceat(weights * labels, ties), np.add.reduceat(weights * (1 - labels), ties)
+    below = np.cumsum(negative) - negative
+    whole = [0]
+    right = np.add.reduceat(positive * (below + negative / 2), whole)
+    return float(right[0]), float(np.add.reduceat(positive, whole)[0]), float(np.add.reduceat(negative, whole)[0])
