@@ -37,7 +37,7 @@ _FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an el
 _FILLED_BYTES = 33
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
 _BLAS_THREADS = 2  # the training thread, and autograd's for backward passes on a GPU
-_BATCHES_ON_GPU = 3  # of the pipeline: trained, its ids exchanged, copied
+_BATCHES_IN_PIPELINE = 3  # trained, its ids exchanged, copied; a single CPU rank has one at a time
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
@@ -69,6 +69,8 @@ class _Rank:
     ) -> None:
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
         self._pieces, self._rank = pieces, rank
+        alone = config.debug or (topology.world_size == 1 and not topology.on_gpu)
+        self._batches_in_pipeline = 1 if alone else _BATCHES_IN_PIPELINE
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._tables = rank_tables(config, pieces, rank)
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
@@ -194,7 +196,7 @@ class _Rank:
         data, topology = self._config.data, self._topology
         ahead = batches_ahead(data.prefetch_batches, topology.device, topology.local_world_size)
         queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
-        queued += _BATCHES_ON_GPU - 1
+        queued += self._batches_in_pipeline - 1
         batch = self.batch_bytes
         if self._topology.on_gpu:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
@@ -240,12 +242,14 @@ class _Rank:
         dense, ranks = self._dense, self._topology.world_size
         sort = _SORT_BYTES[self._topology.device.type]
         in_flight = {
-            # What the ids of two batches take on their way to the ranks that look them up, and there.
-            "collective_ids": int(2 * (self.ids + self.exchanged_ids) * self._data.id_bytes),
+            # What the ids of up to two batches take on their way to the ranks that look them up, and there.
+            "collective_ids": int(
+                min(2, self._batches_in_pipeline) * (self.ids + self.exchanged_ids) * self._data.id_bytes
+            ),
             "lookup_ids": self.exchanged_ids * _WIRE_ID_BYTES,
         }
         if self._topology.on_gpu:
-            in_flight["batches"] = _BATCHES_ON_GPU * self.batch_bytes
+            in_flight["batches"] = _BATCHES_IN_PIPELINE * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         # Alone, what tables of several sharding types give is copied into one tensor, and stays until the last
         # micro-batch is done.

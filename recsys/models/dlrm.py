@@ -150,12 +150,10 @@ class DLRM(Model):
             vectors = list(self.embedding_dropout(torch.cat(vectors, dim=1)).chunk(len(vectors), dim=1))
         if self.bottom is not None:
             vectors.insert(0, self.bottom(floats))
-        stacked = torch.stack(vectors, dim=1)  # [rows, vectors, dim]
-        device = stacked.device.type
-        if (self._dots.like or device) == "cuda" and torch.is_autocast_enabled(device):
-            stacked = stacked.to(torch.get_autocast_dtype(device))  # and so are its gradient's products
-        dots = self._dots(stacked)
-        kept = [stacked.flatten(1)] if self.keep_vectors else vectors[:1] if self.bottom is not None else []
+        device = vectors[0].device.type
+        on_gpu = (self._dots.like or device) == "cuda" and torch.is_autocast_enabled(device)
+        dots = self._dots(vectors, torch.get_autocast_dtype(device) if on_gpu else None)
+        kept = vectors if self.keep_vectors else vectors[:1] if self.bottom is not None else []
         return self.top(torch.cat([*kept, dots], dim=1)).squeeze(1)
 
     def rehearse(self, device: torch.device) -> None:

@@ -1,79 +1,124 @@
 """Dot products of all pairs of a row's vectors."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
-_MOST_BY_MATRIX = 48  # vectors: the matrix has about half their number to the power of 4 elements, here 10 MiB
+from recsys.models.columns import beside
+
+_ELEMENTS_AT_ONCE = 1 << 18  # of vectors, on CPUs: with their products they stay in a core's own cache
+_LANES = 16  # a CPU multiplies by as many columns in the time of one
 
 
 class PairwiseDots:
-    """Computes the dot products, on CPUs by matrices that are made once.
+    """Computes the dot products, on CPUs a block of rows after the other.
 
     Attributes:
-        like: computes as on a device of this type; None: as suits that of the vectors.
+        like: computes as on a device of this type, of several blocks the first alone, for fake tensors; None: as suits
+            the device of the vectors.
     """
 
     def __init__(self) -> None:
-        # Made once for each type that vectors come in, which autocast may change.
-        self._picks: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._pairs: dict[tuple[int, int, torch.device], _Pairs] = {}
         self.like: str | None = None
 
-    def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return the products below the diagonal, [rows, pairs], of [rows, n, dim]."""
-        products: torch.Tensor = _PairwiseDots.apply(vectors, *self._picks_of(vectors))
+    def __call__(self, vectors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the products below the diagonal of a row's vectors with each other, [rows, pairs].
+
+        Args:
+            vectors: [rows, dim] each. dtype: to multiply in; default: theirs.
+        """
+        number, (rows, dim), device = len(vectors), vectors[0].shape, vectors[0].device
+        if torch.compiler.is_exporting():
+            below, others = torch.tril_indices(number, number, offset=-1)
+            stacked = torch.stack(list(vectors), dim=1)
+            return torch.bmm(stacked, stacked.mT)[:, below, others]
+        whole = (self.like or device.type) != "cpu" or torch.compiler.is_compiling()
+        key = number, number if whole else -(-number // _LANES) * _LANES, device
+        if key not in self._pairs:
+            self._pairs[key] = _Pairs.of(*key)
+        num_blocks = 1 if whole else max(1, -(-rows * number * dim // _ELEMENTS_AT_ONCE))
+        blocks = _Blocks(self._pairs[key].columns, -(-rows // num_blocks), dtype or vectors[-1].dtype, bool(self.like))
+        products: torch.Tensor = _PairwiseDots.apply(self._pairs[key], blocks, *vectors)
         return products
 
-    def _picks_of(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key = vectors.dtype, vectors.device
-        if vectors.shape[1] > _MOST_BY_MATRIX or (self.like or vectors.device.type) != "cpu":
-            return vectors.new_zeros(0), vectors.new_zeros(0)
-        if key not in self._picks:
-            self._picks[key] = _pairs(vectors.shape[1], *key)
-        return self._picks[key]
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Where the pairs of n vectors are in their matrix of products, of n rows and `columns`.
+
+    Attributes:
+        below: the places below the diagonal, [pairs] int64.
+        both: the pair of each place of the matrix without further columns; the diagonal's is none, [n * n].
+    """
+
+    columns: int
+    below: torch.Tensor
+    both: torch.Tensor
+
+    @staticmethod
+    def of(n: int, columns: int, device: torch.device) -> "_Pairs":
+        """Return the places on a device."""
+        rows, others = torch.tril_indices(n, n, offset=-1)
+        both = torch.full((n, n), len(rows))
+        both[rows, others] = both[others, rows] = torch.arange(len(rows))
+        return _Pairs(columns, (rows * columns + others).to(device), both.flatten().to(device))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How vectors are stacked: of `at_once` rows, `places` vectors each, the last of them 0."""
+
+    places: int
+    at_once: int
+    dtype: torch.dtype
+    only_first: bool
+
+    def of(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the rows of a block and their vectors, [rows, places, dim], in the memory of the block before."""
+        tensors, (rows, dim) = beside(vectors), vectors[0].shape
+        memory = vectors[0].new_empty(self.at_once, self.places * dim, dtype=self.dtype)
+        memory[:, len(vectors) * dim :] = 0
+        starts = range(0, rows, self.at_once) if self.at_once < rows else (0,)
+        for start in starts[:1] if self.only_first else starts:
+            block, column = memory[: rows - start], 0
+            for tensor in tensors:
+                block[:, column : column + tensor.shape[1]] = tensor[start : start + self.at_once]
+                column += tensor.shape[1]
+            yield slice(start, start + self.at_once), block.view(-1, self.places, dim)
 
 
 class _PairwiseDots(torch.autograd.Function):
     """The dot products of all pairs of a row's vectors, below the diagonal.
 
-    Autograd's own backward takes two batched products where one is enough, since the products are symmetric, and picks
-    the pairs by indices, which takes CPUs longer than multiplying by a matrix of zeros and ones, unless that is large.
+    Autograd's own backward takes two batched products where one is enough, since the products are symmetric; and what
+    it stacks, multiplies and picks goes through memory, which takes a CPU longer than to compute it.
     """
 
     @staticmethod
-    def forward(ctx: Any, vectors: torch.Tensor, picked: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
-        """Return the products, [rows, pairs].
-
-        Args:
-            vectors: [rows, n, dim].
-            picked, spread: what `_pairs` gives; without elements: indices pick the pairs.
-        """
-        ctx.save_for_backward(vectors, spread)
-        n, products = vectors.shape[1], torch.bmm(vectors, vectors.transpose(1, 2))
-        if not spread.numel():
-            rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
-            return products[:, rows, columns]
-        return products.flatten(1) @ picked
+    def forward(ctx: Any, pairs: _Pairs, blocks: _Blocks, *vectors: torch.Tensor) -> torch.Tensor:
+        """Return the products, [rows, pairs]."""
+        ctx.pairs, ctx.blocks, n, result = pairs, blocks, len(vectors), None
+        ctx.save_for_backward(*vectors)
+        for rows, stacked in blocks.of(vectors):
+            products = torch.bmm(stacked[:, :n], stacked.mT).flatten(1).index_select(1, pairs.below)
+            result = products.new_empty(len(vectors[0]), len(pairs.below)) if result is None else result
+            result[rows] = products
+        assert result is not None
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        vectors, spread = ctx.saved_tensors
-        n, gradient = vectors.shape[1], gradient.to(vectors.dtype)  # under autocast it comes in its type
-        if not spread.numel():
-            rows, columns = torch.tril_indices(n, n, offset=-1, device=vectors.device)
-            both = gradient.new_zeros(len(gradient), n, n)
-            both[:, rows, columns] = gradient
-            both[:, columns, rows] = gradient
-        else:
-            both = (gradient @ spread).view(-1, n, n)
-        return torch.bmm(both, vectors), None, None
-
-
-def _pairs(n: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what picks the entries below the diagonal, [n * n, pairs], and what puts them on both of its sides."""
-    rows, columns = torch.tril_indices(n, n, offset=-1, device=device)
-    numbers = torch.arange(len(rows), device=device)
-    picked, spread = torch.zeros(2, n * n, len(rows), dtype=dtype, device=device)
-    picked[rows * n + columns, numbers] = 1
-    spread[rows * n + columns, numbers] = spread[columns * n + rows, numbers] = 1
-    return picked, spread.T.contiguous()
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        vectors, pairs, blocks = ctx.saved_tensors, ctx.pairs, ctx.blocks
+        n, (rows, dim) = len(vectors), vectors[0].shape
+        widths = [each.shape[1] for each in beside(vectors)]
+        gradients = [vectors[0].new_empty(rows, width) for width in widths]
+        for some, stacked in blocks.of(vectors):
+            padded = F.pad(gradient[some].to(blocks.dtype), (0, 1))  # with what the diagonal takes
+            block = torch.bmm(padded.index_select(1, pairs.both).view(-1, n, n), stacked[:, :n])
+            for whole, part in zip(gradients, block.flatten(1).split(widths, 1), strict=True):
+                whole[some] = part
+        return None, None, *(each for whole in gradients for each in whole.split(dim, 1))

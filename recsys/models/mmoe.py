@@ -51,7 +51,7 @@ class TaskModel(Model):
         """Return all features side by side, [rows, self.width]."""
         of_ids = [vectors[name] for name in self.features]
         if self._config.dots:
-            of_ids.append(self._dots(torch.stack(of_ids, dim=1)))
+            of_ids.append(self._dots(of_ids))
         return torch.cat([*of_ids, floats], dim=1)
 
     def rehearse(self, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from recsys.config import LabelConfig
 from recsys.config.choices import LabelNulls, RowCode
 from recsys.data.batch import Batch
 from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
+from recsys.models.columns import Columns
 from recsys.step.exchange import Totals, all_finite, filled
 from recsys.tables.row_codes import quantize_rows
 
@@ -105,7 +106,7 @@ class Lookup:
         """Return the columns of rows of `pooled`, or of a gradient by them, by feature."""
         assert self.pooled is not None
         # Their order follows the sharding plan; by key it cannot matter.
-        return dict(zip(self.pooled.keys(), values.split(self.pooled.length_per_key(), dim=1), strict=True))
+        return dict(zip(self.pooled.keys(), Columns.apply(values, self.pooled.length_per_key()), strict=True))
 
     def vectors(
         self, part: Part, tensors: Sequence[torch.Tensor], averaged: Mapping[str, list[str]], unpooled: Collection[str]

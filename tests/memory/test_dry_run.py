@@ -183,7 +183,7 @@ def test_micro_batches_and_checkpointing_take_less(tmp_path: Path) -> None:
         "checkpointing": ["train.activation_checkpointing=true"],
         "half": ["train.global_batch_size=2048"],
     }.items():
-        config = load_config(path, ["train.global_batch_size=4096", *options])
+        config = load_config(path, ["train.global_batch_size=4096", "model.top_mlp=[512, 512]", *options])
         with rehearse_world(1, 1, torch.device("cpu")):
             facts = rehearse(config, data_facts(config, None, 1), config.train.global_batch_size, CPU)
         sizes[name] = facts.step_bytes

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchgen.gen import ParsedYaml, parse_native_yaml
 from torchgen.model import DispatchKey
 
+from recsys.step import pipeline
 from recsys.step.pipeline import OverlappedPipeline
 from recsys.step.step import DenseHalf
 
@@ -88,7 +89,8 @@ class Operators(TorchDispatchMode):
 
 
 def count_waits() -> None:
-    """Count in the order of a GPU's step."""
+    """Count in the order of a GPU's step, and by its pipeline."""
+    pipeline.PlainPipeline = OverlappedPipeline  # type: ignore[assignment, misc]
     DenseHalf.late_exchange = property(lambda self: True, lambda self, late: None)  # type: ignore[assignment]
     progress, step, found = OverlappedPipeline.progress, 0, Counter[tuple[str, str]]()
     operators: set[str] = set()

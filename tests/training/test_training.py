@@ -14,7 +14,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from launch import ROOT, environment, fork_train, run_train, train_command
 
-from recsys.step.pipeline import OverlappedPipeline
+from recsys.step.pipeline import PlainPipeline
 
 CONFIG = "configs/dlrm_sample.yaml"
 EACH_STEP = ("train.log_every_steps=1", "data.window_mib=1")
@@ -197,13 +197,13 @@ def test_debug_mode_is_one_short_plain_process(tmp_path: Path) -> None:
 
 
 def tell_of_caches_and_pipelines() -> None:
-    make = OverlappedPipeline.__init__
+    make = PlainPipeline.__init__
 
-    def init(self: OverlappedPipeline, *arguments: Any) -> None:
+    def init(self: PlainPipeline, *arguments: Any) -> None:
         getLogger("recsys").info("a pipeline is made")
         make(self, *arguments)
 
-    OverlappedPipeline.__init__ = init  # type: ignore[method-assign]
+    PlainPipeline.__init__ = init  # type: ignore[method-assign]
 
     def reset_cache_states(self: SplitTableBatchedEmbeddingBagsCodegen) -> None:
         getLogger("recsys").info("the cache is dropped")
