@@ -1,9 +1,12 @@
 """Tables in torchrec's terms, and initial weights that depend on (seed, table, row, column) alone."""
 
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torchrec.modules.embedding_configs import DataType as TorchrecDataType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -11,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from recsys.config import Config, DataType, TableConfig
 from recsys.config.features import id_features
-from recsys.runtime.counter_random import make_key
+from recsys.runtime.counter_random import make_key, uniform_numbers
 from recsys.runtime.uniform import uniform
 from recsys.tables.module_names import module_name
 
@@ -21,7 +24,7 @@ _DATA_TYPES = {
     DataType.FP8: TorchrecDataType.NFP8,
 }
 # Drawn at once: on CPU few, since glibc keeps what temporaries of megabytes leave; on GPUs each kernel takes a while.
-CHUNK_ELEMENTS = {"cpu": 1 << 16, "cuda": 1 << 22}
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,27 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
         seed: of the run; table: its name; bound: half width of the interval.
     """
     num_rows, num_columns = shard.shape
-    key = make_key(seed, "table", table)
-    columns = torch.arange(column_offset, column_offset + num_columns, device=shard.device)
-    chunk = max(1, CHUNK_ELEMENTS[shard.device.type] // max(1, num_columns))
-    with torch.no_grad():
-        for start in range(0, num_rows, chunk):
-            stop = min(start + chunk, num_rows)
-            rows = torch.arange(row_offset + start, row_offset + stop, device=shard.device)
+    key, device = make_key(seed, "table", table), shard.device
+    columns = torch.arange(column_offset, column_offset + num_columns, device=device)
+    chunk = max(1, CHUNK_ELEMENTS[device.type] // max(1, num_columns))
+
+    def fill(start: int) -> None:
+        stop = min(start + chunk, num_rows)
+        rows = torch.arange(row_offset + start, row_offset + stop, device=device)
+        if device.type == "cuda":
             shard[start:stop].copy_((uniform(key, rows, columns) * 2 - 1) * bound)
+            return
+        # By NumPy, whose operators start no threads of their own.
+        numbers = uniform_numbers(key, rows.numpy(), columns.numpy())
+        numbers *= 2
+        numbers -= 1
+        numbers *= np.float32(bound)
+        shard.numpy()[start:stop] = numbers
+
+    shard, starts = shard.detach(), range(0, num_rows, chunk)
+    if device.type == "cuda" or len(starts) < 2:
+        for start in starts:
+            fill(start)
+        return
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        deque(threads.map(fill, starts), maxlen=0)
