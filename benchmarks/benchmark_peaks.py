@@ -75,6 +75,14 @@ _TOWERS = {
 }
 _EVALUATED = ("train.eval_every_steps=20", "train.max_steps=60", "data.valid=${data.train}")
 _BY_ELEMENT = "optimizer.tables.name=adagrad"
+_EXPERTS = (
+    "tables.t0={num_embeddings: 20000, mapping: vocabulary, experts: {others: [mid, rest], gate: features}}",
+    "tables.mid={num_embeddings: 50000, embedding_dim: 16, projected_dim: 64, mapping: vocabulary}",
+    "tables.rest={num_embeddings: 200000, embedding_dim: 8, projected_dim: 64}",
+    "tables.t1={experts: {others: [e1, e2, e3], by: hash, active: 2}}",
+    "tables.e{1..3}={num_embeddings: 200000, embedding_dim: 32, projected_dim: 64}",
+    "train.global_batch_size=16384",
+)
 
 CASES = {
     "tables": Case(num_embeddings=1_000_000, dim=32),
@@ -116,6 +124,8 @@ CASES = {
     "FP16 vectors": Case(
         num_embeddings=300_000, overrides=("precision.output_dtype=FP16", "train.global_batch_size=16384")
     ),
+    "experts": Case(ids=4, lists=2, length=10, overrides=_EXPERTS),
+    "experts on two ranks": Case(ids=4, lists=1, length=10, nproc=2, overrides=_EXPERTS),
     "two ranks": Case(num_embeddings=1_000_000, dim=32, nproc=2, overrides=("optimizer.tables.name=sgd",)),
     "row-wise on two ranks": Case(
         rows=200_000,
