@@ -27,6 +27,7 @@ _SAMPLE_ROWS = 20_000
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
 _BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
+_DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
 _ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
 
 
@@ -152,7 +153,11 @@ class _Distinct:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of the first rows: the bytes of its dictionary and of the rest, the dictionary's entries."""
+    """A column of the first rows: the bytes of its dictionary and of the rest, and the dictionary's entries.
+
+    A file's dictionary is that of its whole row group. Where it grew too large, texts follow in plain, and what Arrow
+    makes of them grows with the rows: then `distinct` is there.
+    """
 
     dictionary_bytes: int
     other_bytes: int
@@ -164,15 +169,12 @@ class _Column:
         arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
         dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
         sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
-        largest, entries = max(sizes, default=0), max(map(len, dictionaries), default=0)
-        return cls(largest, max(0, column.nbytes - sum(sizes)), entries, _Distinct.of(column) if entries else None)
+        largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
+        grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
+        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), _Distinct.of(column) if grows else None)
 
     def entries_among(self, times: float) -> float:
-        """Return the entries of the dictionary of so many times the rows.
-
-        A file's dictionary is that of its whole row group; where it grew too large, texts follow in plain, and what
-        Arrow reads grows with the rows.
-        """
+        """Return the entries of the dictionary of so many times the rows."""
         return self.entries if self.distinct is None else max(self.entries, self.distinct.among(times))
 
     def bytes_among(self, times: float) -> float:

@@ -61,13 +61,18 @@ def item_vectors(
 ) -> ItemVectors:
     """Return the vectors of the whole corpus, of which each rank holds those of its rows; collective."""
     assert inputs.corpus is not None
-    dim = inputs.config.model.needs().vector_dim
-    vectors, positions = [torch.zeros(0, dim)], [torch.zeros(0, dtype=torch.int64)]
-    for output in outputs_of(inputs, model, inputs.loader("items"), stop_requested, pipeline):
+    loader, count = inputs.loader("items"), 0
+    vectors, positions = torch.zeros(0, inputs.config.model.needs().vector_dim), torch.zeros(0, dtype=torch.int64)
+    for output in outputs_of(inputs, model, loader, stop_requested, pipeline):
+        if not count:  # pages that are never written to take no memory
+            most = loader.steps_left(Position(), 1) * len(output.outputs[1])
+            vectors, positions = vectors.new_empty(most, vectors.shape[1]), positions.new_empty(most)
         listed = output.batch.lists["position"]  # type: ignore[index]
-        vectors.append(output.outputs[1][listed.lengths() > 0].float().cpu())  # the fill of the last batch has none
-        positions.append(listed.values().cpu().long())
-    return ItemVectors(torch.cat(vectors), torch.cat(positions), len(inputs.corpus), inputs.world)
+        rows = slice(count, count + len(listed.values()))
+        vectors[rows] = output.outputs[1][listed.lengths() > 0].float().cpu()  # the fill of the last batch has none
+        positions[rows] = listed.values().cpu()
+        count = rows.stop
+    return ItemVectors(vectors[:count], positions[:count], len(inputs.corpus), inputs.world)
 
 
 def outputs_of(

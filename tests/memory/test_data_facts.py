@@ -57,6 +57,20 @@ def test_one_row_group_is_decoded_once_and_kept(tmp_path: Path) -> None:
     assert facts_of(tmp_path, **threads).first_decode_bytes == whole.first_decode_bytes
 
 
+def sample_of(folder: Path, feature: str) -> tuple[_Sample, pa.Table]:
+    """Return the first rows as predictions take them, and all rows as they are decoded."""
+    content = {
+        "data": {"train": str(folder / "rows.parquet"), "label_column": "label"},
+        "features": {feature: {"table": "table"}},
+        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
+        "model": {"name": "dlrm", "interaction": "dot_and_embeddings"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(content))
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        inputs = open_inputs(load_config(folder / "config.yaml"), world)
+        return _Sample(inputs, inputs.datasets["train"]), SegmentReader(inputs.datasets["train"]).row_group(0)
+
+
 @pytest.mark.parametrize("alpha", [1.3, 1.05])
 def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_path: Path) -> None:
     """A dictionary that grows beyond 1 MiB is given up by writers, and Arrow's grows with every page that follows."""
@@ -64,18 +78,17 @@ def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_
     ends = np.arange(0, len(numbers) + 1, 10).astype(np.int32)
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array([f"a text {number}" for number in numbers]))
     pq.write_table(pa.table({"words": lists, "label": pa.array(ends[1:] % 2)}), tmp_path / "rows.parquet")
-    content = {
-        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label"},
-        "features": {"words": {"table": "table"}},
-        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
-        "model": {"name": "dlrm", "interaction": "dot_and_embeddings"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        inputs = open_inputs(load_config(tmp_path / "config.yaml"), world)
-        decoded = SegmentReader(inputs.datasets["train"]).row_group(0)
-        sample = _Sample(inputs, inputs.datasets["train"])
+    sample, decoded = sample_of(tmp_path, "words")
     assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.25)
+
+
+def test_a_whole_dictionary_is_not_expected_to_grow(tmp_path: Path) -> None:
+    """The first rows hold texts once each, and the file's dictionary is all that there are."""
+    texts = np.array([f"text {number}" for number in range(20_000)])
+    chosen = np.r_[texts, np.random.default_rng(0).choice(texts, 180_000)]
+    pq.write_table(pa.table({"id": chosen, "label": np.arange(len(chosen)) % 2}), tmp_path / "rows.parquet")
+    sample, decoded = sample_of(tmp_path, "id")
+    assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.05)
 
 
 def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
