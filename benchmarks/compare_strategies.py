@@ -30,6 +30,7 @@ exit_unless_installed()
 
 from recsys.config import Config, IdMappingType, config_text, load_config  # noqa: E402
 from recsys.runtime.drawing import draw_bars  # noqa: E402
+from recsys.tables.row_codes import row_bytes  # noqa: E402
 
 SMALL_TABLE = 100  # tables of fewer rows stay as they are
 PLAIN = "plain torch"
@@ -43,6 +44,7 @@ class Strategy:
         overrides: of the config.
         command: the script that trains, and its options; nproc: processes.
         shared: whether the features of the large tables share one of half the rows.
+        teacher: overrides of a run that is trained first, and whose scores are learned beside the labels; None: none.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Strategy:
     command: tuple[str, ...] = ("train.py",)
     nproc: int = 1
     shared: bool = False
+    teacher: tuple[str, ...] | None = None
 
 
 def strategies(
@@ -94,6 +97,11 @@ def strategies(
     fp16 = each(lambda name: "data_type=FP16")
     rowwise = ("optimizer.tables={name: rowwise_adagrad, learning_rate: 0.05}", *of_rowwise)
     halved = each(lambda name: f"embedding_dim={max(4, tables[name].embedding_dim // 8 * 4)}")
+    low_rank = (
+        *each(lambda name: f"projected_dim={tables[name].model_dim}"),
+        *each(lambda name: f"embedding_dim={max(4, tables[name].model_dim // 16 * 4)}"),
+    )
+    coded = {code: each(lambda name, code=code: f"quantize={code}") for code in ("INT8", "INT4")}  # type: ignore[misc]
     quotients = {name: 2 + int(2 * (table.num_embeddings) ** 0.5) + 1 for name, table in large.items()}
     batch = config.train.global_batch_size
     lists = [name for name, feature in config.features.items() if feature.max_length]
@@ -109,6 +117,8 @@ def strategies(
         Strategy(f"the config's optimizer: {own}"),
         Strategy("FP16 tables", (*full, *fp16)),
         Strategy("half the dimension", (*full, *halved)),
+        Strategy("a quarter of the dimension, widened by a matrix", (*full, *low_rank)),
+        *(Strategy(f"trained for rows of {code}", (*full, *words)) for code, words in coded.items()),
         *(Strategy(f"hashed to 1/{ratio} of the rows", (*full, *hashed(ratio))) for ratio in (2, 4, 8)),
         Strategy("two hashes, 1/4 of the rows", (*full, *hashed(4), *each(lambda name: "num_hashes=2", composed))),
         Strategy(
@@ -127,7 +137,13 @@ def strategies(
         Strategy("BF16 autocast", (*full, "precision.autocast=bf16")),
         Strategy("windows of 4 MiB, one batch ahead", (*full, "data.window_mib=4", "data.prefetch_batches=1")),
         Strategy("two processes", full, nproc=2),
+        Strategy("two processes, dense state shared", (*full, "train.dense_sharding=optimizer"), nproc=2),
     ]
+    if config.model.needs().labels:
+        found += [
+            Strategy("half of the negatives", (*full, "data.keep_negatives=0.5")),
+            Strategy("half the dimension, taught by the whole", (*full, *halved), teacher=full),
+        ]
     stack: tuple[str, ...] = ()
     for name, overrides in (
         (f"{own} + FP16", fp16),
@@ -150,16 +166,22 @@ def run_once(strategy: Strategy, config: str, overrides: list[str], seed: int) -
         launcher = launch_command(strategy.nproc)
         if strategy.shared:
             config, overrides = share_a_table(config, overrides, Path(folder))
-        settings = [*overrides, *strategy.overrides, f"seed={seed}", f"run.dir={run_dir}"]
+        seeded = [*overrides, f"seed={seed}"]
         script, *options = strategy.command
-        command = [*launcher, script, config, *settings, *options]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{strategy.name}: {' '.join(command)}\n{done.stderr[-2000:]}")
+        if strategy.teacher is not None:
+            _run(strategy.name, [*launcher, script, config, *seeded, *strategy.teacher, f"run.dir={folder}/teacher"])
+            seeded.append(f"train.distill.teacher={folder}/teacher")
+        _run(strategy.name, [*launcher, script, config, *seeded, *strategy.overrides, f"run.dir={run_dir}", *options])
         result = json.loads((run_dir / "result.json").read_text())
         found = result if "memory" in result else {**result, **_memory_of_ranks(run_dir, result["world_size"])}
-        kept = ("memory", "loader_bytes", "peak_rss_bytes", "samples_per_s", "steps")
+        kept = ("memory", "served_bytes", "loader_bytes", "peak_rss_bytes", "peak_bytes", "samples_per_s", "steps")
         return {**{key: found[key] for key in kept}, "test": found["metrics"]["test"]}
+
+
+def _run(name: str, command: list[str]) -> None:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name}: {' '.join(command)}\n{done.stderr[-2000:]}")
 
 
 def share_a_table(config: str, overrides: list[str], folder: Path) -> tuple[str, list[str]]:
@@ -181,22 +203,41 @@ def _memory_of_ranks(run_dir: Path, world_size: int) -> dict[str, Any]:
     memory: dict[str, int] = {}
     for line in (line for report in reports for line in report["lines"]):
         memory[line["kind"]] = memory.get(line["kind"], 0) + line["measured_bytes"]
+    hosts = [report["host"] for report in reports]
     return {
         "memory": memory,
+        "served_bytes": _served_bytes(run_dir, reports),
         "loader_bytes": sum(sum(report["loader"].values()) for report in reports),
-        "peak_rss_bytes": sum(report["host"]["peak_rss_bytes"] for report in reports),
+        "peak_rss_bytes": sum(host["peak_rss_bytes"] for host in hosts),
+        "peak_bytes": sum(host["peak_rss_bytes"] - host["baseline_bytes"] for host in hosts),
     }
 
 
-def summarise(runs: list[dict[str, Any]], metric: str) -> dict[str, float]:
-    """Return a strategy's figures over its seeds: means, and medians of what the machine's noise moves."""
+def _served_bytes(run_dir: Path, reports: list[dict[str, Any]]) -> int:
+    """Return the bytes of the tables' rows as `recsys export` writes them: in the codes they were trained for."""
+    tables = load_config(run_dir / "config.yaml").tables
+    rows: dict[str, int] = {}
+    for entry in (entry for report in reports for entry in report["tables"]):
+        ends = [piece["offset"][0] + piece["rows"] for piece in entry["pieces"]]
+        rows[entry["name"]] = max([rows.get(entry["name"], 0), *ends])
+    return sum(count * row_bytes(tables[name], tables[name].quantize) for name, count in rows.items())
+
+
+def summarise(runs: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """Return a strategy's figures over its seeds: means, and medians of what the machine's noise moves.
+
+    `peak_bytes`, above imports, is None of runs that were made before it was kept.
+    """
     memory = runs[0]["memory"]
+    above = [run["peak_bytes"] for run in runs if "peak_bytes" in run]
     values = [run["test"][metric] for run in runs]
     return {
         "table_bytes": sum(size for kind, size in memory.items() if kind.startswith("table_")),
         "dense_bytes": sum(size for kind, size in memory.items() if kind.startswith("dense_")),
         "loader_bytes": statistics.median(run["loader_bytes"] for run in runs),
+        "served_bytes": runs[0].get("served_bytes", memory.get("table_weight", memory.get("table_parameter_bytes"))),
         "peak_rss_bytes": statistics.median(run["peak_rss_bytes"] for run in runs),
+        "peak_bytes": statistics.median(above) if above else None,
         "samples_per_s": statistics.median(run["samples_per_s"] for run in runs),
         metric: statistics.mean(values),
         "stdev": statistics.stdev(values) if len(values) > 1 else 0.0,
@@ -208,16 +249,18 @@ def as_markdown(result: dict[str, Any]) -> str:
     metric, rows = result["metric"], result["strategies"]
     plain = rows[PLAIN]["summary"]
     lines = [
-        f"| Strategy | Tables, MiB | Less | Dense, MiB | Loader, MiB | Process, MiB | Samples/s | {metric} | Change |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        f"| Strategy | Tables, MiB | Less | Served, MiB | Dense, MiB | Loader, MiB | Process, MiB | Above imports, MiB "
+        f"| Samples/s | {metric} | Change |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in rows.items():
         found = row["summary"]
-        mib = [f"{found[key] / 2**20:,.2f}" for key in ("table_bytes", "dense_bytes")]
-        whole = [f"{found[key] / 2**20:,.0f}" for key in ("loader_bytes", "peak_rss_bytes")]
+        mib = [f"{found[key] / 2**20:,.2f}" for key in ("table_bytes", "served_bytes", "dense_bytes")]
+        keys = ("loader_bytes", "peak_rss_bytes", "peak_bytes")
+        whole = ["–" if found[key] is None else f"{found[key] / 2**20:,.0f}" for key in keys]
         less = f"{plain['table_bytes'] / found['table_bytes']:.1f}×"
         score = f"{found[metric]:.4f} ± {found['stdev']:.4f}" if len(row["runs"]) > 1 else f"{found[metric]:.4f}"
-        cells = [name, mib[0], less, mib[1], *whole, f"{found['samples_per_s']:,.0f}", score]
+        cells = [name, mib[0], less, *mib[1:], *whole, f"{found['samples_per_s']:,.0f}", score]
         lines.append(f"| {' | '.join(cells)} | {found[metric] - plain[metric]:+.4f} |")
     return "\n".join(lines) + "\n"
 

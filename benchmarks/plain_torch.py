@@ -128,7 +128,9 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
             "samples_per_s": trainer.progress.totals()["samples_per_s"],
             "memory": kinds,
             "loader_bytes": sum(trainer.loader.host_bytes.values()),
+            "served_bytes": kinds["table_parameter_bytes"],
             "peak_rss_bytes": timeline.peak().peak_bytes,
+            "peak_bytes": timeline.peak().peak_bytes - timeline.baseline_bytes,
         }
 
 

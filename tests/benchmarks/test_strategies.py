@@ -45,13 +45,13 @@ def test_the_table_holds_each_against_plain_torch() -> None:
     memory = {"table_weight": 8 << 20, "table_optimizer": 24 << 20, "dense_weight": 1 << 20}
     small = {"table_weight": 2 << 20, "dense_weight": 1 << 20}
     rows = {
-        compare.PLAIN: [run(memory, 0.80), run(memory, 0.82)],
+        compare.PLAIN: [run(memory, 0.80) | {"peak_bytes": 4 << 20}, run(memory, 0.82)],
         "less": [run(small, 0.805), run(small, 0.795)],
     }
     strategies = {name: {"runs": runs, "summary": compare.summarise(runs, "auc")} for name, runs in rows.items()}
     table = compare.as_markdown({"metric": "auc", "strategies": strategies}).splitlines()
-    assert table[2] == "| plain torch | 32.00 | 1.0× | 1.00 | 3 | 5 | 1,000 | 0.8100 ± 0.0141 | +0.0000 |"
-    assert table[3] == "| less | 2.00 | 16.0× | 1.00 | 3 | 5 | 1,000 | 0.8000 ± 0.0071 | -0.0100 |"
+    assert table[2] == "| plain torch | 32.00 | 1.0× | 8.00 | 1.00 | 3 | 5 | 4 | 1,000 | 0.8100 ± 0.0141 | +0.0000 |"
+    assert table[3] == "| less | 2.00 | 16.0× | 2.00 | 1.00 | 3 | 5 | – | 1,000 | 0.8000 ± 0.0071 | -0.0100 |"
 
 
 def run(memory: dict[str, int], auc: float) -> dict[str, object]:
