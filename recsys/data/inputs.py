@@ -10,6 +10,7 @@ import pyarrow as pa
 from recsys.config import Config, IdMappingType, NullPolicy
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
+from recsys.data.checks import check_types
 from recsys.data.convert import convert_ids
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
@@ -34,7 +35,7 @@ from recsys.data.wanted import (
 )
 from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
-from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes, is_text
+from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes
 from recsys.runtime.files import copy_files
 from recsys.runtime.threads import batches_ahead, decoding_threads
 from recsys.runtime.world import World
@@ -235,7 +236,7 @@ def _read(
     schemas = {dataset.key: dataset.schema for dataset in datasets.values()}
     if "train" not in roles and known is not None:
         schemas["data.train"] = kept_schema(known / "train.footers")
-    _check_types(config, schemas)
+    check_types(config, schemas)
     if "train" in datasets:
         _check_rows(config, datasets["train"])
     corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
@@ -262,33 +263,6 @@ def _check_rows(config: Config, train: Dataset) -> None:
             f"config key 'data.drop_last' leaves out all {train.num_rows:,} rows of data.train, since they do not fill "
             f"one batch of train.global_batch_size={batch}; set it to false, or make batches smaller"
         )
-
-
-def _check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
-    """Refuse a table whose ids are integers in one column and strings in another: they hash to different rows."""
-    for table in config.tables:
-        kinds: dict[str, pa.DataType] = {}  # of the ids; of a list or dictionary, its values
-        for name in id_features(config):
-            if config.features[name].table != table:
-                continue
-            column = column_of(config, name)
-            for key, schema in schemas.items():
-                if column in schema.names:
-                    kind = schema.field(column).type
-                    if name == config.model.needs().item_id and pa.types.is_nested(kind):
-                        raise UserError(
-                            f"config key 'model.item_id': column '{column}' of {key} is {kind}, not one id a row"
-                        )
-                    kinds[f"'{column}' of {key}"] = getattr(kind, "value_type", kind)
-        known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
-        texts = [place for place, kind in known.items() if is_text(kind)]
-        numbers = [place for place in known if place not in texts]
-        if texts and numbers:
-            raise UserError(
-                f"config key 'tables.{table}': its ids are {known[texts[0]]} in column {texts[0]} and "
-                f"{known[numbers[0]]} in column {numbers[0]}; write both with one type (a list: "
-                f"`python -m recsys prepare csv --list 'NAME=SEPARATOR:int64'`)"
-            )
 
 
 def _check_first_rows(inputs: Inputs) -> None:

@@ -39,6 +39,10 @@ def bad_rows() -> Iterator[tuple[Any, str]]:
         lambda rows: with_column(rows, "item_id", rows["item_id"].cast("string")),
         "its ids are string in column 'item_id'",
     )
+    yield (
+        lambda rows: with_column(rows, "item_id", pa.array([[each] for each in rows["item_id"].to_pylist()])),
+        "column 'item_id' has lists of ids in",
+    )
     yield lambda rows: with_column(rows, "price", rows["device"]), "must hold numbers, found"
     yield (
         lambda rows: with_column(rows, "hour", pa.array([24] * len(rows))),

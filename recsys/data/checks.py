@@ -1,0 +1,54 @@
+"""Checks of columns over several data sets: they have to be of one kind."""
+
+import pyarrow as pa
+
+from recsys.config import Config
+from recsys.config.features import id_features
+from recsys.data.wanted import column_of
+from recsys.errors import UserError
+from recsys.ids import is_text
+
+
+def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
+    """Refuse columns of ids that are not alike in all data sets.
+
+    Args:
+        schemas: by the key that names the data.
+
+    Raises:
+        UserError: a table has integers in one column and texts in another, which hash to different rows; or a feature
+            has one id a row in some data and lists in others.
+    """
+    for table in config.tables:
+        kinds: dict[str, pa.DataType] = {}  # of the ids; of a list or dictionary, its values
+        for name in id_features(config):
+            if config.features[name].table != table:
+                continue
+            column = column_of(config, name)
+            found = {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
+            _check_lists(config, name, column, found)
+            kinds |= {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in found.items()}
+        known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
+        texts = [place for place, kind in known.items() if is_text(kind)]
+        numbers = [place for place in known if place not in texts]
+        if texts and numbers:
+            raise UserError(
+                f"config key 'tables.{table}': its ids are {known[texts[0]]} in column {texts[0]} and "
+                f"{known[numbers[0]]} in column {numbers[0]}; write both with one type (a list: "
+                f"`python -m recsys prepare csv --list 'NAME=SEPARATOR:int64'`)"
+            )
+
+
+def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.DataType]) -> None:
+    nested = [key for key, kind in kinds.items() if pa.types.is_nested(kind)]
+    if nested and feature == config.model.needs().item_id:
+        raise UserError(
+            f"config key 'model.item_id': column '{column}' of {nested[0]} is {kinds[nested[0]]}, not one id a row"
+        )
+    lists = [key for key, kind in kinds.items() if pa.types.is_list(kind) or pa.types.is_large_list(kind)]
+    single = [key for key, kind in kinds.items() if key not in nested and not pa.types.is_null(kind)]
+    if lists and single:
+        raise UserError(
+            f"config key 'features.{feature}': column '{column}' has lists of ids in {lists[0]} and one id a row in "
+            f"{single[0]}; write both alike"
+        )
