@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from launch import ROOT, fork_train
+from retrieval import train_towers
 from torch import nn
 
 from recsys.config import Config, Device, NullPolicy, ShardingChoice, config_text, load_config
@@ -62,6 +63,11 @@ def train(config: Path, run_dir: Path, *overrides: str, nproc: int = 1) -> list[
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if record["kind"] == "train"]
+
+
+def recsys(*arguments: object) -> None:
+    done = fork_train(*map(str, arguments), program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_a_hash_chooses_so_many_of_the_experts_for_each_id() -> None:
@@ -175,10 +181,6 @@ def test_it_is_compressed_exported_and_scored_without_torch(config: Path, tmp_pa
     pytest.importorskip("onnxruntime")
     train(config, tmp_path / "run")
 
-    def recsys(*arguments: object) -> None:
-        done = fork_train(*map(str, arguments), program="recsys")
-        assert done.returncode == 0, done.stderr[-3000:]
-
     recsys("compress", tmp_path / "run", tmp_path / "small", "--max-loss", "0.05")
     report = json.loads((tmp_path / "small" / "compression.json").read_text())
     assert "prune" in str(report)
@@ -187,6 +189,30 @@ def test_it_is_compressed_exported_and_scored_without_torch(config: Path, tmp_pa
         recsys("predict", tmp_path / run, ROOT / "data/sample/test", tmp_path / run / "predicted")
         scored = Scorer(tmp_path / run / "out").score(pq.read_table(ROOT / "data/sample/test"))["score"]
         np.testing.assert_allclose(scored, pq.read_table(tmp_path / run / "predicted")["score"], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_of_both_towers(tmp_path: Path) -> None:
+    """The gates of a tower read that tower alone, and a list of items is the same without torch."""
+    pytest.importorskip("onnxruntime")
+    overrides = (
+        "features.kind={column: year, table: kind}",
+        "model.item_features=[item,kind,year]",
+        "tables.kind={num_embeddings: 5, embedding_dim: 8, experts: {others: [kind_2], by: hash, gate: features}}",
+        "tables.kind_2={num_embeddings: 4, embedding_dim: 4, projected_dim: 8}",
+        "tables.user={experts: {others: [user_2, user_3], by: hash, active: 2, gate: features}}",
+        "tables.user_{2..3}={num_embeddings: 100, embedding_dim: 4, projected_dim: 8}",
+    )
+    run = train_towers(tmp_path, *overrides, "train.epochs=2")
+
+    recsys("export", run, tmp_path / "out")
+    users = tmp_path / "valid.parquet"
+    recsys("recommend", run, users, tmp_path / "best", "--k", 5, "--keep", "user")
+    ours = Scorer(tmp_path / "out").recommend(pq.read_table(users), k=5)
+    theirs = pq.read_table(tmp_path / "best")
+    assert ours["items"].to_pylist() == theirs["items"].to_pylist()
+    scores = (each["scores"].combine_chunks().flatten() for each in (ours, theirs))
+    np.testing.assert_allclose(*scores, atol=1e-5)
 
 
 @pytest.mark.parametrize(
