@@ -1,6 +1,8 @@
 """Sharding plans by torchrec's planner, with exact bytes and a search bounded for hundreds of tables."""
 
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -50,7 +52,9 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the fastest plan, by torchrec's estimates, that fits into memory.
 
-    The same tables, config and topology give the same plan.
+    The same tables, config and topology give the same plan. Over gloo, where the estimates, which are of GPUs, do not
+    hold, tables that are free to are whole on one rank each, if there are enough of them and they fit: on two ranks
+    their vectors are half of what the sums of parts exchange.
 
     Args:
         step: holds the tables, which may be on the meta device; marked with their optimizers.
@@ -59,6 +63,17 @@ def make_plan(
     Raises:
         NoPlanError: the tables fit under no plan that the config allows.
     """
+    free = [name for name, table in config.tables.items() if table.sharding_type is ShardingChoice.auto]
+    if must_fit and not topology.on_gpu and len(free) >= topology.world_size > 1:
+        whole = {name: replace(config.tables[name], sharding_type=ShardingChoice.table_wise) for name in free}
+        with suppress(NoPlanError):
+            return _make_plan(step, sharders, replace(config, tables={**config.tables, **whole}), topology, must_fit)
+    return _make_plan(step, sharders, config, topology, must_fit)
+
+
+def _make_plan(
+    step: nn.Module, sharders: list[Any], config: Config, topology: Topology, must_fit: bool
+) -> ShardingPlan:
     share = 1 - _RESERVED_SHARE
     device, host = int(topology.device_bytes * share), int(topology.host_share_bytes * share)
     planned = PlannerTopology(

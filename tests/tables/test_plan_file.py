@@ -136,3 +136,18 @@ def test_what_the_config_forbids(table: str, edit: Edit, options: list[str], sai
     # The same plan goes with a config that allows it.
     config = load_config(SAMPLE, [*OPTIONS[:2], "optimizer.tables.allow_column_split=true", plan])
     assert pieces_of(config, topology_of(config))
+
+
+@pytest.mark.parametrize(
+    "options, whole",
+    [
+        (["topology.world_size=2"], True),
+        (["topology.world_size=8", "tables.user.num_embeddings=100000"], False),  # more ranks than tables
+        (["topology.world_size=2", "topology.host_memory=4GiB", "tables.user.num_embeddings=70000000"], False),
+    ],
+)
+def test_tables_are_whole_over_gloo_if_they_are_enough_and_fit(options: Sequence[str], whole: bool) -> None:
+    config = load_config(SAMPLE, ["topology.device=cpu", *options])
+    pieces = pieces_of(config, topology_of(config))
+    assert ({piece.sharding_type for piece in pieces} == {"table_wise"}) == whole
+    assert {piece.rank for piece in pieces} == set(range(config.topology.world_size))
