@@ -97,7 +97,7 @@ class Inputs:
             num_streams=config.data.num_streams,
             window_bytes=config.data.window_mib << 20,
             num_threads=decoding_threads(config.data.num_threads, world.device, world.local_world_size),
-            prefetch_batches=batches_ahead(config.data.prefetch_batches, world.device, world.local_world_size),
+            prefetch_batches=batches_ahead(config.data.prefetch_batches, world.device),
             pin_device=world.device if world.device.type == "cuda" else None,
             drop_last=train and config.data.drop_last,
             skip_bad=train and config.data.max_bad_rows > 0,

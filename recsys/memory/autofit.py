@@ -254,7 +254,7 @@ def _dense_sharding(config: Config, topology: Topology) -> Iterator[Change]:
 
 
 def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
-    if batches_ahead(config.data.prefetch_batches, topology.device, topology.local_world_size) > 1:
+    if batches_ahead(config.data.prefetch_batches, topology.device) > 1:
         yield Change({"data.prefetch_batches": 1}, "training may wait for data")
 
 

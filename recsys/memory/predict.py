@@ -194,7 +194,7 @@ class _Rank:
 
     def _loader(self) -> Bytes:
         data, topology = self._config.data, self._topology
-        ahead = batches_ahead(data.prefetch_batches, topology.device, topology.local_world_size)
+        ahead = batches_ahead(data.prefetch_batches, topology.device)
         queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
         queued += self._batches_in_pipeline - 1
         batch = self.batch_bytes
