@@ -101,6 +101,18 @@ def strategies(
         *each(lambda name: f"projected_dim={tables[name].model_dim}"),
         *each(lambda name: f"embedding_dim={max(4, tables[name].model_dim // 16 * 4)}"),
     )
+    cold = {
+        name: f"num_embeddings: {table.num_embeddings}, embedding_dim: {max(4, table.model_dim // 16 * 4)}, "
+        f"projected_dim: {table.model_dim}, mapping: vocabulary, pooling: {table.pooling.name}"
+        for name, table in tables.items()
+        if name in composed
+    }
+    mixed = (
+        *each(lambda name: "mapping=vocabulary", cold),
+        *each(lambda name: f"num_embeddings={tables[name].num_embeddings // 8}", cold),
+        *each(lambda name: f"experts={{others: [{name}_cold]}}", cold),
+        *(f"tables.{name}_cold={{{settings}}}" for name, settings in cold.items()),
+    )
     coded = {code: each(lambda name, code=code: f"quantize={code}") for code in ("INT8", "INT4")}  # type: ignore[misc]
     quotients = {name: 2 + int(2 * (table.num_embeddings) ** 0.5) + 1 for name, table in large.items()}
     batch = config.train.global_batch_size
@@ -118,6 +130,7 @@ def strategies(
         Strategy("FP16 tables", (*full, *fp16)),
         Strategy("half the dimension", (*full, *halved)),
         Strategy("a quarter of the dimension, widened by a matrix", (*full, *low_rank)),
+        Strategy("experts: an eighth of the ids wide, the rest a quarter", (*full, *mixed)),
         *(Strategy(f"trained for rows of {code}", (*full, *words)) for code, words in coded.items()),
         *(Strategy(f"hashed to 1/{ratio} of the rows", (*full, *hashed(ratio))) for ratio in (2, 4, 8)),
         Strategy("two hashes, 1/4 of the rows", (*full, *hashed(4), *each(lambda name: "num_hashes=2", composed))),

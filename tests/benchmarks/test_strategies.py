@@ -34,6 +34,7 @@ def test_every_strategy_is_a_config(config: str, tmp_path: Path) -> None:
     assert elements("half the dimension") == elements(compare.PLAIN) / 2
     for name, share in (("hashed to 1/4 of the rows", 0.25), ("rows for the most frequent ids, 50 %", 0.5)):
         assert share <= elements(name) / elements(compare.PLAIN) < share + 0.1
+    assert 0.3 < elements("experts: an eighth of the ids wide, the rest a quarter") / elements(compare.PLAIN) < 0.9
     assert elements("one shared table of half the rows") < 0.7 * elements(compare.PLAIN)
     stacks = [name for name in found if name.startswith("stack")]
     sizes = [elements(name) for name in stacks]
