@@ -45,7 +45,8 @@ def experts_with(config: "Config", table: str) -> tuple[ExpertsConfig, list[str]
 
 def experts_by_id(config: "Config") -> set[str]:
     """Return the experts that are looked up id by id: a sum for each row would be sent for rows without an id too."""
-    return {name for name, t in config.tables.items() if t.sharding_type in UNPOOLED and experts_with(config, name)}
+    names = {each for name, table in config.tables.items() if table.experts for each in expert_tables(config, name)}
+    return {name for name in names if config.tables[name].sharding_type in UNPOOLED}
 
 
 def deciding_tables(config: "Config") -> set[str]:
