@@ -180,7 +180,26 @@ class RowDropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         kept = uniform(self.key, self.rows, torch.arange(x.shape[1], device=x.device)) >= self.p
-        return x * (kept if row is None else kept[row]) / (1 - self.p)
+        scaled: torch.Tensor = _Kept.apply(x, kept if row is None else kept[row], 1 - self.p)
+        return scaled
+
+
+class _Kept(torch.autograd.Function):
+    """The elements of a mask divided by their share, and 0 elsewhere.
+
+    A product of numbers and a mask makes numbers of the mask first: here the result lies where these are.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, share: float) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        ctx.share = share
+        return kept.to(x.dtype).mul_(x).div_(share)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        return kept.to(gradient.dtype).mul_(gradient).div_(ctx.share), None, None
 
 
 def set_dropout_keys(model: nn.Module, seed: int, step: int, rows: torch.Tensor) -> None:
