@@ -108,7 +108,7 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
     def fill(start: int) -> None:
         stop = min(start + chunk, num_rows)
         rows = torch.arange(row_offset + start, row_offset + stop, device=device)
-        if device.type == "cuda":
+        if device.type == "cuda" or shard.dtype is torch.float8_e4m3fn:  # which NumPy does not have
             shard[start:stop].copy_((uniform(key, rows, columns) * 2 - 1) * bound)
             return
         # By NumPy, whose operators start no threads of their own.
