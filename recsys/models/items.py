@@ -1,6 +1,6 @@
 """The vectors of all items, shared by the ranks, and which of them suit users best."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -41,23 +41,19 @@ class ItemVectors:
         vectors[self._positions.cpu()] = self._vectors.cpu()
         return self._world.sum(vectors)
 
-    def best(self, users: torch.Tensor, k: int, batch: Batch) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield some rows of a batch at a time, with scores and positions of their best items, best first: each
-        [rows, k].
+    def best(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores and positions of the best items of a batch's rows, best first: each [batch, k].
 
         Items that a row has in `seen`, and where there are `candidates` those that are none, have a score of -inf. Of
         fewer than k items all come. Collective where `users` are others than the last time.
 
         Args:
-            users: of the batch, [batch, dim], of all ranks as many.
+            users: of the batch, [batch, dim].
         """
         if users is not self._users:  # slices of a batch ask for the same
             self._best = self._best_of_all(users, min(k, self._num_items), batch)
             self._users = users
-        step = rows_at_once(self._num_items, users.device.type)
-        for start in range(0, len(users), step):
-            rows = slice(start, start + step)
-            yield rows, self._best[0][rows], self._best[1][rows]
+        return self._best
 
     def _best_of_all(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and positions of the best items of this rank's users among those of all ranks."""

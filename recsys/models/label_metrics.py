@@ -39,18 +39,31 @@ def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weig
     order = order[np.argsort(groups[order], kind="stable")]
     groups, scores, labels, weights = groups[order], scores[order], labels[order], weights[order].astype(np.float64)
     begins = np.r_[True, groups[1:] != groups[:-1]]
+    right, positive, negative = _ordered_pairs(begins, labels, scores, weights)
+    counted = (positive > 0) & (negative > 0)
+    if not counted.any():
+        return float("nan")
+    of_group = right[counted] / (positive * negative)[counted]
+    return float(np.average(of_group, weights=(positive + negative)[counted]))
+
+
+def _ordered_pairs(
+    begins: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return by group the pairs of a positive and a negative row that are in order, ties counted half, and both's rows.
+
+    Each row counts by its weight.
+
+    Args:
+        begins: whether a row is the first of its group. Of a group, scores ascend. All [rows], one at least.
+    """
     ties = np.flatnonzero(begins | np.r_[True, scores[1:] != scores[:-1]])  # the first of each set of equal scores
     positive, negative = np.add.reduceat(weights * labels, ties), np.add.reduceat(weights * (1 - labels), ties)
     first = np.flatnonzero(begins[ties])  # of each group
     below = np.cumsum(negative) - negative
     below -= np.repeat(below[first], np.diff(np.r_[first, len(ties)]))
     right = np.add.reduceat(positive * (below + negative / 2), first)
-    positive, negative = np.add.reduceat(positive, first), np.add.reduceat(negative, first)
-    counted = (positive > 0) & (negative > 0)
-    if not counted.any():
-        return float("nan")
-    of_group = right[counted] / (positive * negative)[counted]
-    return float(np.average(of_group, weights=(positive + negative)[counted]))
+    return right, np.add.reduceat(positive, first), np.add.reduceat(negative, first)
 
 
 def label_metrics(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> dict[str, float]:
@@ -207,10 +220,7 @@ def _of_ranges(world: World, rows: np.ndarray) -> np.ndarray:
 
 
 def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
-    """Return the pairs of a positive and a negative row that are in order, ties counted half, and the rows of both.
-
-    Each row counts by its weight.
-    """
+    """Return what `_ordered_pairs` does of a single group, in pieces; rows are in any order, and may be none."""
     labels, scores, weights = rows
     keys = np.empty(len(scores), np.uint64)  # the score, as an integer of the same order, and the row
     for start in range(0, len(scores), _ROWS_AT_ONCE):
@@ -226,16 +236,9 @@ def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
             stop = np.searchsorted(keys, (keys[stop] >> 32) << 32)
             stop = stop if stop > start else np.searchsorted(keys, ((keys[start] >> 32) + 1) << 32)
         order = (keys[start:stop] & 0xFFFFFFFF).astype(np.int64)
-        of_piece = _pairs_of_sorted(labels[order], scores[order], weights[order].astype(np.float64))
+        is_first = np.arange(len(order)) == 0
+        found = _ordered_pairs(is_first, labels[order], scores[order], weights[order].astype(np.float64))
+        of_piece = [float(each[0]) for each in found]
         right += of_piece[0] + of_piece[1] * negative
         positive, negative, start = positive + of_piece[1], negative + of_piece[2], stop
     return right, positive, negative
-
-
-def _pairs_of_sorted(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> tuple[float, float, float]:
-    ties = np.flatnonzero(np.r_[True, scores[1:] != scores[:-1]])  # the first of each set of equal scores
-    positive, negative = np.add.reduceat(weights * labels, ties), np.add.reduceat(weights * (1 - labels), ties)
-    below = np.cumsum(negative) - negative
-    whole = [0]
-    right = np.add.reduceat(positive * (below + negative / 2), whole)
-    return float(right[0]), float(np.add.reduceat(positive, whole)[0]), float(np.add.reduceat(negative, whole)[0])

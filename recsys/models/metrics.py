@@ -9,7 +9,7 @@ import torch
 from recsys.config.choices import RetrievalMetric
 from recsys.data.batch import Batch
 from recsys.models.bootstrap import Bootstrap
-from recsys.models.items import ItemVectors, pairs_of
+from recsys.models.items import ItemVectors, pairs_of, rows_at_once
 from recsys.runtime.world import World
 
 
@@ -89,7 +89,11 @@ class RetrievalEvaluator:
     ) -> None:
         """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
         assert batch.lists is not None
-        for rows, scores, best in self._items.best(outputs[0], self._most, batch):
+        all_scores, all_best = self._items.best(outputs[0], self._most, batch)
+        step = rows_at_once(len(self._items), all_best.device.type)
+        for start in range(0, len(all_best), step):
+            rows = slice(start, start + step)
+            scores, best = all_scores[rows], all_best[rows]
             relevant = torch.zeros(len(best), len(self._items), dtype=torch.bool, device=best.device)
             relevant[pairs_of(batch, "targets", rows)] = True
             num_targets = batch.lists["targets"].lengths()[rows]

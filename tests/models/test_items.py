@@ -54,8 +54,7 @@ def best(rank: int, ranks: int) -> list[list[list[list[float]]]]:
         assert torch.equal(vectors.whole(), items)
         for k, keys in CASES:
             batch = some_batch({key: listed[key][mine] for key in keys})
-            found = [each[1:] for each in vectors.best(users[mine], k, batch)]
-            answers.append([[row for piece in found for row in piece[i].tolist()] for i in (0, 1)])
+            answers.append([each.tolist() for each in vectors.best(users[mine], k, batch)])
     return answers
 
 
