@@ -279,16 +279,16 @@ def as_markdown(result: dict[str, Any]) -> str:
 
 
 def as_svg(result: dict[str, Any]) -> str:
-    """Return a bar for each strategy's tables, on a logarithmic scale, and its metric beside it."""
-    rows, metric = result["strategies"], result["metric"]
-    least = min(row["summary"]["table_bytes"] for row in rows.values()) / 2
-    most = max(row["summary"]["table_bytes"] for row in rows.values())
-    bars = []
-    for name, row in rows.items():
-        size, score = row["summary"]["table_bytes"], row["summary"][metric]
-        label = f"{size / 2**20:,.3f} MiB, {metric} {score:.4f}"
-        bars.append((name, math.log(size / least) / math.log(most / least), label))
-    return draw_bars(bars, left=240, width=800)
+    """Return a bar for each strategy's tables, on a logarithmic scale, and a dot for its metric."""
+    sizes = {name: row["summary"]["table_bytes"] for name, row in result["strategies"].items()}
+    scores = [row["summary"][result["metric"]] for row in result["strategies"].values()]
+    least, most, worst = min(sizes.values()) / 2, max(sizes.values()), min(scores)
+    bars = [
+        (name, math.log(size / least) / math.log(most / least), f"{size / 2**20:,.3f} MiB")
+        for name, size in sizes.items()
+    ]
+    dots = [((score - worst) / (max(scores) - worst or 1), f"{score:.4f}") for score in scores]
+    return draw_bars(bars, left=320, width=1000, dots=dots)
 
 
 def main() -> None:
