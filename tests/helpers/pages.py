@@ -16,7 +16,8 @@ from launch import ROOT, environment
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "data" / "README.md"])
 _PART = re.compile(
-    r"<!-- (?P<word>run|not run):\s(?P<said>.*?)-->|^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
+    r"^ *<!-- (?P<word>run|not run):\s(?P<said>.*?)-->"
+    r"|^(?P<indent> *)```(?P<info>[^\n]*)\n(?P<text>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
 _COPIED = ("benchmarks", "configs")  # whose files the commands of a page may write
