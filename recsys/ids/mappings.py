@@ -314,7 +314,7 @@ def _num_quotients(num_rows: int, num_ids: int) -> int:
 
 def share_of_collisions(rows: np.ndarray) -> float:
     """Return the share of ids, rows int64 [ids, rows_per_id], whose rows are all another's too."""
-    _, counts = np.unique(rows, axis=0, return_counts=True)
+    _, counts = np.unique(rows, axis=None if rows.shape[1] == 1 else 0, return_counts=True)
     return float(counts[counts > 1].sum()) / max(1, len(rows))
 
 

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from recsys.report.charts import Axis, line_chart, stacked_bars
+from recsys.report.charts import NUM_COLOURS, Axis, line_chart, stacked_bars
 from recsys.report.html import charts, document, folded, meter, table, tiles
-from recsys.report.record import Record, open_record
+from recsys.report.record import IDS, Record, open_record
 from recsys.report.text import listed, number, placements, size
 from recsys.runtime.files import replace_file
 
@@ -242,9 +242,8 @@ def _plan(run: Record) -> str:
 
 
 def _ids(run: Record) -> str:
-    features = run.result.get("data", {}).get("ids", {})
     rows = []
-    for name, report in features.items():
+    for name, report in run.ids.items():
         shares = [report.get(key) for key in ("occupancy", "collision_rate", "out_of_vocabulary_share")]
         about = "" if report.get("exact", True) else "≈ "
         rows.append(
@@ -263,7 +262,22 @@ def _ids(run: Record) -> str:
         for expert, use in uses.items()
     ]
     use = table("Use of experts", ["expert", "ids looked up", "share of its table's"], experts) if experts else ""
-    return table("Ids that training has seen, by feature", columns, rows) + use
+    return table("Ids that training has seen, by feature", columns, rows) + _ids_over_time(run) + use
+
+
+def _ids_over_time(run: Record) -> str:
+    """Draw how many ids the features have had, and how many of them collide, as of the evaluations on the way."""
+    last = float(run.step)
+    most = sorted(run.ids, key=lambda name: run.ids[name]["distinct_ids"], reverse=True)[:NUM_COLOURS]
+    shown = {"distinct_ids": Axis("Distinct ids", "so far", least=0)}
+    shown["collision_rate"] = Axis("Colliding ids", "share so far", show=lambda value: f"{value:.1%}", least=0)
+    drawn = []
+    for figure, axis in shown.items():
+        curves = {name: run.curves(IDS + name).get(figure, []) for name in most}
+        ends = {name: [(last, run.ids[name][figure])] if run.result else [] for name in most}
+        if any(curves.values()):
+            drawn.append(line_chart(axis, {name: [*curves[name], *ends[name]] for name in most}))
+    return charts(*drawn)
 
 
 def _checkpoints(run: Record) -> str:

@@ -19,6 +19,7 @@ _LOG_TAIL = 1 << 20  # bytes of a log that are read
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 _LOG_LINE = re.compile(rf"({_TIME}),\d+ (WARNING|ERROR|CRITICAL) [\w.]+: (?:error: )?(.*)", re.DOTALL)
 _FOR_DEVELOPERS = re.compile(r"\S+: (Future|Deprecation|PendingDeprecation)Warning:")
+IDS = "ids/"  # begins the kind of lines on the ids of a feature
 _NO_FIGURES = ("kind", "time", "step")
 _NO_CURVES = ("epoch", "rows", "users", "seconds_left")
 Points = list[tuple[float, float | None]]  # steps and values; None is not a number
@@ -104,8 +105,14 @@ class Record:
         """The last metrics of each dataset."""
         if "metrics" in self.result:
             return self.result["metrics"]
-        last = {line["kind"]: line for line in self.lines if line["kind"] != "train"}
+        last = {line["kind"]: line for line in self.lines if line["kind"] in ("valid", "test")}
         return {kind: dict(figures(line)) for kind, line in last.items()}
+
+    @cached_property
+    def ids(self) -> dict[str, dict[str, Any]]:
+        """What is known of the ids of each feature, as of the end or of the last evaluation on the way."""
+        last = {line["kind"].removeprefix(IDS): line for line in self.lines if line["kind"].startswith(IDS)}
+        return self.result.get("data", {}).get("ids", last)
 
     @cached_property
     def step(self) -> int:

@@ -10,6 +10,7 @@ from recsys.config import Config
 from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.memory.growth import memory_now
+from recsys.report.record import IDS
 from recsys.report.writers import Writer
 from recsys.runtime.world import World
 from recsys.tables.spec import local_pieces
@@ -33,6 +34,19 @@ def step_figures(built: Built, config: Config, state: TrainState, factor: float,
         figures["loss_scale"] = half.loss_scale.value
     figures["memory"] = memory_now(half.sums.device, loader.host_bytes)
     return figures | {"epoch": state.position.epoch, "rows": state.position.num_rows}
+
+
+def log_tables(writer: Writer, step: int, inputs: Inputs, built: Built, state: TrainState, num_steps: int) -> None:
+    """Write, at an evaluation, lengths of rows if asked for, and of each id feature `Inputs.id_report`; collective.
+
+    Args:
+        step: that was evaluated. num_steps: of the run, at whose end `log_end` has the ids.
+    """
+    if inputs.config.run.track.row_norms:
+        log_row_norms(writer, step, built.tensors.tables(), inputs.world)
+    if step == state.step < num_steps:
+        for feature, figures in inputs.id_report(state.position.num_rows).items():
+            writer.log(IDS + feature, {"step": step, **figures})
 
 
 def log_row_norms(writer: Writer, step: int, tables: dict[str, Any], world: World) -> None:
@@ -60,7 +74,7 @@ def log_end(writer: Writer, inputs: Inputs, built: Built, result: dict[str, Any]
     """
     step = result["steps"]
     for feature, figures in result["data"]["ids"].items():
-        writer.last({"kind": f"ids/{feature}", "step": step, **figures})
+        writer.last({"kind": IDS + feature, "step": step, **figures})
     peaks = {phase: peak["measured_bytes"] for phase, peak in report["phases"].items()}
     writer.last({"kind": "memory", "step": step, "peak": peaks})
     writer.last({"kind": "memory", "step": step, **{line["kind"]: line["measured_bytes"] for line in report["lines"]}})

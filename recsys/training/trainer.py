@@ -31,7 +31,7 @@ from recsys.step.pipeline import TimedIterator, build_pipeline
 from recsys.step.step import ignore_phase
 from recsys.training.build import Built, Publishes
 from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
-from recsys.training.figures import log_row_norms, step_figures
+from recsys.training.figures import log_tables, step_figures
 from recsys.training.learning import facts_entries
 from recsys.training.resume import start_training
 
@@ -254,8 +254,8 @@ class Trainer:
         self.metrics[role] = self.state.metrics[role] = metrics
         logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
         self.writer.log(role, {"step": step, **metrics})
-        if self._config.run.track.row_norms and role == "valid":
-            log_row_norms(self.writer, step, self._built.tensors.tables(), self._world)
+        if role == "valid":
+            log_tables(self.writer, step, self._inputs, self._built, self.state, self._num_steps)
         self.progress.pause(time.monotonic() - start)
         return metrics
 

@@ -58,7 +58,8 @@ class Page(HTMLParser):
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of two ranks, one that failed, and one that looks as if it had been killed."""
     folder = tmp_path_factory.mktemp("runs")
-    done = fork_train(CONFIG, f"run.dir={folder}/two", "train.epochs=1", "train.log_every_steps=2", nproc=2)
+    often = ("train.epochs=1", "train.log_every_steps=2", "train.eval_every_steps=8")
+    done = fork_train(CONFIG, f"run.dir={folder}/two", *often, nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"{folder}/two/report.html" in done.stdout
     bad = ("optimizer.dense.learning_rate=1e30", "optimizer.dense.name=sgd", "train.log_every_steps=1")
@@ -87,6 +88,7 @@ def test_the_page_of_a_run(runs: Path) -> None:
             assert (number(line["loss"]), number(line["step"])) in tips
     result = json.loads((runs / "two" / "result.json").read_text())
     assert result["git_commit"] in text and f"{result['metrics']['valid']['auc']:.4f}" in text
+    assert re.search(r"Distinct ids over step\. \w+: from [\d,]+ to", text)
     assert "rank 1 predicted" in text and "Rank 1, resident memory" in text and "out of vocabulary" in text
     assert "configs" not in page.headings and "global_batch_size: 256" in text
 
@@ -103,7 +105,7 @@ def test_the_page_of_a_killed_run(runs: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == f"{runs}/killed/report.html\n"
     text = (runs / "killed" / "report.html").read_text()
     page = Page(text)
-    assert ">killed</span>" in text and "Learning" in page.headings and "Memory" not in page.headings
+    assert ">killed</span>" in text and {"Learning", "Ids"} <= {*page.headings} and "Memory" not in page.headings
     assert "numbers" in text  # the plan, whose bytes are not known yet
     (runs / "killed" / ".lock").touch()
     assert Record(runs / "killed").status == "running"

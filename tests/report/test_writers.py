@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from launch import fork_train
+from retrieval import NUM_ITEMS, train, write_retrieval
 
 from recsys.config import load_config
 from recsys.config.choices import Tracker
@@ -38,21 +40,40 @@ def test_tensorboard_has_the_curves_of_metrics_jsonl(tmp_path: Path) -> None:
     done = fork_train(CONFIG, f"run.dir={tmp_path}/run", *options, nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
     expected: dict[str, list[tuple[int, np.float32]]] = {}
     for line in lines:
         for name, value in figures(line):
             expected.setdefault(f"{line['kind']}/{name}", []).append((line["step"], np.float32(value)))
+    for feature, report in result["data"]["ids"].items():  # what the end alone knows goes to the trackers alone
+        for name, value in figures(report):
+            expected[f"ids/{feature}/{name}"].append((result["steps"], np.float32(value)))
     assert {"train/loss", "train/learning_rate/tables", "train/gradient_norm", "valid/auc"} <= expected.keys()
     events = read_back(tmp_path / "run" / "tensorboard")
     for name, points in expected.items():
         assert [(each.step, np.float32(each.value)) for each in events.Scalars(name)] == points, name
-    # What the end alone knows, and what is no number.
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    (occupancy,) = events.Scalars("ids/item_id/occupancy")
-    assert np.float32(occupancy.value) == np.float32(result["data"]["ids"]["item_id"]["occupancy"])
+    counted = result["data"]["ids"]["item_id"]
+    so_far = [line for line in lines if line["kind"] == "ids/item_id"]
+    assert so_far and all(line["step"] % 8 == 0 and 0 < line["ids"] < counted["ids"] for line in so_far)
     assert {"config/text_summary", "plan/text_summary"} <= {*events.Tags()["tensors"]}
     counts = [sum(each.histogram_value.bucket) for each in events.Histograms("row_norms/item")]
     assert counts and {*counts} == {1000}  # each row once, though two ranks hold them
+
+
+def test_the_projector_has_the_vectors_of_recsys_embeddings(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.plugins.projector.projector_plugin")
+    config, run_dir, out = write_retrieval(tmp_path), tmp_path / "run", tmp_path / "vectors.parquet"
+    train(config, run_dir, "train.epochs=1", "run.track.item_vectors=true")
+    done = fork_train("embeddings", str(run_dir), "item", str(out), program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = {row["item"]: row["vector"] for row in pq.read_table(out).to_pylist()}
+    folder = run_dir / "tensorboard"
+    text = (folder / reader.metadata.PROJECTOR_FILENAME).read_text()
+    (listed,) = reader.text_format.Parse(text, reader.ProjectorConfig()).embeddings
+    vectors = reader._read_tensor_tsv_file(str(folder / listed.tensor_path))
+    ids = (folder / listed.metadata_path).read_text().splitlines()
+    assert ids == [f"item-{i}" for i in range(NUM_ITEMS)] and {*ids} == expected.keys()
+    np.testing.assert_allclose(vectors, np.array([expected[item] for item in ids]), rtol=1e-5, atol=1e-7)
 
 
 def test_a_run_that_goes_on_takes_back_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
