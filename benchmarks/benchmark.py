@@ -7,6 +7,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from recsys.runtime.versions import exit_unless_installed  # noqa: E402
 exit_unless_installed()
 
 import benchmark_checkpoints  # noqa: E402
+import benchmark_compress  # noqa: E402
 import benchmark_dense  # noqa: E402
 import benchmark_loader  # noqa: E402
 import benchmark_peaks  # noqa: E402
@@ -86,8 +89,10 @@ def main() -> None:
     benchmark_predict.add_arguments(predict)
     random = commands.add_parser("random", help="peaks of memory, predicted and measured, of random configs and data")
     benchmark_random.add_arguments(random)
+    compress = commands.add_parser("compress", help="bytes and metric that recsys compress leaves, over seeds")
+    benchmark_compress.add_arguments(compress)
     arguments = parser.parse_args()
-    measure = {
+    measure: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "seeds": measure_seeds,
         "loader": benchmark_loader.run,
         "shuffle": benchmark_shuffle.run,
@@ -98,6 +103,7 @@ def main() -> None:
         "random": benchmark_random.run,
         "dense": benchmark_dense.run,
         "predict": benchmark_predict.run,
+        "compress": partial(benchmark_compress.run, write=write),
     }
     result = measure[arguments.command](arguments)
     if int(os.environ.get("RANK", "0")) > 0:

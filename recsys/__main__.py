@@ -168,7 +168,9 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     """Compress a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     parser = _parser_of_run(prog, "compress")
     _add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
-    parser.add_argument("--steps", default="quantize,prune", help="what to do, in this order (quantize,prune)")
+    parser.add_argument(
+        "--steps", default="quantize,prune", help="of quantize, prune, neurons, distill, in this order (quantize,prune)"
+    )
     parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
     parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
     parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train, norm, gradient")

@@ -4,7 +4,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -68,12 +68,14 @@ class ModelConfig:
     Attributes:
         free: names of keys that may be others where a checkpoint of the model is loaded.
         shapes: names of keys that change the shape of a tensor, which is compared where tensors are loaded.
+        mlps: by key with the widths of an MLP's layers its module, if it alone has them: its neurons may be pruned.
     """
 
     name: str = MISSING
 
     free: ClassVar[tuple[str, ...]] = ()
     shapes: ClassVar[tuple[str, ...]] = ()
+    mlps: ClassVar[Mapping[str, str]] = {}
 
     def needs(self) -> Needs:
         """Return what the model reads of the data."""

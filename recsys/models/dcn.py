@@ -28,6 +28,7 @@ class DCNConfig(ModelConfig):
 
     free: ClassVar = ("dropout", "embedding_dropout")
     shapes: ClassVar = ("num_cross_layers", "rank", "bottom_mlp", "mlp")
+    mlps: ClassVar = {"bottom_mlp": "bottom", "mlp": "mlp"}
 
 
 class DCN(Model):

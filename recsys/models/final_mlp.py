@@ -33,6 +33,7 @@ class FinalMLPConfig(ModelConfig):
 
     free: ClassVar = ("dropout", "embedding_dropout")
     shapes: ClassVar = ("mlp_1", "mlp_2", "num_heads", "gate_1", "gate_2", "gate_mlp")
+    mlps: ClassVar = {"mlp_1": "streams.0", "mlp_2": "streams.1"}
 
     def check(self, config: Config) -> None:
         ids = [name for name, feature in config.features.items() if feature.type is FeatureType.id]

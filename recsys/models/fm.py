@@ -71,6 +71,7 @@ class DeepFMConfig(FMConfig):
 
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout", "dropout")
     shapes: ClassVar = ("mlp",)
+    mlps: ClassVar = {"mlp": "mlp"}
 
 
 class DeepFM(FM):

@@ -52,6 +52,7 @@ class TwoTowerConfig(RetrievalConfig):
 
     free: ClassVar = (*RetrievalConfig.free, "dropout", "user_features", "item_features")
     shapes: ClassVar = ("user_mlp", "item_mlp", "output_dim")
+    mlps: ClassVar = {"user_mlp": "user.mlp", "item_mlp": "item.mlp"}
 
     def needs(self) -> Needs:
         return Needs(

@@ -3,9 +3,11 @@
 1. *Quantise*: a code for the vectors of each table. Each table is tried alone in each code; then the codes are taken in
    the order of bytes saved by loss, as many of them as the metric allows.
 2. *Prune*: rows of all tables go by their importance, the least first, as many as the metric allows.
-3. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
+3. *Neurons* of the dense part go likewise, the least important for their weights first.
+4. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +28,7 @@ from recsys.serving.finished import Finished, find_run
 from recsys.serving.trials import Compression, Trials
 from recsys.tables.row_codes import row_bytes
 
-STEPS, IMPORTANCES = ("quantize", "prune", "distill"), ("count", "norm", "gradient")
+STEPS, IMPORTANCES = ("quantize", "prune", "neurons", "distill"), ("count", "norm", "gradient")
 _CUTS = 64  # shares of the rows that pruning tries
 
 
@@ -92,6 +94,9 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
     return 0
 
 
+_Step = Callable[[Trials, Compression, float], tuple[Compression, str]]
+
+
 @dataclass(frozen=True)
 class _State:
     """What steps go on with: a run, the config that it was trained with, and what has been accepted of its tables."""
@@ -123,13 +128,14 @@ def _compress(run: Finished, trained: Config, out: Path, request: Request, world
 def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple[list[Stage], _State]:
     """Take the steps one after another; return what each comes to, and the run as the last one leaves it."""
     stages, teacher = [Stage("as trained", "", state.trials.base)], state.trials
+    takes: dict[str, _Step] = {"quantize": _quantize, "neurons": _neurons}
+    takes["prune"] = partial(_prune, by=request.prune_by)
     for number, step in enumerate(request.steps, start=1):
         budget = allowed * number / len(request.steps)
         if step == "distill":
             state, accepted = _distill(state, request, budget, teacher, out / f"distill-{number}")
         else:
-            take = _quantize if step == "quantize" else partial(_prune, by=request.prune_by)
-            compression, accepted = take(state.trials, state.compression, budget)
+            compression, accepted = takes[step](state.trials, state.compression, budget)
             state = replace(state, compression=compression)
         remark = accepted or "left out, since it would lose more than is allowed"
         stages.append(Stage(step, remark, state.trials.run(state.compression) if accepted else stages[-1].trial))
@@ -227,8 +233,7 @@ def _shown_codes(codes: Mapping[str, RowCode]) -> str:
 def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple[Compression, str]:
     """Return the rows that the metric allows to be pruned, and how many they are; nothing where it allows none."""
     tables, rows, num_idle = _least_important(trials, before, by)
-    cuts = np.unique([*num_idle, *np.linspace(0, len(rows), _CUTS + 1).astype(int)[1:]])
-    cuts = cuts[cuts > 0]
+    cuts = _cuts(len(rows), num_idle)
 
     def after(number: int) -> Compression:
         chosen = cuts[number - 1] if number else 0
@@ -240,6 +245,40 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
         len(cuts), lambda n: trials.loss(after(n), f"prune, {cuts[n - 1]:,} of {len(rows):,} rows") <= budget
     )
     return after(number), f"{cuts[number - 1]:,} of {len(rows):,} rows" if number else ""
+
+
+def _cuts(number: int, *others: np.ndarray) -> np.ndarray:
+    """Return how many of `number` things are tried to be pruned, from 1 on."""
+    cuts = np.unique([*np.linspace(0, number, _CUTS + 1).astype(int), *itertools.chain(*others)])
+    return cuts[cuts > 0]
+
+
+def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compression, str]:
+    """Return the neurons that the metric allows to be pruned, and how many they are; nothing where it allows none.
+
+    A layer keeps its most important one.
+    """
+    if not trials.layers:
+        return before, "nothing, since no hidden layer's width is a key of the config of its own"
+    columns = []
+    for number, (name, importance) in enumerate(trials.neuron_gradients(before).items()):
+        marks = before.neurons.get(name)
+        left = np.arange(len(importance)) if marks is None else marks.nonzero().flatten().numpy()
+        left = left[np.argsort(importance[left], kind="stable")][:-1]
+        columns.append((np.full(len(left), number), left, importance[left] / trials.layers[name].num_weights))
+    layers, neurons, values = map(np.concatenate, zip(*columns, strict=True))
+    order, cuts = np.argsort(values, kind="stable"), _cuts(len(neurons))
+
+    def after(number: int) -> Compression:
+        chosen = order[: cuts[number - 1] if number else 0]
+        pruned = {name: neurons[chosen][layers[chosen] == i] for i, name in enumerate(trials.layers)}
+        kept = {name: trials.kept_neurons(before, name, each) for name, each in pruned.items() if len(each)}
+        return replace(before, neurons={**before.neurons, **kept})
+
+    number = most_accepted(
+        len(cuts), lambda n: trials.loss(after(n), f"neurons, {cuts[n - 1]:,} of {len(neurons):,}") <= budget
+    )
+    return after(number), f"{cuts[number - 1]:,} of {len(neurons):,} hidden neurons" if number else ""
 
 
 def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

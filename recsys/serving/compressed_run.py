@@ -12,7 +12,7 @@ from recsys.checkpoint import FACTS
 from recsys.checkpoint.files import write_file
 from recsys.checkpoint.state import Marker, aside_of, name_of
 from recsys.checkpoint.tensor_files import SUFFIX, Piece, Pieces, read_tensors, write_tensors
-from recsys.checkpoint.tensors import DENSE, TABLE_OPTIMIZER, TABLES
+from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, TABLE_OPTIMIZER, TABLES
 from recsys.config import Config, IdMappingType, config_text
 from recsys.config.choices import UNPOOLED, ShardingChoice
 from recsys.config.meaning import meaning
@@ -21,6 +21,7 @@ from recsys.errors import UserError
 from recsys.ids import KeptRows
 from recsys.models.projections import PROJECTIONS
 from recsys.runtime.files import copy_files, replace_file, sync
+from recsys.serving.neurons import narrower, without_neurons
 from recsys.serving.trials import Compression, Pruning, Trials
 from recsys.training.learning import facts_entries
 from recsys.training.run import MARKER
@@ -52,6 +53,7 @@ def write_run(
     path, marker = trials.source.path, trials.source.marker
     facts = _facts(trials, compression)
     config = _config(config, compression, facts, out)
+    config = replace(config, model=narrower(config.model, trials.layers, compression.neurons))
     facts.save(out / FACTS)
     copy_files(path.parent.parent / "footers", out / "footers")
     tensors = {}
@@ -59,6 +61,8 @@ def write_run(
         table, is_weights = _table_of(name)
         if (pruning := compression.pruned.get(table)) is not None:
             tensor = _compacted(tensor, pruning, shared[table] if is_weights else None)
+        if (parameter := _parameter_of(name)) is not None:
+            tensor = without_neurons(parameter, tensor, trials.layers, compression.neurons)
         tensors[name] = tensor
     _write(out, config, replace(marker, facts=facts_entries(facts, out)), tensors)
     (out / MARKER).touch()
@@ -150,6 +154,13 @@ def _table_of(tensor: str) -> tuple[str, bool]:
     if tensor.startswith(TABLE_OPTIMIZER):
         return tensor.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0], False
     return (tensor.removeprefix(TABLES), True) if tensor.startswith(TABLES) else ("", False)
+
+
+def _parameter_of(tensor: str) -> str | None:
+    """Return the parameter of the dense part that a tensor of a checkpoint is, or holds the state of."""
+    if tensor.startswith(DENSE_OPTIMIZER):
+        return tensor.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
+    return tensor.removeprefix(DENSE) if tensor.startswith(DENSE) else None
 
 
 def _compacted(tensor: torch.Tensor, pruning: Pruning, shared: torch.Tensor | None) -> torch.Tensor:

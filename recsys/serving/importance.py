@@ -1,13 +1,16 @@
-"""Importance of table rows by a pass over data.train: how much the loss would change, to first order, without each."""
+"""Importance of table rows and of neurons by a pass over data.train: to first order, what the loss would change."""
 
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
 import torch
 
 from recsys.config import Config
+from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
+from recsys.serving.neurons import HiddenLayer
 from recsys.step.micro_batches import Lookup, MicroBatches, StepLoss, task_weights
 
 
@@ -17,8 +20,45 @@ def importances(inputs: Inputs, step: Any, config: Config) -> dict[str, torch.Te
     Args:
         step: a `TrainStep` in eval mode, whose tables are all looked up id by id; nothing of it is changed.
     """
-    dense, loader = step.dense, inputs.loader("train")
     totals = {name: torch.zeros(table.num_embeddings) for name, table in config.tables.items()}
+    for batch, by_id, gradients in _passes(inputs, step):
+        for (name, vectors), gradient in zip(by_id.items(), gradients, strict=True):
+            if gradient is not None:
+                change = (gradient * vectors.values().float()).sum(1).abs().cpu()
+                rows = batch.ids[name].values().long().cpu()
+                totals[config.features[name].table or ""].index_add_(0, rows, change)
+    return totals
+
+
+def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLayer]) -> dict[str, torch.Tensor]:
+    """Return by layer the sums of |activation × gradient| of its neurons over this rank's rows, [width] FP32.
+
+    Collective; `step` as of `importances` (Molchanov et al. 2017, arXiv:1611.06440, without the mean over a batch).
+    """
+    totals = {name: torch.zeros(layer.following.in_features) for name, layer in layers.items()}
+
+    def watch(total: torch.Tensor) -> Any:
+        def see(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+            (x,) = given
+            if x.requires_grad:
+                x.register_hook(lambda gradient: count(x.detach() * gradient))
+
+        def count(products: torch.Tensor) -> None:
+            total.add_(products.abs().sum(0).float().cpu())
+
+        return see
+
+    hooks = [layer.following.register_forward_pre_hook(watch(totals[name])) for name, layer in layers.items()]
+    for _ in _passes(inputs, step):
+        pass
+    for hook in hooks:
+        hook.remove()
+    return totals
+
+
+def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor | None]]]:
+    """Yield the batches of data.train, what the tables gave by feature, and the loss's gradient by that."""
+    dense, loader = step.dense, inputs.loader("train")
     with closing(loader.batches()) as batches:
         for _ in range(loader.steps_left(Position(), 1)):
             batch = next(batches).to(inputs.world.device)
@@ -29,11 +69,6 @@ def importances(inputs: Inputs, step: Any, config: Config) -> dict[str, torch.Te
                 lookup = Lookup(batch.ids, None, by_id, dense.codes)
             passes = MicroBatches(dense, lookup, batch, StepLoss(dense.model, task_weights(dense.model.labels), batch))
             passes.run()
-            for (name, vectors), gradient in zip(by_id.items(), passes.gradients, strict=True):
-                if gradient is not None:
-                    change = (gradient * vectors.values().float()).sum(1).abs().cpu()
-                    rows = batch.ids[name].values().long().cpu()
-                    totals[config.features[name].table or ""].index_add_(0, rows, change)
+            yield batch, by_id, passes.gradients
     for parameter in dense.parameters():
         parameter.grad = None
-    return totals

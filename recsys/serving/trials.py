@@ -19,7 +19,9 @@ from recsys.models.metrics import is_higher_better
 from recsys.runtime.logs import logger, show_metrics
 from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
-from recsys.serving.importance import importances
+from recsys.serving.importance import importances, neuron_importances
+from recsys.serving.neurons import hidden_layers, without_neurons
+from recsys.tables.module_names import parameter_name
 from recsys.tables.row_codes import row_bytes
 from recsys.tables.spec import local_pieces
 from recsys.tables.updates import table_tensors
@@ -48,10 +50,16 @@ class Pruning:
 
 @dataclass(frozen=True)
 class Compression:
-    """What is done to tables, by name: the codes of their vectors, and rows pruned."""
+    """What is done to a run.
+
+    Attributes:
+        codes: of vectors, by table. pruned: rows, by table.
+        neurons: those kept of `Trials.layers`, bool [width] by layer.
+    """
 
     codes: Mapping[str, RowCode] = field(default_factory=dict)
     pruned: Mapping[str, Pruning] = field(default_factory=dict)
+    neurons: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,7 @@ class Trial:
         metrics: of the data that trials go by; test: of data.test, where there is such beside.
         seconds: that scoring the former took.
         seen_bytes: of tables, over the rows of ids that data.train holds; all_bytes: over all rows.
+        dense_bytes: of the dense part.
     """
 
     metrics: dict[str, float]
@@ -69,6 +78,7 @@ class Trial:
     seconds: float
     seen_bytes: int
     all_bytes: int
+    dense_bytes: int
 
 
 def looked_up_by_id(config: Config) -> Config:
@@ -94,6 +104,7 @@ class Trials:
         role: of the data that they are compared on: data.valid, or data.test without it.
         config: of the opened run. facts: of it. source: its checkpoint.
         counts: by table, how often data.train holds each of its rows, int64 [rows].
+        layers: of the dense part, whose neurons can be pruned.
         base: what losses are counted from.
     """
 
@@ -109,6 +120,9 @@ class Trials:
         self.metric, self.world = metric, world
         self._weights = table_tensors(self._opened.model)
         self._trained = {name: [p.clone() for p, _ in local_pieces(w)] for name, w in self._weights.items()}
+        model = self._opened.model.module.dense.model
+        self.layers = hidden_layers(model, self.config.model)
+        self._read = {name: layer.following.weight.detach().clone() for name, layer in self.layers.items()}
         self.counts = self._count()
         self.base = base or self.run(self.given)
 
@@ -125,7 +139,8 @@ class Trials:
         test = evaluate_dataset(self._opened.inputs, self._opened.model, "test") if self._has_test else None
         if np.isnan(metrics[self.metric]):
             raise UserError(f"--metric: {self.metric} is not a number on data.{self.role}; give other rows, or another")
-        return Trial(metrics, test, seconds, self.num_bytes(compression), self.num_bytes(compression, seen=False))
+        sizes = self.num_bytes(compression), self.num_bytes(compression, seen=False), self.dense_bytes(compression)
+        return Trial(metrics, test, seconds, *sizes)
 
     def loss(self, compression: Compression, remark: str) -> float:
         """Return how much of the metric a compression loses; negative where it gains."""
@@ -151,6 +166,16 @@ class Trials:
                 rows = int(np.count_nonzero(self.counts[name]))
             total += rows * row_bytes(table, compression.codes.get(name))
         return total
+
+    def dense_bytes(self, compression: Compression) -> int:
+        """Return the bytes of the dense part's weights."""
+        weights = {
+            parameter_name(name): each.to("meta")
+            for name, each in self._opened.model.module.dense.model.named_parameters()
+        }
+        kept = {name: marks.nonzero().flatten() for name, marks in compression.neurons.items()}
+        left = [without_neurons(name, each, self.layers, kept) for name, each in weights.items()]
+        return sum(each.numel() * each.element_size() for each in left)
 
     def num_shared(self, table: str) -> int:
         """Return how many rows at the end of a table several ids share, which a further pruning joins."""
@@ -179,6 +204,13 @@ class Trials:
         totals = importances(self._opened.inputs, self._opened.model.module, self.config)
         return {name: self.world.sum(each).numpy() for name, each in totals.items()}
 
+    def neuron_gradients(self, compression: Compression) -> dict[str, np.ndarray]:
+        """Return by layer the importance of its neurons as `neuron_importances` has it, float32 [width]."""
+        self._apply(compression)
+        self._opened.model.eval()
+        totals = neuron_importances(self._opened.inputs, self._opened.model.module, self.layers)
+        return {name: self.world.sum(each).numpy() for name, each in totals.items()}
+
     def pruning(self, table: str, rows: Sequence[int] | np.ndarray) -> Pruning:
         """Return a table's pruning of some rows, which share their mean by how often data.train holds each."""
         counts = torch.from_numpy(self.counts[table])
@@ -190,6 +222,12 @@ class Trials:
         if not weights.any():
             weights = (~kept).double()
         return Pruning(kept, (weights / weights.sum()).float(), max(1, shared))
+
+    def kept_neurons(self, before: Compression, layer: str, neurons: np.ndarray) -> torch.Tensor:
+        """Return which neurons of a layer are kept without some more of them, bool [width]."""
+        kept = before.neurons.get(layer, torch.ones(self._read[layer].shape[1], dtype=torch.bool)).clone()
+        kept[torch.from_numpy(neurons)] = False
+        return kept
 
     @torch.no_grad()
     def shared_vector(self, table: str, pruning: Pruning) -> torch.Tensor:
@@ -214,7 +252,12 @@ class Trials:
 
     @torch.no_grad()
     def _apply(self, compression: Compression) -> None:
-        """Let the model read vectors as a compression leaves them."""
+        """Let the model read vectors, and neurons, as a compression leaves them."""
+        for name, layer in self.layers.items():
+            kept = compression.neurons.get(name)
+            layer.following.weight.copy_(
+                self._read[name] if kept is None else self._read[name] * kept.to(self._read[name])
+            )
         features = {f: compression.codes.get(self.config.features[f].table or "") for f in id_features(self.config)}
         self._opened.model.module.dense.codes = {f: code for f, code in features.items() if code is not None}
         for name, weights in self._weights.items():

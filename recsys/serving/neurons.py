@@ -1,0 +1,71 @@
+"""Hidden neurons of a model's MLPs that pruning may take: where they are, and what a model without some is."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from recsys.config import ModelConfig
+from recsys.tables.module_names import parameter_name
+
+
+@dataclass(frozen=True)
+class HiddenLayer:
+    """A layer of an MLP whose outputs one linear layer reads alone.
+
+    Attributes:
+        key, place: of its width in the model's section of the config.
+        following: the layer that reads it. parameters: the names of its own, weight and bias; next: of `following`.
+        num_weights: that a neuron has, of its own and in `following`.
+    """
+
+    key: str
+    place: int
+    following: nn.Linear
+    parameters: tuple[str, str]
+    next: str
+    num_weights: int
+
+
+def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLayer]:
+    """Return by name the layers of `ModelConfig.mlps` whose neurons can go; the last layer of an MLP stays."""
+    modules, layers = dict(model.named_modules()), dict[str, HiddenLayer]()
+    for key, path in config.mlps.items():
+        linears = [
+            (name, each)
+            for name, each in modules.items()
+            if isinstance(each, nn.Linear) and parameter_name(name).startswith(f"{path}.")
+        ]
+        for place, ((name, layer), (next_name, following)) in enumerate(pairwise(linears)):
+            own, after = parameter_name(name), parameter_name(next_name)
+            parameters = f"{own}.weight", f"{own}.bias"
+            num_weights = layer.in_features + 1 + following.out_features
+            layers[own] = HiddenLayer(key, place, following, parameters, f"{after}.weight", num_weights)
+    return layers
+
+
+def without_neurons(
+    parameter: str, tensor: torch.Tensor, layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Return a parameter, or what an optimizer holds for each element of it, without the neurons that are not kept.
+
+    Args:
+        kept: by layer, bool [width].
+    """
+    for name, marks in kept.items():
+        if parameter in layers[name].parameters and tensor.dim():
+            tensor = tensor[marks]
+        if parameter == layers[name].next and tensor.dim():
+            tensor = tensor[:, marks]
+    return tensor.contiguous()
+
+
+def narrower(config: ModelConfig, layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]) -> Any:
+    """Return the model's section with the widths that are left."""
+    widths: dict[str, Any] = {layers[name].key: list(getattr(config, layers[name].key)) for name in kept}
+    for name, marks in kept.items():
+        widths[layers[name].key][layers[name].place] = int(marks.sum())
+    return replace(config, **widths)

@@ -1,0 +1,72 @@
+"""Pruned neurons: what goes of a layer and of the next, by hand, and a run whose layers are narrower in earnest."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import load_tables
+from launch import evaluate, fork_train
+
+from recsys.models.base import mlp
+from recsys.models.dlrm import DLRMConfig
+from recsys.serving.neurons import hidden_layers, narrower, without_neurons
+
+
+def test_weights_are_cut_on_both_sides_of_a_neuron() -> None:
+    model = torch.nn.Module()
+    model.top, model.bottom = mlp(2, [3, 2], 1, 0.0), None
+    config = DLRMConfig(top_mlp=[3, 2])
+    layers = hidden_layers(model, config)
+    assert {name: (layer.key, layer.place, layer.num_weights) for name, layer in layers.items()} == {
+        "top.0": ("top_mlp", 0, 2 + 1 + 2),
+        "top.3": ("top_mlp", 1, 3 + 1 + 1),
+    }
+    kept = {"top.0": torch.tensor([True, False, True]), "top.3": torch.tensor([False, True])}
+    assert narrower(config, layers, kept) == DLRMConfig(top_mlp=[2, 1])
+    smaller = mlp(2, [2, 1], 1, 0.0)
+    state = {name: without_neurons(f"top.{name}", each, layers, kept) for name, each in model.top.state_dict().items()}
+    smaller.load_state_dict(state)
+    assert state["3.weight"].equal(model.top[3].weight[1:, [0, 2]])
+    assert without_neurons("top.0.weight", torch.tensor(7.0), layers, kept) == 7, "a count of steps"
+    x = torch.randn(5, 2)
+    with torch.no_grad():  # a neuron that nothing reads is none
+        model.top[3].weight[:, 1] = model.top[6].weight[:, 0] = 0
+    torch.testing.assert_close(smaller(x), model.top(x))
+
+
+def test_the_last_layer_of_a_tower_stays() -> None:
+    model = torch.nn.Module()
+    model.mlp = mlp(2, [3, 2], None, 0.0)
+
+    class Config(DLRMConfig):
+        mlps = {"top_mlp": "mlp"}  # noqa: RUF012
+
+    assert [*hidden_layers(model, Config(top_mlp=[3, 2]))] == ["mlp.0"]
+
+
+def run_recsys(*arguments: str, nproc: int = 1) -> str:
+    done = fork_train(*arguments, nproc=nproc, program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_of_fewer_neurons_is_evaluated_trained_exported(tmp_path: Path) -> None:
+    options = ("train.max_steps=24", "model.top_mlp=[32,16]", "optimizer.dense.learning_rate=0.01")
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}/run", *options)
+    found = []
+    for nproc in (1, 2):
+        small = tmp_path / f"small-{nproc}"
+        words = ("--steps", "neurons,prune", "--max-loss", "0.02")
+        run_recsys("compress", f"{tmp_path}/run", str(small), *words, nproc=nproc)
+        stages = json.loads((small / "compression.json").read_text())["stages"]
+        assert evaluate(small, f"run.dir={tmp_path}")["valid"] == pytest.approx(stages[-1]["metrics"], abs=1e-6)
+        found.append([(stage["accepted"], stage["dense_bytes"]) for stage in stages])
+    assert found[0] == found[1] and found[0][1][0].endswith("hidden neurons")
+    dense = load_tables(max((small / "checkpoints").glob("step-*")), "dense/")
+    assert sum(4 * each.numel() for each in dense.values()) == found[0][-1][1] < found[0][0][1] / 2
+    assert dense["top.0.weight"].shape[0] == dense["top.3.weight"].shape[1] < 32
+    run_recsys("train", f"{small}/config.yaml", "run.resume=true", "train.max_steps=30")
+    pytest.importorskip("onnxruntime")
+    run_recsys("export", str(small), f"{tmp_path}/export")
