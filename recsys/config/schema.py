@@ -237,6 +237,7 @@ class PrecisionConfig:
     # it before they reach any optimizer or table. Halved, and the step left out, where a gradient overflows, down to 1.
     loss_scale: float = bounded(4096.0, 1, 2.0**24)
     loss_scale_growth_steps: int | None = bounded(2000, 1)  # doubled after so many steps without overflow; null: never
+    dense_int8: bool = False  # evaluate, predict and export linear layers in INT8; they are trained as they are
     output_dtype: FloatType = FloatType.FP32  # vectors that tables give, and their gradients; CPUs have no BF16 there
     forward_wire: FloatType = FloatType.FP32  # of vectors sent between ranks; gloo sends FP16 for BF16
     backward_wire: FloatType = FloatType.FP32  # of their gradients

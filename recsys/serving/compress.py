@@ -1,7 +1,7 @@
 """Compression of a finished run, step by step, as far as a metric allows: what is accepted is a run of its own.
 
 1. *Quantise*: a code for the vectors of each table. Each table is tried alone in each code; then the codes are taken in
-   the order of bytes saved by loss, as many of them as the metric allows.
+   the order of bytes saved by loss, as many of them as the metric allows; then the linear layers of the dense part.
 2. *Prune*: rows of all tables go by their importance, the least first, as many as the metric allows.
 3. *Neurons* of the dense part go likewise, the least important for their weights first.
 4. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
@@ -178,7 +178,13 @@ def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compr
     number = most_accepted(
         len(moves), lambda n: trials.loss(after(n), f"quantize, {n} of {len(moves)} changes") <= budget
     )
-    return after(number), _shown_codes(dict(moves[:number]))
+    accepted, shown = after(number), _shown_codes(dict(moves[:number]))
+    in_int8 = replace(accepted, dense_int8=True)
+    if trials.dense_bytes(in_int8) == trials.dense_bytes(accepted):
+        return accepted, shown
+    if trials.loss(in_int8, "quantize, the dense part in INT8") > budget:
+        return accepted, shown
+    return in_int8, "; ".join(filter(None, (shown, "the dense part in INT8")))
 
 
 def _code_moves(trials: Trials, before: Compression, budget: float) -> list[tuple[str, RowCode]]:

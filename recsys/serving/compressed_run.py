@@ -53,7 +53,11 @@ def write_run(
     path, marker = trials.source.path, trials.source.marker
     facts = _facts(trials, compression)
     config = _config(config, compression, facts, out)
-    config = replace(config, model=narrower(config.model, trials.layers, compression.neurons))
+    config = replace(
+        config,
+        model=narrower(config.model, trials.layers, compression.neurons),
+        precision=replace(config.precision, dense_int8=compression.dense_int8),
+    )
     facts.save(out / FACTS)
     copy_files(path.parent.parent / "footers", out / "footers")
     tensors = {}

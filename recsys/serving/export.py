@@ -108,10 +108,8 @@ class _Export:
         if self._has_items:
             manifest["items"] = self._items()
         # What score.py does not read, and so does not compare.
-        beside = {name: self._files.folder / name for name in (*_PROGRAMS, "dense.pt2")}
-        manifest["beside"] = {
-            name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for name, path in beside.items()
-        }
+        beside = [path for name in (*_PROGRAMS, "dense.pt2") if (path := self._files.folder / name).exists()]
+        manifest["beside"] = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in beside}
         self._write_manifest(manifest)
 
     def _write_manifest(self, manifest: dict[str, Any]) -> None:
@@ -176,8 +174,8 @@ class _Export:
         dims = {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
         weighted = self._inputs.spec("rows").weighted
         inputs = export_dense.Inputs(dims, len(float_features(config)), config.unpooled_features(), weighted)
-        dense = DenseExport(self._files, model, inputs)
-        weights = dense.write_weights()
+        dense = DenseExport(self._files, model, inputs, config.precision.dense_int8)
+        weights = {} if config.precision.dense_int8 else {"weights": dense.write_weights()}
         graphs = [GraphSpec("score", "dense.onnx", [*config.features], *dense.predictions())]
         if needs.item_id is not None:
             of_items = with_experts(config, needs.item_features)
@@ -188,11 +186,11 @@ class _Export:
         entries = {}
         for graph in graphs:
             program = dense.write_graph(graph)
-            if graph.name == "score":
+            if graph.name == "score" and weights:
                 program.example_inputs = None  # which torch would write as a pickle
                 torch.export.save(program, self._files.folder / "dense.pt2")
             entries[graph.name] = {"file": graph.file, "features": graph.features, "outputs": graph.outputs}
-        return {"weights": weights, "graphs": entries}
+        return {**weights, "graphs": entries}
 
     def _items(self) -> dict[str, Any]:
         """Write ids and vectors of the items; return what the manifest says of them."""

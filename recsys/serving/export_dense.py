@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -18,14 +19,17 @@ from recsys.checkpoint.tensors import DENSE
 from recsys.config import Config
 from recsys.errors import UserError
 from recsys.models.base import Model, Vectors
+from recsys.serving.export_int8 import in_int8
 from recsys.serving.export_tables import Files
 from recsys.step.build import build_dense_half
+from recsys.step.int8 import Int8Linear
 from recsys.tables.module_names import parameter_name
 
 WEIGHTS = "dense.bin"
 _ALIGNED = 64  # bytes at which the weights of the ONNX graphs begin
 _PREFIX = "model."  # of the weights' names in a graph
 _CLOSE = 1e-5
+_CLOSE_INT8 = 1e-2  # a number just between two steps is rounded to either
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 
 
@@ -147,10 +151,14 @@ class GraphSpec:
 
 
 class DenseExport:
-    """Writes the weights of a model, and graphs that read them."""
+    """Writes the weights of a model, and graphs that read them.
 
-    def __init__(self, files: Files, model: Model, inputs: Inputs) -> None:
-        self._files, self._model, self._inputs = files, model, inputs
+    Args:
+        in_int8: linear layers are rounded to INT8, and graphs hold their weights themselves.
+    """
+
+    def __init__(self, files: Files, model: Model, inputs: Inputs, in_int8: bool) -> None:
+        self._files, self._model, self._inputs, self._in_int8 = files, model, inputs, in_int8
         self._weights = {parameter_name(name): value for name, value in model.state_dict().items()}
         self._places, at = dict[str, int](), 0
         for name, value in self._weights.items():
@@ -184,7 +192,8 @@ class DenseExport:
         features = [name for name in spec.features if name in self._inputs.dims]
         graph = Graph(self._model, self._inputs, features, spec.results).eval()
         program, onnx = self._exported(graph, features, spec.outputs)
-        self._files.write(spec.file, iter([self._with_places(onnx.model_proto).SerializeToString()]))
+        model = in_int8(onnx.model_proto) if self._in_int8 else self._with_places(onnx.model_proto)
+        self._files.write(spec.file, iter([model.SerializeToString()]))
         self._compare(spec.file, graph, features)
         return program
 
@@ -248,11 +257,11 @@ class DenseExport:
             tensors = self._inputs.draw(features, num_rows, torch.Generator().manual_seed(num_rows))
             wanted = {each.name for each in session.get_inputs()}
             feed = {name: value.numpy() for name, value in zip(names, tensors, strict=True) if name in wanted}
-            with torch.no_grad():
+            with torch.no_grad(), Int8Linear() if self._in_int8 else nullcontext():
                 expected = [output.numpy() for output in graph(*tensors)]
             for ours, theirs in zip(expected, session.run(None, feed), strict=True):
                 worst = float(np.max(np.abs(ours - theirs) / np.maximum(1, np.abs(ours)), initial=0.0))
-                if not worst <= _CLOSE:
+                if not worst <= (_CLOSE_INT8 if self._in_int8 else _CLOSE):
                     raise UserError(
                         f"'{file}' gives other numbers in ONNX Runtime than model '{type(self._model).__name__}' in "
                         f"torch (they differ by {worst:.3g}); report it with the model"

@@ -21,6 +21,7 @@ from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.importance import importances, neuron_importances
 from recsys.serving.neurons import hidden_layers, without_neurons
+from recsys.step.int8 import is_rounded
 from recsys.tables.module_names import parameter_name
 from recsys.tables.row_codes import row_bytes
 from recsys.tables.spec import local_pieces
@@ -55,11 +56,13 @@ class Compression:
     Attributes:
         codes: of vectors, by table. pruned: rows, by table.
         neurons: those kept of `Trials.layers`, bool [width] by layer.
+        dense_int8: linear layers of the dense part are in INT8.
     """
 
     codes: Mapping[str, RowCode] = field(default_factory=dict)
     pruned: Mapping[str, Pruning] = field(default_factory=dict)
     neurons: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    dense_int8: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ class Trials:
         self._opened = OpenRun(replace(run, config=looked_up_by_id(run.config)), world, ["train", *roles, "items"])
         self.config, self.source = self._opened.inputs.config, self._opened.source
         self.facts = self._opened.inputs.facts or Facts()
-        self.given = Compression({n: t.quantize for n, t in run.config.tables.items() if t.quantize is not None})
+        codes = {name: table.quantize for name, table in run.config.tables.items() if table.quantize is not None}
+        self.given = Compression(codes, dense_int8=run.config.precision.dense_int8)
         self.metric, self.world = metric, world
         self._weights = table_tensors(self._opened.model)
         self._trained = {name: [p.clone() for p, _ in local_pieces(w)] for name, w in self._weights.items()}
@@ -168,14 +172,14 @@ class Trials:
         return total
 
     def dense_bytes(self, compression: Compression) -> int:
-        """Return the bytes of the dense part's weights."""
-        weights = {
-            parameter_name(name): each.to("meta")
-            for name, each in self._opened.model.module.dense.model.named_parameters()
-        }
-        kept = {name: marks.nonzero().flatten() for name, marks in compression.neurons.items()}
-        left = [without_neurons(name, each, self.layers, kept) for name, each in weights.items()]
-        return sum(each.numel() * each.element_size() for each in left)
+        """Return the bytes of the dense part's weights; a row in INT8 has a scale and a zero point beside."""
+        model, total = self._opened.model.module.dense.model, 0
+        rounded = {f"{name}.weight" for name, each in model.named_modules() if is_rounded(each)}
+        for name, weights in model.named_parameters():
+            left = without_neurons(parameter_name(name), weights.detach(), self.layers, compression.neurons)
+            in_int8 = compression.dense_int8 and name in rounded
+            total += left.numel() + 5 * len(left) if in_int8 else left.numel() * left.element_size()
+        return total
 
     def num_shared(self, table: str) -> int:
         """Return how many rows at the end of a table several ids share, which a further pruning joins."""
@@ -259,7 +263,9 @@ class Trials:
                 self._read[name] if kept is None else self._read[name] * kept.to(self._read[name])
             )
         features = {f: compression.codes.get(self.config.features[f].table or "") for f in id_features(self.config)}
-        self._opened.model.module.dense.codes = {f: code for f, code in features.items() if code is not None}
+        dense = self._opened.model.module.dense
+        dense.codes = {f: code for f, code in features.items() if code is not None}
+        dense.in_int8 = compression.dense_int8
         for name, weights in self._weights.items():
             pieces = list(local_pieces(weights))
             for (piece, _), trained in zip(pieces, self._trained[name], strict=True):

@@ -26,6 +26,7 @@ from recsys.data.batch import Batch
 from recsys.models.base import Model, set_dropout_keys
 from recsys.step.dense_shards import DenseShards
 from recsys.step.exchange import Replica, Totals, agree
+from recsys.step.int8 import Int8Linear
 from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
 from recsys.step.offload import Offload
@@ -52,7 +53,7 @@ class DenseHalf(nn.Module):
         replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
         loss_scale: 1 unless the model computes in FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
-        codes: by feature, what its vectors are quantised to.
+        codes: by feature, what its vectors are quantised to. in_int8: linear layers are, but in training.
         late_exchange: gradients by vectors set out behind the sums, and not before these are waited for. A GPU queues
             both, and its host waits for the sums alone; on CPU the host waits in each exchange of its own.
         skipped: the last step changed nothing, because it was not finite.
@@ -67,7 +68,7 @@ class DenseHalf(nn.Module):
         self._averaged, self._unpooled = averaged_features(config), config.unpooled_features()
         tables = {name: config.tables[config.features[name].table or ""] for name in id_features(config)}
         self.l2 = {name: table.l2 for name, table in tables.items() if table.l2}
-        self.codes = quantized_features(config)
+        self.codes, self.in_int8 = quantized_features(config), config.precision.dense_int8
         self._dtype = _DTYPES.get(config.precision.autocast)
         self.loss_scale = LossScale()
         if config.precision.autocast is Autocast.fp16:
@@ -116,7 +117,8 @@ class DenseHalf(nn.Module):
             self._under_way = self.step(lookup, output)
             return next(self._under_way), output
         (part,) = lookup.parts((0, len(batch.weights)), ())
-        output.outputs = self._outputs(lookup, part, lookup.rows(part), batch)
+        with Int8Linear() if self.in_int8 else nullcontext():
+            output.outputs = self._outputs(lookup, part, lookup.rows(part), batch)
         return batch.weights.new_zeros(()), output
 
     def backward(self) -> None:

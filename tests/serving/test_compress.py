@@ -119,11 +119,14 @@ def test_what_was_accepted_is_what_is_exported(runs: tuple[Path, Path], tmp_path
     pytest.importorskip("onnxruntime")
     from recsys.serving.score import Scorer
 
+    assert "the dense part in INT8" in report(runs[1])["stages"][1]["accepted"]
     run_recsys("export", str(runs[1]), f"{tmp_path}/export")
+    assert not {"dense.bin", "dense.pt2"} & {path.name for path in (tmp_path / "export").iterdir()}
     run_recsys("predict", str(runs[1]), "data/sample/test", f"{tmp_path}/scores")
     rows = pa.concat_tables([pq.read_table(path) for path in sorted(Path("data/sample/test").glob("*.parquet"))])
     scores = Scorer(tmp_path / "export").score(rows)["score"].to_numpy()
-    np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-5)
+    # Numbers between two steps may be rounded to either.
+    np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-3)
 
 
 @pytest.mark.slow

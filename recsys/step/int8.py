@@ -1,0 +1,44 @@
+"""Linear layers in INT8, inputs too, row by row: as evaluation computes them, and the graphs of an export."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+STEPS = 127  # of an input from 0 to the largest of its row
+_TINY = torch.finfo(torch.float32).tiny  # what is divided by where all is 0
+
+
+class Int8Linear(TorchFunctionMode):
+    """A context in which linear layers with a bias, over rows, are computed with rounded weights and inputs.
+
+    Inputs are rounded by row and weights by output, evenly around 0, so that a row's outputs do not follow the rows
+    that it comes with. These are the layers that `recsys export` writes so.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and len(args) == 3 and args[2] is not None and args[0].dim() == 2:
+            x, weight, bias = args
+            codes, scale = int8_weights(weight)
+            steps = (x.float().abs().amax(1, keepdim=True) / STEPS).clamp(min=_TINY)
+            return F.linear((x / steps).round() * steps, codes * scale, bias)
+        return func(*args, **(kwargs or {}))
+
+
+def is_rounded(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of those, if it is given rows."""
+    return isinstance(module, nn.Linear) and module.bias is not None
+
+
+def int8_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights [outputs, inputs] as whole numbers from -64 to 64, and what these times, [outputs, 1], they are.
+
+    Of 7 bits, so that the sum of two products with bytes fits in 16, in which processors without VNNI add them up.
+    """
+    scale = (weight.float().abs().amax(1, keepdim=True) / 64).clamp(min=_TINY)
+    return (weight / scale).round(), scale
