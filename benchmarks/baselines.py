@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def evaluate(score: Scores, queries: dict[str, torch.Tensor], k: int) -> dict[st
 
 def main() -> None:
     """Parse the command line, and print the metrics of each."""
+    warnings.filterwarnings("ignore", message="Sparse")  # torch's word that they are new
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("data", type=Path)
     parser.add_argument("--item", default="item_id", help="column of data/items")

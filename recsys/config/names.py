@@ -30,8 +30,8 @@ def check_names(config: Config) -> None:
             if not _fits(_NAME, name):
                 raise UserError(
                     f"config key '{section}': {_shown(name)} is no name for one of them; use letters, digits, '_' and "
-                    f"'-', {_MOST_BYTES} bytes at most, and no '-' first (a feature's column may have any name, and "
-                    f"alike names in a row are written as C{{1..26}})"
+                    f"'-', {_MOST_BYTES} bytes at most, and no '-' first (its 'column' may name any column, and alike "
+                    f"names in a row are written as C{{1..26}})"
                 )
     if not _fits(_RUN_NAME, config.run.name or "run"):
         raise UserError(

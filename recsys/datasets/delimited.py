@@ -170,6 +170,11 @@ class _Reader:
         self.schema = self._convert(empty, inputs[0]).schema
 
     def _check_names(self, path: Path) -> None:
+        other = next((sign for sign in ";\t|" if sign in self.names[0]), None)
+        if len(self.names) == 1 and other and not self.options.columns:
+            raise UserError(
+                f"{path} has one column, {self.names[0]!r}; if {other!r} divides it, add --delimiter {other!r}"
+            )
         repeated = {name for name in self.names if self.names.count(name) > 1}
         if repeated:
             raise UserError(f"{path} has more than one column {sorted(repeated)[0]!r}")
