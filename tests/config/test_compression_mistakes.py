@@ -19,3 +19,9 @@ def test_mistakes(override: str, said: str) -> None:
     with pytest.raises(UserError, match=r"config key 'tables\.user\.") as error:
         load_config("configs/dlrm_sample.yaml", [override])
     assert said in str(error.value)
+
+
+def test_layers_in_int8_are_not_published() -> None:
+    overrides = ["precision.dense_int8=true", "train.publish={dir: a, every_steps: 1}"]
+    with pytest.raises(UserError, match=r"config key 'precision\.dense_int8': train\.publish hands on FP32 layers"):
+        load_config("configs/dlrm_sample.yaml", overrides)
