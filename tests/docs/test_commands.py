@@ -44,8 +44,20 @@ def test_a_block_that_is_not_run(block: Block) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_blocks_are_fenced(page: Path) -> None:
     """A block that is only indented would not be tested."""
-    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = outside_blocks(page)
     assert re.findall(r"(?<=\n\n) {4,}\S.*", text) == [] and "```" not in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_in_sentences_parse(page: Path) -> None:
+    for said in re.findall(r"`((?:recsys|python|torchrun|sbatch|train\.py) [^`\n]+)`", outside_blocks(page)):
+        if not re.search(r"…|NAME|LOW", said):  # which stand for something
+            for words in commands(said):
+                check_command(words)
+
+
+def outside_blocks(page: Path) -> str:
+    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=name)
