@@ -169,12 +169,11 @@ class Inputs:
 
     def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
         """Return for each id feature what the rows trained held, over all ranks: see `IdStatistics.summary`."""
-        states = self.world.gather({name: each.state() for name, each in self.statistics.items()})
         report = {}
-        for name in self.statistics:
+        for name, counted in self.statistics.items():
             total = IdStatistics()
-            for state in states:
-                total.add_state(state[name])
+            for state in self.world.gather(counted.state()):  # of one feature at a time: those of all take room
+                total.add_state(state)
             report[name] = total.summary(self._mappings[self.config.features[name].table or ""], num_rows)
         return report
 
