@@ -42,7 +42,9 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
             narrow_tables(start, student, narrow)
             words.insert(0, "train.init.optimizers=none")
     run = folder / "student"
-    words = ["train", str(start / "config.yaml"), "run.resume=false", *words, f"run.dir={run}"]
+    # What followers of the run's publications read is the run's own model.
+    words = ["run.resume=false", "train.publish.dir=null", *words, f"run.dir={run}"]
+    words = ["train", str(start / "config.yaml"), *words]
     logger.info("recsys %s", " ".join(words))
     if (problem := run_command(*words)) is not None:
         raise UserError(f"--steps: distill: recsys train failed: {problem}")

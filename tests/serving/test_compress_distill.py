@@ -21,9 +21,11 @@ def run_recsys(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("onnxruntime")
     folder = tmp_path_factory.mktemp("teacher") / "run"
+    published = f"train.publish={{dir: {folder.parent}/published, every_steps: 24}}"
     options = ("train.max_steps=24", "tables.user.mapping=vocabulary", "optimizer.dense.learning_rate=0.01")
-    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}", *options)
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}", published, *options)
     return folder
 
 
@@ -51,6 +53,7 @@ def test_a_student_goes_on_from_codes_or_is_left_out(run: Path, tmp_path: Path) 
     assert found[2]["seen_bytes"] == found[1]["seen_bytes"]
     trained = json.loads((tmp_path / "small" / "distill-2" / "student" / "loaded.json").read_text())
     assert trained["source"].startswith(str(tmp_path / "small" / "distill-2" / "start"))
+    assert [path.name for path in (run.parent / "published").iterdir()] == ["base-000000001"]  # of the run alone
     run_recsys("compress", str(run), f"{tmp_path}/same", "--steps", "distill", "--max-loss", "0", "--student",
                "optimizer.dense.learning_rate=3", "optimizer.tables.learning_rate=3")  # fmt: skip
     assert "| distill | left out, since" in (tmp_path / "same" / "compression.md").read_text()

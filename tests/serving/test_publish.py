@@ -25,6 +25,9 @@ from score import ExportError, Scorer
 pytestmark = pytest.mark.slow
 _PLAN = ["tables.user.sharding_type=row_wise", "tables.item.sharding_type=column_wise", "tables.item.embedding_dim=16",
          "optimizer.tables.name=adagrad"]  # fmt: skip
+_EXPERTS = ["tables.user={experts: {others: [user_2, user_3], by: hash, active: 2, gate: features}}",
+            "tables.user_{2..3}={num_embeddings: 100, embedding_dim: 4, projected_dim: 8}",
+            "train.dense_sharding=optimizer"]  # fmt: skip
 
 
 def train(folder: Path, *arguments: Any, nproc: int = 1, before: Any = None, code: int = 0) -> Path:
@@ -56,7 +59,7 @@ def assert_same(followed: Scorer, export: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "options"),
-    [(1, []), (2, _PLAN), (4, _PLAN), (2, ["tables=int8", "tables.item.sharding_type=data_parallel"])],
+    [(1, []), (2, _PLAN), (4, _PLAN), (2, ["tables=int8", "tables.item.sharding_type=data_parallel"]), (2, _EXPERTS)],
 )
 def test_base_and_deltas_are_the_export(tmp_path: Path, nproc: int, options: list[str]) -> None:
     write_retrieval(tmp_path)
