@@ -292,7 +292,7 @@ def as_svg(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, run what is missing, write the three files after each strategy."""
+    """Parse the command line, run what is missing, write the three files after each run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", metavar="key=value", nargs="*")
@@ -320,27 +320,38 @@ def main() -> None:
         parser.error(f"no strategy {min(unknown)!r}; there are: {', '.join(each.name for each in chosen)}")
     path = arguments.out.with_suffix(".json")
     before = json.loads(path.read_text())["strategies"] if path.exists() else {}
-    result: dict[str, Any] = {
+    runs = {strategy.name: before.get(strategy.name, {}).get("runs", {}) for strategy in chosen}
+    for strategy in chosen:
+        for seed in map(str, arguments.seeds):
+            if seed not in runs[strategy.name] and strategy.name in (PLAIN, *(arguments.only or [strategy.name])):
+                run = run_once(strategy, arguments.config, arguments.overrides, int(seed))
+                runs[strategy.name][seed] = run
+                print(f"{strategy.name}, seed {seed}: {run['test'][arguments.metric]:.4f}", flush=True)
+                write(arguments, chosen, runs)
+    write(arguments, chosen, runs)
+
+
+def write(arguments: argparse.Namespace, chosen: list[Strategy], runs: dict[str, dict[str, Any]]) -> None:
+    """Write the three files of the runs that there are, by strategy and seed."""
+    result = {
         "config": arguments.config,
         "overrides": arguments.overrides,
         "metric": arguments.metric,
         "machine": machine(),
         "versions": installed_versions(),
-        "strategies": {},
+        "strategies": {
+            each.name: {
+                "overrides": each.overrides,
+                "summary": summarise(list(runs[each.name].values()), arguments.metric),
+                "runs": runs[each.name],
+            }
+            for each in chosen
+            if runs[each.name]
+        },
     }
-    for strategy in chosen:
-        runs = before.get(strategy.name, {}).get("runs", {})
-        for seed in map(str, arguments.seeds):
-            if seed not in runs and strategy.name in (PLAIN, *(arguments.only or [strategy.name])):
-                runs[seed] = run_once(strategy, arguments.config, arguments.overrides, int(seed))
-                print(f"{strategy.name}, seed {seed}: {runs[seed]['test'][arguments.metric]:.4f}", flush=True)
-        if not runs:
-            continue
-        summary = summarise(list(runs.values()), arguments.metric)
-        result["strategies"][strategy.name] = {"overrides": strategy.overrides, "summary": summary, "runs": runs}
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(as_markdown(result))
-        arguments.out.with_suffix(".svg").write_text(as_svg(result))
+    arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    arguments.out.with_suffix(".md").write_text(as_markdown(result))
+    arguments.out.with_suffix(".svg").write_text(as_svg(result))
 
 
 if __name__ == "__main__":
