@@ -1,6 +1,8 @@
 """The strategies of benchmarks/compare_strategies.py: each makes a config that holds, and takes what its name says."""
 
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -63,3 +65,18 @@ def run(memory: dict[str, int], auc: float) -> dict[str, object]:
         "samples_per_s": 1000.0,
         "test": {"auc": auc},
     }
+
+
+def test_the_plot_has_a_bar_by_bytes_and_a_dot_by_metric() -> None:
+    sizes = {"plain torch": (1 << 20, 0.5), "a": (1 << 18, 0.4), "b <": (1 << 16, 0.6)}
+    rows = {name: {"summary": {"table_bytes": size, "auc": auc}} for name, (size, auc) in sizes.items()}
+    drawn = compare.as_svg({"metric": "auc", "strategies": rows})
+    texts = [element.text for element in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert texts == [
+        *("plain torch", "1.000 MiB", "a", "0.250 MiB", "b <", "0.062 MiB"),
+        *("0.5000", "0.4000", "0.6000"),
+    ]
+    places = [float(place) for place in re.findall(r'cx="([\d.]+)"', drawn)]
+    assert places[0] - places[1] == places[2] - places[0] == 100
+    widths = [float(width) for width in re.findall(r'class="bar" .* width="([\d.]+)"', drawn)]
+    assert widths == [320.0, 192.0, 64.0]  # on a scale of powers of two, from half the least
