@@ -180,7 +180,8 @@ def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compr
     )
     accepted, shown = after(number), _shown_codes(dict(moves[:number]))
     in_int8 = replace(accepted, dense_int8=True)
-    if trials.dense_bytes(in_int8) == trials.dense_bytes(accepted):
+    is_published = trials.config.train.publish.dir is not None  # with its layers as FP32
+    if is_published or trials.dense_bytes(in_int8) == trials.dense_bytes(accepted):
         return accepted, shown
     if trials.loss(in_int8, "quantize, the dense part in INT8") > budget:
         return accepted, shown
