@@ -35,13 +35,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recsys.runtime.arguments import Parser, add_evaluation, mistakes_told, positive, told_by_first_rank, with_data
+from recsys.runtime.arguments import (
+    Parser,
+    add_evaluation,
+    mistakes_told,
+    positive,
+    price,
+    told_by_first_rank,
+    with_data,
+)
 from recsys.runtime.environment import prepare_environment, restart_without_malloc_cache
 from recsys.runtime.versions import check_versions, exit_unless_installed
 
 _COMMANDS = {
     "train": "train a model from a YAML config",
     "dry-run": "plan, and predict the memory of every rank, without GPUs and without training",
+    "calibrate": "measure in a minute how fast devices like these are, for what a dry run says of time",
     "evaluate": "evaluate the model of a finished run on other data",
     "predict": "write a finished run's scores of rows as Parquet",
     "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
@@ -72,12 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return predict(words[1:], command)
     if command == "semantic-ids":
         return semantic_ids(words[1:])
-    if command == "sweep":
-        return sweep(words[1:])
-    if command == "compress":
-        return compress(words[1:])
-    if command == "export":
-        return export(words[1:])
+    if command in ("sweep", "calibrate", "compress", "export"):
+        return {"sweep": sweep, "calibrate": calibrate, "compress": compress, "export": export}[command](words[1:])
     if command in ("report", "compare"):
         return report(words[1:], command)
     return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
@@ -115,7 +120,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
         if words.command == "dry-run":
             from recsys.memory.dry_run import dry_run
 
-            return dry_run(config)
+            return dry_run(config, words.price_per_hour)
         from recsys.training.run import run
 
         if config.train.publish.dir is None:
@@ -192,19 +197,10 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
 
 def semantic_ids(arguments: Sequence[str], prog: str = "recsys semantic-ids") -> int:
     """Write codes of items; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    parser = Parser(prog, description=_description("semantic-ids"))
-    parser.add_argument("vectors", metavar="VECTORS", type=Path, help="folder of `recsys embeddings RUN item`")
-    parser.add_argument("out", metavar="OUT.parquet", type=Path)
-    parser.add_argument("--levels", type=positive, default=3, help="codes of an item (3)")
-    parser.add_argument("--codes", type=positive, default=256, help="how many there are of each level (256)")
-    parser.add_argument("--seed", type=int, default=1)
     with mistakes_told():
-        words = parser.parse_args(arguments)
-        from recsys.serving.semantic_ids import semantic_ids as write_codes
+        from recsys.serving.semantic_ids import main as write_codes
 
-        for line in write_codes(words.vectors, words.out, words.levels, words.codes, words.seed):
-            print(line)
-    return 0
+        return write_codes(arguments, prog, _description("semantic-ids"))
 
 
 def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
@@ -234,6 +230,17 @@ def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
         found = open_sweep(words.config, words.overrides, words.space, words.out, numbers, words.metric, words.bytes)
         start_logging(words.out / "logs", 0)
         return found.run()
+
+
+def calibrate(arguments: Sequence[str], prog: str = "recsys calibrate") -> int:
+    """Measure devices; return the exit status 0, or end the process with a mistake of the user in one sentence."""
+    with mistakes_told():
+        restart_without_malloc_cache()
+        prepare_environment()
+        check_versions()
+        from recsys.training.calibrate import main as measure
+
+        return measure(arguments, prog, _description("calibrate"))
 
 
 def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
@@ -295,21 +302,12 @@ def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace
 
 def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
     """Export a table of a checkpoint; return the exit status 0, or end the process with a mistake of the user."""
-    parser = Parser(prog, description="Export tables of a checkpoint; train.init.from_parquet.TABLE=FILE reads them.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    export = commands.add_parser("export", help="write one table: row (or raw id), vector, optimizer state")
-    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
-    export.add_argument("table", metavar="TABLE")
-    export.add_argument("out", metavar="OUT.parquet", type=Path)
     with mistakes_told():
-        words = parser.parse_args(arguments)
         prepare_environment()
         check_versions()
-        from recsys.checkpoint import export_table
+        from recsys.checkpoint.parquet import main as export_rows
 
-        num_rows = export_table(words.source, words.table, words.out)
-    print(f"{words.out}: {num_rows:,} rows of table {words.table}")
-    return 0
+        return export_rows(arguments, prog)
 
 
 def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namespace:
@@ -334,6 +332,9 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         mode.add_argument("--debug", action="store_true", help="single-device debug mode")
         for name, about in (("dry-run", _COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
             mode.add_argument(f"--{name}", dest="command", action="store_const", const=name, help=about)
+    if command != "evaluate":
+        about = "of a machine, for a dry run with topology.speeds: then it says what an epoch costs"
+        parser.add_argument("--price-per-hour", metavar="PRICE", type=price, help=about)
     pairs = zip(arguments, [*arguments[1:], ""], strict=False)
     once = [word == "--importance" and not after.isdecimal() for word, after in pairs]
     words = parser.parse_intermixed_args([f"{w}=1" if o else w for w, o in zip(arguments, once, strict=True)])

@@ -27,6 +27,7 @@ class TopologyConfig:
     # Of one machine; default: that of this machine, or the limit of its cgroup. Of a dry run for other machines, which
     # any of the keys above makes it: not known, and nothing is held against it.
     host_memory: Any = None
+    speeds: str | None = None  # of a dry run: a file of `recsys calibrate`, by which it says how long a step takes
 
 
 @dataclass

@@ -16,6 +16,7 @@ from recsys.errors import UserError
 from recsys.memory.autofit import Fitter, pieces_of
 from recsys.memory.data_facts import data_facts
 from recsys.memory.page import Cell, describe_plan, kind_rows, rank_table
+from recsys.memory.step_time import StepTime, speeds_of, step_load
 from recsys.memory.trace import Prediction, demands, largest_batch, layer_page, misfits, predict_run
 from recsys.report.text import listed
 from recsys.report.text import size as shown
@@ -39,6 +40,7 @@ class DryRun:
         misfits: a sentence for each GPU and machine whose memory is not enough.
         instead: what the device has no kernel for, and what is done in its place.
         changes: what memory.fit has changed.
+        time: of a step; None: `topology.speeds` is not given.
     """
 
     config: Config
@@ -49,19 +51,23 @@ class DryRun:
     misfits: list[str]
     instead: list[str]
     changes: list[str]
+    time: StepTime | None
     seconds: float
 
 
-def dry_run(config: Config) -> int:
-    """Print the plan and the memory by rank; return the exit status: 0 when it fits, 1 when not.
+def dry_run(config: Config, price_per_hour: float | None = None) -> int:
+    """Print the plan, the time of a step and the memory by rank; return the exit status: 0 when it fits, 1 when not.
 
     With `run.dir` set, memory/dry_run.json and memory/dry_run.md are written there.
+
+    Args:
+        price_per_hour: of a machine.
 
     Raises:
         UserError: a mistake in the config, or the memory of a GPU that is not known.
     """
     quiet_libraries()
-    found = rehearse_run(config)
+    found = rehearse_run(config, price_per_hour)
     page = format_dry_run(found)
     if config.run.dir is not None:
         folder = Path(config.run.dir) / "memory"
@@ -75,9 +81,10 @@ def dry_run(config: Config) -> int:
     return 1 if found.misfits else 0
 
 
-def rehearse_run(config: Config) -> DryRun:
+def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
     """Plan and predict, for the machines of `topology`."""
     start, topology = time.monotonic(), topology_of(config)
+    speeds = speeds_of(config, topology, price_per_hour)
     instead = check_device(config, topology.on_gpu, topology.world_size)
     with rehearse_world(topology.world_size, topology.local_world_size, topology.device) as world:
         inputs, why_not = _open(config, world)
@@ -96,7 +103,14 @@ def rehearse_run(config: Config) -> DryRun:
         wrong = misfits(prediction.ranks, topology)
         if wrong and not config.memory.fit:
             changes.append("memory.fit=true looks for settings that fit")
-    return DryRun(config, topology, pieces, prediction, largest, wrong, instead, changes, time.monotonic() - start)
+        of_step = None
+        if speeds is not None:
+            load = step_load(config, data, prediction.dense, topology, pieces)
+            rows = None if inputs is None else inputs.datasets["train"].num_rows
+            sizes = config.train.global_batch_size, rows, topology.num_machines
+            of_step = StepTime(load, speeds, *sizes, price_per_hour)
+    found = config, topology, pieces, prediction, largest, wrong, instead, changes
+    return DryRun(*found, of_step, time.monotonic() - start)
 
 
 def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
@@ -127,6 +141,7 @@ def as_json(found: DryRun) -> dict[str, Any]:
             for each in prediction.ranks
         ],
         "shards": [asdict(piece) for piece in found.pieces],
+        "time": None if found.time is None else found.time.as_json(),
         "instead": found.instead,
         "changes": found.changes,
         "seconds": round(found.seconds, 2),
@@ -143,6 +158,7 @@ def format_dry_run(found: DryRun) -> str:
         f"- {config.run.name}, a global batch of {config.train.global_batch_size:,} rows on {topology.world_size} × "
         f"{topology.device.type}: {topology.num_machines} machine{'s' if topology.num_machines > 1 else ''} of "
         f"{topology.local_world_size}",
+        *(f"- {sentence}" for sentence in (found.time.sentences() if found.time else ())),
         *(f"- {sentence}" for sentence in [*_memory(found), *_full_or_idle(found), *found.instead, *found.changes]),
         *(f"- {sentence}" for sentence in [repeated_decoding(config, topology.world_size)] if sentence),
         f"- Ids a row: {sum(prediction.data.mean_ids.values()):.2f}, by {prediction.data.source}",

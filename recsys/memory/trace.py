@@ -3,31 +3,25 @@
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Config
-from recsys.config.features import float_features, id_features, rank_rows, sampled_rows
-from recsys.data.batch import Batch, Sampled
-from recsys.data.order import Position
-from recsys.data.pool import Fence
+from recsys.config.features import id_features, rank_rows, sampled_rows
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
+from recsys.memory.fakes import dims_of, fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.predict import eval_share
 from recsys.memory.tensors import storage_bytes
 from recsys.report.text import size as shown
 from recsys.runtime.environment import HEAP_BLOCK_BYTES, SMALL_HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
-from recsys.step.build import build_step
 from recsys.step.offload import Offload
 from recsys.step.step import TrainStep
 from recsys.tables.spec import Shard
@@ -43,8 +37,8 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
 
     A process group of the number of ranks must be there, such as that of `rehearse_world`.
     """
-    with _fake_tensors():
-        step = _fake_step(config)
+    with fake_tensors():
+        step = fake_step(config)
         step.dense.model.rehearse(device)
         offloaded: list[int] = []
         if config.train.activation_offload:
@@ -84,19 +78,6 @@ class _Counted(Offload):
         return torch.empty(packed[0], dtype=packed[1], device=device)
 
 
-@contextmanager
-def _fake_tensors() -> Iterator[None]:
-    # --debug looks for values that are not finite, and fake tensors have none.
-    with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
-        yield
-
-
-def _fake_step(config: Config) -> TrainStep:
-    feature = config.model.needs().log_shares_of
-    rows = config.tables[config.features[feature].table or ""].num_embeddings if feature else 0
-    return build_step(config, lambda: torch.zeros(rows))
-
-
 def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int]:
     """Return `step_bytes` and `heap_bytes` of the dense part."""
     micro = min(rows, config.train.micro_batch_size or rows)
@@ -109,7 +90,7 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
     if not step.dense.model.loss_by_rows or rows <= (_TRACED_PIECES + 1) * micro:
         return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
     traced = micro * _TRACED_PIECES
-    width = 4 * sum(_dims(config).values())
+    width = 4 * sum(dims_of(config).values())
     peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
     return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes
 
@@ -120,10 +101,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
-    pooled, by_id = _looked_up(config, data, rows)
-    batch = _batch(config, data, rows, bounds)
-    if drawn := sampled_rows(config, dist.get_world_size()):
-        batch.sampled = Sampled(max(0, rows - drawn), 0)
+    pooled, by_id, batch = fake_inputs(config, data, rows, bounds, sampled_rows(config, dist.get_world_size()))
     tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
@@ -191,10 +169,9 @@ class LivePeak(TorchDispatchMode):
 
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:
     """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
-    with _fake_tensors():
-        step = _fake_step(config).eval()
-        batch = _batch(config, data, rows, (0, rows))
-        pooled, by_id = _looked_up(config, data, rows)
+    with fake_tensors():
+        step = fake_step(config).eval()
+        pooled, by_id, batch = fake_inputs(config, data, rows, (0, rows))
         with torch.no_grad():
             layers = analyse_layers(step.dense.model, lambda: step.dense(pooled, [by_id], batch))
     return format_layers([*_table_layers(config, data, rows), *layers], rows)
@@ -210,43 +187,6 @@ def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:
         outputs = rows * len(features) * table.embedding_dim
         layers.append(Layer(f"tables.{name}", "EmbeddingBag", size, outputs, round(ids * table.embedding_dim)))
     return layers
-
-
-def _looked_up(config: Config, data: DataFacts, rows: int) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
-    """Return what the tables give for a batch: vectors of rows, and of single ids."""
-    dims = _dims(config)
-    by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in config.unpooled_tables()}
-    values = torch.empty(rows, sum(dims.values()), requires_grad=True)
-    pooled = KeyedTensor(list(dims), list(dims.values()), values) if dims else None
-    lengths = torch.empty(rows, dtype=torch.int32)
-    return pooled, {
-        name: JaggedTensor(torch.empty(math.ceil(rows * data.mean_ids[name]), dim, requires_grad=True), lengths=lengths)
-        for name, dim in by_id.items()
-    }
-
-
-def _dims(config: Config) -> dict[str, int]:
-    return {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
-
-
-def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) -> Batch:
-    names = id_features(config)
-    counts = [math.ceil(rows * data.mean_ids[name]) for name in names]
-    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    ids = KeyedJaggedTensor(
-        names,
-        torch.empty(ends[-1], dtype=torch.int32),
-        lengths=torch.empty(len(names) * rows, dtype=torch.int32),
-        offsets=torch.empty(len(names) * rows + 1, dtype=torch.int32),
-        stride=rows,
-        length_per_key=counts,
-        offset_per_key=ends,
-    )
-    floats = torch.empty(rows, len(float_features(config)))
-    id_bounds = tuple(tuple(count * bound // rows for bound in bounds) for count in counts)
-    num_labels = len(config.labels()) + len(config.taught_columns())
-    dense = floats, torch.empty(rows, num_labels), torch.empty(rows)
-    return Batch(ids, *dense, None, rows, 0, bounds, Position(), Fence(), id_bounds)
 
 
 @dataclass(frozen=True)

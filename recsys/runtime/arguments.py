@@ -2,8 +2,9 @@
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from recsys.errors import EchoError, UserError, end_run
@@ -22,6 +23,18 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
     return int(text)
+
+
+def price(text: str) -> float:
+    """Return a price.
+
+    Raises:
+        ArgumentTypeError: it is no number above 0.
+    """
+    with suppress(ValueError):
+        if 0 < (value := float(text)) < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:

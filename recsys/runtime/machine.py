@@ -1,5 +1,6 @@
 """Topology: the machines of a plan, with their ranks, devices and memory."""
 
+import platform
 import resource
 from contextlib import suppress
 from dataclasses import dataclass
@@ -124,6 +125,17 @@ def _host_bytes(config: Config, here: bool) -> tuple[int, str]:
         return UNLIMITED, "not given"
     total, limit = psutil.virtual_memory().total, cgroup_limit()
     return (limit, "the limit of this cgroup") if limit is not None and limit < total else (total, "this machine's")
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU, or of the machine's processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def cgroup_limit() -> int | None:

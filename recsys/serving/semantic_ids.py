@@ -1,6 +1,6 @@
 """Semantic ids: a few small codes for each item, alike for items whose vectors are alike (arXiv:2305.05065)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.errors import UserError
+from recsys.runtime.arguments import Parser, positive
 from recsys.runtime.files import replacing
 
 _AT_ONCE = 1 << 22  # distances, of vectors and centres
@@ -123,3 +124,17 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         yield f"level {level}: {left:.1%} of the variance left"
     different, most = int((same == 0).sum()), same.max() + 1
     yield f"{out}: {len(table):,} items, {different:,} different codes, {most:,} items of the same at most"
+
+
+def main(arguments: Sequence[str], prog: str, about: str) -> int:
+    """Carry out `recsys semantic-ids`; return the exit status 0."""
+    parser = Parser(prog, description=about)
+    parser.add_argument("vectors", metavar="VECTORS", type=Path, help="folder of `recsys embeddings RUN item`")
+    parser.add_argument("out", metavar="OUT.parquet", type=Path)
+    parser.add_argument("--levels", type=positive, default=3, help="codes of an item (3)")
+    parser.add_argument("--codes", type=positive, default=256, help="how many there are of each level (256)")
+    parser.add_argument("--seed", type=int, default=1)
+    words = parser.parse_args(arguments)
+    for line in semantic_ids(words.vectors, words.out, words.levels, words.codes, words.seed):
+        print(line)
+    return 0

@@ -1,0 +1,85 @@
+"""A step of the dense part and its inputs, on tensors without memory."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from recsys.config import Config
+from recsys.config.features import float_features, id_features
+from recsys.data.batch import Batch, Sampled
+from recsys.data.order import Position
+from recsys.data.pool import Fence
+from recsys.memory.facts import DataFacts
+from recsys.step.build import build_step
+from recsys.step.step import TrainStep
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Make tensors without memory, and none of torch's random numbers."""
+    # --debug looks for values that are not finite, and fake tensors have none.
+    with torch.random.fork_rng(devices=[]), torch.autograd.set_detect_anomaly(False), FakeTensorMode():
+        yield
+
+
+def fake_step(config: Config) -> TrainStep:
+    """Return the step of a config that is not sharded."""
+    feature = config.model.needs().log_shares_of
+    rows = config.tables[config.features[feature].table or ""].num_embeddings if feature else 0
+    return build_step(config, lambda: torch.zeros(rows))
+
+
+def fake_inputs(
+    config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...], drawn: int = 0
+) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], Batch]:
+    """Return what the dense half gets for a batch: vectors of rows and of single ids, and the batch.
+
+    Args:
+        bounds: rows at which its micro-batches begin and end. drawn: rows of them that are items to be told apart.
+    """
+    batch = _batch(config, data, rows, bounds)
+    if drawn:
+        batch.sampled = Sampled(max(0, rows - drawn), 0)
+    return *_looked_up(config, data, rows), batch
+
+
+def _looked_up(config: Config, data: DataFacts, rows: int) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
+    """Return what the tables give for a batch: vectors of rows, and of single ids."""
+    dims = dims_of(config)
+    by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in config.unpooled_tables()}
+    values = torch.empty(rows, sum(dims.values()), requires_grad=True)
+    pooled = KeyedTensor(list(dims), list(dims.values()), values) if dims else None
+    lengths = torch.empty(rows, dtype=torch.int32)
+    return pooled, {
+        name: JaggedTensor(torch.empty(math.ceil(rows * data.mean_ids[name]), dim, requires_grad=True), lengths=lengths)
+        for name, dim in by_id.items()
+    }
+
+
+def dims_of(config: Config) -> dict[str, int]:
+    """Return by id feature the dimension of its table."""
+    return {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
+
+
+def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) -> Batch:
+    names = id_features(config)
+    counts = [math.ceil(rows * data.mean_ids[name]) for name in names]
+    ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    ids = KeyedJaggedTensor(
+        names,
+        torch.empty(ends[-1], dtype=torch.int32),
+        lengths=torch.empty(len(names) * rows, dtype=torch.int32),
+        offsets=torch.empty(len(names) * rows + 1, dtype=torch.int32),
+        stride=rows,
+        length_per_key=counts,
+        offset_per_key=ends,
+    )
+    floats = torch.empty(rows, len(float_features(config)))
+    id_bounds = tuple(tuple(count * bound // rows for bound in bounds) for count in counts)
+    num_labels = len(config.labels()) + len(config.taught_columns())
+    dense = floats, torch.empty(rows, num_labels), torch.empty(rows)
+    return Batch(ids, *dense, None, rows, 0, bounds, Position(), Fence(), id_bounds)

@@ -1,0 +1,105 @@
+"""The operators of the dense part's step: what they multiply, move and exchange, traced on fake tensors."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from recsys.memory.speeds import Speeds
+
+# Operators by what an element costs; all others are `plain`: they read, add or multiply, and write.
+_KINDS = {
+    "costly": (
+        "sigmoid",
+        "tanh",
+        "exp",
+        "log",
+        "erf",
+        "gelu",
+        "silu",
+        "softmax",
+        "layer_norm",
+        "pow",
+        "sqrt",
+        "entropy",
+    ),
+    "indexed": ("index", "gather", "scatter", "embedding", "sort", "cumsum", "jagged", "topk"),
+    "drawn": ("uniform", "bernoulli", "dropout", "rand"),
+}
+
+
+@dataclass
+class Work:
+    """What a step's operators do.
+
+    Attributes:
+        num_operators: all that are called, views too.
+        matmuls: by (type, rows, inner, columns) how many; batched: by (type, FLOPs of one) how many matrices.
+        moved: by (kind, bytes) how many operators.
+        sent: bytes that collectives within the model get from this rank, each.
+    """
+
+    num_operators: int = 0
+    matmuls: Counter[tuple[str, int, int, int]] = field(default_factory=Counter)
+    batched: Counter[tuple[str, float, int]] = field(default_factory=Counter)
+    moved: Counter[tuple[str, int]] = field(default_factory=Counter)
+    sent: list[int] = field(default_factory=list)
+
+    def seconds(self, speeds: Speeds) -> float:
+        """Return the time of products and of bytes moved, without that of calls and collectives."""
+        products = sum(n * speeds.matmul_seconds(*shape) for shape, n in self.matmuls.items())
+        batches = sum(n * speeds.batched_seconds(*shape) for shape, n in self.batched.items())
+        return products + batches + sum(n * speeds.moved_seconds(*each) for each, n in self.moved.items())
+
+
+class OperatorTrace(TorchDispatchMode):
+    """Collects the work of all operators that are called inside it.
+
+    Attributes:
+        work: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work = Work()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        space, name = func.namespace, func._schema.name.partition("::")[2]
+        tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+        num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+        if space == "prim":
+            return result
+        if space == "c10d":
+            self.work.sent.append(num_bytes)
+            return result
+        self.work.num_operators += 1
+        if name.strip("_") in ("mm", "addmm"):
+            a, b = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            self.work.matmuls[(_type(a), a.shape[0], a.shape[1], b.shape[1])] += 1
+        elif name.strip("_") in ("bmm", "baddbmm"):
+            a, b = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            self.work.batched[(_type(a), 2.0 * math.prod(a.shape[1:]) * b.shape[2], a.shape[0])] += 1
+        elif "attention" in name:
+            query, key = args[:2]
+            flops = 4.0 * query.shape[-2] * key.shape[-2] * query.shape[-1] * (2.5 if "backward" in name else 1)
+            self.work.batched[(_type(query), flops, math.prod(query.shape[:-2]))] += 1
+        elif not (_is_view(func) or "empty" in name):
+            self.work.moved[(_kind(name), num_bytes)] += 1
+        return result
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_view(func: Any) -> bool:
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind, words in _KINDS.items() if any(word in name for word in words)), "plain")

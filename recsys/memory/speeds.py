@@ -1,0 +1,137 @@
+"""How fast a kind of device is, as `recsys calibrate` has measured it: the file that predictions of step time go by."""
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from recsys.errors import UserError, why
+from recsys.runtime.files import replace_file
+
+SCHEMA_VERSION = 1
+KINDS = ("plain", "costly", "indexed", "drawn")  # of operators that are no products
+MATMUL_SIDES = (16, 64, 256, 1024, 4096, 16384)  # rows, inner and outer columns of the products that are measured
+BATCHED_SIDES = (4, 8, 16, 32, 64, 128)  # of the square matrices of a batch
+MOST_MATMUL_FLOPS = 1 << 30  # of one; larger ones are as fast
+# What a batch takes to make, and a step beside its operators and exchanges, in proportion to.
+DATA_AMOUNTS = ("step", "feature", "id", "row", "float")
+STEP_AMOUNTS = ("step", "feature", "id", "element", "row", "operator", "parameter")
+
+Curve = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What was measured on ranks that computed at the same time.
+
+    Attributes:
+        device: its name, as torch and the system tell it; device_type: "cpu" or "cuda".
+        ranks, local_ranks: at the same time, and of them on one machine; threads: that compute, of a rank on CPU.
+        matmul: by type ("float32", "bfloat16") and "ROWS INNER COLUMNS" the FLOPs a second of a product of matrices.
+        batched: by type, pairs of the FLOPs of one matrix of a batch, and FLOPs a second.
+        moved: by kind of operator, pairs of bytes that it reads and writes, and seconds beyond those of a tiny one.
+        exchanged: by collective, pairs of bytes that a rank sends, and seconds; of one rank empty.
+        data: seconds that the training thread waits for a batch, for each of `DATA_AMOUNTS`.
+        step: seconds of a step beside that, its operators' work and its exchanges, for each of `STEP_AMOUNTS`.
+        fits: the trainings that these two come from: seconds a step, measured and by them.
+        versions: of the libraries.
+    """
+
+    device: str
+    device_type: str
+    ranks: int
+    local_ranks: int
+    threads: int
+    matmul: Mapping[str, Mapping[str, float]]
+    batched: Mapping[str, Curve]
+    moved: Mapping[str, Curve]
+    exchanged: Mapping[str, Curve]
+    data: Mapping[str, float]
+    step: Mapping[str, float]
+    fits: Sequence[Mapping[str, Any]]
+    versions: Mapping[str, str]
+
+    def matmul_seconds(self, dtype: str, rows: int, inner: int, columns: int) -> float:
+        """Return the time of a product of [rows, inner] and [inner, columns], between those of the sizes around."""
+        rates = self._rates.get(dtype) or self._rates["float32"]
+        sides = [math.log2(side) for side in MATMUL_SIDES]
+        places = [_between(sides, math.log2(max(1, side))) for side in (rows, inner, columns)]
+        rate = 0.0
+        for corner in product((0, 1), repeat=3):
+            weight = math.prod(share if end else 1 - share for end, (_, share) in zip(corner, places, strict=True))
+            if weight:
+                at = tuple(MATMUL_SIDES[first + end] for end, (first, _) in zip(corner, places, strict=True))
+                rate += weight * math.log(rates[at])
+        return 2 * rows * inner * columns / math.exp(rate)
+
+    @cached_property
+    def _rates(self) -> dict[str, dict[tuple[int, ...], float]]:
+        """The FLOPs a second at all corners; of products that were too large to measure those of the next smaller."""
+        found: dict[str, dict[tuple[int, ...], float]] = {}
+        for dtype, measured in self.matmul.items():
+            rates = found[dtype] = {}
+            for sides in product(MATMUL_SIDES, repeat=3):
+                smaller = list(sides)
+                while 2 * math.prod(smaller) > MOST_MATMUL_FLOPS:
+                    smaller[smaller.index(max(smaller))] //= 4
+                rates[sides] = measured[" ".join(map(str, smaller))]
+        return found
+
+    def batched_seconds(self, dtype: str, flops: float, count: int) -> float:
+        """Return the time of a batch of `count` products of `flops` each."""
+        return flops * count / max(1.0, interpolate(self.batched.get(dtype) or self.batched["float32"], flops))
+
+    def moved_seconds(self, kind: str, num_bytes: float) -> float:
+        """Return the time that an operator of a kind takes for its bytes."""
+        return interpolate(self.moved[kind], num_bytes)
+
+    def exchange_seconds(self, collective: str, num_bytes: float) -> float:
+        """Return the time of a collective in which a rank sends so many bytes."""
+        return interpolate(self.exchanged[collective], num_bytes) if self.exchanged else 0.0
+
+    def save(self, path: Path) -> None:
+        """Write the file."""
+        replace_file(path, json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Speeds":
+        """Return what a file says.
+
+        Raises:
+            UserError: there is none, or it is not one of `recsys calibrate`.
+        """
+        try:
+            content = json.loads(path.read_text())
+            if content.pop("schema_version") != SCHEMA_VERSION:
+                raise ValueError("it has another schema_version")
+            found = cls(**content)
+            found.matmul_seconds("float32", 1, 1, 1)
+            _ = [found.data[name] for name in DATA_AMOUNTS], [found.step[name] for name in STEP_AMOUNTS]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = why(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise UserError(
+                f"config key 'topology.speeds': cannot read '{path}' ({reason}); it is a file that "
+                f"`recsys calibrate FILE` writes"
+            ) from error
+        return found
+
+
+def interpolate(curve: Curve, at: float) -> float:
+    """Return a curve's value at a place above 0, a power between two of its points, and a power beyond the last."""
+    if len(curve) == 1 or at <= curve[0][0]:
+        return curve[0][1]
+    logs = [(math.log(x), math.log(max(y, 1e-12))) for x, y in curve]
+    first = min(bisect_right([x for x, _ in logs], math.log(at)) - 1, len(logs) - 2)
+    (x0, y0), (x1, y1) = logs[first : first + 2]
+    return math.exp(y0 + (y1 - y0) * (math.log(at) - x0) / (x1 - x0))
+
+
+def _between(places: Sequence[float], at: float) -> tuple[int, float]:
+    """Return the place before, and how far `at` is on the way to the next; at most at the ends."""
+    first = min(max(0, bisect_right(places, at) - 1), len(places) - 2)
+    return first, min(1.0, max(0.0, (at - places[first]) / (places[first + 1] - places[first])))

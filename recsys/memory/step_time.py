@@ -1,0 +1,216 @@
+"""How long a step takes on devices whose speeds were measured: what a rank has to do, times what that takes there."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recsys.config import Config
+from recsys.config.choices import ROW_SPLITS, ShardingChoice
+from recsys.config.features import float_features, sampled_rows
+from recsys.errors import UserError
+from recsys.memory.facts import DataFacts, DenseFacts
+from recsys.memory.fakes import dims_of, fake_inputs, fake_step, fake_tensors
+from recsys.memory.operators import OperatorTrace, Work
+from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
+from recsys.runtime.live import clock
+from recsys.runtime.machine import Topology
+from recsys.tables.spec import Shard
+
+PARTS = ("data", "dense", "tables", "exchange", "rest")
+_OF_TABLES, _OF_DENSE = ("feature", "id", "element"), ("operator", "parameter")
+_TRACED_ROWS = 8192  # at most, of a loss that does not compare all rows; more take as much time a row
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the busiest rank has to do in a step.
+
+    Attributes:
+        amounts: how much there is of what `DATA_AMOUNTS` and `STEP_AMOUNTS` name.
+        work: of the dense part's operators, for the rows of `repeats` of 1.
+        repeats: how often that much is done.
+        sent: pairs of a collective and the bytes that this rank sends in it.
+    """
+
+    amounts: Mapping[str, float]
+    work: Work
+    repeats: float
+    sent: tuple[tuple[str, float], ...]
+
+    def exchange_seconds(self, speeds: Speeds) -> float:
+        """Return the time of all collectives, one after another."""
+        return sum(speeds.exchange_seconds(*each) for each in self.sent)
+
+    def parts(self, speeds: Speeds) -> dict[str, float]:
+        """Return the seconds of a step by `PARTS`."""
+        data = sum(self.amounts[name] * speeds.data[name] for name in DATA_AMOUNTS)
+        by_name = {name: self.amounts[name] * speeds.step[name] for name in STEP_AMOUNTS}
+        tables, dense = (sum(by_name.pop(name) for name in names) for names in (_OF_TABLES, _OF_DENSE))
+        dense += self.repeats * self.work.seconds(speeds)
+        return {
+            "data": data,
+            "dense": dense,
+            "tables": tables,
+            "exchange": self.exchange_seconds(speeds),
+            "rest": sum(by_name.values()),
+        }
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long steps and epochs take.
+
+    Attributes:
+        rows: of a step, of all ranks; epoch_rows: of data.train, None where they are not here.
+        price_per_hour: of one of `num_machines`; None: not given.
+    """
+
+    load: Load
+    speeds: Speeds
+    rows: int
+    epoch_rows: int | None
+    num_machines: int
+    price_per_hour: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures, times in seconds."""
+        parts = self.load.parts(self.speeds)
+        step = sum(parts.values())
+        epoch = None if self.epoch_rows is None else self.epoch_rows / self.rows * step
+        price = None if epoch is None or self.price_per_hour is None else self._price(epoch)
+        found = {"step_s": step, "samples_per_s": self.rows / step, "parts_s": parts}
+        return {**found, "epoch_rows": self.epoch_rows, "epoch_s": epoch, "epoch_price": price}
+
+    def _price(self, seconds: float) -> float:
+        return (self.price_per_hour or 0) * self.num_machines * seconds / 3600
+
+    def sentences(self) -> list[str]:
+        """Return the same in sentences."""
+        found, of = self.as_json(), self.speeds
+        parts = sorted(found["parts_s"].items(), key=lambda part: -part[1])
+        shares = ", ".join(f"{name} {seconds / found['step_s']:.0%}" for name, seconds in parts if seconds)
+        lines = [
+            f"About {found['samples_per_s']:,.0f} samples/s: a step of {self.rows:,} rows takes "
+            f"{found['step_s'] * 1e3:,.1f} ms ({shares}), by the speeds of {of.ranks} × {of.device}"
+        ]
+        if found["epoch_s"] is not None:
+            cost = "" if found["epoch_price"] is None else f" and costs {found['epoch_price']:,.2f}"
+            lines.append(
+                f"An epoch of {self.epoch_rows:,} rows takes {clock(found['epoch_s'])}{cost}, without evaluations"
+            )
+        elif self.price_per_hour is not None:
+            price = self._price(1e6 / self.rows * found["step_s"])
+            lines.append(f"A million rows cost {price:,.4f}")
+        return lines
+
+
+def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) -> Speeds | None:
+    """Return the speeds that `topology.speeds` names; None: it names none.
+
+    Raises:
+        UserError: they are not those of such devices, or there is a price and no speed.
+    """
+    path = config.topology.speeds
+    if path is None:
+        if price_per_hour is not None:
+            raise UserError(
+                "--price-per-hour needs topology.speeds=FILE; `recsys calibrate FILE` writes it in a minute"
+            )
+        return None
+    speeds, kind = Speeds.load(Path(path)), topology.device.type
+    if speeds.device_type != kind:
+        raise UserError(
+            f"config key 'topology.speeds': '{path}' was measured on {speeds.device_type}, and the ranks are to run on "
+            f"{kind}; write it on such a machine, or set topology.device={speeds.device_type}"
+        )
+    if topology.world_size > 1 and not speeds.exchanged:
+        raise UserError(
+            f"config key 'topology.speeds': '{path}' was measured on one rank, which exchanges nothing, and there are "
+            f"to be {topology.world_size}; write it with: torchrun --standalone --nproc_per_node "
+            f"{topology.local_world_size} -m recsys calibrate {path}"
+        )
+    return speeds
+
+
+def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: Iterable[Shard]) -> Load:
+    """Return what the busiest rank has to do in a step of a plan.
+
+    A process group of as many ranks must be there, such as that of `rehearse_world`.
+    """
+    rows, ranks = dense.rows, topology.world_size
+    dims = dims_of(config)
+    by_id = config.unpooled_features()
+    work, repeats = _dense_work(config, data, rows, topology)
+    ids = rows * sum(data.mean_ids[name] for name in dims)
+    elements, vectors = [0.0] * ranks, [0.0] * ranks
+    for piece in pieces:
+        everywhere = 1 if piece.sharding_type == "data_parallel" else ranks
+        split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
+        share = piece.size[0] / config.tables[piece.table].num_embeddings if split else 1.0
+        for name in (name for name in dims if config.features[name].table == piece.table):
+            count = rows * everywhere * data.mean_ids[name]
+            elements[piece.rank] += count * share * piece.size[1]
+            if everywhere > 1:
+                found = count * share if name in by_id else rows * everywhere
+                vectors[piece.rank] += found * piece.size[1]
+    amounts = {
+        "step": 1.0,
+        "feature": float(len(dims)),
+        "id": ids,
+        "element": max(elements),
+        "row": float(rows),
+        "float": float(rows * len(float_features(config))),
+        "operator": repeats * work.num_operators,
+        "parameter": dense.parameter_bytes / 4,
+    }
+    return Load(amounts, work, repeats, _sent(data, dense, ids, max(vectors), ranks, work))
+
+
+def _sent(
+    data: DataFacts, dense: DenseFacts, ids: float, vectors: float, ranks: int, work: Work
+) -> tuple[tuple[str, float], ...]:
+    """Return what goes over the ranks: ids, what is found by them and its gradients, the dense part's gradients."""
+    if ranks == 1:
+        return ()
+    away = (ranks - 1) / ranks
+    exchanged = (
+        [("all_to_all", ids * data.id_bytes * away), *[("all_to_all", 4 * vectors * away)] * 2] if vectors else []
+    )
+    return (*exchanged, ("all_reduce", float(dense.gradient_bytes)), *(("all_reduce", float(n)) for n in work.sent))
+
+
+def _dense_work(config: Config, data: DataFacts, rows: int, topology: Topology) -> tuple[Work, float]:
+    """Return the work of a part of the rows, and how many such parts there are."""
+    with fake_tensors():
+        step = fake_step(config).train()
+        if topology.on_gpu:  # a rehearsal on CPU leaves out what is like what came before
+            step.dense.model.rehearse(topology.device)
+        micro = min(rows, config.train.micro_batch_size or rows)
+        traced = min(micro, _TRACED_ROWS) if step.dense.model.loss_by_rows else micro
+        drawn = sampled_rows(config, topology.world_size)
+        pooled, by_id, batch = fake_inputs(config, data, traced, (0, traced), drawn)
+        with OperatorTrace() as trace:
+            step.dense(pooled, [by_id], batch)
+    return trace.work, rows / traced
+
+
+def fit_amounts(
+    amounts: list[Mapping[str, float]], names: tuple[str, ...], seconds: list[float], weights: list[float]
+) -> dict[str, float]:
+    """Return what one of each amount takes, none less than 0, by least squares of errors relative to `weights`.
+
+    Coordinate descent on the normal equations (Franc et al. 2005, "Sequential coordinate-wise algorithm for the
+    non-negative least squares problem").
+    """
+    matrix = torch.tensor([[each[name] / w for name in names] for each, w in zip(amounts, weights, strict=True)])
+    matrix, target = matrix.double(), torch.tensor([s / w for s, w in zip(seconds, weights, strict=True)]).double()
+    scale = matrix.norm(dim=0).clamp(min=1e-30)
+    gram, linear = (matrix / scale).T @ (matrix / scale), (matrix / scale).T @ target
+    found = torch.zeros(len(names), dtype=torch.double)
+    for _ in range(2000):
+        for i in range(len(names)):
+            found[i] = (found[i] + (linear[i] - gram[i] @ found) / gram[i, i].clamp(min=1e-30)).clamp(min=0.0)
+    return dict(zip(names, (found / scale).tolist(), strict=True))

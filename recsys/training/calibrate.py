@@ -1,0 +1,198 @@
+"""`recsys calibrate`: how fast this kind of device computes, looks up and exchanges, in about a minute."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from shutil import rmtree
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from recsys.config import Config, Device, load_config
+from recsys.data.inputs import open_inputs
+from recsys.memory import Timeline
+from recsys.memory.data_facts import data_facts
+from recsys.memory.speeds import (
+    DATA_AMOUNTS,
+    STEP_AMOUNTS,
+    Speeds,
+)
+from recsys.memory.step_time import Load, fit_amounts, step_load
+from recsys.memory.trace import rehearse
+from recsys.report.writers import Writer
+from recsys.runtime.arguments import Parser, positive
+from recsys.runtime.live import Task
+from recsys.runtime.logs import quiet_libraries
+from recsys.runtime.machine import device_name, topology_of
+from recsys.runtime.versions import installed_versions
+from recsys.runtime.world import World, open_world
+from recsys.training.build import build_model
+from recsys.training.device_speeds import measure_operators
+from recsys.training.trainer import Trainer
+
+_TRAINED_S = 0.8  # of a training, after the warm-up
+_WARM_STEPS, _LINES = 12, 5  # of a training; lines that it tells
+_ROWS, _NUM_IDS, _LENGTH = 131_072, 16, 10
+
+
+def main(arguments: Sequence[str], prog: str, about: str) -> int:
+    """Measure on all ranks at once, and write the file; return the exit status 0."""
+    parser = Parser(prog, description=about)
+    parser.add_argument("out", metavar="OUT.json", type=Path, help="what topology.speeds of a dry run names")
+    parser.add_argument("--device", choices=[each.name for each in Device], default="auto", help="to measure (auto)")
+    about = "that compute, of a rank on CPU; default: as in training"
+    parser.add_argument("--threads", type=positive, help=about)
+    words = parser.parse_args(arguments)
+    quiet_libraries()
+    with open_world(Device[words.device], words.threads) as world:
+        speeds = measure(world, words.threads)
+        if world.rank == 0:
+            speeds.save(words.out)
+            print(f"{words.out}: {speeds.ranks} × {speeds.device}; {_errors(speeds)}")
+    return 0
+
+
+def measure(world: World, num_threads: int | None = None) -> Speeds:
+    """Return the speeds of the devices of all ranks while all compute."""
+    speeds = Speeds(
+        device=device_name(world.device),
+        device_type=world.device.type,
+        ranks=world.world_size,
+        local_ranks=world.local_world_size,
+        threads=torch.get_num_threads(),
+        **measure_operators(world),
+        data=dict.fromkeys(DATA_AMOUNTS, 0.0),
+        step=dict.fromkeys(STEP_AMOUNTS, 0.0),
+        fits=(),
+        versions=installed_versions(),
+    )
+    return _fitted(speeds, world, num_threads)
+
+
+def _references(data: Path) -> Iterator[Config]:
+    """Yield configs that differ in what `DATA_AMOUNTS` and `STEP_AMOUNTS` count."""
+    for batch, num_ids, num_lists, dim, num_floats, layers in _REFERENCES:
+        ids, lists = [f"id_{i}" for i in range(num_ids)], [f"list_{i}" for i in range(num_lists)]
+        floats = [f"float_{i}" for i in range(num_floats)]
+        named = [f"features.{name}={{table: {name}}}" for name in ids]
+        named += [f"features.{name}={{table: {name}, max_length: {2 * _LENGTH}}}" for name in lists]
+        named += [f"features.{name}={{type: float}}" for name in floats]
+        named += [f"tables.{name}={{num_embeddings: 100000, embedding_dim: {dim}}}" for name in (*ids, *lists)]
+        named += [f"model.bottom_mlp={[layers[0]] if floats else []}", f"model.top_mlp={list(layers)}"]
+        yield load_config(data / "base.yaml", [*named, f"train.global_batch_size={batch}"])
+
+
+# Rows of a rank, features of one id, of lists, their dimension, floats, layers.
+_REFERENCES = (
+    (256, 2, 0, 16, 0, (16,)),
+    (256, 16, 0, 16, 0, (16,)),
+    (128, 2, 0, 8, 0, (16,) * 10),
+    (2048, 8, 0, 16, 4, (64, 32)),
+    (2048, 4, 0, 64, 0, (256, 128)),
+    (1024, 2, 2, 32, 0, (64,)),
+    (512, 0, 4, 16, 8, (128, 64)),
+    (8192, 8, 0, 16, 4, (64, 32)),
+    (8192, 2, 0, 8, 16, (16,)),
+    (1024, 2, 0, 64, 0, (256,) * 5),
+    (4096, 16, 2, 8, 0, (32,)),
+)
+
+
+def _write_rows(folder: Path) -> None:
+    """Write rows of ids, lists, floats and a label."""
+    generator = np.random.default_rng(1)
+    columns: dict[str, Any] = {f"id_{i}": generator.integers(1 << 40, size=_ROWS) for i in range(_NUM_IDS)}
+    columns |= {f"float_{i}": generator.random(_ROWS, np.float32) for i in range(_NUM_IDS)}
+    for i in range(4):
+        ends = np.concatenate([[0], np.cumsum(generator.integers(1, 2 * _LENGTH, size=_ROWS))]).astype(np.int32)
+        columns[f"list_{i}"] = pa.ListArray.from_arrays(ends, generator.integers(1 << 40, size=ends[-1]))
+    columns["label"] = generator.integers(2, size=_ROWS).astype(np.int8)
+    folder.mkdir()
+    pq.write_table(pa.table(columns), folder / "part-0.parquet", row_group_size=1 << 15)
+    (folder / "base.yaml").write_text(
+        f"data: {{train: {folder}/*.parquet, label_column: label}}\nmodel: {{name: dlrm}}\ntrain: {{epochs: 1000000}}\n"
+    )
+
+
+def _fitted(speeds: Speeds, world: World, num_threads: int | None) -> Speeds:
+    """Return speeds with what short trainings take beside what the operators and exchanges account for."""
+    loads: list[Load] = []
+    measured: list[tuple[float, float]] = []
+    with TemporaryDirectory() as scratch, Task("training", len(_REFERENCES), is_shown=world.rank == 0) as task:
+        folder = Path(world.from_rank_zero(lambda: scratch))
+        world.from_rank_zero(lambda: _write_rows(folder / "data"))
+        for config in _references(folder / "data"):
+            batch = config.train.global_batch_size * world.world_size
+            run = replace(config.run, device=Device[world.device.type], num_threads=num_threads)
+            config = replace(config, train=replace(config.train, global_batch_size=batch), run=run)
+            load, times = _trained(config, world, folder)
+            loads.append(load)
+            measured.append(times)
+            task.done += 1
+        world.barrier()
+    amounts, weights = [load.amounts for load in loads], [total for total, _ in measured]
+    known = [load.repeats * load.work.seconds(speeds) + load.exchange_seconds(speeds) for load in loads]
+    rest = [total - waited - known for (total, waited), known in zip(measured, known, strict=True)]
+    data = fit_amounts(amounts, DATA_AMOUNTS, [waited for _, waited in measured], weights)
+    fitted = replace(speeds, data=data, step=fit_amounts(amounts, STEP_AMOUNTS, rest, weights))
+    fits = [
+        {"rows": load.amounts["row"], "measured_s": total, "fitted_s": sum(load.parts(fitted).values())}
+        for load, total in zip(loads, weights, strict=True)
+    ]
+    return replace(fitted, fits=fits)
+
+
+def _trained(config: Config, world: World, folder: Path) -> tuple[Load, tuple[float, float]]:
+    """Return the load of a step, and its seconds and those of them that training waited for data; of rank 0."""
+    inputs = open_inputs(config, world)
+    built, topology = build_model(inputs), topology_of(config, world)
+    data = data_facts(config, inputs, world.world_size)
+    batch = config.train.global_batch_size
+    dense = rehearse(config, data, batch // world.world_size, world.device)
+    load = step_load(config, data, dense, topology, built.pieces)
+    timeline = Timeline(world.device)
+
+    def train(steps: int, lines: int) -> "_Lines":
+        config.train.max_steps, config.train.log_every_steps = steps * lines, steps
+        run_dir = world.from_rank_zero(lambda: Path(mkdtemp(dir=folder)))
+        trainer = Trainer(inputs, built, run_dir, timeline)
+        trainer.writer = told = _Lines()
+        trainer.fit()
+        world.from_rank_zero(lambda: rmtree(run_dir))
+        return told
+
+    warm = train(_WARM_STEPS, 2).seconds(batch)[0]
+    steps = world.from_rank_zero(lambda: math.ceil(max(_WARM_STEPS, _TRAINED_S / _LINES / warm)))
+    times = train(steps, _LINES + 1).seconds(batch)
+    timeline.close()
+    return load, world.from_rank_zero(lambda: times)
+
+
+class _Lines(Writer):
+    """Keeps the speeds that training tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: list[Mapping[str, Any]] = []
+
+    def write(self, line: dict[str, Any]) -> None:
+        if line["kind"] == "train":
+            self._values.append(line)
+
+    def seconds(self, batch: int) -> tuple[float, float]:
+        """Return the seconds of a step, and those of them that it waited; of the median line, without the first."""
+        times = [(batch / each["samples_per_s"], each["wait_share"]) for each in self._values[1:]]
+        middle = statistics.median
+        return middle(total for total, _ in times), middle(total * share for total, share in times)
+
+
+def _errors(speeds: Speeds) -> str:
+    errors = [abs(fit["fitted_s"] / fit["measured_s"] - 1) for fit in speeds.fits]
+    most, half = max(errors), statistics.median(errors)
+    return f"{len(errors)} trainings fitted within {most:.0%}, half of them within {half:.0%}"

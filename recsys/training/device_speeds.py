@@ -1,0 +1,124 @@
+"""How fast a device multiplies, moves and exchanges: operators one at a time, of many sizes."""
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from recsys.memory.speeds import BATCHED_SIDES, KINDS, MATMUL_SIDES, MOST_MATMUL_FLOPS, Curve
+from recsys.runtime.live import Task
+from recsys.runtime.uniform import uniform
+from recsys.runtime.world import World
+
+_BYTES = tuple(1 << power for power in (12, 16, 20, 23, 26))  # that operators move
+_SENT = tuple(1 << power for power in (10, 14, 18, 22, 25))  # that a rank sends
+_TURNS_BYTES, _MOST_TURNS = 32 << 20, 64  # of tensors that are taken in turn
+_MEASURED_S = 0.004
+
+
+def measure_operators(world: World) -> dict[str, Any]:
+    """Return `matmul`, `batched`, `moved` and `exchanged` of `Speeds`, measured while all ranks compute."""
+    dtypes = (torch.float32, torch.bfloat16)
+    with Task("measuring products of matrices", is_shown=world.rank == 0):
+        matmul = {_name(dtype): _matmuls(dtype, world) for dtype in dtypes}
+        batched = {_name(dtype): _batched(dtype, world) for dtype in dtypes}
+    with Task("measuring operators and exchanges", is_shown=world.rank == 0):
+        moved = {kind: _moved(kind, world) for kind in KINDS}
+        collectives = ("all_to_all", "all_reduce") if world.world_size > 1 else ()
+        exchanged = {name: _exchanged(name, world) for name in collectives}
+    return {"matmul": matmul, "batched": batched, "moved": moved, "exchanged": exchanged}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _seconds(action: Callable[[torch.Tensor], Any], given: torch.Tensor, world: World) -> float:
+    """Return the median time of an action on tensors like the one given, of those that all ranks do at once.
+
+    In a step, most of what an operator reads is no longer in a core's own cache. So are these, taken in turn.
+    """
+    num_bytes = given.numel() * given.element_size()
+    turns = cycle([given.clone() for _ in range(min(_MOST_TURNS, 1 + _TURNS_BYTES // num_bytes))])
+    action(next(turns))
+    times: list[float] = []
+    until = time.monotonic() + _MEASURED_S
+    while len(times) < 3 or (time.monotonic() < until and len(times) < 200):
+        tensor = next(turns)
+        start = time.perf_counter()
+        action(tensor)
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _matmuls(dtype: torch.dtype, world: World) -> dict[str, float]:
+    rates = {}
+    for rows, inner, columns in product(MATMUL_SIDES, repeat=3):
+        flops = 2 * rows * inner * columns
+        if flops <= MOST_MATMUL_FLOPS:
+            a = torch.ones(rows, inner, dtype=dtype, device=world.device)
+            b = torch.ones(inner, columns, dtype=dtype, device=world.device)
+            rates[f"{rows} {inner} {columns}"] = flops / _seconds(partial(torch.matmul, other=b), a, world)
+    return rates
+
+
+def _batched(dtype: torch.dtype, world: World) -> Curve:
+    found = []
+    for side in BATCHED_SIDES:
+        a = torch.ones(1 + (1 << 18) // side**2, side, side, dtype=dtype, device=world.device)
+        seconds = _seconds(lambda each: torch.bmm(each, each.mT), a, world)
+        found.append((2.0 * side**3, 2.0 * side**3 * len(a) / seconds))
+    return found
+
+
+def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[torch.Tensor], Any], torch.Tensor]:
+    """Return an operator of a kind, and a tensor of which it reads and writes so many bytes in all."""
+    if kind == "plain":
+        return lambda each: each * 2, torch.ones(size // 8, device=device)
+    if kind == "costly":
+        return torch.sigmoid, torch.ones(size // 8, device=device)
+    if kind == "indexed":
+        rows = max(1, size // (2 * 64))
+        return partial(torch.index_select, dim=0, index=torch.randperm(rows, device=device)), torch.ones(
+            rows, 16, device=device
+        )
+    columns = torch.arange(16, device=device)
+    return lambda each: uniform(1, each, columns), torch.arange(max(1, size // 64), device=device)
+
+
+def _moved(kind: str, world: World) -> Curve:
+    """Return the time of an operator by bytes, beyond that of a call: calls are counted apart."""
+    found = [(float(size), _seconds(*_operator(kind, size, world.device), world)) for size in (64, *_BYTES)]
+    return [(size, max(seconds - found[0][1], 1e-9)) for size, seconds in found[1:]]
+
+
+def _exchanged(name: str, world: World) -> Curve:
+    found = []
+    for size in _SENT:
+        count = size // 4 // world.world_size * world.world_size
+        sent, received = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
+
+        def action(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:
+            if name == "all_reduce":
+                dist.all_reduce(sent)
+            else:
+                dist.all_to_all_single(received, sent)
+
+        for _ in range(2):
+            action()
+        times = []
+        for _ in range(8):  # as many on all ranks
+            start = time.perf_counter()
+            action()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        found.append((float(size), statistics.median(times)))
+    return found
