@@ -28,6 +28,7 @@ import benchmark_predict  # noqa: E402
 import benchmark_random  # noqa: E402
 import benchmark_shuffle  # noqa: E402
 import benchmark_step  # noqa: E402
+import benchmark_time  # noqa: E402
 import benchmark_training  # noqa: E402
 from launcher import machine  # noqa: E402
 
@@ -91,6 +92,8 @@ def main() -> None:
     benchmark_random.add_arguments(random)
     compress = commands.add_parser("compress", help="bytes and metric that recsys compress leaves, over seeds")
     benchmark_compress.add_arguments(compress)
+    times = commands.add_parser("time", help="samples/s, as a dry run predicts them and as training measures them")
+    benchmark_time.add_arguments(times)
     arguments = parser.parse_args()
     measure: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "seeds": measure_seeds,
@@ -101,6 +104,7 @@ def main() -> None:
         "checkpoints": benchmark_checkpoints.run,
         "peaks": benchmark_peaks.run,
         "random": benchmark_random.run,
+        "time": benchmark_time.run,
         "dense": benchmark_dense.run,
         "predict": benchmark_predict.run,
         "compress": partial(benchmark_compress.run, write=write),
