@@ -12,7 +12,7 @@ A room may import from those above it:
     models/      the dense half: models, their blocks and losses, metrics
     step/        one step: look up, compute, agree, update
     checkpoint/  saving, loading, verifying; tables as files
-    memory/      will it fit, what was taken: a traced step, prediction, measuring, the report, --dry-run
+    memory/      will it fit, how long will a step take, what was taken: a traced step, prediction, reports, --dry-run
     training/    a run from its config to its result: the loop, evaluation, resume
     serving/     what is done with a finished run
     datasets/    public and synthetic data to Parquet; for scripts only

@@ -88,10 +88,12 @@ class StepTime:
         return (self.price_per_hour or 0) * self.num_machines * seconds / 3600
 
     def sentences(self) -> list[str]:
-        """Return the same in sentences."""
+        """Return the same in sentences; parts of less than half a per cent are left out."""
         found, of = self.as_json(), self.speeds
         parts = sorted(found["parts_s"].items(), key=lambda part: -part[1])
-        shares = ", ".join(f"{name} {seconds / found['step_s']:.0%}" for name, seconds in parts if seconds)
+        shares = ", ".join(
+            f"{name} {seconds / found['step_s']:.0%}" for name, seconds in parts if seconds > 0.005 * found["step_s"]
+        )
         lines = [
             f"About {found['samples_per_s']:,.0f} samples/s: a step of {self.rows:,} rows takes "
             f"{found['step_s'] * 1e3:,.1f} ms ({shares}), by the speeds of {of.ranks} × {of.device}"

@@ -1,0 +1,195 @@
+"""How long a step takes: by hand-computed work, and what a dry run says of it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import fork_train
+
+from recsys.config import load_config
+from recsys.errors import UserError
+from recsys.memory.data_facts import data_facts
+from recsys.memory.dry_run import format_dry_run, rehearse_run
+from recsys.memory.operators import OperatorTrace
+from recsys.memory.speeds import DATA_AMOUNTS, MATMUL_SIDES, MOST_MATMUL_FLOPS, STEP_AMOUNTS, Speeds, interpolate
+from recsys.memory.step_time import fit_amounts, step_load
+from recsys.memory.trace import rehearse
+from recsys.runtime.machine import topology_of
+from recsys.runtime.world import rehearse_world
+from recsys.tables.spec import Shard
+
+FLAT = [(1.0, 1e-30), (1e12, 1e-30)]  # takes no time
+
+
+def speeds(ranks: int = 1, **changes: Any) -> Speeds:
+    """Devices on which all is done at once but for a step itself, of 10 ms."""
+    sides = [(m, k, n) for m in MATMUL_SIDES for k in MATMUL_SIDES for n in MATMUL_SIDES]
+    settings: dict[str, Any] = {
+        "device": "test",
+        "device_type": "cpu",
+        "ranks": ranks,
+        "local_ranks": ranks,
+        "threads": 1,
+        "matmul": {"float32": {f"{m} {k} {n}": 1e30 for m, k, n in sides if 2 * m * k * n <= MOST_MATMUL_FLOPS}},
+        "batched": {"float32": [(1.0, 1e30), (1e12, 1e30)]},
+        "moved": dict.fromkeys(("plain", "costly", "indexed", "drawn"), FLAT),
+        "exchanged": {"all_to_all": FLAT, "all_reduce": FLAT} if ranks > 1 else {},
+        "data": dict.fromkeys(DATA_AMOUNTS, 0.0),
+        "step": {**dict.fromkeys(STEP_AMOUNTS, 0.0), "step": 0.01},
+        "fits": [],
+        "versions": {},
+    }
+    return Speeds(**settings | changes)
+
+
+def config_file(folder: Path, model: str = "{name: dlrm, top_mlp: [8]}") -> Path:
+    path = folder / "c.yaml"
+    path.write_text(
+        "data: {train: /no/such/place, label_column: label}\n"
+        "features: {a: {table: a}, b: {table: b, max_length: 5}, x: {type: float}}\n"
+        "tables: {a: {num_embeddings: 100, embedding_dim: 4}, b: {num_embeddings: 60, embedding_dim: 4}}\n"
+        f"model: {model}\ntrain: {{global_batch_size: 64}}\n"
+    )
+    return path
+
+
+def test_amounts_are_found_again() -> None:
+    amounts = [{"step": 1.0, "id": float(i), "row": float(i * i)} for i in range(1, 6)]
+    seconds = [0.5 + 2.0 * each["id"] for each in amounts]
+    found = fit_amounts(amounts, ("step", "id", "row"), seconds, seconds)
+    assert found == pytest.approx({"step": 0.5, "id": 2.0, "row": 0.0}, abs=1e-6)
+    falling = fit_amounts(amounts, ("step", "id"), [1.0 / each["id"] for each in amounts], [1.0] * 5)
+    assert falling["id"] == 0 and falling["step"] == pytest.approx(sum(1 / i for i in range(1, 6)) / 5)
+
+
+def test_products_are_interpolated_between_sizes() -> None:
+    rates = {key: 1e9 for key in speeds().matmul["float32"]}
+    of = speeds(matmul={"float32": {**rates, "64 64 64": 4e9}})
+    assert of.matmul_seconds("float32", 64, 64, 64) == pytest.approx(2 * 64**3 / 4e9)
+    # Halfway between 16 and 64 on a scale of powers: the rate is the root of both.
+    assert of.matmul_seconds("float32", 32, 64, 64) == pytest.approx(2 * 32 * 64 * 64 / 2e9)
+    assert of.matmul_seconds("bfloat16", 64, 64, 64) == of.matmul_seconds("float32", 64, 64, 64)  # not measured
+    large = 16384
+    assert of.matmul_seconds("float32", large, large, large) == pytest.approx(2 * large**3 / 1e9)
+    assert interpolate([(1.0, 1.0), (100.0, 10.0)], 10.0) == pytest.approx(math.sqrt(10))
+    assert interpolate([(1.0, 1.0), (100.0, 10.0)], 10_000.0) == pytest.approx(100.0)
+
+
+def test_operators_of_a_layer() -> None:
+    """A product forward and two backward, and what is read and written beside them."""
+    x, layer = torch.zeros(32, 6, requires_grad=True), torch.nn.Linear(6, 5)
+    with OperatorTrace() as trace:
+        torch.sigmoid(layer(x)).sum().backward()
+    shapes = {("float32", 32, 6, 5): 1, ("float32", 32, 5, 6): 1, ("float32", 5, 32, 6): 1}
+    assert trace.work.matmuls == shapes and not trace.work.batched
+    assert trace.work.moved[("costly", 2 * 32 * 5 * 4)] == 1
+    with OperatorTrace() as trace:
+        torch.bmm(torch.zeros(7, 2, 3), torch.zeros(7, 3, 4)).view(-1)
+    assert trace.work.batched == {("float32", 2.0 * 2 * 3 * 4, 7): 1} and trace.work.num_operators >= 2
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
+def test_load_of_two_ranks(tmp_path: Path, kind: str) -> None:
+    """64 rows, one id of a and five of b each, of 4 numbers; rank 0 has a and rank 1 has b, or both a half of each."""
+    config = load_config(config_file(tmp_path), ["topology.world_size=2"])
+    topology = topology_of(config)
+    halves = {"a": 50, "b": 30}
+    pieces = [
+        *(Shard("a", 0, (0, 0), (100, 4), kind, "fused"), Shard("b", 1, (0, 0), (60, 4), kind, "fused")),
+    ]
+    if kind == "row_wise":
+        pieces = [Shard(t, r, (r * n, 0), (n, 4), kind, "fused") for t, n in halves.items() for r in (0, 1)]
+    with rehearse_world(2, 2, topology.device):
+        data = data_facts(config, None, 2)
+        dense = rehearse(config, data, 32, topology.device)
+        load = step_load(config, data, dense, topology, pieces)
+    assert load.amounts["id"] == 32 * 6 and load.amounts["row"] == 32 and load.amounts["float"] == 32
+    assert load.amounts["feature"] == 2 and load.amounts["parameter"] * 4 == dense.parameter_bytes
+    # What the busier rank looks up: all of b for all rows, or half of all.
+    assert load.amounts["element"] == (64 * 5 * 4 if kind == "table_wise" else 64 * 6 * 4 / 2)
+    vectors = 64 * 4 * (1 if kind == "table_wise" else 2)  # sums of lists: one a row and table
+    sent = [size for name, size in load.sent if name == "all_to_all"]
+    assert sent == [32 * 6 * data.id_bytes / 2, 4 * vectors / 2, 4 * vectors / 2]
+    assert ("all_reduce", dense.gradient_bytes) in load.sent
+    of = speeds(2, exchanged={"all_to_all": [(1.0, 1e-3)], "all_reduce": [(1.0, 5e-3)]})
+    assert load.exchange_seconds(of) == pytest.approx(3e-3 + 5e-3)
+    assert load.parts(of) == pytest.approx(
+        {"data": 0, "dense": 0, "tables": 0, "exchange": 8e-3, "rest": 0.01}, abs=1e-9
+    )
+
+
+def test_rows_beyond_those_traced_take_as_long(tmp_path: Path) -> None:
+    config = load_config(config_file(tmp_path), ["train.global_batch_size=16384", "train.micro_batch_size=4096"])
+    topology = topology_of(config)
+    with rehearse_world(1, 1, topology.device):
+        data = data_facts(config, None, 1)
+        dense = rehearse(config, data, 16384, topology.device)
+        load = step_load(config, data, dense, topology, [])
+    assert load.repeats == 4 and ("float32", 4096, 8, 1) in load.work.matmuls
+
+
+def test_dry_run_says_how_long_and_how_much(tmp_path: Path) -> None:
+    speeds().save(tmp_path / "speeds.json")
+    given = [f"topology.speeds={tmp_path}/speeds.json", f"run.dir={tmp_path}/run"]
+    done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *given, "--price-per-hour", "36")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "About 25,600 samples/s: a step of 256 rows takes 10.0 ms (rest 100%), by the speeds of 1 × test" in done.stdout
+    )
+    assert "An epoch of 3,000 rows takes 0:00:00 and costs 0.00, without evaluations" in done.stdout
+    found = json.loads((tmp_path / "run/memory/dry_run.json").read_text())["time"]
+    assert found["step_s"] == pytest.approx(0.01) and found["epoch_s"] == pytest.approx(3000 / 25600)
+    assert found["epoch_price"] == pytest.approx(36 / 3600 * 3000 / 25600)
+
+
+def test_a_million_rows_where_the_data_are_not_here(tmp_path: Path) -> None:
+    speeds(2).save(tmp_path / "speeds.json")
+    given = [f"topology.speeds={tmp_path}/speeds.json", "topology.world_size=4", "topology.local_world_size=2"]
+    page = format_dry_run(rehearse_run(load_config(config_file(tmp_path), given), 36.0))
+    # 15,625 steps of 10 ms, on two machines.
+    assert "A million rows cost 3.1250" in page
+    assert "samples/s" not in format_dry_run(rehearse_run(load_config(config_file(tmp_path), given[1:])))
+
+
+def test_speeds_of_other_devices_are_refused(tmp_path: Path) -> None:
+    path, config = tmp_path / "speeds.json", config_file(tmp_path)
+    speeds().save(path)
+    for overrides, price, said in (
+        ([], 1.0, "--price-per-hour needs topology.speeds"),
+        ([f"topology.speeds={path}", "topology.world_size=2"], None, "measured on one rank"),
+        (
+            [f"topology.speeds={path}", "topology.device=cuda", "topology.device_memory=80GiB"],
+            None,
+            "measured on cpu, and the ranks are to run on cuda",
+        ),
+        ([f"topology.speeds={config}"], None, "cannot read"),
+        ([f"topology.speeds={tmp_path}/none.json"], None, "No such file"),
+    ):
+        with pytest.raises(UserError, match=said):
+            rehearse_run(load_config(config, overrides), price)
+    content = json.loads(path.read_text())
+    for damage in ({"schema_version": 99}, {"step": {}}, {"matmul": {}}, {"data": None}):
+        path.write_text(json.dumps(content | damage))
+        with pytest.raises(UserError, match="cannot read"):
+            rehearse_run(load_config(config, [f"topology.speeds={path}"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_devices_are_measured(tmp_path: Path, ranks: int) -> None:
+    """All ranks measure, one file is written, and by it the trainings that it comes from take what they took."""
+    path = tmp_path / "speeds.json"
+    done = fork_train("calibrate", str(path), "--threads", "1", nproc=ranks, timeout=400, program="recsys")
+    assert done.returncode == 0, done.stderr
+    found = Speeds.load(path)
+    assert found.ranks == ranks and found.threads == 1 and bool(found.exchanged) == (ranks > 1)
+    ratios = sorted(fit["fitted_s"] / fit["measured_s"] for fit in found.fits)
+    assert len(ratios) > 8 and 0.7 < ratios[len(ratios) // 2] < 1.4
+    given = [f"topology.speeds={path}", f"topology.world_size={ranks}", f"run.dir={tmp_path}/run"]
+    done = fork_train("configs/dlrm_sample.yaml", "--dry-run", *given)
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / "run/memory/dry_run.json").read_text())["time"]["parts_s"]
+    assert all(seconds > 0 for name, seconds in parts.items() if name != "exchange" or ranks > 1)
