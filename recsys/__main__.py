@@ -75,17 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=about, add_help=False)
     with mistakes_told():
         command = parser.parse_args(words[:1]).command
-    if command == "prepare":
-        return prepare(words[1:])
+    alone = {"prepare": prepare, "semantic-ids": semantic_ids, "sweep": sweep, "calibrate": calibrate}
+    alone |= {"compress": compress, "export": export, "tables": tables}
+    if command in alone:
+        return alone[command](words[1:])
     if command in ("predict", "recommend", "embeddings"):
         return predict(words[1:], command)
-    if command == "semantic-ids":
-        return semantic_ids(words[1:])
-    if command in ("sweep", "calibrate", "compress", "export"):
-        return {"sweep": sweep, "calibrate": calibrate, "compress": compress, "export": export}[command](words[1:])
     if command in ("report", "compare"):
         return report(words[1:], command)
-    return tables(words[1:]) if command == "tables" else train(words[1:], f"recsys {command}", command)
+    return train(words[1:], f"recsys {command}", command)
 
 
 def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
