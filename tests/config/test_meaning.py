@@ -49,7 +49,7 @@ FREE = {
         *("run.num_threads", "run.profile_steps", "run.stuck_after_s", "memory.budget", "memory.fit", "memory.allow"),
         *(f"run.track.{name}" for name in ("to", "project", "row_norms", "item_vectors")),
         *("memory.snapshot", "topology.world_size", "topology.local_world_size", "topology.device"),
-        *("topology.device_memory", "topology.host_memory", "debug"),
+        *("topology.device_memory", "topology.host_memory", "topology.speeds", "debug"),
     ),
     "paths: the files are told by their footers, those of data.valid where early stopping compares by them": (
         *("data.train", "data.valid", "data.test", "data.items"),
@@ -98,7 +98,7 @@ FREE = {
     ),
     "types of numbers that no checkpoint holds": (
         *("precision.autocast", "precision.loss_scale", "precision.loss_scale_growth_steps", "precision.output_dtype"),
-        *("precision.forward_wire", "precision.backward_wire", "precision.tf32"),
+        *("precision.forward_wire", "precision.backward_wire", "precision.tf32", "precision.dense_int8"),
     ),
     "where rows lie and how they are rounded": (
         *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor"),
