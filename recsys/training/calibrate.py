@@ -16,6 +16,7 @@ import torch
 
 from recsys.config import Config, Device, load_config
 from recsys.data.inputs import open_inputs
+from recsys.errors import UserError
 from recsys.memory import Timeline
 from recsys.memory.data_facts import data_facts
 from recsys.memory.speeds import (
@@ -26,7 +27,7 @@ from recsys.memory.speeds import (
 from recsys.memory.step_time import Load, fit_amounts, step_load
 from recsys.memory.trace import rehearse
 from recsys.report.writers import Writer
-from recsys.runtime.arguments import Parser, positive
+from recsys.runtime.arguments import Parser, positive, told_by_first_rank
 from recsys.runtime.live import Task
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import device_name, topology_of
@@ -49,6 +50,9 @@ def main(arguments: Sequence[str], prog: str, about: str) -> int:
     about = "that compute, of a rank on CPU; default: as in training"
     parser.add_argument("--threads", type=positive, help=about)
     words = parser.parse_args(arguments)
+    with told_by_first_rank():
+        if not words.out.parent.is_dir():
+            raise UserError(f"'{words.out.parent}' is no folder to write {words.out.name} into; make it first")
     quiet_libraries()
     with open_world(Device[words.device], words.threads) as world:
         speeds = measure(world, words.threads)

@@ -177,6 +177,11 @@ def test_speeds_of_other_devices_are_refused(tmp_path: Path) -> None:
             rehearse_run(load_config(config, [f"topology.speeds={path}"]))
 
 
+def test_no_place_for_the_file_is_told_at_once(tmp_path: Path) -> None:
+    done = fork_train("calibrate", str(tmp_path / "none" / "x.json"), program="recsys")
+    assert done.returncode == 1 and "is no folder to write x.json into" in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_devices_are_measured(tmp_path: Path, ranks: int) -> None:
