@@ -6,18 +6,22 @@ from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 
 
+def check_dense_int8(config: Config) -> None:
+    """Raise a UserError where the dense part is to be in INT8, and to be published, which hands on FP32."""
+    if config.precision.dense_int8 and config.train.publish.dir is not None:
+        raise UserError(
+            "config key 'precision.dense_int8': train.publish hands on FP32 layers; set it to false, or drop "
+            "train.publish.dir"
+        )
+
+
 def check_compression(config: Config, name: str, table: TableConfig) -> None:
-    """Raise a UserError where vectors or layers cannot be quantised as they say, or rows not have been pruned."""
+    """Raise a UserError where a table's vectors cannot be quantised as it says, or its rows not have been pruned."""
     key = f"config key 'tables.{name}"
     if table.quantize is not None and table.sharding_type not in UNPOOLED:
         raise UserError(
             f"{key}.sharding_type': quantize takes the vectors of single ids, which goes with "
             f"{', '.join(choice.name for choice in UNPOOLED)}, found {table.sharding_type.name}"
-        )
-    if config.precision.dense_int8 and config.train.publish.dir is not None:
-        raise UserError(
-            "config key 'precision.dense_int8': train.publish hands on FP32 layers; set it to false, or drop "
-            "train.publish.dir"
         )
     if table.quantize is RowCode.INT2 and table.embedding_dim % 8:
         raise UserError(

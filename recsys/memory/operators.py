@@ -80,21 +80,22 @@ class OperatorTrace(TorchDispatchMode):
         self.work.num_operators += 1
         if name.strip("_") in ("mm", "addmm"):
             a, b = [each for each in args if isinstance(each, torch.Tensor)][-2:]
-            self.work.matmuls[(_type(a), a.shape[0], a.shape[1], b.shape[1])] += 1
+            self.work.matmuls[(dtype_name(a.dtype), a.shape[0], a.shape[1], b.shape[1])] += 1
         elif name.strip("_") in ("bmm", "baddbmm"):
             a, b = [each for each in args if isinstance(each, torch.Tensor)][-2:]
-            self.work.batched[(_type(a), 2.0 * math.prod(a.shape[1:]) * b.shape[2], a.shape[0])] += 1
+            self.work.batched[(dtype_name(a.dtype), 2.0 * math.prod(a.shape[1:]) * b.shape[2], a.shape[0])] += 1
         elif "attention" in name:
             query, key = args[:2]
             flops = 4.0 * query.shape[-2] * key.shape[-2] * query.shape[-1] * (2.5 if "backward" in name else 1)
-            self.work.batched[(_type(query), flops, math.prod(query.shape[:-2]))] += 1
+            self.work.batched[(dtype_name(query.dtype), flops, math.prod(query.shape[:-2]))] += 1
         elif not (_is_view(func) or "empty" in name):
             self.work.moved[(_kind(name), num_bytes)] += 1
         return result
 
 
-def _type(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name by which `Speeds` has a type, such as float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_view(func: Any) -> bool:

@@ -141,7 +141,7 @@ def _fitted(speeds: Speeds, world: World, num_threads: int | None) -> Speeds:
             task.done += 1
         world.barrier()
     amounts, weights = [load.amounts for load in loads], [total for total, _ in measured]
-    known = [load.repeats * load.work.seconds(speeds) + load.exchange_seconds(speeds) for load in loads]
+    known = [sum(load.parts(speeds).values()) for load in loads]  # of operators and exchanges: nothing is fitted yet
     rest = [total - waited - known for (total, waited), known in zip(measured, known, strict=True)]
     data = fit_amounts(amounts, DATA_AMOUNTS, [waited for _, waited in measured], weights)
     fitted = replace(speeds, data=data, step=fit_amounts(amounts, STEP_AMOUNTS, rest, weights))

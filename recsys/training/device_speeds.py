@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recsys.memory.operators import dtype_name
 from recsys.memory.speeds import BATCHED_SIDES, KINDS, MATMUL_SIDES, MOST_MATMUL_FLOPS, Curve
 from recsys.runtime.live import Task
 from recsys.runtime.uniform import uniform
@@ -25,17 +26,13 @@ def measure_operators(world: World) -> dict[str, Any]:
     """Return `matmul`, `batched`, `moved` and `exchanged` of `Speeds`, measured while all ranks compute."""
     dtypes = (torch.float32, torch.bfloat16)
     with Task("measuring products of matrices", is_shown=world.rank == 0):
-        matmul = {_name(dtype): _matmuls(dtype, world) for dtype in dtypes}
-        batched = {_name(dtype): _batched(dtype, world) for dtype in dtypes}
+        matmul = {dtype_name(dtype): _matmuls(dtype, world) for dtype in dtypes}
+        batched = {dtype_name(dtype): _batched(dtype, world) for dtype in dtypes}
     with Task("measuring operators and exchanges", is_shown=world.rank == 0):
         moved = {kind: _moved(kind, world) for kind in KINDS}
         collectives = ("all_to_all", "all_reduce") if world.world_size > 1 else ()
         exchanged = {name: _exchanged(name, world) for name in collectives}
     return {"matmul": matmul, "batched": batched, "moved": moved, "exchanged": exchanged}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _seconds(action: Callable[[torch.Tensor], Any], given: torch.Tensor, world: World) -> float:
