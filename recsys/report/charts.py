@@ -116,7 +116,7 @@ def stacked_bars(
     """Return a bar for each row, split by the parts of it; the parts that are largest over all rows have colours.
 
     Args:
-        plain: a part that has none.
+        plain: a part that has none, and is drawn as an outline.
     """
     totals: dict[str, float] = {}
     for row in rows.values():
@@ -129,8 +129,8 @@ def stacked_bars(
     bars = []
     for label, row in rows.items():
         parts = [(f"c{i}", name, row.get(name, 0)) for i, name in enumerate(shown)]
-        name = plain if plain in row else "the rest"
-        parts.append(("rest", name, sum(row.values()) - sum(value for _, _, value in parts)))
+        kind, name = ("whole", plain) if plain in row else ("rest", "the rest")
+        parts.append((kind, name, sum(row.values()) - sum(value for _, _, value in parts)))
         boxes = "".join(
             f"<span class={kind} style='width:{value / longest:.2%}' title='{escape(f'{name}: {show(value)}')}'></span>"
             for kind, name, value in parts

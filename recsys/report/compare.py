@@ -3,15 +3,15 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from recsys.report.charts import NUM_COLOURS, Axis, legend, line_chart
 from recsys.report.html import charts, document, table
 from recsys.report.record import Record, open_record
-from recsys.report.text import number, size
+from recsys.report.text import number
 from recsys.runtime.files import replace_file
 
 _PLACES = ("run.dir", "run.name")
+_TITLES = {"samples_per_s": "samples/s", "wait_share": "share of time waiting for data"}
 
 
 def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -33,7 +33,10 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
 def differing_keys(runs: Sequence[Record]) -> list[list[str]]:
     """Return the config keys that differ, each with its value in every run; a dash where a run has none."""
     rows: dict[str, list[str]] = {}
-    for key in sorted(set().union(*(run.config for run in runs)) - {*_PLACES}):
+    keys = sorted(set().union(*(run.config for run in runs)) - {*_PLACES})
+    for key in keys:
+        if any(other.startswith(f"{key}.") for other in keys):  # an empty section, which another run has keys in
+            continue
         values = [run.config.get(key, "–") for run in runs]
         if any(value != values[0] for value in values):
             section = _missing_section(key, runs)
@@ -54,22 +57,13 @@ def _missing_section(key: str, runs: Sequence[Record]) -> str | None:
 
 def results(runs: Sequence[Record]) -> list[list[str]]:
     """Return the figures that runs end with, each over all runs."""
-    names: dict[str, list[Any]] = {}
+    names: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
-        figures = {f"{role} {name}": value for role in run.metrics for name, value in run.metrics[role].items()}
-        for name, value in {**_ending(run), **figures}.items():
-            names.setdefault(name, ["–"] * len(runs))[i] = number(value)
+        metrics = {f"{role} {name}": number(value) for role in run.metrics for name, value in run.metrics[role].items()}
+        for name, value in {**run.endings, **metrics}.items():
+            names.setdefault(name, ["–"] * len(runs))[i] = value
     facts = [["status", *(run.status for run in runs)], ["steps", *(number(run.step) for run in runs)]]
     return [*facts, *([name, *values] for name, values in names.items())]
-
-
-def _ending(run: Record) -> dict[str, Any]:
-    ending: dict[str, Any] = {
-        name: run.result[name] for name in ("samples_per_s", "wait_share", "seconds") if name in run.result
-    }
-    losses = [value for _, value in run.curves("train").get("loss", ())]
-    peaks = [report["peak"]["measured_bytes"] for report in run.memory]
-    return {"training loss": losses[-1] if losses else None, **ending, "peak memory": size(max(peaks, default=None))}
 
 
 def names_of(runs: Sequence[Record]) -> list[str]:
@@ -101,11 +95,12 @@ def compare_page(runs: Sequence[Record]) -> str:
     """Return a page with the results, the config keys that differ, and the curves of all runs over each other."""
     names = names_of(runs)
     caption = "What differs in config.yaml; all other keys are alike"
+    config = table(caption, ["key", *names], differing_keys(runs), numbers=False)
     key = legend([(f"c{i % NUM_COLOURS}", name) for i, name in enumerate(names)])
     sections = {
         "Results": table("Figures at the end of each run", ["figure", *names], results(runs)),
         "Curves": _curves(runs, names),
-        "Config": table(caption, ["key", *names], differing_keys(runs)) or "<p>No key of the configs differs.</p>",
+        "Config": config or "<p>No key of the configs differs.</p>",
     }
     return document(f"{len(runs)} runs compared", key, sections)
 
@@ -116,6 +111,8 @@ def _curves(runs: Sequence[Record], names: Sequence[str]) -> str:
         curves = [run.curves(role) for run in runs]
         for name in dict.fromkeys(name for curve in curves for name in curve if not name.startswith("memory/")):
             series = {run: curve.get(name, []) for run, curve in zip(names, curves, strict=True)}
-            if role == "train" or any(len(points) > 1 for points in series.values()):
-                figures.append(line_chart(Axis(name.replace("_", " "), role), series))
+            is_curve = role == "train" or any(len(points) > 1 for points in series.values())
+            if is_curve and len({value for points in series.values() for _, value in points}) > 1:
+                title = _TITLES.get(name, name.replace("_", " ").replace("/", ", "))
+                figures.append(line_chart(Axis(title, role), series))
     return charts(*figures)

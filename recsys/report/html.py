@@ -36,12 +36,16 @@ class Html(str):
     """A cell of a table that is HTML, not text."""
 
 
-def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table whose first column names its rows. Columns of numbers, most of them at least, are set right."""
+def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = True) -> str:
+    """Return a table whose first column names its rows.
+
+    Args:
+        numbers: set columns right of which most cells are numbers.
+    """
     if not rows:
         return ""
     most = [2 * sum(map(_is_number, cells)) > len(rows) for cells in zip(*rows, strict=True)]
-    sides = ["n" if i and is_number else "t" for i, is_number in enumerate(most)]
+    sides = ["n" if i and numbers and is_number else "t" for i, is_number in enumerate(most)]
     head = "".join(f"<th scope=col class={side}>{escape(name)}</th>" for name, side in zip(columns, sides, strict=True))
     body = []
     for name, *cells in rows:

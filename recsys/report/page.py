@@ -70,34 +70,20 @@ def report_page(run: Record) -> str:
 
 
 def _head(run: Record) -> str:
-    result, status = run.result, run.status
+    status = run.status
     places = run.memory[0]["identity"] if run.memory else {}
     device = str(places.get("device", "")).partition(":")[0]
     where = f"on {places['world_size']} × {device}" if places else ""
-    read = time.strftime("%Y-%m-%d %H:%M")
+    read = f"<span class=line>page of {time.strftime('%Y-%m-%d %H:%M')}</span>"
     line = f"<span class='status {_ENDS.get(status, '')}'>{escape(status)}</span> at step {run.step:,} {escape(where)}"
-    figures = {}
+    figures: dict[str, str] = {}
     role = next((role for role in ("test", "valid") if role in run.metrics), None)
     for name, value in list(run.metrics[role].items())[:2] if role else ():
         figures[f"{name}, {role}"] = number(value)
-    if losses := [value for _, value in run.curves("train").get("loss", ())]:
-        figures["training loss"] = number(losses[-1])
-    if result:
-        figures["samples/s"] = f"{result['samples_per_s']:,.0f}"
-        figures["waiting for data"] = f"{result['wait_share']:.1%}"
-        figures["time"] = _duration(result["seconds"])
-    if run.memory:
-        figures["peak memory"] = size(max(report["peak"]["measured_bytes"] for report in run.memory))
+    figures |= run.endings
     problems = [text for _, level, text in run.log if level != "WARNING" and _ENDS.get(status) == "bad"]
     told = f"<p class=problem>{escape(problems[-1][:2000])}</p>" if problems else ""
-    return f"<p class=quiet>{line} · page of {read}</p>{told}{tiles(figures) if figures else ''}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, hours = seconds // 60 % 60, seconds // 3600
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    return f"{hours:.0f} h {minutes:.0f} min" if hours else f"{minutes:.0f} min {seconds % 60:.0f} s"
+    return f"<p class=quiet>{line} · {read}</p>{told}{tiles(figures) if figures else ''}"
 
 
 def _results(run: Record) -> str:
@@ -170,7 +156,9 @@ def _memory(run: Record) -> str:
     of = "what torch's allocator gave out on the GPU" if on_gpu else "the process above what it took after imports"
     left_out = len(run.memory) - len(fullest)
     among = f" The {len(fullest)} fullest of {len(run.memory)} ranks are shown." if left_out else ""
-    phases = {phase: [report["phases"].get(phase, {}) for report in fullest] for phase in fullest[0]["phases"]}
+    begun = {span["phase"]: span["start_s"] for span in reversed(fullest[0]["timeline"]["spans"])}
+    order = sorted(fullest[0]["phases"], key=lambda phase: (phase == "other", begun.get(phase, float("inf"))))
+    phases = {phase: [report["phases"].get(phase, {}) for report in fullest] for phase in order}
     rows = [
         [phase, *(_both(values) for values in of_ranks)]
         for phase, of_ranks in phases.items()

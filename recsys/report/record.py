@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from recsys.errors import UserError
+from recsys.report.text import duration, number, size
 
 _LOCK, _STALE_S = ".lock", 120.0  # as of recsys.runtime.run_lock, which imports torch
 _LOG_TAIL = 1 << 20  # bytes of a log that are read
@@ -108,6 +109,19 @@ class Record:
         last = {line["kind"]: line for line in self.lines if line["kind"] in ("valid", "test")}
         return {kind: dict(figures(line)) for kind, line in last.items()}
 
+    @property
+    def endings(self) -> dict[str, str]:
+        """Figures that any run ends with, by what they are, as a person reads them; those that are known."""
+        losses = [value for _, value in self.curves("train").get("loss", ())]
+        endings = {"training loss": number(losses[-1])} if losses else {}
+        if self.result:
+            endings["samples/s"] = f"{self.result['samples_per_s']:,.0f}"
+            endings["waiting for data"] = f"{self.result['wait_share']:.1%}"
+            endings["time"] = duration(self.result["seconds"])
+        if self.memory:
+            endings["peak memory"] = size(max(report["peak"]["measured_bytes"] for report in self.memory))
+        return endings
+
     @cached_property
     def ids(self) -> dict[str, dict[str, Any]]:
         """What is known of the ids of each feature, as of the end or of the last evaluation on the way."""
@@ -155,9 +169,9 @@ def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
     """Yield the numbers of a line by name, those of a mapping as NAME/INNER; None for what is null."""
     for name, value in line.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
-        for part, number in inner:
-            if name not in _NO_FIGURES and (number is None or type(number) in (int, float)):
-                yield f"{name}/{part}" if part else name, number
+        for part, figure in inner:
+            if name not in _NO_FIGURES and (figure is None or type(figure) in (int, float)):
+                yield f"{name}/{part}" if part else name, figure
 
 
 def open_record(path: Path, error: str | None = None) -> Record:

@@ -1,4 +1,4 @@
-"""Sizes, lists of ranks and placements of tables, as people read them."""
+"""Sizes, times, lists of ranks and placements of tables, as people read them."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -58,3 +58,11 @@ def placements(shards: Iterable[Any]) -> dict[tuple[str, str, str], str]:
             alike.setdefault(" and ".join(sizes), []).append(rank)
         places[table] = "; ".join(f"{sizes} on {listed(found)}" for sizes, found in alike.items())
     return places
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it: 8.5 s, 3 min 20 s, 2 h 5 min."""
+    minutes, hours = seconds // 60 % 60, seconds // 3600
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{hours:.0f} h {minutes:.0f} min" if hours else f"{minutes:.0f} min {seconds % 60:.0f} s"

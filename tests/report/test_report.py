@@ -126,7 +126,10 @@ def test_runs_compared(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["compare", str(runs / "two"), str(runs / "failed"), "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert re.search(r"^optimizer.dense.learning_rate +0.001 +1e\+30$", said, re.MULTILINE)
-    assert re.search(r"^status +done +failed$", said, re.MULTILINE) and said.endswith(f"\n{out}\n")
+    assert re.search(r"^status +done +failed$", said, re.MULTILINE) and re.search(
+        r"^samples/s +[\d,]+ +–$", said, re.MULTILINE
+    )
+    assert said.endswith(f"\n{out}\n")
     text = out.read_text()
     assert Page(text).headings == ["2 runs compared", "Results", "Curves", "Config"]
     assert text.count("<polyline class='c0'") >= 2
@@ -134,11 +137,19 @@ def test_runs_compared(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
-    for name, features in (("a", "{x: {table: t, type: id}, y: {type: id}}"), ("b/a", "{y: {type: float}}")):
+    both_features = (
+        ("a", "{x: {table: t, type: id}, y: {type: id}, z: {}}"),
+        ("b/a", "{y: {type: float}, z: {table: t}}"),
+    )
+    for name, features in both_features:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text(f"features: {features}\nrun: {{dir: {name}}}\n")
     both = [Record(tmp_path / "a"), Record(tmp_path / "b/a")]
-    assert differing_keys(both) == [["features.x.*", "there", "–"], ["features.y.type", "id", "float"]]
+    assert differing_keys(both) == [
+        ["features.x.*", "there", "–"],
+        ["features.y.type", "id", "float"],
+        ["features.z.*", "–", "there"],
+    ]
     assert names_of(both) == [f"{tmp_path.name}/a", "b/a"]
 
 
@@ -163,3 +174,4 @@ def test_bars_and_tables() -> None:
     assert re.findall(r"width:([\d.]+)%", bars) == ["75.00", "25.00", "50.00"]
     rows = [["a", "1.5 MiB", "word", Html("<i>1</i>")], ["b", "–", "2", Html("")]]
     assert re.findall(r"scope=col class=(.)", table("T", "wxyz", rows)) == ["t", "n", "t", "n"]
+    assert "class=n" not in table("T", "wxyz", rows, numbers=False)
