@@ -156,6 +156,8 @@ def _memory(run: Record) -> str:
     of = "what torch's allocator gave out on the GPU" if on_gpu else "the process above what it took after imports"
     left_out = len(run.memory) - len(fullest)
     among = f" The {len(fullest)} fullest of {len(run.memory)} ranks are shown." if left_out else ""
+    if run.config.get("run.profile_steps"):
+        among += " What profiling took is among what was measured, and was not predicted."
     begun = {span["phase"]: span["start_s"] for span in reversed(fullest[0]["timeline"]["spans"])}
     order = sorted(fullest[0]["phases"], key=lambda phase: (phase == "other", begun.get(phase, float("inf"))))
     phases = {phase: [report["phases"].get(phase, {}) for report in fullest] for phase in order}
