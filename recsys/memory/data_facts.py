@@ -258,19 +258,19 @@ def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> _Deco
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
     rows, at_once = int(groups.num_rows.max()), min(len(groups), threads)
-    table, decoding = sample.table_bytes(rows), at_once * sample.decoding_bytes(rows)
+    decoding = at_once * sample.decoding_bytes(rows)
     if len(groups) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-        return _Decoding(int(decoding), int(making + len(groups) * table))
+        return _Decoding(int(decoding), int(making + sum(map(sample.table_bytes, groups.num_rows.tolist()))))
     return _Decoding(0, int(making + decoding))
 
 
 def _ranking_bytes(inputs: Inputs) -> int:
-    """Return what a rank's items' vectors take, as they come and in order, and scores of some users."""
-    items = 0 if inputs.corpus is None else len(inputs.corpus)
-    own = -(-items // inputs.world.world_size)
-    scores = own * rows_at_once(own, inputs.world.device.type)
+    """Return what a rank's items' vectors take, as they come and in order, and scores and hits of some users."""
+    items, train = 0 if inputs.corpus is None else len(inputs.corpus), inputs.config.train
+    own, users = (-(-n // inputs.world.world_size) for n in (items, train.eval_batch_size or train.global_batch_size))
+    scores, hits = (n * min(users, rows_at_once(n, inputs.world.device.type)) for n in (own, items))
     vector = 4 * inputs.config.model.needs().vector_dim + _NUMBER_BYTES
-    return 2 * vector * own + (4 + 1) * scores
+    return 2 * vector * own + 4 * scores + hits
 
 
 def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> int:

@@ -24,8 +24,7 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 14 << 20, "later": 41 << 20}
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
-_AUTOCAST_BYTES = 16 << 20  # on a CPU, its compiled products of halves (measured: 9 to 26 MiB)
-_EVALUATION_BYTES = 6 << 20  # what evaluations load and leave, beside what other threads decode for them
+_AUTOCAST_BYTES = 8 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5). Those of steps lie in the training thread's heap.
 _HOLES = 0.5
@@ -114,7 +113,6 @@ class _Rank:
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
             host["libraries"] = self._libraries(when)
-            host["libraries"] += _EVALUATION_BYTES if when == "later" and self._data.eval_rows else 0
             if when == "later":
                 host["id_statistics"], host["heap"] = self._data.statistics_bytes, self._heaps(phase == "evaluation")
             host["vocabularies"] = self._data.vocabulary_bytes
@@ -313,10 +311,12 @@ class _Rank:
         return self._trained(), {**self._loader(), "save_copies": self._background_copies() or self._written_copies()}
 
     def _background_copies(self) -> int:
-        """Return the bytes of tables and state that are copied to be written while training goes on."""
+        """Return the bytes of tables, dense parameters and their state that are copied to be written while training
+        goes on."""
         if not self._config.train.async_checkpoints:
             return 0
-        return sum(table.weight + table.optimizer for table in self._tables.values())
+        dense = self._dense.parameter_bytes + self._dense.buffer_bytes + self._dense.optimizer_bytes[self._rank]
+        return dense + sum(table.weight + table.optimizer for table in self._tables.values())
 
     def _written_copies(self) -> int:
         """Return the bytes that are copied from a GPU to be written: two chunks of rows at once."""

@@ -163,11 +163,14 @@ class RowDropout(nn.Module):
 
     torch's own draws from the rank's generator, so that the number of ranks would change what is learned.
     `set_dropout_keys` must be called before each training step.
+
+    Args:
+        p: the share of elements that are dropped. relu: negative ones are 0 as well, in training in place: x is changed.
     """
 
-    def __init__(self, p: float) -> None:
+    def __init__(self, p: float, relu: bool = False) -> None:
         super().__init__()
-        self.p = p
+        self.p, self._relu = p, relu
         self.key = 0
         self.rows = torch.zeros(0)  # their places in the global batch, int64
 
@@ -178,28 +181,33 @@ class RowDropout(nn.Module):
             row: which row each of x is dropped like, [len(x)]; default: x has all rows, in order.
         """
         if not self.training or self.p == 0:
-            return x
+            return nn.functional.relu(x, inplace=self.training) if self._relu else x
         kept = uniform(self.key, self.rows, torch.arange(x.shape[1], device=x.device)) >= self.p
-        scaled: torch.Tensor = _Kept.apply(x, kept if row is None else kept[row], 1 - self.p)
+        scaled: torch.Tensor = _Kept.apply(x, kept if row is None else kept[row], 1 - self.p, self._relu)
         return scaled
 
 
 class _Kept(torch.autograd.Function):
-    """The elements of a mask divided by their share, and 0 elsewhere.
+    """The elements of a mask divided by their share, and 0 elsewhere, and where `relu` is set in place of negative ones.
 
-    A product of numbers and a mask makes numbers of the mask first: here the result lies where these are.
+    A product of numbers and a mask makes numbers of the mask first: here the result lies where these are. With `relu`
+    that result, which the next layer keeps too, is all that the gradient needs.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, share: float) -> torch.Tensor:
-        ctx.save_for_backward(kept)
-        ctx.share = share
-        return kept.to(x.dtype).mul_(x).div_(share)
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
+        result = kept.to(x.dtype).mul_(x)
+        result = (result.relu_() if relu else result).div_(share)
+        ctx.save_for_backward(result if relu else kept)
+        ctx.share, ctx.relu = share, relu
+        return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (kept,) = ctx.saved_tensors
-        return kept.to(gradient.dtype).mul_(gradient).div_(ctx.share), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (saved,) = ctx.saved_tensors
+        if ctx.relu:
+            return torch.ops.aten.threshold_backward(gradient, saved, 0).div_(ctx.share), None, None, None
+        return saved.to(gradient.dtype).mul_(gradient).div_(ctx.share), None, None, None
 
 
 def set_dropout_keys(model: nn.Module, seed: int, step: int, rows: torch.Tensor) -> None:
@@ -231,7 +239,8 @@ def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: 
     """Return Linear-ReLU-Dropout layers of the hidden widths, then a plain Linear if there is an output width."""
     layers: list[nn.Module] = []
     for width in hidden:
-        layers += [nn.Linear(input_dim, width), nn.ReLU(), RowDropout(dropout)]
+        # Nothing in between, where earlier versions had the ReLU: parameters keep their names in checkpoints.
+        layers += [nn.Linear(input_dim, width), nn.Identity(), RowDropout(dropout, relu=True)]
         input_dim = width
     if output_dim is not None:
         layers.append(nn.Linear(input_dim, output_dim))

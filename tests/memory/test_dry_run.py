@@ -255,6 +255,16 @@ def test_replicas_are_made_alike_in_copies(tmp_path: Path) -> None:
     assert "collective_copies" not in found["adagrad"]  # its state, made after them, takes as much
 
 
+def test_copies_for_the_background_hold_the_dense_part_too(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", 2, 1000)
+    options = ["topology.world_size=2", "topology.device=cpu", "train.async_checkpoints=true"]
+    found = rehearse_run(load_config(path, [*options, "train.checkpoint_every_steps=10", "model.top_mlp=[2048,2048]"]))
+    for rank in found.prediction.ranks:
+        host = rank.phases["save"]["host"]
+        kinds = ("table_weight", "table_optimizer", "dense_parameter", "dense_optimizer")
+        assert host["save_copies"] == sum(host.get(kind, 0) for kind in kinds) > 48 << 20
+
+
 def test_gpus_have_the_optimizers_that_this_machine_lacks() -> None:
     options = ["topology.device=cuda", "topology.device_memory=80GiB", "optimizer.tables.name=adam"]
     found = rehearse_run(load_config("configs/dlrm_sample.yaml", [*options, "optimizer.tables.weight_decay=0.1"]))
