@@ -165,7 +165,7 @@ class RowDropout(nn.Module):
     `set_dropout_keys` must be called before each training step.
 
     Args:
-        p: the share of elements that are dropped. relu: negative ones are 0 as well, in training in place: x is changed.
+        p: the share of elements that are dropped. relu: negative ones become 0 too; in training, x may be changed.
     """
 
     def __init__(self, p: float, relu: bool = False) -> None:
@@ -188,7 +188,7 @@ class RowDropout(nn.Module):
 
 
 class _Kept(torch.autograd.Function):
-    """The elements of a mask divided by their share, and 0 elsewhere, and where `relu` is set in place of negative ones.
+    """The elements of a mask divided by their share, and 0 elsewhere; with `relu` also in place of negative ones.
 
     A product of numbers and a mask makes numbers of the mask first: here the result lies where these are. With `relu`
     that result, which the next layer keeps too, is all that the gradient needs.
