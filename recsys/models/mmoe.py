@@ -87,7 +87,7 @@ class MMoE(TaskModel):
         """Return logits [rows, labels]."""
         x = self.read(vectors, floats)
         experts = [expert(x) for expert in self.experts]
-        mixed = [mixture(gate(x), experts) for gate in self.gates]
+        mixed = mixtures([gate(x) for gate in self.gates], experts)
         return torch.cat([tower(each) for tower, each in zip(self.towers, mixed, strict=True)], dim=1)
 
 
@@ -96,6 +96,7 @@ def make_experts(number: int, width: int, config: MMoEConfig) -> nn.ModuleList:
     return nn.ModuleList(mlp(width, config.expert_mlp, None, config.dropout) for _ in range(number))
 
 
-def mixture(gate: torch.Tensor, experts: list[torch.Tensor]) -> torch.Tensor:
-    """Return the mean of experts' outputs, each [rows, width], by the softmax of [rows, experts]: [rows, width]."""
-    return (gate.softmax(dim=1)[:, :, None] * torch.stack(experts, dim=1)).sum(dim=1)
+def mixtures(gates: list[torch.Tensor], experts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return for each gate, [rows, experts], the mean by its softmax of experts' outputs: each [rows, width]."""
+    weights = torch.stack([gate.softmax(dim=1) for gate in gates], dim=1)
+    return list((weights @ torch.stack(experts, dim=1)).unbind(dim=1))

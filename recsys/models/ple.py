@@ -8,7 +8,7 @@ from torch import nn
 
 from recsys.config.bounds import bounded
 from recsys.models.base import DenseInputs, Vectors
-from recsys.models.mmoe import MMoEConfig, TaskModel, make_experts, mixture
+from recsys.models.mmoe import MMoEConfig, TaskModel, make_experts, mixtures
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Extraction(nn.Module):
         """Return of each task, and unless it is the last level of what is shared, [rows, width], from the same."""
         own = [[expert(x) for expert in experts.children()] for experts, x in zip(self.experts, inputs, strict=True)]
         mixed = [*(each + own[-1] for each in own[:-1]), [each for group in own for each in group]]
-        return [mixture(gate(x), experts) for gate, x, experts in zip(self.gates, inputs, mixed, strict=False)]
+        return [mixtures([gate(x)], experts)[0] for gate, x, experts in zip(self.gates, inputs, mixed, strict=False)]
 
 
 class PLE(TaskModel):
