@@ -29,6 +29,7 @@ MODELS = {
     "sasrec": "recsys.models.sasrec.SASRec",
     "simplex": "recsys.models.simplex.SimpleX",
     "two_tower": "recsys.models.two_tower.TwoTower",
+    "ultragcn": "recsys.models.ultragcn.UltraGCN",
 }
 LABEL_METRICS = {LabelLoss.binary: ("auc", "log_loss", "normalized_entropy"), LabelLoss.squared: ("rmse", "mae")}
 
@@ -44,6 +45,7 @@ class Needs:
         item_features: of a retrieval model, what it reads of items; all other features are a user's.
         items_in_rows: of a retrieval model, rows of data.train hold an item with its features; else only those that are
             drawn do.
+        training_features: that it reads in training alone; no other data need a column of them.
         vector_dim: of a retrieval model, the width of the vectors of users and items.
         log_shares_of: id feature whose table rows' shares of data.train it wants the logarithms of.
         sampled_items: how many items of data.items it wants drawn for a global batch, as rows behind those of the data.
@@ -55,6 +57,7 @@ class Needs:
     item_id: str | None = None
     item_features: tuple[str, ...] = ()
     items_in_rows: bool = True
+    training_features: tuple[str, ...] = ()
     vector_dim: int = 0
     log_shares_of: str | None = None
     sampled_items: int = 0

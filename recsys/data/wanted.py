@@ -24,11 +24,12 @@ def role_features(config: Config, role: str) -> list[str]:
     needs = config.model.needs()
     if needs.item_id is not None and role == "items":
         return with_experts(config, needs.item_features)
+    features = [name for name in config.features if role == "train" or name not in needs.training_features]
     without_items = _OF_USERS if needs.items_in_rows else (*_OF_USERS, "train")
     if needs.item_id is not None and role in without_items:
         items = with_experts(config, needs.item_features)
-        return [name for name in config.features if name not in items]
-    return list(config.features)
+        return [name for name in features if name not in items]
+    return features
 
 
 def role_lists(config: Config, role: str) -> dict[str, tuple[str, str]]:

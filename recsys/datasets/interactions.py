@@ -25,7 +25,7 @@ from recsys.datasets.writer import (
 )
 from recsys.errors import UserError, nearest
 
-WRITTEN = ("history", "targets", "seen")
+WRITTEN = ("history", "targets", "seen", "neighbours", "neighbour_weights")
 _FILES_HELP = ": the log's rows of it, files or folders; INPUT is then all of train"
 _SPLIT_VALUES = {"train": 0, "valid": 1, "test": 2, "0": 0, "1": 1, "2": 2, "false": 0, "true": 2}
 
@@ -48,6 +48,12 @@ class LogOptions:
         choices=("interactions", "users"),
     )
     history: int = option(HISTORY, "items of a history, at most; the newest", least=1)
+    neighbours: int = option(
+        0,
+        "with --train-rows users, for UltraGCN: columns neighbours, so many items that most often come with each one "
+        "of the history, and neighbour_weights",
+        least=0,
+    )
     hold_out: str = option(
         "last",
         "last: each user's last item is of test, the one before of valid; random: a tenth of each user's items for "
@@ -80,6 +86,8 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
             "--valid and --test are a split by themselves, as are --valid-where and --test-where, --split-column, and "
             "--hold-out; give one of them"
         )
+    if options.neighbours and options.train_rows != "users":
+        raise UserError("--neighbours are those of a user's list of items; it goes with --train-rows users")
     wanted = [options.user, options.item, *filter(None, [options.time])]
     wanted += [*options.user_features, *options.item_features]
     repeated = {name for name in wanted if [*wanted, *WRITTEN].count(name) > 1}
@@ -102,7 +110,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         split = _new_split(log, options.hold_out)
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
-        write_retrieval(folder, log, split, last, options.history, options.train_rows == "users")
+        write_retrieval(folder, log, split, last, options.history, options.train_rows == "users", options.neighbours)
 
 
 def _new_split(log: Log, hold_out: str) -> np.ndarray:

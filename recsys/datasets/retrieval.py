@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from recsys.datasets.neighbours import neighbour_lists
 from recsys.datasets.writer import ROW_GROUP_ROWS, write_parts
 
 FILE_ROWS = 16 * ROW_GROUP_ROWS
@@ -133,7 +134,13 @@ def shuffled(num_rows: int) -> np.ndarray:
 
 
 def write_retrieval(
-    folder: Path, log: Log, split: np.ndarray, last: bool, most: int = HISTORY, of_users: bool = False
+    folder: Path,
+    log: Log,
+    split: np.ndarray,
+    last: bool,
+    most: int = HISTORY,
+    of_users: bool = False,
+    num_neighbours: int = 0,
 ) -> None:
     """Write ``train``, ``valid``, ``test`` and ``items`` below a folder; data/README.md lists their columns.
 
@@ -145,10 +152,11 @@ def write_retrieval(
         split: [rows] int8, an index into SPLITS; a split without rows is not written.
         last: what is held out came after a user's rows of train, and histories hold what came before.
         most: items of a history. of_users: a row of train is a user, with the history of all items, two at least.
+        num_neighbours: of each item of such a history, which are written beside it.
     """
     item_ids = log.items.column(0).combine_chunks().take(pa.array(log.item))
     train, valid, test = (Timeline(log.user, item_ids, log.time, split == index, most) for index in range(3))
-    train_rows = _lists_of_users(log, train) if of_users else _interactions(log, split, train, last)
+    train_rows = _lists_of_users(log, train, num_neighbours) if of_users else _interactions(log, split, train, last)
     write_files(train_rows, folder / "train", files=4)
     earlier = Timeline(log.user, item_ids, log.time, split < 2, most)
     for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
@@ -159,12 +167,14 @@ def write_retrieval(
     write_files(log.items, folder / "items", files=2)
 
 
-def _lists_of_users(log: Log, train: Timeline) -> pa.Table:
+def _lists_of_users(log: Log, train: Timeline, num_neighbours: int) -> pa.Table:
     """One row for each user of two items or more."""
     user, counts = np.unique(log.user[train.rows], return_counts=True)
     user = user[counts > 1]
-    history = train.history(user, train.starts(user + 1))
-    return pa.table({**columns_of(log.users.take(pa.array(user))), "history": history})
+    columns = {**columns_of(log.users.take(pa.array(user))), "history": train.history(user, train.starts(user + 1))}
+    if num_neighbours:
+        columns["neighbours"], columns["neighbour_weights"] = neighbour_lists(columns["history"], num_neighbours)
+    return pa.table(columns)
 
 
 def _interactions(log: Log, split: np.ndarray, train: Timeline, last: bool) -> pa.Table:

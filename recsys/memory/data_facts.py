@@ -16,6 +16,7 @@ from recsys.data.facts import counts_of
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import read_head
+from recsys.data.spec import IdColumn
 from recsys.data.wanted import column_of, role_features, with_figures
 from recsys.data.window import Columns, Ragged, convert_table
 from recsys.ids import index_bytes, is_text, statistics_bytes
@@ -192,21 +193,39 @@ class _Sample:
         self.rows = max(1, table.num_rows)
         self.names = [part.name for part in spec.ids]
         self._raw = [None if part.column is None else table.column(part.column) for part in spec.ids]
-        columns = zip(table.column_names, table.columns, strict=True)
-        self._columns = {name: _Column.of(column) for name, column in columns}
-        self.row_bytes = self.columns.num_bytes / self.rows
+        self._columns = {name: _Column.of(table.column(name)) for name in table.column_names}
+        longer = _longer_lists(dataset, table)
+        self._times = {name: longer if pa.types.is_list(table.field(name).type) else 1.0 for name in table.column_names}
+        self._means = {
+            part.name: self._mean_length(part, columns) if isinstance(columns, Ragged) else 1.0
+            for part, columns in zip(spec.ids, self.columns.ids, strict=True)
+        }
+        id_bytes = spec.dtype.itemsize + 4 * spec.weighted
+        more = sum(
+            self._means[name] - len(part.values) / self.rows
+            for name, part in zip(self.names, self.columns.ids, strict=True)
+            if isinstance(part, Ragged)
+        )
+        self.row_bytes = self.columns.num_bytes / self.rows + id_bytes * more
+
+    def _mean_length(self, part: IdColumn, found: Ragged) -> float:
+        """Return the table rows of a feature of lists, of one row of data, as long as lists are in the whole data."""
+        raw, most = self._raw[self.names.index(part.name)], part.max_length or math.inf
+        if raw is None or not pa.types.is_list(raw.type):
+            return len(found.values) / self.rows
+        lengths = pc.list_value_length(raw).fill_null(0).to_numpy()
+        capped = np.minimum(lengths, most).sum()
+        longer = np.minimum(lengths * self._times.get(part.column or "", 1.0), most).sum() / max(1, capped)
+        return float(len(found.values) / self.rows * longer)
 
     def mean_ids(self) -> dict[str, float]:
         """Return the table rows of each feature, of one row of data."""
-        return {
-            name: len(part.values) / self.rows if isinstance(part, Ragged) else 1.0
-            for name, part in zip(self.names, self.columns.ids, strict=True)
-        }
+        return dict(self._means)
 
     def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what columns of so many rows take in Arrow, all by default."""
         names = self._columns if columns is None else columns
-        return sum(self._columns[name].bytes_among(num_rows / self.rows) for name in names)
+        return sum(self._columns[name].bytes_among(self._times[name] * num_rows / self.rows) for name in names)
 
     def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
@@ -222,6 +241,20 @@ class _Sample:
         """Yield for each feature about how many distinct ids so many rows hold."""
         for column in self._raw:
             yield 0.0 if column is None else _Distinct.of(column).among(num_rows / self.rows)
+
+
+def _longer_lists(dataset: Dataset, head: pa.Table) -> float:
+    """Return how many times as long lists are in a dataset as in its first rows, by the numbers that footers tell.
+
+    Rows often come in the order of time, or of users by what they did: the first ones are not like the others.
+    """
+    lists = [column for column in head.columns if pa.types.is_list(column.type)]
+    in_head = sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in lists) / max(1, head.num_rows)
+    rows = int(dataset.row_groups.num_rows.sum())
+    if not in_head or not rows:
+        return 1.0
+    in_all = int(dataset.row_groups.num_bytes.sum()) / 4 / rows - head.num_columns
+    return max(0.1, in_all / in_head)
 
 
 def _num_threads(inputs: Inputs) -> int:

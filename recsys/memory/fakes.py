@@ -30,7 +30,7 @@ def fake_step(config: Config) -> TrainStep:
     """Return the step of a config that is not sharded."""
     feature = config.model.needs().log_shares_of
     rows = config.tables[config.features[feature].table or ""].num_embeddings if feature else 0
-    return build_step(config, lambda: torch.zeros(rows))
+    return build_step(config, lambda: (torch.zeros(rows), 0))
 
 
 def fake_inputs(
@@ -69,9 +69,11 @@ def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) 
     names = id_features(config)
     counts = [math.ceil(rows * data.mean_ids[name]) for name in names]
     ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    is_weighted = any(config.features[name].weights is not None for name in names)
     ids = KeyedJaggedTensor(
         names,
         torch.empty(ends[-1], dtype=torch.int32),
+        torch.empty(ends[-1]) if is_weighted else None,
         lengths=torch.empty(len(names) * rows, dtype=torch.int32),
         offsets=torch.empty(len(names) * rows + 1, dtype=torch.int32),
         stride=rows,

@@ -295,7 +295,8 @@ class _Rank:
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)
-        share = eval_share(self._config)
+        means, trained = self._data.mean_ids, self._config.model.needs().training_features
+        share = eval_share(self._config) * (1 - sum(means[name] for name in trained) / sum(means.values()))
         in_steps = {
             "lookup_ids": int(share * self.exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes)),
             "looked_up": int(share * self.looked_up),

@@ -38,6 +38,7 @@ class DenseInputs:
         labels: what is learned of rows, in the order of a batch's columns.
         distill: how they are learned of a teacher too, whose scores stand behind them in a batch.
         log_shares: of the table rows of `Needs.log_shares_of`, [num_embeddings] float32, if the model wants them.
+        num_counted: ids of data.train that these are shares of.
     """
 
     dims: dict[str, int]
@@ -45,6 +46,7 @@ class DenseInputs:
     labels: dict[str, LabelConfig] = field(default_factory=dict)
     log_shares: torch.Tensor | None = None
     distill: DistillConfig | None = None
+    num_counted: int = 0
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

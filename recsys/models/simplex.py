@@ -43,19 +43,24 @@ class SimpleXConfig(ListConfig):
 
     def check(self, config: Config) -> None:
         super().check(config)
-        names = {key: getattr(self, key) for key in ("user_id", "history", "item_id")}
-        for key, name in names.items():
-            one_of(f"model.{key}", name, config.features, "feature")
-        if len(config.features) != 3 or len(set(names.values())) != 3:
-            raise UserError(
-                f"model {self.name} reads three features, model.user_id, model.history and model.item_id, found "
-                f"{list(config.features)}"
-            )
-        self.check_lists(config)
-        for table in (config.features[name].table for name in (self.user_id, self.item_id)):
-            dim = config.tables[table].embedding_dim if table in config.tables else self.dim
-            if dim != self.dim:
-                raise UserError(f"config key 'model.dim' must be tables.{table}.embedding_dim={dim}, found {self.dim}")
+        check_user_items(self, config, {})
+
+
+def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> None:
+    """Raise UserError unless the features are a user, their items, an item, and those of `lists`, by key."""
+    names = {key: getattr(section, key) for key in ("user_id", "history", "item_id")} | lists
+    for key, name in names.items():
+        one_of(f"model.{key}", name, config.features, "feature")
+    if len(config.features) != len(names) or len(set(names.values())) != len(names):
+        raise UserError(
+            f"model {section.name} reads these features, each another one: model.{', model.'.join(names)}; found "
+            f"{list(config.features)}"
+        )
+    section.check_lists(config)
+    for table in (config.features[name].table for name in (section.user_id, section.item_id)):
+        dim = config.tables[table].embedding_dim if table in config.tables else section.dim
+        if dim != section.dim:
+            raise UserError(f"config key 'model.dim' must be tables.{table}.embedding_dim={dim}, found {section.dim}")
 
 
 class SimpleX(RetrievalModel):

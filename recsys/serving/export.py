@@ -23,7 +23,7 @@ from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.data.spec import FloatColumn
-from recsys.data.wanted import column_of, needed_columns
+from recsys.data.wanted import column_of, needed_columns, role_features
 from recsys.errors import UserError
 from recsys.ids import ROUTE_SEED, is_text
 from recsys.runtime.files import replace_file
@@ -176,10 +176,11 @@ class _Export:
         inputs = export_dense.Inputs(dims, len(float_features(config)), config.unpooled_features(), weighted)
         dense = DenseExport(self._files, model, inputs, config.precision.dense_int8)
         weights = {} if config.precision.dense_int8 else {"weights": dense.write_weights()}
-        graphs = [GraphSpec("score", "dense.onnx", [*config.features], *dense.predictions())]
+        features = role_features(config, "rows")
+        graphs = [GraphSpec("score", "dense.onnx", features, *dense.predictions())]
         if needs.item_id is not None:
             of_items = with_experts(config, needs.item_features)
-            of_users = [name for name in config.features if name not in of_items]
+            of_users = [name for name in features if name not in of_items]
             # Copies: a vector that the model hands through would take the name of the output for its input.
             graphs.append(GraphSpec("user", "user.onnx", of_users, ["user"], lambda both: [both[0].clone()]))
             graphs.append(GraphSpec("item", "item.onnx", of_items, ["item"], lambda both: [both[1].clone()]))

@@ -55,7 +55,7 @@ def load_dense(config: Config, source: Source) -> Model:
     Raises:
         UserError: the model's class has other parameters by now.
     """
-    model: Model = build_dense_half(config, lambda: torch.zeros(1)).model
+    model: Model = build_dense_half(config, lambda: (torch.zeros(1), 0)).model
     targets = {DENSE + parameter_name(name): Pieces.of(value) for name, value in model.state_dict().items()}
     saved = {name: entry for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
     sizes, expected = ({name: each.size for name, each in part.items()} for part in (saved, targets))

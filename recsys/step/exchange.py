@@ -95,7 +95,8 @@ def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Callable[[
     assert sums.grad is not None
     totals = sums.grad * dist.get_world_size()  # DistributedDataParallel gives means
     # One tensor, for one copy from the GPU, into page-locked memory: what a GPU is given after it is not waited for.
-    copied = torch.cat([totals, (~all_finite(dense_gradients)).float()[None]]).to("cpu", non_blocking=True)
+    gradients = dense_gradients or [totals.new_zeros(1)]  # of a dense part without parameters
+    copied = torch.cat([totals, (~all_finite(gradients)).float()[None]]).to("cpu", non_blocking=True)
     fence = Fence()
     if totals.is_cuda:
         fence.record()

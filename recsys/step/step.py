@@ -161,8 +161,9 @@ class DenseHalf(nn.Module):
             self.gate.open(scale)
 
     def _scale_dense_gradients(self, factor: float) -> None:
-        if factor != 1:
-            torch._foreach_mul_(self._dense_gradients(), factor)
+        gradients = self._dense_gradients()
+        if factor != 1 and gradients:
+            torch._foreach_mul_(gradients, factor)
         if self._clip_norm is not None:
             self._norm = torch.nn.utils.clip_grad_norm_(self._dense_parameters, self._clip_norm)
 

@@ -87,17 +87,18 @@ def build_model(inputs: Inputs) -> Built:
     return Built(model, list(shards(plan, config, world.world_size)), optimizer, updates, tensors)
 
 
-def log_shares(inputs: Inputs) -> torch.Tensor:
+def log_shares(inputs: Inputs) -> tuple[torch.Tensor, int]:
     """Return the logs of the shares that the table rows of `Needs.log_shares_of` have of data.train and drawn items.
 
     They are [num_embeddings] float32, and [1] where these data are not read; every table row counts as once at least.
+    Beside them is how many ids of data.train were counted.
     """
     facts, feature = inputs.facts, inputs.config.model.needs().log_shares_of
     if facts is None or feature is None or "train" not in inputs.datasets:
-        return torch.zeros(1)
+        return torch.zeros(1), 0
     counts = facts.row_counts[feature]
     share = np.maximum(counts, 1) / max(1, counts.sum())
     if (number := inputs.config.model.needs().sampled_items) and feature == inputs.config.model.needs().item_id:
         drawn, size = np.bincount(*inputs.item_shares(), len(counts)), inputs.config.train.global_batch_size
         share = (size * share + number * drawn) / (size + number)
-    return torch.from_numpy(np.log(share).astype(np.float32))
+    return torch.from_numpy(np.log(share).astype(np.float32)), int(counts.sum())

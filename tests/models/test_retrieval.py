@@ -104,7 +104,7 @@ def test_shares_are_those_of_rows_and_of_what_is_drawn(config: Path) -> None:
         counts[rows[0]] = 99
         counts[rows[1]] = 1
         inputs.facts = Facts(row_counts={"item": counts})
-        shares = log_shares(inputs).exp().numpy()
+        shares = log_shares(inputs)[0].exp().numpy()
     drawn = np.bincount(rows, minlength=500) / NUM_ITEMS  # some rows hold two items
     assert shares[rows[0]] == pytest.approx((64 * 0.99 + 16 * drawn[rows[0]]) / 80)
     assert shares[rows[1]] == pytest.approx((64 * 0.01 + 16 * drawn[rows[1]]) / 80)

@@ -185,7 +185,7 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
     [
         (["model.dim=12"], r"'model.dim' must be tables.user.embedding_dim=8, found 12"),
         (["model.history=histroy"], r"'model.history': there is no feature 'histroy'; did you mean 'history'"),
-        (["model.user_id=item"], r"reads three features, model.user_id, model.history and model.item_id, found"),
+        (["model.user_id=item"], r"each another one: model.user_id, model.history, model.item_id; found"),
         (["features.history.table=user"], r"tables.user and tables.item"),
         (["data.items=null"], r"'data.items' is not set, and negatives are drawn"),
         (["features.history.weights=w"], r"'features.history.weights': model simplex reads none"),

@@ -1,0 +1,132 @@
+"""UltraGCN: vectors of users and items, trained as if graph convolutions had come to rest, without any."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from omegaconf import MISSING
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from recsys.config import Config
+from recsys.config.bounds import LARGE, bounded
+from recsys.config.model import Needs
+from recsys.data.batch import Batch
+from recsys.errors import UserError
+from recsys.models.base import DenseInputs, Vectors, row_of_each_id
+from recsys.models.items import gather
+from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows
+from recsys.models.simplex import barred_scores, check_user_items
+
+
+@dataclass
+class UltraGCNConfig(ListConfig):
+    """UltraGCN (Mao et al. 2021, arXiv:2110.15114).
+
+    A row of data.train is a user with the list of their items, each of which is to be found, and, with `neighbours`,
+    with the neighbours of these items and a weight of each, as `recsys prepare retrieval --neighbours` writes them.
+    Negatives are drawn from data.items, alike for all users of a global batch.
+    """
+
+    name: str = "ultragcn"
+    user_id: str = MISSING  # feature with a user's vector
+    # Feature with the items that often come with those of the user, and their weights; null: there is no such loss.
+    # Data that are not trained on need no column of it.
+    neighbours: str | None = None
+    # The weight in the loss of a user with n items and an item that m users have: the first, and the second times
+    # sqrt((n + 1) / (m + 1)) / n.
+    positive_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # of a user's item
+    negative_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # of an item that was drawn
+    negative_weight: float = bounded(300.0, 0, LARGE)  # of the mean over the items that were drawn
+    neighbour_weight: float = bounded(5e-4, 0, LARGE)  # of the loss of neighbours
+
+    shapes: ClassVar = ("dim",)
+
+    def needs(self) -> Needs:
+        training_features = () if self.neighbours is None else (self.neighbours,)
+        lists = (self.history, *training_features)
+        return replace(
+            super().needs(), sequences=lists, log_shares_of=self.history, training_features=training_features
+        )
+
+    def check(self, config: Config) -> None:
+        super().check(config)
+        lists = {} if self.neighbours is None else {"neighbours": self.neighbours}
+        check_user_items(self, config, lists)
+        for key in ("positive_weights", "negative_weights"):
+            if len(getattr(self, key)) != 2:
+                raise UserError(
+                    f"config key 'model.{key}' must be two numbers, a weight for all and one that goes by degrees, "
+                    f"found {getattr(self, key)}"
+                )
+        if self.neighbours is None:
+            return
+        feature = config.features[self.neighbours]
+        if feature.table != config.features[self.item_id].table or feature.weights is None:
+            raise UserError(
+                f"config key 'features.{self.neighbours}': neighbours are items of "
+                f"tables.{config.features[self.item_id].table} with a weight each, found table {feature.table} and "
+                f"weights {feature.weights}"
+            )
+
+
+class UltraGCN(RetrievalModel):
+    """A score is the dot product of a user's vector and an item's.
+
+    The loss of a user's item i is w(u, i) · softplus(-s(u, i)), and negative_weight times the mean over the drawn items
+    j that are not theirs of w(u, j) · softplus(s(u, j)); that of a neighbour k is its weight times softplus(-s(u, k)).
+    """
+
+    Config = UltraGCNConfig
+    degrees: torch.Tensor
+
+    def __init__(self, config: UltraGCNConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.config = config
+        assert inputs.log_shares is not None
+        self.register_buffer("degrees", inputs.log_shares.exp() * inputs.num_counted, persistent=False)
+
+    def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return vectors of users and of items, [rows, dim]; in training those of lists' items too, [ids, dim], and of
+        their neighbours."""
+        users, items = vectors[self.config.user_id], vectors[self.config.item_id]
+        if not self.training:
+            return users, items
+        neighbours = () if self.config.neighbours is None else (vectors[self.config.neighbours].values(),)
+        return users, items, vectors[self.config.history].values(), *neighbours
+
+    def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
+        config, (users, items, positives, *neighbours) = self.config, outputs
+        start = len(users) if batch.sampled is None else batch.sampled.start
+        users, history = users[:start], batch.ids[config.history]
+        row, lengths = row_of_each_id(history), history.lengths()[:start].float()
+        own = F.softplus(-(users[row] * positives).sum(1)) * self._weights(
+            config.positive_weights, lengths[row], history.values()
+        )
+        negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, config.item_id)[start:])
+        keys, order = keys.sort()
+        others = F.softplus(users @ negatives[order].T) * self._weights(
+            config.negative_weights, lengths[:, None], keys.clamp(min=0)
+        )
+        others = others.masked_fill(barred_scores(keys, history.values(), row, start), 0).sum(1)
+        others = config.negative_weight / config.sampled_negatives * others * lengths
+        by_row = others.index_add(0, row, own)
+        if neighbours:
+            by_row = by_row.index_add(0, *self._of_neighbours(users, neighbours[0], batch.ids[config.neighbours or ""]))
+        return {"ultragcn": by_row @ batch.weights[:start]}
+
+    def _weights(self, weights: list[float], lengths: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """Return the weights of pairs in the loss, of the lengths of users' lists and the table rows of items."""
+        by_degrees = ((lengths + 1) / (self.degrees[items] + 1)).sqrt() / lengths.clamp(min=1)
+        return weights[0] + weights[1] * by_degrees
+
+    def _of_neighbours(
+        self, users: torch.Tensor, vectors: torch.Tensor, ids: JaggedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows of the neighbours, and their losses, both [ids]."""
+        row = row_of_each_id(ids)
+        scores = (users[row] * vectors).sum(1)
+        return row, self.config.neighbour_weight * F.softplus(-scores) * ids.weights()
+
+    def denominator(self, batch: Batch) -> torch.Tensor:
+        return (batch.weights * batch.ids[self.config.history].lengths()).sum()
