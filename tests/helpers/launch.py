@@ -79,7 +79,9 @@ def fork_train(
         for process in late:
             process.kill()
             process.join()
-        texts = ["".join(Path(f"{folder}/{r}.{kind}").read_text() for r in range(nproc)) for kind in ("out", "err")]
+        # A rank that is late may not have begun to write.
+        paths = [[Path(f"{folder}/{rank}.{kind}") for rank in range(nproc)] for kind in ("out", "err")]
+        texts = ["".join(path.read_text() for path in kind if path.exists()) for kind in paths]
     assert not late, f"{len(late)} of {nproc} ranks ran for more than {timeout} s\n{texts[1][-3000:]}"
     codes = [process.exitcode for process in ranks]
     return subprocess.CompletedProcess(arguments, next(filter(None, codes), 0), *texts)

@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
 
     def train(name: str, config: str, *keys: str, nproc: int = 1) -> None:
-        done = fork_train(config, f"run.dir={folder}/{name}", *OFTEN, *keys, nproc=nproc)
+        done = fork_train(config, f"run.dir={folder}/{name}", *OFTEN, *keys, nproc=nproc, timeout=600)
         assert done.returncode == (name == "failed"), done.stderr[-3000:]
 
     train("ranker", RANKER, "run.profile_steps=4")
