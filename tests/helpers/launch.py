@@ -56,7 +56,7 @@ def fork_train(
 
     Args:
         before: called in each process before the program; of a module's top level.
-        program: `recsys` runs that command in place of train.py.
+        program: `recsys` runs that command in place of train.py, and another file that file.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import ROOT, environment
+from launch import fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device
@@ -60,10 +59,7 @@ def best(rank: int, ranks: int) -> list[list[list[list[float]]]]:
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_find_the_best_of_all_items(ranks: int, tmp_path: Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, *launcher, f"--nproc_per_node={ranks}", __file__, str(tmp_path)]
-    path = {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "helpers")))}
-    done = subprocess.run(command, cwd=ROOT, env={**environment(), **path}, capture_output=True, text=True)
+    done = fork_train(str(tmp_path), nproc=ranks, program="tests/models/test_items.py")
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for case, (scores, positions) in enumerate(best(0, 1)):

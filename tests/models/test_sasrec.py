@@ -74,12 +74,12 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 @pytest.mark.parametrize(
     ("nproc", "overrides"),
     [
-        (1, ["train.micro_batch_size=9"]),
+        (2, ["tables.item.sharding_type=row_wise", "train.micro_batch_size=9"]),
         pytest.param(1, ["train.micro_batch_ids=40", "train.activation_checkpointing=true"], marks=pytest.mark.slow),
-        (2, ["tables.item.sharding_type=row_wise"]),
+        pytest.param(2, ["tables.item.sharding_type=row_wise"], marks=pytest.mark.slow),
         pytest.param(3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"], marks=pytest.mark.slow),
     ],
-    ids=["rows", "ids", "two", "three"],
+    ids=["rows on two", "ids", "two", "three"],
 )
 def test_no_split_changes_what_is_learned(
     nproc: int,
