@@ -2,10 +2,9 @@
 
 import os
 import platform
-import re
 import sys
-from contextlib import suppress
-from pathlib import Path
+
+from recsys.runtime.environment import processor_name
 
 
 def launch_command(nproc: int) -> list[str]:
@@ -19,8 +18,6 @@ def launch_command(nproc: int) -> list[str]:
 
 def machine() -> dict[str, str | int]:
     """Return processor, cores and system, for results."""
-    processor = platform.machine()
-    with suppress(OSError):
-        models = re.findall(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        processor = f"{models[0]} ({processor})" if models else processor
+    name, kind = processor_name(), platform.machine()
+    processor = kind if name == kind else f"{name} ({kind})"
     return {"processor": processor, "cores": os.cpu_count() or 1, "system": platform.system()}

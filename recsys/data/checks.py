@@ -3,8 +3,8 @@
 import pyarrow as pa
 
 from recsys.config import Config
-from recsys.config.features import id_features
-from recsys.data.wanted import column_of
+from recsys.config.features import id_features, model_features
+from recsys.data.wanted import column_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
 
@@ -37,6 +37,26 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
                 f"{known[numbers[0]]} in column {numbers[0]}; write both with one type (a list: "
                 f"`python -m recsys prepare csv --list 'NAME=SEPARATOR:int64'`)"
             )
+
+
+def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
+    """Return sentences on lists of a retrieval model's users whose ids have rows in a table of the users' own.
+
+    Such as friends may have; a list of items, whose numbers look alike, would learn the users' vectors.
+    """
+    needs = config.model.needs()
+    if needs.item_id is None:
+        return []
+    items, names = config.features[needs.item_id].table, set(role_features(config, "users")) & {*model_features(config)}
+    lists = {name for name in names if pa.types.is_nested(train.field(column_of(config, name)).type)}
+    single = {config.features[name].table: name for name in sorted(names - lists)}
+    shared = {name: config.features[name].table for name in sorted(lists)}
+    return [
+        f"config key 'features.{name}.table': the ids in its lists have the rows of tables.{table} that those of "
+        f"features.{single[table]} have; if they are of items, set it to {items}"
+        for name, table in shared.items()
+        if table in single and table != items
+    ]
 
 
 def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.DataType]) -> None:

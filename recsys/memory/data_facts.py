@@ -1,8 +1,9 @@
 """What is known of the data before anything is trained: ids a row, windows, decoding, vocabularies."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import pyarrow as pa
@@ -166,13 +167,13 @@ class _Column:
     distinct: _Distinct | None
 
     @classmethod
-    def of(cls, column: pa.ChunkedArray) -> "_Column":
+    def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct]) -> "_Column":
         arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
         dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
         sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
         largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
         grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
-        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), _Distinct.of(column) if grows else None)
+        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), distinct_of() if grows else None)
 
     def entries_among(self, times: float) -> float:
         """Return the entries of the dictionary of so many times the rows."""
@@ -192,8 +193,10 @@ class _Sample:
         self.columns: Columns = convert_table(table, spec)
         self.rows = max(1, table.num_rows)
         self.names = [part.name for part in spec.ids]
-        self._raw = [None if part.column is None else table.column(part.column) for part in spec.ids]
-        self._columns = {name: _Column.of(table.column(name)) for name in table.column_names}
+        self._table, self._sources = table, [part.column for part in spec.ids]
+        self._distinct = cache(lambda name: _Distinct.of(table.column(name)))
+        columns = zip(table.column_names, table.columns, strict=True)
+        self._columns = {name: _Column.of(column, partial(self._distinct, name)) for name, column in columns}
         longer = _longer_lists(dataset, table)
         self._times = {name: longer if pa.types.is_list(table.field(name).type) else 1.0 for name in table.column_names}
         self._means = {
@@ -210,7 +213,8 @@ class _Sample:
 
     def _mean_length(self, part: IdColumn, found: Ragged) -> float:
         """Return the table rows of a feature of lists, of one row of data, as long as lists are in the whole data."""
-        raw, most = self._raw[self.names.index(part.name)], part.max_length or math.inf
+        raw = None if part.column is None else self._table.column(part.column)
+        most = part.max_length or math.inf
         if raw is None or not pa.types.is_list(raw.type):
             return len(found.values) / self.rows
         lengths = pc.list_value_length(raw).fill_null(0).to_numpy()
@@ -239,8 +243,8 @@ class _Sample:
 
     def distinct_ids(self, num_rows: int) -> Iterator[float]:
         """Yield for each feature about how many distinct ids so many rows hold."""
-        for column in self._raw:
-            yield 0.0 if column is None else _Distinct.of(column).among(num_rows / self.rows)
+        for name in self._sources:
+            yield 0.0 if name is None else self._distinct(name).among(num_rows / self.rows)
 
 
 def _longer_lists(dataset: Dataset, head: pa.Table) -> float:

@@ -19,7 +19,7 @@ from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.items import ItemVectors
-from recsys.models.label_metrics import LabelEvaluator
+from recsys.models.label_metrics import LabelEvaluator, by_label
 from recsys.models.metrics import Evaluator
 from recsys.runtime.counter_random import make_key
 from recsys.runtime.uniform import uniform
@@ -104,8 +104,7 @@ class Model(nn.Module):
         By default a task is a label, with the loss that the config gives it, and outputs are [rows] for one label, or
         [rows, labels].
         """
-        assert isinstance(outputs, torch.Tensor)
-        columns = outputs.view(len(outputs), len(self.labels)).unbind(1)
+        columns = by_label(outputs, self.labels, len(batch.weights))
         losses = {
             name: _SUMS[label.loss](column, batch.labels[:, i], batch.label_weights(i))
             for i, ((name, label), column) in enumerate(zip(self.labels.items(), columns, strict=True))
@@ -136,12 +135,11 @@ class Model(nn.Module):
         By default `score` for one label, and `score_LABEL` for each of several: the probability that a binary one is 1,
         and the number that another is.
         """
-        assert isinstance(outputs, torch.Tensor)
-        columns = outputs.float().view(len(outputs), len(self.labels)).unbind(1)
+        columns = by_label(outputs, self.labels, len(outputs))
         names = [f"score_{name}" for name in self.labels] if len(self.labels) > 1 else ["score"]
         is_binary = [label.loss is LabelLoss.binary for label in self.labels.values()]
         return {
-            name: column.sigmoid() if binary else column
+            name: column.float().sigmoid() if binary else column.float()
             for name, column, binary in zip(names, columns, is_binary, strict=True)
         }
 

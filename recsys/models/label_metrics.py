@@ -1,6 +1,6 @@
 """Metrics of labels over all ranks, each of which keeps its own rows: AUC, exactly, and what follows from sums."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from recsys.config import LabelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
+from recsys.errors import UserError
 from recsys.models.bootstrap import Bootstrap
 from recsys.runtime.world import World
 
@@ -103,6 +104,29 @@ def _from_sums(loss: LabelLoss, sums: np.ndarray) -> dict[str, float]:
     return dict(zip(("log_loss", "normalized_entropy", "calibration"), map(float, found), strict=True))
 
 
+def by_label(
+    outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: Collection[str], num_rows: int
+) -> tuple[torch.Tensor, ...]:
+    """Return a model's outputs for each label, [rows] each.
+
+    Args:
+        outputs: [rows, labels], or of one label [rows].
+
+    Raises:
+        UserError: they are something else, as a model of one's own may give them.
+    """
+    shapes = [[num_rows], [num_rows, 1]] if len(labels) == 1 else [[num_rows, len(labels)]]
+    if not isinstance(outputs, torch.Tensor) or list(outputs.shape) not in shapes:
+        found = list(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        wanted = "[rows]" if len(labels) == 1 else f"[rows, {len(labels)}]"
+        raise UserError(
+            f"config key 'model.name': for {num_rows} rows the model's forward gave {found}, and data.labels takes a "
+            f"number for each row and label, {wanted}; return that, or give the model losses, evaluator and "
+            f"predictions of its own"
+        )
+    return outputs.view(num_rows, len(labels)).unbind(1)
+
+
 class LabelEvaluator:
     """The metrics of each label, as `label_metrics` has them.
 
@@ -119,10 +143,8 @@ class LabelEvaluator:
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
     ) -> None:
         """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
-        assert isinstance(outputs, torch.Tensor)
-        columns = outputs.float().view(len(outputs), len(self._labels)).unbind(1)
-        for i, column in enumerate(columns):
-            values = torch.stack([batch.labels[:, i], column, batch.label_weights(i)]).cpu().numpy()
+        for i, column in enumerate(by_label(outputs, self._labels, len(batch.weights))):
+            values = torch.stack([batch.labels[:, i], column.float(), batch.label_weights(i)]).cpu().numpy()
             self._rows[i].append(values[:, values[2] > 0])
             if units is not None:
                 self._units[i].append(units[values[2] > 0])

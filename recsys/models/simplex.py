@@ -58,9 +58,11 @@ def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> Non
         )
     section.check_lists(config)
     for table in (config.features[name].table for name in (section.user_id, section.item_id)):
-        dim = config.tables[table].embedding_dim if table in config.tables else section.dim
+        dim = config.tables[table].model_dim if table in config.tables else section.dim
         if dim != section.dim:
-            raise UserError(f"config key 'model.dim' must be tables.{table}.embedding_dim={dim}, found {section.dim}")
+            raise UserError(
+                f"config key 'model.dim' must be {dim}, the width of tables.{table}' vectors, found {section.dim}"
+            )
 
 
 class SimpleX(RetrievalModel):

@@ -3,8 +3,10 @@
 import ctypes
 import logging
 import os
+import platform
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 HEAP_BLOCK_BYTES = 32 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
@@ -12,6 +14,15 @@ SMALL_HEAP_BLOCK_BYTES = 4 << 20  # the same in runs of micro-batches
 # Of glibc, read when a process starts; before 2.26 it has no such cache, and takes no notice.
 _TUNABLES, _NO_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+
+
+def processor_name() -> str:
+    """Return the model of this machine's processor, or of which kind it is where the system does not tell."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def is_first_rank() -> bool:

@@ -1,6 +1,5 @@
 """Topology: the machines of a plan, with their ranks, devices and memory."""
 
-import platform
 import resource
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 from recsys.config import Config, Device
 from recsys.config.topology import num_bytes
 from recsys.errors import UserError
+from recsys.runtime.environment import processor_name
 from recsys.runtime.world import World
 
 UNLIMITED = 1 << 60  # bytes: what cgroup v1 says is more than this where there is no limit
@@ -129,13 +129,7 @@ def _host_bytes(config: Config, here: bool) -> tuple[int, str]:
 
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or of the machine's processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def cgroup_limit() -> int | None:

@@ -111,7 +111,8 @@ class DenseShards:
                 f"set it to none"
             )
         layout = Layout.of([parameter.shape for parameter in parameters], num_ranks)
-        whole = parameters[0].new_empty(layout.starts[-1], requires_grad=False)
+        # A model may have none: one that adds up what its tables give.
+        whole = torch.empty(layout.starts[-1], device=parameters[0].device if parameters else None)
         for parameter, start in zip(parameters, layout.starts, strict=False):
             place = whole[start : start + parameter.numel()].view(parameter.shape)
             parameter.data = place.copy_(parameter.detach())

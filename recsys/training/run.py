@@ -17,6 +17,7 @@ from recsys.checkpoint import Source, find_source
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
+from recsys.data.checks import doubtful_lists
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
 from recsys.memory import Timeline
@@ -185,7 +186,7 @@ def _log_start(inputs: Inputs, session: _Session) -> None:
     logger.info("%s on %d × %s, writing to %s", config.run.name, world.world_size, world.device.type, session.run_dir)
     for role, dataset in inputs.datasets.items():
         logger.info("%s: %s rows in %d files", role, f"{dataset.num_rows:,}", dataset.num_files)
-    for sentence in session.instead:
+    for sentence in [*session.instead, *doubtful_lists(config, inputs.datasets["train"].schema)]:
         logger.warning("%s", sentence)
     if repeated := repeated_decoding(config, world.world_size):
         logger.info("%s", repeated)

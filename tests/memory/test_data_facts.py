@@ -15,6 +15,7 @@ from recsys.data.decode import SegmentReader
 from recsys.data.inputs import open_inputs
 from recsys.ids import statistics_bytes
 from recsys.memory import DataFacts
+from recsys.memory import data_facts as data_facts_module
 from recsys.memory.data_facts import _Sample, data_facts
 from recsys.runtime.world import rehearse_world
 
@@ -82,6 +83,16 @@ def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_
     pq.write_table(pa.table({"words": lists, "label": pa.array(ends[1:] % 2)}), tmp_path / "rows.parquet")
     sample, decoded = sample_of(tmp_path, "words")
     assert sample.table_bytes(decoded.num_rows) == pytest.approx(decoded.nbytes, rel=0.25)
+
+
+def test_each_column_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [f"a text {number} that goes on for {'so ' * 30}long" for number in range(40_000)]
+    pq.write_table(pa.table({"id": texts, "label": np.arange(len(texts)) % 2}), tmp_path / "rows.parquet")
+    count, counted = data_facts_module._Distinct.of, []
+    monkeypatch.setattr(data_facts_module._Distinct, "of", lambda column: [counted.append(column), count(column)][1])
+    sample, decoded = sample_of(tmp_path, "id")
+    assert sample.table_bytes(decoded.num_rows) > 40_000 * 100 and len(counted) == 1
+    assert list(sample.distinct_ids(40_000)) == [40_000] and len(counted) == 1
 
 
 def test_a_whole_dictionary_is_not_expected_to_grow(tmp_path: Path) -> None:

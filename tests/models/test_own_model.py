@@ -1,16 +1,21 @@
 """A user's own model, as docs/own_model.md has it: trained on one process and two, resumed, evaluated."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from launch import ROOT, environment
 from pages import blocks
 
-from recsys.config import load_config
+from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
+from recsys.models.base import DenseInputs, Model
 
 CONFIG = """
 data: {{train: {sample}/train, test: {sample}/test, label_column: label, weight_column: weight}}
@@ -50,6 +55,40 @@ def test_it_trains_resumes_and_evaluates(tmp_path: Path) -> None:
     trusted = run(tmp_path, "run1", "--evaluate", "--trust-code")
     assert trusted.returncode == 0, trusted.stderr[-2000:]
     assert json.loads(trusted.stdout.splitlines()[-1])["metrics"]["test"] == metrics(tmp_path / "run1")
+
+
+def losses_of(outputs: torch.Tensor | tuple[torch.Tensor, ...], *names: str) -> dict[str, torch.Tensor]:
+    model = Model(DenseInputs({}, [], {name: LabelConfig() for name in names}))
+    labels, weights = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2)
+    batch = SimpleNamespace(labels=labels[:, : len(names)], weights=weights, label_weights=lambda label: weights)
+    return model.losses(outputs, batch)  # type: ignore[arg-type]
+
+
+def test_outputs_have_a_number_for_each_row_and_label() -> None:
+    outputs = torch.tensor([1.0, -2.0])
+    by_hand = math.log1p(math.exp(-1)) + math.log1p(math.exp(-2))
+    assert losses_of(outputs, "click")["click"].item() == pytest.approx(by_hand)
+    # As layers give it: each label is set against its own row, and not against all.
+    assert losses_of(outputs[:, None], "click") == losses_of(outputs, "click")
+    assert losses_of(torch.stack([outputs, -outputs], 1), "click", "buy")["buy"].item() == pytest.approx(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "names", "found", "wanted"),
+    [
+        (torch.zeros(2, 2), ["click"], "[2, 2]", "[rows]"),
+        (torch.zeros(1, 2), ["click"], "[1, 2]", "[rows]"),
+        (torch.zeros(()), ["click"], "[]", "[rows]"),
+        (torch.zeros(2), ["click", "buy"], "[2]", "[rows, 2]"),
+        (torch.zeros(4), ["click", "buy"], "[4]", "[rows, 2]"),
+        ((torch.zeros(2), torch.zeros(2)), ["click"], "a tuple", "[rows]"),
+    ],
+)
+def test_other_outputs_are_refused(outputs: Any, names: list[str], found: str, wanted: str) -> None:
+    with pytest.raises(UserError) as caught:
+        losses_of(outputs, *names)
+    assert f"for 2 rows the model's forward gave {found}, and data.labels" in str(caught.value)
+    assert f"a number for each row and label, {wanted}; return that" in str(caught.value)
 
 
 @pytest.mark.parametrize(

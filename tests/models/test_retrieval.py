@@ -16,6 +16,7 @@ from recsys.checkpoint.state import Marker
 from recsys.config import load_config
 from recsys.config.choices import RetrievalLoss
 from recsys.data.batch import Batch, Sampled
+from recsys.data.checks import doubtful_lists
 from recsys.data.facts import Facts, RowCounter
 from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
@@ -108,6 +109,21 @@ def test_shares_are_those_of_rows_and_of_what_is_drawn(config: Path) -> None:
     drawn = np.bincount(rows, minlength=500) / NUM_ITEMS  # some rows hold two items
     assert shares[rows[0]] == pytest.approx((64 * 0.99 + 16 * drawn[rows[0]]) / 80)
     assert shares[rows[1]] == pytest.approx((64 * 0.01 + 16 * drawn[rows[1]]) / 80)
+
+
+@pytest.mark.parametrize(
+    ("history", "kind", "is_doubtful"),
+    [("item", pa.list_(pa.int64()), False), ("user", pa.list_(pa.int64()), True), ("user", pa.int64(), False)],
+)
+def test_lists_in_a_table_of_the_users_own_are_told(
+    history: str, kind: pa.DataType, is_doubtful: bool, config: Path
+) -> None:
+    schema = pa.schema({"user": pa.int64(), "history": kind, "item": pa.int64(), "year": pa.float32()})
+    told = doubtful_lists(load_config(config, [f"features.history.table={history}"]), schema)
+    assert told == [
+        "config key 'features.history.table': the ids in its lists have the rows of tables.user that those of "
+        "features.user have; if they are of items, set it to item"
+    ] * is_doubtful  # fmt: skip
 
 
 def test_what_is_drawn_needs_items(config: Path) -> None:

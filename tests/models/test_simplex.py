@@ -183,7 +183,8 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.dim=12"], r"'model.dim' must be tables.user.embedding_dim=8, found 12"),
+        (["model.dim=12"], r"'model.dim' must be 8, the width of tables.user' vectors, found 12"),
+        (["tables.item.projected_dim=16"], r"'model.dim' must be 16, the width of tables.item' vectors, found 8"),
         (["model.history=histroy"], r"'model.history': there is no feature 'histroy'; did you mean 'history'"),
         (["model.user_id=item"], r"each another one: model.user_id, model.history, model.item_id; found"),
         (["features.history.table=user"], r"tables.user and tables.item"),
@@ -194,6 +195,11 @@ def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
 def test_mistakes_get_a_sentence(config: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config(config, overrides)
+
+
+def test_narrow_tables_that_are_widened_to_its_dimension(config: Path) -> None:
+    narrow = [f"tables.{name}.{key}" for name in ("user", "item") for key in ("embedding_dim=4", "projected_dim=8")]
+    assert load_config(config, narrow).model.dim == 8
 
 
 @pytest.mark.slow

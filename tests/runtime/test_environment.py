@@ -6,9 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from launch import ROOT, environment
+from launcher import machine
 
 from recsys.runtime.environment import prepare_environment
+from recsys.runtime.machine import device_name
 
 SETTING = "glibc.malloc.tcache_count=0"
 PROGRAM = """\
@@ -19,6 +22,16 @@ print("begun", os.getpid(), *sys.argv[1:], flush=True)
 restart_without_malloc_cache()
 print("runs", os.environ.get("GLIBC_TUNABLES"))
 """
+
+
+def test_benchmarks_name_the_processor_as_a_calibration_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = "processor\t: 0\nmodel name\t: Some Processor: 3.0GHz \nprocessor\t: 1\nmodel name\t: Another\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: told)
+    monkeypatch.setattr("platform.machine", lambda: "arch")
+    assert device_name(torch.device("cpu")) == "Some Processor: 3.0GHz"
+    assert machine()["processor"] == "Some Processor: 3.0GHz (arch)"
+    monkeypatch.setattr(Path, "read_text", lambda path: "")
+    assert (device_name(torch.device("cpu")), machine()["processor"]) == ("arch", "arch")
 
 
 def run(folder: Path, tunables: str = "", first: str = "") -> list[str]:

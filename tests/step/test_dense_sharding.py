@@ -17,11 +17,12 @@ from checkpoints import load_tables
 from launch import fork_train, run_train
 
 from recsys.checkpoint import Marker
-from recsys.config import load_config
+from recsys.config import OptimizerConfig, load_config
 from recsys.config.choices import ELEMENTWISE, DenseOptimizer
 from recsys.config.device import check_device
 from recsys.errors import UserError
 from recsys.step.dense_shards import DenseShards, Layout
+from recsys.step.optim import build_dense_optimizer
 
 CONFIG = "configs/dlrm_sample.yaml"
 SHARED = "train.dense_sharding=optimizer"
@@ -103,6 +104,13 @@ def test_parameters_keep_their_numbers_and_must_be_fp32() -> None:
         assert torch.equal(own, whole[first : first + len(own)])
     with pytest.raises(UserError, match=r"must be torch.float32, found torch.float64; set it to none"):
         DenseShards(model.double(), 0, 2)
+
+
+def test_a_model_may_have_no_parameters() -> None:
+    for rank in range(2):
+        shards = DenseShards(torch.nn.ReLU(), rank, 2)
+        shards.step(build_dense_optimizer(shards.slices, OptimizerConfig()))
+        assert not shards.slices
 
 
 def test_what_takes_norms_of_parameters_is_refused_by_name() -> None:
