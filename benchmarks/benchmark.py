@@ -103,7 +103,7 @@ def main() -> None:
         "step": benchmark_step.run,
         "checkpoints": benchmark_checkpoints.run,
         "peaks": benchmark_peaks.run,
-        "random": benchmark_random.run,
+        "random": partial(benchmark_random.run, write=write),
         "time": benchmark_time.run,
         "dense": benchmark_dense.run,
         "predict": benchmark_predict.run,

@@ -1,8 +1,11 @@
 """Peaks of memory, predicted and measured, of runs of random configs and data; see `benchmark.py random --help`."""
 
 import argparse
+import json
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +37,31 @@ def measure(seed: int, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     ]
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py random`."""
-    ranks: dict[int, list[dict[str, Any]]] = {}
-    missed = []
-    for seed in arguments.seeds:
+def run(
+    arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], dict[str, Any]]
+) -> dict[str, Any]:
+    """Carry out `benchmark.py random`; seeds that the file to write has already are not run again."""
+    result: dict[str, Any] = {"overrides": arguments.overrides, "ranks": {}, "missed": []}
+    if arguments.out is not None and arguments.out.exists():
+        result = json.loads(arguments.out.read_text())
+        if result["overrides"] != arguments.overrides:
+            sys.exit(f"{arguments.out} is of {result['overrides']}; name another file")
+    ranks, missed = result["ranks"], result["missed"]
+    for seed in [each for each in arguments.seeds if str(each) not in ranks]:
         start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            ranks[seed] = measure(seed, Path(folder), *arguments.overrides)
-        for rank, found in enumerate(ranks[seed]):
+            ranks[str(seed)] = measure(seed, Path(folder), *arguments.overrides)
+        for rank, found in enumerate(ranks[str(seed)]):
             near = {phase for phase, sizes in found.items() if "phase" not in phase and _is_near(sizes)}
             if "peak" not in near:
                 missed.append((seed, rank))
             shown = (f"{phase} {_shown(sizes)}{'' if phase in near else ' !'}" for phase, sizes in found.items())
             print(f"seed {seed}, rank {rank}: {', '.join(list(shown)[:-1])}", flush=True)
         print(f"seed {seed}: {time.monotonic() - start:.0f} s", flush=True)
+        write(arguments.out, result | {"versions": installed_versions()})
     total = sum(map(len, ranks.values()))
     print(f"{total - len(missed)} of {total} peaks within 5 % or 32 MiB; not those of (seed, rank): {missed}")
-    return {"overrides": arguments.overrides, "ranks": ranks, "missed": missed, "versions": installed_versions()}
+    return result | {"versions": installed_versions()}
 
 
 def _is_near(sizes: dict[str, int]) -> bool:
