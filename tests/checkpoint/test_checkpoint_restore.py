@@ -101,7 +101,7 @@ def assert_close(found: Any, expected: Any, atol: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size, kind, optimizer", product((1, 2, 4), KINDS, OPTIMIZERS))
+@pytest.mark.parametrize("world_size, kind, optimizer", [*product((1, 2, 4), KINDS, OPTIMIZERS)])
 def test_saved_here_loaded_there(world_size: int, kind: str, optimizer: str, tmp_path: Path) -> None:
     where, whole = (world_size, kind), reference(optimizer)
     approximate = kind in COLUMN_SPLITS and optimizer == "rowwise_adagrad"

@@ -198,7 +198,7 @@ def gone_on(saved_by: tuple[str, int], form: str, nproc: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form, nproc, other, other_nproc", product(FORMS, (1, 2, 3, 4), FORMS, (1, 2, 3, 4)))
+@pytest.mark.parametrize("form, nproc, other, other_nproc", [*product(FORMS, (1, 2, 3, 4), FORMS, (1, 2, 3, 4))])
 def test_saved_in_one_form_loaded_in_another(form: str, nproc: int, other: str, other_nproc: int) -> None:
     """What goes on is what the plain form goes on with, from the plain form's checkpoint."""
     assert_same(saved(form, nproc), saved("none", nproc))
