@@ -9,4 +9,5 @@ gc.disable()  # a fifth of the time of the imports, none of which is garbage
 
 import recsys.training.run  # noqa: E402, F401
 
+gc.freeze()  # else each process that is forked would look through all of it once
 gc.enable()
