@@ -18,6 +18,7 @@ ${LAUNCHER:-} "$PYTHON" -m torch.distributed.run \
     --nproc-per-node "${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2 --tee 3 \
+    ${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"} \
     train.py "$@" &
 pid=$!
 wait "$pid"
