@@ -37,8 +37,8 @@ class UltraGCNConfig(ListConfig):
     # sqrt((n + 1) / (m + 1)) / n.
     positive_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # of a user's item
     negative_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # of an item that was drawn
-    negative_weight: float = bounded(300.0, 0, LARGE)  # of the mean over the items that were drawn
-    neighbour_weight: float = bounded(5e-4, 0, LARGE)  # of the loss of neighbours
+    negative_weight: float = bounded(10.0, 0, LARGE)  # of the mean over the items that were drawn
+    neighbour_weight: float = bounded(0.2, 0, LARGE)  # of the loss of neighbours
 
     shapes: ClassVar = ("dim",)
 
