@@ -39,7 +39,7 @@ from recsys.training.trainer import Trainer
 
 _TRAINED_S = 0.8  # of a training, after the warm-up
 _WARM_STEPS, _LINES = 12, 5  # of a training; lines that it tells
-_ROWS, _NUM_IDS, _LENGTH = 131_072, 16, 10
+_ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e8
 
 
 def main(arguments: Sequence[str], prog: str, about: str) -> int:
@@ -111,11 +111,16 @@ _REFERENCES = (
 def _write_rows(folder: Path) -> None:
     """Write rows of ids, lists, floats and a label."""
     generator = np.random.default_rng(1)
-    columns: dict[str, Any] = {f"id_{i}": generator.integers(1 << 40, size=_ROWS) for i in range(_NUM_IDS)}
+
+    def ids(number: int) -> np.ndarray:
+        # As often as 1 / id: most lookups of logs are of popular ids, whose rows are in a core's cache.
+        return (_MOST_IDS ** generator.random(number)).astype(np.int64)
+
+    columns: dict[str, Any] = {f"id_{i}": ids(_ROWS) for i in range(_NUM_IDS)}
     columns |= {f"float_{i}": generator.random(_ROWS, np.float32) for i in range(_NUM_IDS)}
     for i in range(4):
         ends = np.concatenate([[0], np.cumsum(generator.integers(1, 2 * _LENGTH, size=_ROWS))]).astype(np.int32)
-        columns[f"list_{i}"] = pa.ListArray.from_arrays(ends, generator.integers(1 << 40, size=ends[-1]))
+        columns[f"list_{i}"] = pa.ListArray.from_arrays(ends, ids(ends[-1]))
     columns["label"] = generator.integers(2, size=_ROWS).astype(np.int8)
     folder.mkdir()
     pq.write_table(pa.table(columns), folder / "part-0.parquet", row_group_size=1 << 15)
