@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import _remote_device
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -192,23 +193,31 @@ def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shar
             yield Shard(table, shard.placement.rank(), tuple(shard.shard_offsets), tuple(shard.shard_sizes), *how)
 
 
+class _NoDraws(TorchDispatchMode):
+    """Leaves weights as they are: torchrec draws those of every table twice, by one thread, before `fill_initial`."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if function is torch.ops.aten.uniform_.default else function(*args, **(kwargs or {}))
+
+
 def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
     """Shard the tables of `step` by the plan, and move the rest to the device.
 
     With several ranks the dense model has a DistributedDataParallel of its own; torchrec's wrapping of the whole dense
-    part is left out, because it would hook the tables' backward too.
+    part is left out, because it would hook the tables' backward too. The tables' weights are not set.
     """
     step.dense.to(world.device)
     attach_table_optimizers(_table_parameters(step), config, world.device.type == "cuda")
     _place(plan, world)
-    model = DistributedModelParallel(
-        step,
-        env=ShardingEnv.from_process_group(world.group),
-        device=world.device,
-        plan=plan,
-        sharders=_sharders(config),
-        init_data_parallel=False,
-    )
+    with _NoDraws():
+        model = DistributedModelParallel(
+            step,
+            env=ShardingEnv.from_process_group(world.group),
+            device=world.device,
+            plan=plan,
+            sharders=_sharders(config),
+            init_data_parallel=False,
+        )
     dense: Any = model.module.dense
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
