@@ -69,7 +69,7 @@ class CsvOptions:
 
     ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES;
     ``lists`` maps a column to (separator, key of TYPES). ``where`` filters the rows as
-    they are read. ``label`` is a condition, written as a filter.
+    they are read. ``label`` is a condition, written as a filter. ``time_format`` is one of strptime.
     ``split`` holds one to three shares for SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
     """
 
@@ -96,6 +96,7 @@ class CsvOptions:
         metavar="RULE",
     )
     null_values: list[str] = option([], "read as null too", type=names, metavar="A,B")
+    time_format: str | None = option(None, "of times not in ISO 8601, as in '%%d.%%m.%%Y %%H:%%M'", metavar="FORMAT")
     seed: int = option(0, "of the split")
     row_group_rows: int = option(ROW_GROUP_ROWS, "rows a row group", least=1)
     rows_per_file: int = option(16 * ROW_GROUP_ROWS, "rows a file", least=1)
@@ -221,6 +222,7 @@ class _Reader:
                     column_types=self.types,
                     null_values=["", *options.null_values],
                     strings_can_be_null=True,
+                    timestamp_parsers=[pa.csv.ISO8601, *([options.time_format] if options.time_format else [])],
                 ),
             )
 

@@ -228,7 +228,8 @@ def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
 def _ranks(table: pa.Table, name: str) -> np.ndarray:
     """Return the place of each row's time among all times, int64."""
     kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal)
-    column = _whole_column(table, name, kinds, "a time", "a number, a date or a timestamp")
+    allowed = "a number, a date or a timestamp, which `recsys prepare csv --time-format FORMAT` makes of texts"
+    column = _whole_column(table, name, kinds, "a time", allowed)
     return np.unique(column.to_numpy(), return_inverse=True)[1]
 
 

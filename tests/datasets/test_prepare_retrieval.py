@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.datasets.delimited import CsvOptions, convert_csv
 from recsys.datasets.interactions import LogOptions, convert_log
 from recsys.errors import UserError
 
@@ -101,6 +102,17 @@ def test_mistakes_are_told(options: LogOptions, message: str, tmp_path: Path) ->
     with pytest.raises(UserError) as error:
         convert_log([source], tmp_path / "out", options)
     assert message in str(error.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("written", ["05.11.2026 18:30", "2026-11-05 18:30"])
+def test_times_of_a_csv_are_written_in_two_ways(written: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(f"at,then,who,what\n{written},5/11/2026,ann,tea\n")
+    convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(time_format="%d.%m.%Y %H:%M"))
+    assert read(tmp_path / "out") == [
+        {"at": datetime.datetime(2026, 11, 5, 18, 30), "then": "5/11/2026", "who": "ann", "what": "tea"}
+    ]
+    with pytest.raises(UserError, match=r"column 'then' is string; a time is .* `recsys prepare csv --time-format"):
+        convert_log([tmp_path / "out"], tmp_path / "data", LogOptions("who", "what", time="then"))
 
 
 def test_other_files_and_none(tmp_path: Path) -> None:
