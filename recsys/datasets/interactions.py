@@ -44,8 +44,8 @@ class LogOptions:
     train_rows: str = option(
         "interactions",
         "interactions: each with the user's items before it, of one item with a user the first; users: each with a "
-        "list of items, as sequence models take them",
-        choices=("interactions", "users"),
+        "list of items, as sequence models take them; windows: the same, a list longer than --history cut into several",
+        choices=("interactions", "users", "windows"),
     )
     history: int = option(HISTORY, "items of a history, at most; the newest", least=1)
     neighbours: int = option(
@@ -110,7 +110,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         split = _new_split(log, options.hold_out)
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
-        write_retrieval(folder, log, split, last, options.history, options.train_rows == "users", options.neighbours)
+        write_retrieval(folder, log, split, last, options.history, options.train_rows, options.neighbours)
 
 
 def _new_split(log: Log, hold_out: str) -> np.ndarray:

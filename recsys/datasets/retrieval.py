@@ -47,7 +47,7 @@ class Timeline:
     def __init__(
         self, user: np.ndarray, item_ids: pa.Array, time: np.ndarray, chosen: np.ndarray, most: int = HISTORY
     ) -> None:
-        rows, self._most = np.flatnonzero(chosen), most
+        rows, self.most = np.flatnonzero(chosen), most
         self.rows = rows[np.lexsort((time[rows], user[rows]))]
         self.items = item_ids.take(pa.array(self.rows))
         self.keys = time_key(user[self.rows], time[self.rows])
@@ -68,12 +68,12 @@ class Timeline:
 
     def history(self, user: np.ndarray, ends: np.ndarray) -> pa.ListArray:
         """The last items of each user before position ``ends``."""
-        return self.lists(np.maximum(self.starts(user), ends - self._most), ends)
+        return self.lists(np.maximum(self.starts(user), ends - self.most), ends)
 
     def others(self, user: np.ndarray, positions: np.ndarray) -> pa.ListArray:
         """The last items of each user, the one at the row's own position left out."""
         ends = self.starts(user + 1)
-        starts = np.where(positions < ends - self._most, ends - self._most, ends - self._most - 1)
+        starts = np.where(positions < ends - self.most, ends - self.most, ends - self.most - 1)
         return self.lists(np.maximum(self.starts(user), starts), ends, without=positions)
 
 
@@ -139,7 +139,7 @@ def write_retrieval(
     split: np.ndarray,
     last: bool,
     most: int = HISTORY,
-    of_users: bool = False,
+    rows_of: str = "interactions",
     num_neighbours: int = 0,
 ) -> None:
     """Write ``train``, ``valid``, ``test`` and ``items`` below a folder; data/README.md lists their columns.
@@ -151,12 +151,17 @@ def write_retrieval(
     Args:
         split: [rows] int8, an index into SPLITS; a split without rows is not written.
         last: what is held out came after a user's rows of train, and histories hold what came before.
-        most: items of a history. of_users: a row of train is a user, with the history of all items, two at least.
+        most: items of a history.
+        rows_of: what has a row of train: "interactions"; "users", with the history of all their items; or "windows",
+            as users, with several rows for one of more items than `most`. The latter two are of two items at least.
         num_neighbours: of each item of such a history, which are written beside it.
     """
     item_ids = log.items.column(0).combine_chunks().take(pa.array(log.item))
     train, valid, test = (Timeline(log.user, item_ids, log.time, split == index, most) for index in range(3))
-    train_rows = _lists_of_users(log, train, num_neighbours) if of_users else _interactions(log, split, train, last)
+    if rows_of == "interactions":
+        train_rows = _interactions(log, split, train, last)
+    else:
+        train_rows = _lists_of_users(log, train, rows_of == "windows", num_neighbours)
     write_files(train_rows, folder / "train", files=4)
     earlier = Timeline(log.user, item_ids, log.time, split < 2, most)
     for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
@@ -167,11 +172,19 @@ def write_retrieval(
     write_files(log.items, folder / "items", files=2)
 
 
-def _lists_of_users(log: Log, train: Timeline, num_neighbours: int) -> pa.Table:
-    """One row for each user of two items or more."""
-    user, counts = np.unique(log.user[train.rows], return_counts=True)
-    user = user[counts > 1]
-    columns = {**columns_of(log.users.take(pa.array(user))), "history": train.history(user, train.starts(user + 1))}
+def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int) -> pa.Table:
+    """One row for each user of two items or more, or with `is_cut` as many as its items fill.
+
+    The last item of a row is then the first of the user's next one: each item but the first follows another once.
+    """
+    user = np.unique(log.user[train.rows])
+    counts = train.starts(user + 1) - train.starts(user)
+    user, counts = user[counts > 1], counts[counts > 1]
+    step = max(1, train.most - 1)
+    rows = -(-(counts - 1) // step) if is_cut else np.ones_like(counts)
+    user, ends = user.repeat(rows), train.starts(user + 1).repeat(rows)
+    from_last = rows.cumsum().repeat(rows) - 1 - np.arange(len(user))
+    columns = {**columns_of(log.users.take(pa.array(user))), "history": train.history(user, ends - step * from_last)}
     if num_neighbours:
         columns["neighbours"], columns["neighbour_weights"] = neighbour_lists(columns["history"], num_neighbours)
     return pa.table(columns)

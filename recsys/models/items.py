@@ -144,3 +144,16 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)
     return torch.cat(gathered)
+
+
+def barred_scores(keys: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return which of the drawn items are no negatives of a user, who has them, or of nobody, [rows, keys] bool.
+
+    Args:
+        keys: of the items drawn, ascending; those below 0 are none. ids: of all users' items, row: their users, [ids].
+    """
+    place = torch.searchsorted(keys, ids)  # of several alike the first
+    place = torch.where(keys[place.clamp(max=len(keys) - 1)] == ids, place, len(keys))
+    barred = torch.zeros(num_rows, len(keys) + 1, dtype=torch.bool, device=keys.device)
+    barred[row, place] = True
+    return barred[:, torch.searchsorted(keys, keys)] | (keys < 0)

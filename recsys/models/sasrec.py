@@ -14,8 +14,8 @@ from recsys.config.choices import SequenceLayer, SequenceLoss
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp
-from recsys.models.items import gather
+from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp, row_of_each_id
+from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
@@ -39,6 +39,9 @@ class SASRecConfig(ListConfig):
     dropout: float = bounded(0.2, 0, below=1)  # of the input, and of what each half of a layer gives
     loss: SequenceLoss = SequenceLoss.softmax
     calibration: float = bounded(0.75, 0, 1)  # of gbce: 0 is plain binary cross-entropy
+    # Leave out drawn items of a user's own list, before and after a position: where no item is taken twice and
+    # evaluation masks what was seen, a model that pushes these down learns what nobody asks of it.
+    exclude_listed: bool = False
     num_items: int | None = bounded(None, 2)  # of gbce: how many there are in data.items
 
     free: ClassVar = (*ListConfig.free, "dropout")
@@ -198,10 +201,14 @@ class SASRec(RetrievalModel):
         inputs = torch.from_numpy(np.delete(np.arange(len(states)), ends[lengths > 0] - 1)).to(states.device)
         rows = torch.from_numpy(np.repeat(np.arange(len(lengths)), np.maximum(lengths - 1, 0))).to(states.device)
         drawn = slice(len(items) if batch.sampled is None else batch.sampled.start, None)
-        negatives = gather_rows(items[drawn]), gather(first_ids(batch, self.config.item_id)[drawn])
+        keys, order = gather(first_ids(batch, self.config.item_id)[drawn]).sort()
+        negatives = gather_rows(items[drawn])[order], keys
         positives = vectors[inputs + 1], jagged.values()[inputs + 1]
+        listed = None
+        if self.config.exclude_listed:
+            listed = barred_scores(keys, jagged.values(), row_of_each_id(jagged), len(lengths))
         settings = *self.pieces_of_loss(states.device), self._beta()
-        loss = _LossOfDrawn.apply(states[inputs], *positives, *negatives, batch.weights[rows], *settings)
+        loss = _LossOfDrawn.apply(states[inputs], *positives, *negatives, batch.weights[rows], rows, listed, *settings)
         return {self.config.loss.name: loss}
 
     def denominator(self, batch: Batch) -> torch.Tensor:
@@ -241,6 +248,8 @@ class _LossOfDrawn(torch.autograd.Function):
         negatives: torch.Tensor,
         negatives_keys: torch.Tensor,
         weights: torch.Tensor,
+        row: torch.Tensor,
+        listed: torch.Tensor | None,
         num_scores: int,
         most_pieces: int | None,
         beta: float | None,
@@ -250,6 +259,8 @@ class _LossOfDrawn(torch.autograd.Function):
         for rows in pieces(len(states), max(1, num_scores // len(negatives)), most_pieces):
             queries, own, weight = states[rows], positives[rows], weights[rows]
             barred = (negatives_keys == -1)[None, :] | (negatives_keys[None, :] == keys[rows, None])
+            if listed is not None:
+                barred |= listed[row[rows]]
             scores, positive = (queries @ negatives.T).masked_fill_(barred, -torch.inf), (queries * own).sum(1)
             if beta is None:
                 total = torch.logaddexp(positive, scores.logsumexp(1))
@@ -269,4 +280,4 @@ class _LossOfDrawn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_states, of_positives, of_negatives = (each * gradient for each in ctx.saved_tensors)
-        return of_states, of_positives, None, of_negatives, *[None] * 5
+        return of_states, of_positives, None, of_negatives, *[None] * 7

@@ -15,7 +15,7 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
-from recsys.models.items import gather
+from recsys.models.items import barred_scores, gather
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
 
@@ -180,16 +180,3 @@ class _LossOfPairs(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_own, of_scores = (each * gradient for each in ctx.saved_tensors)
         return of_own, of_scores, *[None] * 4
-
-
-def barred_scores(keys: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return which of the drawn items are no negatives of a user, who has them, or of nobody, [rows, keys] bool.
-
-    Args:
-        keys: of the items drawn, ascending; those below 0 are none. ids: of all users' items, row: their users, [ids].
-    """
-    place = torch.searchsorted(keys, ids)  # of several alike the first
-    place = torch.where(keys[place.clamp(max=len(keys) - 1)] == ids, place, len(keys))
-    barred = torch.zeros(num_rows, len(keys) + 1, dtype=torch.bool, device=keys.device)
-    barred[row, place] = True
-    return barred[:, torch.searchsorted(keys, keys)] | (keys < 0)

@@ -14,9 +14,9 @@ from recsys.config.model import Needs
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Vectors, row_of_each_id
-from recsys.models.items import gather
+from recsys.models.items import barred_scores, gather
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows
-from recsys.models.simplex import barred_scores, check_user_items
+from recsys.models.simplex import check_user_items
 
 
 @dataclass

@@ -1,9 +1,11 @@
 """Logs of interactions as retrieval data: what is held out, histories, ids of any type, repeats, mistakes."""
 
 import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -194,6 +196,23 @@ def test_lists_of_users_for_sequence_models(tmp_path: Path) -> None:
     (test,) = read(tmp_path / "out/test")
     assert test["history"] == ["a", "c", "d"] and test["targets"] == ["e"]
     assert sorted(row["items"] for row in read(tmp_path / "out/items")) == ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("history", [2, 3, 4, 100])
+def test_windows_of_users_find_each_item_once(history: int, tmp_path: Path) -> None:
+    """Of all items of train, each but a user's first comes after the one before it once; the newest window is full."""
+    generator = np.random.default_rng(history)
+    lists = {who: generator.permutation(20)[: generator.integers(3, 15)].tolist() for who in "abcdefgh"}
+    rows = [{"who": who, "items": items} for who, items in lists.items()]
+    options = LogOptions("who", "items", train_rows="windows", history=history)
+    convert_log([log(tmp_path / "log", rows, files=1)], tmp_path / "out", options)
+    found = read(tmp_path / "out/train")
+    assert all(2 <= len(row["history"]) <= history for row in found)
+    pairs = [(row["who"], *pair) for row in found for pair in pairwise(row["history"])]
+    trained = {who: items[:-2] for who, items in lists.items()}
+    assert pairs == [(who, *pair) for who in sorted(trained) for pair in pairwise(trained[who])]
+    newest = {row["who"]: row["history"] for row in found}
+    assert newest == {who: items[-history:] for who, items in trained.items() if len(items) > 1}
 
 
 def test_conditions_hold_rows_out(tmp_path: Path) -> None:

@@ -210,7 +210,10 @@ def test_hstu_learns_the_same_on_any_ranks_and_resumed(config: Path, tmp_path: P
 
 @pytest.mark.parametrize("scores_at_once", [1, 11, 1000])
 @pytest.mark.parametrize("loss", list(SequenceLoss))
-def test_the_loss_by_hand(loss: SequenceLoss, scores_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("exclude_listed", [False, True])
+def test_the_loss_by_hand(
+    exclude_listed: bool, loss: SequenceLoss, scores_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Lists of 3, 0, 1 and 2 items, the last of weight 2; drawn are items 2, 9, 9, 4, and nothing in the last row."""
     monkeypatch.setattr(retrieval, "_SCORES", {"cpu": scores_at_once})
     torch.manual_seed(0)
@@ -225,9 +228,10 @@ def test_the_loss_by_hand(loss: SequenceLoss, scores_at_once: int, monkeypatch: 
     beta = share * (0.5 * (1 - 1 / share) + 1 / share)
 
     expected = torch.zeros(())
-    for at, weight in ((0, 1), (1, 1), (4, 2)):
+    for at, weight, own in ((0, 1, {7, 2}), (1, 1, {7, 2}), (4, 2, {4, 1})):
         positive = states[at] @ vectors[at + 1]
-        negatives = [states[at] @ items[4 + i] for i in range(4) if drawn[i] != history[at + 1]]
+        left_out = own if exclude_listed else {history[at + 1]}
+        negatives = [states[at] @ items[4 + i] for i in range(4) if drawn[i] not in left_out]
         if loss is SequenceLoss.softmax:
             expected = expected + weight * (torch.stack([positive, *negatives]).logsumexp(0) - positive)
         else:
@@ -235,7 +239,8 @@ def test_the_loss_by_hand(loss: SequenceLoss, scores_at_once: int, monkeypatch: 
             expected = expected + weight * (others - beta * positive.sigmoid().log()) / 6
 
     with open_world():
-        model = model_of(loss=loss, sampled_negatives=5, num_items=12, calibration=0.5)
+        settings = {"loss": loss, "exclude_listed": exclude_listed}
+        model = model_of(**settings, sampled_negatives=5, num_items=12, calibration=0.5)
         result = model.losses((states, vectors, items), batch)[loss.name]
         gradients = torch.autograd.grad(3 * result, (states, vectors, items))
         assert model.denominator(batch).item() == 4
