@@ -111,7 +111,7 @@ verify() {
     # The CUDA set may well be installed where no GPU is, as on a cluster's login node; it need not load there.
     if [[ "$kind" == "$(fitting_kind)" ]]; then
         say "checking that torch, fbgemm and torchrec load"
-        "$venv_python" -W ignore -c 'import torch, fbgemm_gpu, torchrec' >/dev/null ||
+        "$venv_python" -W ignore -c 'import logging; logging.disable(); import torch, fbgemm_gpu, torchrec' >/dev/null ||
             die "the $kind set is installed but does not load, see the error above; $venv can be removed to start anew."
     fi
 }

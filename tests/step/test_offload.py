@@ -27,9 +27,11 @@ class Seen(Offload):
         self.packed = packed
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.packed.append(super().to_host(tensor))
-        assert self.packed[-1].data_ptr() != tensor.data_ptr()
-        return self.packed[-1]
+        copied: torch.Tensor = super().to_host(tensor)
+        if tensor.numel():  # torch 2.11 has an empty one for each checkpoint
+            assert copied.data_ptr() != tensor.data_ptr()
+            self.packed.append(copied)
+        return copied
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
