@@ -16,13 +16,17 @@ import torch
 from fbgemm_gpu import split_embedding_codegen_lookup_invokers as invokers
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from launch import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
-from recsys.config import load_config
+from recsys.config import OptimizerConfig, load_config
 from recsys.config.checks import _LEAST_FP8_RANGE
+from recsys.config.choices import ELEMENTWISE, DenseOptimizer
+from recsys.config.schema import DenseOptimizerConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.runtime import threads
+from recsys.step.optim import build_dense_optimizer
 from recsys.tables.spec import fill_initial
 from recsys.training import run
 
@@ -48,6 +52,19 @@ def test_fbgemm_gives_the_state_of_each_optimizer_and_reads_its_decay(optimizer:
     code = ast.parse(inspect.getsource(getattr(invokers, f"lookup_{name}")))
     read = {node.attr for node in ast.walk(code) if isinstance(node, ast.Attribute)}
     assert ("weight_decay" in read, "weight_decay_mode" in read) == (rule.reads_decay, rule.decay_has_modes)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE, ids=lambda optimizer: optimizer.name)
+def test_optimizers_of_the_dense_part_take_weights_on_a_gpu(optimizer: DenseOptimizer) -> None:
+    """torch 2.11's Adagrad does not, if it is fused."""
+    with FakeTensorMode():
+        weights = torch.nn.Parameter(torch.empty(2, 2, device=CUDA))
+        weights.grad = torch.empty_like(weights)
+        built = build_dense_optimizer([weights], OptimizerConfig(dense=DenseOptimizerConfig(name=optimizer)))
+        try:
+            built.step()
+        except Exception as error:  # some then want a GPU that is there
+            assert "supported devices" not in str(error)
 
 
 def test_fp8_tables_that_would_start_as_zeros_are_refused() -> None:

@@ -5,8 +5,8 @@ optimizer; `dense/P` and `dense_optimizer/P/S` go by the name of the parameter, 
 `ids/R/F`, what has been counted of the ids of features, by both.
 """
 
+import inspect
 import random
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,12 +180,10 @@ def _piece(state: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, first: i
 def _check_state(name: str, state: dict[str, Any], parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError where a parameter's state has other parts, or parts of another shape, than a step leaves."""
     # A step of a parameter of 2 × 2 tells: what is 2 there is as long as the parameter.
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
     small = torch.nn.Parameter(parameter.new_zeros((2,) * parameter.dim()))
     small.grad = torch.zeros_like(small)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    twin.param_groups, twin.state = [{**settings, "params": [small]}], defaultdict(dict)
+    wanted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
+    twin = type(optimizer)([small], **{key: optimizer.param_groups[0][key] for key in wanted})
     twin.step()
     expected = twin.state[small]
     if state and expected and state.keys() != expected.keys():

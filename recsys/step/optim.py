@@ -29,7 +29,9 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
         DenseOptimizer.sgd: torch.optim.SGD,
         DenseOptimizer.adafactor: torch.optim.Adafactor,
     }
-    if dense.name is not DenseOptimizer.adafactor:
+    on_gpu = any(parameter.is_cuda for parameter in groups[0]["params"])
+    refused = dense.name is DenseOptimizer.adagrad and on_gpu and torch.__version__ < "2.13"  # by Adagrad itself
+    if dense.name is not DenseOptimizer.adafactor and not refused:
         settings["fused"] = True  # one kernel in place of ten
     return kinds[dense.name](groups, **settings)
 
