@@ -122,6 +122,7 @@ class _Export:
         config, spec = self._config, self._inputs.spec("rows")
         floats = {part.name: _float_entry(part) for part in spec.floats}
         averaged, unpooled = averaged_features(config), config.unpooled_features()
+        kinds = dict(zip(self._schema.names, self._schema.types, strict=True))
         entries = []
         for part in spec.ids:
             feature = config.features[part.name]
@@ -130,6 +131,9 @@ class _Export:
             entry |= {"pooling": "none" if part.name in unpooled else "mean" if part.name in averaged else "sum"}
             entry |= {"averaged_over": averaged.get(part.name)}
             entry |= {"nulls": part.null.name, "max_length": part.max_length, "keep": part.keep.name}
+            kind = kinds.get(part.column, pa.null())
+            if not feature.cross and not pa.types.is_null(kind):
+                entry["lists"] = pa.types.is_nested(kind)
             entry |= {"weights": part.weights, "boundaries": part.boundaries and list(part.boundaries)}
             entry |= {"route": _route_entry(config, feature.table or "")}
             entries.append(entry)

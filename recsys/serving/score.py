@@ -39,6 +39,7 @@ NULL_ROW = 0
 ROWS_AT_ONCE = 8192  # of a file
 VERIFIED_BYTES = 64 << 20  # larger files of vectors are read by row, and verified if that is asked for
 SCORES_AT_ONCE = 1 << 24  # of users with items
+PAIRS_AT_ONCE = 1 << 22  # of ids in a list, which attention takes several numbers for
 BITS, LOW = 2**64 - 1, 2**32 - 1
 
 
@@ -441,8 +442,7 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
         array = stored(array.values).take(pa.array(places))
     elif weights is not None and pa.types.is_list(weights.type):
         raise ExportError(f"one id a row goes with one weight a row, but column '{feature['weights']}' has lists")
-    if text is not None and text != is_text(array.type) and array.null_count < len(array):
-        raise ExportError(f"ids were {'strings' if text else 'numbers'} in training, and are {array.type} here")
+    check_kind(array, lengths is not None, feature, text)
     if feature.get("boundaries") is not None:
         array = buckets(array, feature["boundaries"])
     if pa.types.is_nested(array.type):
@@ -473,6 +473,17 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
         lengths = np.full(len(table), k) if lengths is None else lengths * k
         factors = None if factors is None else np.repeat(factors, k)
     return Ids(rows.reshape(-1), lengths, factors)
+
+
+def check_kind(ids: pa.Array, in_lists: bool, feature: dict[str, Any], text: bool | None) -> None:
+    """Refuse ids, those of lists one behind the other, that are not as they were in training."""
+    if ids.null_count == len(ids):
+        return
+    if feature.get("lists") not in (None, in_lists):
+        now, then = ("lists of ids", "one id a row")[:: 1 if in_lists else -1]
+        raise ExportError(f"rows have {now} here, and had {then} in training; write both alike")
+    if text not in (None, is_text(ids.type)):
+        raise ExportError(f"ids were {'strings' if text else 'numbers'} in training, and are {ids.type} here")
 
 
 def weights_of_lists(weights: pa.Array, ids: pa.Array, feature: dict[str, Any]) -> pa.Array:
@@ -683,6 +694,7 @@ class Scorer:
 
         options, providers = onnxruntime.SessionOptions(), ["CPUExecutionProvider"]
         options.intra_op_num_threads = self._num_threads
+        options.log_severity_level = 3  # errors: its warnings tell what it does not make faster
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
         graphs = {name: (self._folder / graph["file"]).read_bytes() for name, graph in self.manifest["graphs"].items()}
         return {
@@ -746,6 +758,12 @@ class Scorer:
 
     def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
         """Return what a graph (`score`; of two towers `user` and `item` too) gives for rows, each [rows, …] float32."""
+        padded = [each.get("max_length") or 1 for each in self._features.values() if each.get("pooling") == "none"]
+        step = max(1, PAIRS_AT_ONCE // max(padded, default=1) ** 2)
+        pieces = [self._outputs(graph, table.slice(start, step)) for start in range(0, max(1, len(table)), step)]
+        return [np.concatenate(each) for each in zip(*pieces, strict=True)]
+
+    def _outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
         entry, session = self.manifest["graphs"][graph], self._graphs[graph]
         inputs: dict[str, np.ndarray] = {}
         for name in entry["features"]:
@@ -842,6 +860,8 @@ def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
 def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     """Write tables to a file, which appears when it is complete; return how many rows there are."""
     aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
+    if os.path.isdir(words.out):
+        raise ExportError(f"'{words.out}' is a folder; name a file")
     try:
         first = next(tables, None)
         if first is None:
@@ -861,19 +881,13 @@ def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
 
 def main() -> None:
     """Predict or recommend; a mistake is one sentence, and status 1."""
-    parser = argparse.ArgumentParser(
-        description="Score rows, or recommend items, with the exported model beside this file."
-    )
+    parser = argparse.ArgumentParser(description="Score rows, or recommend items, with the model beside this file.")
     parser.add_argument("command", choices=["predict", "recommend"])
     parser.add_argument("data", metavar="DATA", help="Parquet: a file, a folder or a glob")
     parser.add_argument("out", metavar="OUT.parquet")
-    parser.add_argument(
-        "--keep", type=lambda text: [name for name in text.split(",") if name], help="columns to write beside"
-    )
+    parser.add_argument("--keep", type=lambda text: [*filter(None, text.split(","))], help="columns to write beside")
     parser.add_argument("--k", type=int, default=20, help="items for each row (20)")
-    parser.add_argument(
-        "--verify", action="store_true", help="compare large files of vectors with their checksums, too"
-    )
+    parser.add_argument("--verify", action="store_true", help="compare checksums of large files of vectors, too")
     words = parser.parse_args()
     try:
         num_rows = write(results_of(Scorer(Path(__file__).parent, words.verify), words), words)

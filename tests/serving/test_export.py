@@ -194,7 +194,9 @@ def test_large_files_of_vectors_are_verified_on_request(
         ("hour", 99, "id 99 is outside 0 … 23"),
         ("price", "1", "must hold numbers"),
         ("price", np.nan, "only finite"),
-        ("history", 0.25, "column 'history' (feature 'history'): ids must be whole numbers"),
+        ("history", [0.25], "column 'history' (feature 'history'): ids must be whole numbers"),
+        ("history", 7, "rows have one id a row here, and had lists of ids in training; write both alike"),
+        ("item_id", [7], "rows have lists of ids here, and had one id a row in training; write both alike"),
         ("item_id", None, "column 'item_id' is missing"),
         ("", None, "holds no rows"),
     ],
@@ -206,6 +208,13 @@ def test_mistakes_in_data(ranker: Path, tmp_path: Path, column: str, values: obj
         bad = bad.append_column(column, pa.array([values] * len(table)))
     pq.write_table(bad, tmp_path / "bad.parquet")
     assert said in score(ranker / "out", "predict", tmp_path / "bad.parquet", tmp_path / "s", status=1)
+
+
+def test_rows_are_scored_in_pieces(ranker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, rows = Scorer(ranker / "out"), pq.read_table(ROOT / "data/sample/test").slice(0, 50)
+    whole = scorer.score(rows)
+    monkeypatch.setattr(score_module, "PAIRS_AT_ONCE", 7)
+    assert_same_scores(scorer.score(rows), whole)
 
 
 def test_every_length_of_text_has_the_hash_of_training() -> None:
@@ -233,5 +242,6 @@ def test_mistakes(ranker: Path, tmp_path: Path) -> None:
     assert "has no vectors of items" in score(
         ranker / "out", "recommend", ROOT / "data/sample/test", tmp_path / "s", status=1
     )
+    assert "is a folder; name a file" in score(ranker / "out", "predict", ROOT / "data/sample/test", tmp_path, status=1)
     assert "cannot be" in score(ranker / "out", "predict", tmp_path / "nothing.parquet", tmp_path / "s", status=1)
     assert not [path for path in ranker.iterdir() if path.name.startswith(".out")]
