@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import _remote_device
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
@@ -193,11 +193,15 @@ def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shar
             yield Shard(table, shard.placement.rank(), tuple(shard.shard_offsets), tuple(shard.shard_sizes), *how)
 
 
-class _NoDraws(TorchDispatchMode):
+class _NoDraws(TorchFunctionMode):
     """Leaves weights as they are: torchrec draws those of every table twice, by one thread, before `fill_initial`."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if function is torch.ops.aten.uniform_.default else function(*args, **(kwargs or {}))
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.uniform_:
+            return args[0]
+        if function is torch.nn.init.uniform_:
+            return kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
 
 
 def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
