@@ -296,7 +296,7 @@ def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace
     from recsys.serving.finished import find_run
 
     with told_by_first_rank():
-        return words, find_run(words.run, words.overrides, words.trust_code, asked_by="RUN")
+        return words, find_run(words.run, words.overrides, words.trust_code)
 
 
 def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:

@@ -75,7 +75,7 @@ class Run:
 
     def __init__(self, run: str, overrides: Sequence[str], trust_code: bool) -> None:
         quiet_libraries()
-        finished = find_run(run, overrides, trust_code, asked_by="RUN")
+        finished = find_run(run, overrides, trust_code)
         world = _world(finished.config.run.device)
         self._run = finished.in_order(world_size=1)
         self._opened = OpenRun(self._run, world, ["items"])

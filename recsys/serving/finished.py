@@ -57,21 +57,18 @@ class Finished:
         return Given(role, paths, tuple(keep or ()), filter)
 
 
-def find_run(
-    run: str, overrides: Sequence[str] = (), trust_code: bool = False, asked_by: str = "--evaluate"
-) -> Finished:
+def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) -> Finished:
     """Find a run and its checkpoint.
 
     Args:
         run: a run directory, whose best checkpoint is taken, or its newest without early stopping; or a checkpoint.
         overrides: `key=value` over the run's config, of what does not change the model.
         trust_code: a class that the run names as its model may be imported.
-        asked_by: what names the run, for messages.
 
     Raises:
         UserError: no such run, or an override that would change the model.
     """
-    checkpoint = find_checkpoint(run, asked_by)
+    checkpoint = find_checkpoint(run, "RUN")
     keys = tuple(text.partition("=")[0].strip() for text in overrides)
     for key in keys:
         if not key.startswith(_CHANGEABLE):

@@ -159,5 +159,5 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         (tmp_path / "none", "does not exist"),
         (ROOT / "configs/dlrm_sample.yaml", "holds no checkpoint"),
     ):
-        with pytest.raises(UserError, match=f"^--evaluate: '{path}' {said}; name a run directory"):
+        with pytest.raises(UserError, match=f"^RUN: '{path}' {said}; name a run directory"):
             find_run(str(path), [])
