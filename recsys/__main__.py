@@ -44,7 +44,7 @@ from recsys.runtime.arguments import (
     told_by_first_rank,
     with_data,
 )
-from recsys.runtime.environment import prepare_environment, restart_without_malloc_cache
+from recsys.runtime.environment import prepare_environment, restart_with_malloc_settings
 from recsys.runtime.versions import check_versions, exit_unless_installed
 
 _COMMANDS = {
@@ -97,7 +97,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
     with mistakes_told(debug="--debug" in arguments):
         words = _parse(arguments, prog, command)
         if words.command != "dry-run" and not words.debug:  # a debugger would lose the process
-            restart_without_malloc_cache()
+            restart_with_malloc_settings()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
         prepare_environment()
         check_versions()
@@ -234,7 +234,7 @@ def calibrate(arguments: Sequence[str], prog: str = "recsys calibrate") -> int:
     """Measure devices; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     with mistakes_told():
         if not {"-h", "--help"} & {*arguments}:  # which tests ask for in their own process
-            restart_without_malloc_cache()
+            restart_with_malloc_settings()
         prepare_environment()
         check_versions()
         from recsys.training.calibrate import main as measure
@@ -290,7 +290,7 @@ def _add_out(parser: Parser, about: str, key: str) -> None:
 def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """Return the words of a command line, and the `Finished` run that they name."""
     words = parser.parse_intermixed_args(arguments)
-    restart_without_malloc_cache()
+    restart_with_malloc_settings()
     prepare_environment()
     check_versions()
     from recsys.serving.finished import find_run

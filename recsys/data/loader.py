@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from recsys.data.batch import Batch, MicroBatches, Piece, Sampled, collate
@@ -101,6 +102,11 @@ class Loader:
         """Return for each stream of the rank that reads most the rows of its windows in the first epoch, in order."""
         order, read = self._order(0), most_shares(self._slots, self._world_size)
         return [[window.num_rows for window in order.windows(share.stream)] for share in read]
+
+    def row_groups_by_rank(self) -> list[np.ndarray]:
+        """Return for each rank the row groups, by number, that its rows of the first epoch are cut from."""
+        order = self._order(0)
+        return [order.row_groups_of(rank, self._world_size) for rank in range(self._world_size)]
 
     def segments(self) -> Iterator[Segment]:
         """Yield what the first epoch's rows of the streams that this rank reads are cut from, in order."""

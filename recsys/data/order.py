@@ -153,6 +153,20 @@ class EpochOrder:
         if pending:
             yield self._window(stream, number, pending)
 
+    def row_groups_of(self, rank: int, world_size: int) -> np.ndarray:
+        """Return the row groups that the streams of a rank are cut from, as numbers in `row_groups`."""
+        streams = [share.stream for share in shares(self.slots, rank, world_size)] or [0]
+        bounds = [stream_bounds(self.slots, stream, self.row_groups.total_rows) for stream in (streams[0], streams[-1])]
+        places = self._places(bounds[0][0], bounds[1][1])
+        return self._permuted[places.start : places.stop]
+
+    def _places(self, low: int, high: int) -> range:
+        """Return where row groups with any of the rows `low` … `high` - 1 of the epoch stand in its order."""
+        if low == high:
+            return range(0)
+        first, last = np.searchsorted(self._ends, (low, high - 1), side="right").tolist()
+        return range(first, last + 1)
+
     @cached_property
     def _permuted(self) -> np.ndarray:
         """Row groups in the order of the epoch."""
@@ -171,10 +185,7 @@ class EpochOrder:
     def _segments(self, stream: int) -> Iterator[tuple[Segment, int]]:
         groups = self.row_groups
         low, high = stream_bounds(self.slots, stream, groups.total_rows)
-        if low == high:
-            return
-        first, last = np.searchsorted(self._ends, (low, high - 1), side="right")
-        for place in range(first, last + 1):
+        for place in self._places(low, high):
             i = self._permuted[place]
             rows, end = int(groups.num_rows[i]), int(self._ends[place])
             start, stop = max(low - (end - rows), 0), min(high - (end - rows), rows)

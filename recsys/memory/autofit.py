@@ -192,8 +192,8 @@ class Fitter:
         most = 2 * size * streams, 3 * size * max(1, threads)
         if config.data.window_mib == self._config.data.window_mib:
             return self._data
-        window, decode = self._data.window_bytes, self._data.decode_bytes
-        return replace(self._data, window_bytes=min(window, most[0]), decode_bytes=min(decode, most[1]))
+        decoding = tuple(replace(each, later=min(each.later, most[1])) for each in self._data.decoding)
+        return replace(self._data, window_bytes=min(self._data.window_bytes, most[0]), decoding=decoding)
 
     def missing(self, config: Config) -> int:
         """Return the bytes by which ranks and machines exceed what they have, less the margin."""

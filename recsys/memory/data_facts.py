@@ -21,7 +21,7 @@ from recsys.data.spec import IdColumn
 from recsys.data.wanted import column_of, role_features, with_figures
 from recsys.data.window import Columns, Ragged, convert_table
 from recsys.ids import index_bytes, is_text, statistics_bytes
-from recsys.memory import DataFacts
+from recsys.memory import DataFacts, Decoding
 from recsys.models.items import rows_at_once
 from recsys.runtime.threads import decoding_threads
 
@@ -48,7 +48,8 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         id_bytes = 4 if biggest < 1 << 31 else 8
         source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None, {})
         counts = len(mean_ids) * statistics_bytes(math.inf)
-        return DataFacts(mean_ids, id_bytes, windows, windows // 2, {}, source, *of_ids, statistics_bytes=counts)
+        decoding = (Decoding(later=windows // 2),) * world_size
+        return DataFacts(mean_ids, id_bytes, windows, decoding, {}, source, *of_ids, statistics_bytes=counts)
     sample = _Sample(inputs, inputs.datasets["train"])
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
     train_rows = sizes.pop("train")
@@ -56,19 +57,14 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     held, largest = _held_rows(inputs, "train")
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
     others = {role: _held_rows(inputs, role) for role in roles}
-    evaluated = [_decoding(inputs, role, sample, rows) for role, (_, rows) in others.items()]
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
-    decoding = _decoding(inputs, "train", sample, largest)
     vocabularies, counted = _vocabularies(config, inputs, distinct)
     vocabularies += _drawn_bytes(inputs)
     return DataFacts(
         mean_ids=_mean_ids(config, sample, world_size),
         id_bytes=inputs.spec("train").dtype.itemsize,
         window_bytes=int(sample.row_bytes * (held + max((rows for rows, _ in others.values()), default=0))),
-        decode_bytes=decoding.later,
-        first_decode_bytes=decoding.first,
-        eval_decode_bytes=max((each.later for each in evaluated), default=0),
-        eval_first_decode_bytes=max((each.first for each in evaluated), default=0),
+        decoding=_decoding_by_rank(inputs, sample, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
         eval_rows=roles,
         source=f"the first {sample.rows:,} rows",
         vocabulary_bytes=vocabularies,
@@ -277,28 +273,36 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     return held, largest
 
 
-@dataclass(frozen=True)
-class _Decoding:
-    """What Arrow and the making of windows take.
-
-    Attributes:
-        first: before there are windows and steps; later: beside these.
-    """
-
-    first: int
-    later: int
-
-
-def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> _Decoding:
-    """Return what it takes to decode a dataset's row groups and make windows of `largest` rows at most."""
-    threads, groups = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups
+def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> list[tuple[int, int]]:
+    """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
+    there are windows and steps, and beside these."""
+    threads, num_rows = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups.num_rows
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
-    rows, at_once = int(groups.num_rows.max()), min(len(groups), threads)
-    decoding = at_once * sample.decoding_bytes(rows)
-    if len(groups) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-        return _Decoding(int(decoding), int(making + sum(map(sample.table_bytes, groups.num_rows.tolist()))))
-    return _Decoding(0, int(making + decoding))
+    found = []
+    for numbers in inputs.loader(role).row_groups_by_rank():
+        read = np.sort(num_rows[numbers])[::-1]
+        decoding = sum(map(sample.decoding_bytes, read[:threads].tolist()))
+        if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept
+            found.append((int(decoding), int(making + sum(map(sample.table_bytes, read.tolist())))))
+        else:
+            found.append((0, int(making + decoding)))
+    return found
+
+
+def _decoding_by_rank(inputs: Inputs, sample: _Sample, largest: Mapping[str, int]) -> tuple[Decoding, ...]:
+    """Return what datasets take by rank.
+
+    Args:
+        largest: by role, the rows of the largest window; "train" and what is evaluated.
+    """
+    by_role = {role: _decoding(inputs, role, sample, rows) for role, rows in largest.items()}
+    evaluated = [sizes for role, sizes in by_role.items() if role != "train"]
+    found = []
+    for rank, (first, later) in enumerate(by_role["train"]):
+        eval_first, eval_later = (max((sizes[rank][i] for sizes in evaluated), default=0) for i in (0, 1))
+        found.append(Decoding(first, later, eval_first, eval_later))
+    return tuple(found)
 
 
 def _ranking_bytes(inputs: Inputs) -> int:

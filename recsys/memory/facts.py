@@ -8,15 +8,28 @@ from recsys.tables.bytes import TableBytes
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """Host memory of a rank for row groups that are decoded and windows that are made of them, in bytes.
+
+    Attributes:
+        first: before there are windows and steps; later: beside these.
+        eval_first, eval_later: the same of the data set to evaluate that takes most.
+    """
+
+    first: int = 0
+    later: int = 0
+    eval_first: int = 0
+    eval_later: int = 0
+
+
+@dataclass(frozen=True)
 class DataFacts:
     """What is known of the data.
 
     Attributes:
         mean_ids: by feature, the table rows looked up for one row of data, on average.
         id_bytes: of one table row number, as the loader holds it.
-        window_bytes, decode_bytes: host memory of a rank's windows, and of what becomes windows.
-        first_decode_bytes: of the latter, before there are windows and steps.
-        eval_decode_bytes, eval_first_decode_bytes: the same of the data set to evaluate that takes most.
+        window_bytes: host memory of a rank's windows. decoding: by rank, that of what becomes windows.
         eval_rows: of a rank, by dataset.
         vocabulary_bytes: host memory of the vocabularies, of what finds ids in them, of counts of rows, and of items
             that negatives are drawn from.
@@ -30,16 +43,13 @@ class DataFacts:
     mean_ids: Mapping[str, float]
     id_bytes: int
     window_bytes: int
-    decode_bytes: int
+    decoding: tuple[Decoding, ...]
     eval_rows: Mapping[str, int]
     source: str
     vocabulary_bytes: int = 0
     counted_ids: Mapping[str, int] = field(default_factory=dict)
     statistics_bytes: int = 0
     ranking_bytes: int = 0
-    first_decode_bytes: int = 0
-    eval_decode_bytes: int = 0
-    eval_first_decode_bytes: int = 0
     counted_bytes: int = 0
 
 

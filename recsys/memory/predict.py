@@ -67,7 +67,7 @@ class _Rank:
         self, config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: list[Shard], rank: int
     ) -> None:
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
-        self._pieces, self._rank = pieces, rank
+        self._pieces, self._rank, self._decoding = pieces, rank, data.decoding[rank]
         alone = config.debug or (topology.world_size == 1 and not topology.on_gpu)
         self._batches_in_pipeline = 1 if alone else _BATCHES_IN_PIPELINE
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
@@ -200,7 +200,7 @@ class _Rank:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
         return {
             "loader_windows": self._data.window_bytes,
-            "loader_decoding": self._data.decode_bytes + (self._data.eval_decode_bytes if self._data.eval_rows else 0),
+            "loader_decoding": self._decoding.later + self._decoding.eval_later,
             "loader_batches": queued * batch,
         }
 
@@ -231,7 +231,7 @@ class _Rank:
         copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
         in_steps, loader = self._in_steps(), self._loader()
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
-        loader["loader_decoding"] += max(0, self._data.first_decode_bytes - later)
+        loader["loader_decoding"] += max(0, self._decoding.first - later)
         host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}
         return {**self._trained(), **in_steps}, {**loader, **host}
 
@@ -304,8 +304,8 @@ class _Rank:
             "activations": self._dense.eval_bytes + self._data.ranking_bytes,
         }
         loader = self._loader()
-        later = self._data.eval_decode_bytes + sum(in_steps.values())
-        loader["loader_decoding"] += max(0, self._data.eval_first_decode_bytes - later)
+        later = self._decoding.eval_later + sum(in_steps.values())
+        loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
         return {**self._trained(), **in_steps}, {**loader, "results": rows * _RESULT_BYTES}
 
     def _save(self) -> tuple[Bytes, Bytes]:

@@ -120,7 +120,7 @@ class LivePeak(TorchDispatchMode):
 
     Args:
         outside: tensors whose memory is not counted, such as a model's parameters and its inputs.
-        heap_block_bytes: larger blocks do not come from the heap.
+        block_bytes: blocks of this size and larger ones do not come from the heap.
         apart: bytes, of those that live, which are accounted for elsewhere; asked at every new peak.
 
     Attributes:
@@ -132,12 +132,12 @@ class LivePeak(TorchDispatchMode):
         self,
         outside: Iterable[torch.Tensor] = (),
         apart: Callable[[], int] = lambda: 0,
-        heap_block_bytes: int = HEAP_BLOCK_BYTES,
+        block_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.live = self.highest = self.peak = 0
         self._on_heap = self.heap_peak = 0
-        self._apart, self._heap_block_bytes = apart, heap_block_bytes
+        self._apart, self._block_bytes = apart, block_bytes
         self._known: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,13 +157,13 @@ class LivePeak(TorchDispatchMode):
         if self.live > self.highest:
             self.highest = self.live
             self.peak = max(self.peak, self.live - self._apart())
-        if size < self._heap_block_bytes:
+        if size < self._block_bytes:
             self._on_heap += size
             self.heap_peak = max(self.heap_peak, self._on_heap)
 
     def _forget(self, key: int, size: int) -> None:
         self.live -= size
-        self._on_heap -= size if size < self._heap_block_bytes else 0
+        self._on_heap -= size if size < self._block_bytes else 0
         del self._known[key]
 
 

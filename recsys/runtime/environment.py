@@ -11,8 +11,9 @@ from typing import TextIO
 
 HEAP_BLOCK_BYTES = 32 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
 SMALL_HEAP_BLOCK_BYTES = 4 << 20  # the same in runs of micro-batches
-# Of glibc, read when a process starts; before 2.26 it has no such cache, and takes no notice.
-_TUNABLES, _NO_CACHE = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0"
+# Of glibc, read when a process starts: no cache of small blocks for each thread, and memory in huge pages. Versions
+# before 2.26 and 2.35, which have no such setting, take no notice.
+_TUNABLES, _NO_CACHE, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 
 
@@ -40,18 +41,22 @@ def colours_on(stream: TextIO) -> bool:
     return draws_on(stream) and not os.environ.get("NO_COLOR")
 
 
-def restart_without_malloc_cache() -> None:
-    """Start this program anew, in this process, with glibc told to keep no cache of small blocks for each thread.
+def restart_with_malloc_settings() -> None:
+    """Start this program anew, in this process, with glibc told to keep no caches of threads, and to use huge pages.
 
     PyTorch asks for aligned blocks, and of each glibc cuts off a few bytes before and behind. Those in a thread's cache
     count as used: what a tensor leaves never becomes one with its neighbour, the next tensor of its size does not fit
-    there, and heaps grow to twice what lives in them, by chance. It is for programs, before they import libraries:
-    glibc reads the setting at the start only. A setting of the user's own stays; another C library does not have it.
+    there, and heaps grow to twice what lives in them, by chance. In huge pages memory is taken 2 MiB at a time, where
+    each step faulted thousands of pages in: layers of 256 to 1024 trained in 0.70 to 0.88 of the time.
+
+    It is for programs, before they import libraries: glibc reads settings at the start only. Settings of the user's own
+    stay; another C library does not have these.
     """
     tunables, is_late = os.environ.get(_TUNABLES, ""), {"torch", "pyarrow"} & sys.modules.keys()
-    if "glibc.malloc.tcache" in tunables or is_late or not sys.executable or not _is_glibc():
+    missing = [each for each in (_NO_CACHE, _HUGE_PAGES) if each.partition("=")[0] not in tunables]
+    if not missing or is_late or not sys.executable or not _is_glibc():
         return
-    os.environ[_TUNABLES] = f"{tunables}:{_NO_CACHE}" if tunables else _NO_CACHE
+    os.environ[_TUNABLES] = ":".join([tunables, *missing] if tunables else missing)
     with suppress(OSError):
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -68,6 +73,10 @@ def prepare_environment() -> None:
     # Arrow's own allocator keeps what each thread has freed: of 40 MiB decoded at most it held 110, or, told to give
     # it back at once, took twice the time. malloc takes as long, and holds what is used.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    # PyTorch then begins blocks of 2 MiB and more at a page, and asks for huge pages. What malloc cuts off before and
+    # behind them is no sliver any more that small objects fill, so that a block fits where one of its size was: heaps
+    # of layers of 256 to 1024 took 1.3 times what lived in them, and twice with blocks that begin at any 64 bytes.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     # PyTorch and oneDNN keep a compiled product of halves for each shape seen, 1,024 of a megabyte or two: lists of
     # all lengths through layers in BF16 took a gigabyte. Ten layers have some 30 products, of batches of one size.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")

@@ -102,7 +102,7 @@ def environment_of_the_server() -> Iterator[None]:
     """The process that forks starts at its first use, and takes this one's environment, though not its sys.path."""
     before = dict(os.environ)
     # As train.py starts itself, which cannot be done in a process that is forked.
-    os.environ.update(environment(), GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
+    os.environ.update(environment(), GLIBC_TUNABLES="glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1")
     os.environ.update(PYTHONPATH=f"{ROOT / 'tests' / 'helpers'}{os.pathsep}{ROOT}")
     yield
     os.environ.clear()

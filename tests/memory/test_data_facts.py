@@ -22,7 +22,9 @@ from recsys.runtime.world import rehearse_world
 ROWS = 30_000
 
 
-def facts_of(folder: Path, row_group_rows: int | None = None, distinct: int = 24, **settings: Any) -> DataFacts:
+def facts_of(
+    folder: Path, row_group_rows: int | None = None, distinct: int = 24, num_ranks: int = 1, **settings: Any
+) -> DataFacts:
     rng = np.random.default_rng(0)
     ends = np.arange(0, 10 * ROWS + 1, 10).astype(np.int32)
     lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(rng.integers(0, distinct, 10 * ROWS)))
@@ -37,8 +39,8 @@ def facts_of(folder: Path, row_group_rows: int | None = None, distinct: int = 24
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
     config = load_config(folder / "config.yaml", [f"{key}={value}" for key, value in settings.items()])
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        return data_facts(config, open_inputs(config, world), 1)
+    with rehearse_world(num_ranks, num_ranks, torch.device("cpu")) as world:
+        return data_facts(config, open_inputs(config, world), num_ranks)
 
 
 @pytest.mark.parametrize("distinct", [24, 4000])
@@ -49,15 +51,23 @@ def test_counts_of_ids_go_by_the_distinct_ones(distinct: int, tmp_path: Path) ->
 
 def test_one_row_group_is_decoded_once_and_kept(tmp_path: Path) -> None:
     table = ROWS * (4 * 8 + 10 * 8 + 4)
-    whole, many = facts_of(tmp_path), facts_of(tmp_path, ROWS // 10)
+    whole, many = facts_of(tmp_path).decoding[0], facts_of(tmp_path, ROWS // 10).decoding[0]
     widest = ROWS * 10 * 8
-    assert whole.first_decode_bytes > table + 2 * widest > 0 == many.first_decode_bytes
-    assert table < whole.decode_bytes < whole.first_decode_bytes
-    assert many.decode_bytes < table
-    rest = facts_of(tmp_path, ROWS - ROWS // 10)  # a second row group with a tenth of the rows is kept as well
-    assert rest.decode_bytes == pytest.approx(whole.decode_bytes, rel=0.05)
+    assert whole.first > table + 2 * widest > 0 == many.first
+    assert table < whole.later < whole.first
+    assert many.later < table
+    rest = facts_of(tmp_path, ROWS - ROWS // 10).decoding[0]  # a second one with a tenth of the rows is kept as well
+    assert rest.later == pytest.approx(whole.later, rel=0.05)
     threads = {"data.num_threads": 8}  # but one row group is decoded by one of them
-    assert facts_of(tmp_path, **threads).first_decode_bytes == whole.first_decode_bytes
+    assert facts_of(tmp_path, **threads).decoding[0].first == whole.first
+
+
+def test_a_rank_decodes_at_once_what_its_rows_are_cut_from(tmp_path: Path) -> None:
+    settings = {"data.num_threads": 3, "data.num_streams": 4, "data.shuffle": "false"}
+    # Row groups of 9,000 and at the end 3,000 rows, streams of 7,500: half of the rows lie in two, the others in three.
+    first, second = facts_of(tmp_path, 9000, num_ranks=2, **settings).decoding
+    (alone,) = facts_of(tmp_path, 9000, **settings).decoding
+    assert first.later < second.later < alone.later
 
 
 def sample_of(folder: Path, feature: str) -> tuple[_Sample, pa.Table]:

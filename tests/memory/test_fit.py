@@ -9,7 +9,7 @@ from launch import fork_train, run_train
 
 from recsys.config import Config, load_config
 from recsys.config.choices import ComputeKernel, Saver
-from recsys.memory import DataFacts
+from recsys.memory import DataFacts, Decoding
 from recsys.memory.advice import advise
 from recsys.memory.autofit import Fitter, with_changes
 from recsys.memory.dry_run import rehearse_run
@@ -22,7 +22,7 @@ FACTS = DataFacts(
     mean_ids=dict.fromkeys(("user_id", "item_id", "history", "category", "device", "hour"), 1.0),
     id_bytes=4,
     window_bytes=64 << 20,
-    decode_bytes=32 << 20,
+    decoding=(Decoding(later=32 << 20),) * 8,
     eval_rows={},
     source="made up",
 )

@@ -13,13 +13,13 @@ from launcher import machine
 from recsys.runtime.environment import prepare_environment
 from recsys.runtime.machine import device_name
 
-SETTING = "glibc.malloc.tcache_count=0"
+SETTING = "glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1"
 PROGRAM = """\
 import os, sys
 {first}
-from recsys.runtime.environment import restart_without_malloc_cache
+from recsys.runtime.environment import restart_with_malloc_settings
 print("begun", os.getpid(), *sys.argv[1:], flush=True)
-restart_without_malloc_cache()
+restart_with_malloc_settings()
 print("runs", os.environ.get("GLIBC_TUNABLES"))
 """
 
@@ -54,8 +54,15 @@ def test_other_settings_of_malloc_stay(tmp_path):
     assert run(tmp_path, other)[-1] == f"runs {other}:{SETTING}"
 
 
+def test_of_malloc_s_settings_those_of_the_user_stay(tmp_path):
+    chosen = "glibc.malloc.tcache_count=7"
+    assert run(tmp_path, chosen)[-1] == f"runs {chosen}:glibc.malloc.hugetlb=1"
+
+
 @pytest.mark.parametrize(
-    ("tunables", "first"), [("glibc.malloc.tcache_count=7", ""), ("", "import pyarrow")], ids=["chosen", "late"]
+    ("tunables", "first"),
+    [("glibc.malloc.tcache_count=7:glibc.malloc.hugetlb=0", ""), ("", "import pyarrow")],
+    ids=["chosen", "late"],
 )
 def test_a_program_goes_on_as_it_is(tmp_path, tunables, first):
     assert run(tmp_path, tunables, first) == ["begun PID a b c", f"runs {tunables}"]
