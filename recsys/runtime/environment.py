@@ -47,7 +47,7 @@ def restart_with_malloc_settings() -> None:
     PyTorch asks for aligned blocks, and of each glibc cuts off a few bytes before and behind. Those in a thread's cache
     count as used: what a tensor leaves never becomes one with its neighbour, the next tensor of its size does not fit
     there, and heaps grow to twice what lives in them, by chance. In huge pages memory is taken 2 MiB at a time, where
-    each step faulted thousands of pages in: layers of 256 to 1024 trained in 0.70 to 0.88 of the time.
+    each step faulted thousands of pages in: layers of 256 to 1024 trained in 0.71 to 0.88 of the time.
 
     It is for programs, before they import libraries: glibc reads settings at the start only. Settings of the user's own
     stay; another C library does not have these.

@@ -100,3 +100,18 @@ def test_products_of_halves_of_many_shapes_are_not_all_kept() -> None:
     """Here 97 shapes took 200 MiB where all were kept, and take 40; a CPU that has no such products takes less."""
     done = subprocess.run([sys.executable, "-c", PRODUCTS], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert int(done.stdout) < 100 << 20, done.stderr
+
+
+BLOCKS = """\
+from recsys.runtime.environment import prepare_environment
+prepare_environment()
+import torch
+print(*(torch.empty(rows, 1024).data_ptr() % 4096 for rows in (512, 513, 1000)))
+"""
+
+
+@pytest.mark.parametrize(("chosen", "at_pages"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
+def test_blocks_of_two_mib_and_more_begin_at_a_page(chosen: dict[str, str], at_pages: bool) -> None:
+    variables = {**environment(), **chosen}
+    done = subprocess.run([sys.executable, "-c", BLOCKS], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert (done.stdout.split() == ["0", "0", "0"]) is at_pages, done.stderr
