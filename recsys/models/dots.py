@@ -41,7 +41,8 @@ class PairwiseDots:
         if key not in self._pairs:
             self._pairs[key] = _Pairs.of(*key)
         num_blocks = 1 if whole else max(1, -(-rows * number * dim // _ELEMENTS_AT_ONCE))
-        blocks = _Blocks(self._pairs[key].columns, -(-rows // num_blocks), dtype or vectors[-1].dtype, bool(self.like))
+        how = -(-rows // num_blocks), dtype or vectors[-1].dtype, bool(self.like), whole
+        blocks = _Blocks(self._pairs[key].columns, *how)
         products: torch.Tensor = _PairwiseDots.apply(self._pairs[key], blocks, *vectors)
         return products
 
@@ -53,11 +54,13 @@ class _Pairs:
     Attributes:
         below: the places below the diagonal, [pairs] int64.
         both: the pair of each place of the matrix without further columns; the diagonal's is none, [n * n].
+        but_first: the same without the first column, [n * (n - 1)].
     """
 
     columns: int
     below: torch.Tensor
     both: torch.Tensor
+    but_first: torch.Tensor
 
     @staticmethod
     def of(n: int, columns: int, device: torch.device) -> "_Pairs":
@@ -65,25 +68,38 @@ class _Pairs:
         rows, others = torch.tril_indices(n, n, offset=-1)
         both = torch.full((n, n), len(rows))
         both[rows, others] = both[others, rows] = torch.arange(len(rows))
-        return _Pairs(columns, (rows * columns + others).to(device), both.flatten().to(device))
+        below, but_first = rows * columns + others, both[:, 1:]
+        return _Pairs(columns, *(each.flatten().to(device) for each in (below, both, but_first)))
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How vectors are stacked: of `at_once` rows, `places` vectors each, the last of them 0."""
+    """How vectors are stacked: of `at_once` rows, `places` vectors each, the last of them 0; `whole`: of all rows."""
 
     places: int
     at_once: int
     dtype: torch.dtype
     only_first: bool
+    whole: bool
+
+    def starts(self, rows: int) -> Sequence[int]:
+        """Return the first rows of the blocks."""
+        starts = range(0, rows, self.at_once) if self.at_once < rows else (0,)
+        return starts[:1] if self.only_first else starts
+
+    def lie_together(self, vectors: Sequence[torch.Tensor]) -> bool:
+        """Return whether, in blocks on a CPU, all vectors but the first lie beside each other, of the blocks' type."""
+        if self.whole or any(each.dtype is not self.dtype for each in vectors):
+            return False
+        others = beside(vectors[1:])
+        return len(others) == 1 and others[0].stride(1) == 1
 
     def of(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the rows of a block and their vectors, [rows, places, dim], in the memory of the block before."""
         tensors, (rows, dim) = beside(vectors), vectors[0].shape
         memory = vectors[0].new_empty(self.at_once, self.places * dim, dtype=self.dtype)
         memory[:, len(vectors) * dim :] = 0
-        starts = range(0, rows, self.at_once) if self.at_once < rows else (0,)
-        for start in starts[:1] if self.only_first else starts:
+        for start in self.starts(rows):
             block, column = memory[: rows - start], 0
             for tensor in tensors:
                 block[:, column : column + tensor.shape[1]] = tensor[start : start + self.at_once]
@@ -113,6 +129,8 @@ class _PairwiseDots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         vectors, pairs, blocks = ctx.saved_tensors, ctx.pairs, ctx.blocks
+        if blocks.lie_together(vectors):
+            return None, None, *_gradients_in_place(gradient, pairs, blocks, vectors)
         n, (rows, dim) = len(vectors), vectors[0].shape
         widths = [each.shape[1] for each in beside(vectors)]
         gradients = [vectors[0].new_empty(rows, width) for width in widths]
@@ -122,3 +140,23 @@ class _PairwiseDots(torch.autograd.Function):
             for whole, part in zip(gradients, block.flatten(1).split(widths, 1), strict=True):
                 whole[some] = part
         return None, None, *(each for whole in gradients for each in whole.split(dim, 1))
+
+
+def _gradients_in_place(
+    gradient: torch.Tensor, pairs: _Pairs, blocks: _Blocks, vectors: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients by vectors of which all but the first lie beside each other; none of these is copied.
+
+    The same sums in another order: what the first vector adds to the gradients of the others comes last.
+    """
+    n, (rows, dim), first, (others,) = len(vectors) - 1, vectors[0].shape, vectors[0], beside(vectors[1:])
+    of_first, of_others = first.new_empty(rows, dim), first.new_empty(rows, n * dim)
+    for start in blocks.starts(rows):
+        some = slice(start, start + blocks.at_once)
+        padded = F.pad(gradient[some].to(blocks.dtype), (0, 1))  # with what the diagonal takes
+        factors = padded.index_select(1, pairs.but_first).view(-1, n + 1, n)
+        block = torch.bmm(factors, others[some].view(-1, n, dim))
+        of_first[some] = block[:, 0]
+        by_first = factors[:, 0, :, None], first[some, None]
+        torch.addcmul(block[:, 1:], *by_first, out=of_others[some].view(-1, n, dim))
+    return of_first, *of_others.split(dim, 1)

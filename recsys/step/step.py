@@ -32,6 +32,7 @@ from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepL
 from recsys.step.offload import Offload
 from recsys.step.output import StepOutput
 from recsys.tables.gate import UpdateGate
+from recsys.tables.local import LocalLookup
 from recsys.tables.replicated import ReplicatedTables
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
@@ -208,6 +209,9 @@ class TrainStep(nn.Module):
     Args:
         embeddings: tables that give the sum of each list's rows; None if there is no such table.
         embeddings_by_id: tables that give a vector for each id of a list, by their dimensions.
+
+    Attributes:
+        local: looks ids up in `embeddings` once they are sharded, where one rank has no one to exchange with.
     """
 
     def __init__(
@@ -220,10 +224,11 @@ class TrainStep(nn.Module):
         self.embeddings = embeddings
         self.embeddings_by_id = nn.ModuleList(embeddings_by_id)
         self.dense = dense
+        self.local: LocalLookup | None = None
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, StepOutput]:
         """Return (loss of this rank, StepOutput). The pipeline then calls `dense.backward()`."""
-        pooled = None if self.embeddings is None else self.embeddings(batch.ids)
+        pooled = None if self.embeddings is None else (self.local or self.embeddings)(batch.ids)
         by_id = [embeddings(batch.ids) for embeddings in self.embeddings_by_id]
         return self.dense(pooled, by_id, batch)
 

@@ -31,6 +31,7 @@ from recsys.errors import UserError
 from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology
 from recsys.runtime.world import World
+from recsys.tables.local import local_lookup
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.plan import make_plan, table_constraints
 from recsys.tables.spec import Shard
@@ -226,6 +227,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
+    model.module.local = local_lookup(model.module.embeddings, plan, world.world_size, world.device)
     if world.world_size > 1:
         dense.replicate(world.device)
     return model

@@ -280,13 +280,15 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
-@pytest.mark.parametrize("together", [True, False])
-def test_dots_of_pairs_and_their_gradient(together: bool, device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of vectors that are columns of one tensor, but for the first, or copies of them; in blocks of three rows."""
+@pytest.mark.parametrize("lie", ["all but the first", "all", "none"])
+def test_dots_of_pairs_and_their_gradient(lie: str, device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of vectors that are columns of one tensor, or copies of them; in blocks of three rows."""
     torch.manual_seed(1)
     monkeypatch.setattr("recsys.models.dots._ELEMENTS_AT_ONCE", 60)
     vectors, first = (torch.randn(7, width, dtype=torch.double, requires_grad=True) for width in (16, 4))
-    split = Columns.apply(vectors, [4] * 4) if together else [each.clone() for each in vectors.split(4, 1)]
+    split = [each.clone() for each in vectors.split(4, 1)] if lie == "none" else Columns.apply(vectors, [4] * 4)
+    if lie == "all":
+        first, *split = Columns.apply(torch.cat([first, vectors], dim=1), [4] * 5)
     stacked = torch.stack([first, *split], 1)
     rows, columns = torch.tril_indices(5, 5, offset=-1)
     expected = torch.bmm(stacked, stacked.mT)[:, rows, columns]

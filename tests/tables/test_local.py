@@ -1,0 +1,67 @@
+"""Looking ids up on a single CPU rank gives what torchrec's sharded collection gives, bit by bit."""
+
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from recsys.config import Device, load_config
+from recsys.data.inputs import open_inputs
+from recsys.runtime.world import open_world
+from recsys.step.pipeline import build_pipeline
+from recsys.tables.spec import local_pieces
+from recsys.tables.updates import table_tensors
+from recsys.training.build import build_model
+
+# Two features of one table, a list, a mean, two number types: FBGEMM gets two groups, in another order than batches.
+CONFIG = """\
+data: {train: data/sample/train, label_column: label, window_mib: 1}
+features:
+  user_id: {table: user}
+  item_id: {table: item}
+  history: {table: item, max_length: 10}
+  category: {table: category}
+  price: {type: float}
+tables:
+  user: {num_embeddings: 300, embedding_dim: 16}
+  item: {num_embeddings: 100, embedding_dim: 8, data_type: FP16}
+  category: {num_embeddings: 30, embedding_dim: 16, pooling: mean}
+model: {name: dlrm, bottom_mlp: [16], top_mlp: [16]}
+train: {global_batch_size: 256}
+"""
+
+
+def trained(folder: Path, by_torchrec: bool, *overrides: str) -> tuple[bool, list[float], dict[str, torch.Tensor]]:
+    """Whether the lookup was local, the losses of some steps, and the tables after these."""
+    path = folder / "local.yaml"
+    path.write_text(CONFIG)
+    config = load_config(path, overrides)
+    with open_world(Device.cpu, 1) as world:
+        inputs = open_inputs(config, world)
+        built = build_model(inputs)
+        is_local = built.step.local is not None
+        if by_torchrec:
+            built.step.local = None
+        built.table_updates.begin(1.0, 0)
+        pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, debug=False)
+        with closing(inputs.loader("train").batches()) as batches:
+            some = islice(batches, 8)
+            losses = [pipeline.progress(some).loss for _ in range(8)]
+        pieces = {name: local_pieces(each) for name, each in table_tensors(built.model).items()}
+        return is_local, losses, {name: torch.cat([each for each, _ in found]) for name, found in pieces.items()}
+
+
+def test_the_same_as_torchrec(tmp_path: Path) -> None:
+    (is_local, losses, tables), (_, expected, by_torchrec) = trained(tmp_path, False), trained(tmp_path, True)
+    assert is_local
+    assert losses == expected
+    assert tables.keys() == by_torchrec.keys() == {"user", "item", "category"}
+    assert all(torch.equal(table, by_torchrec[name]) for name, table in tables.items())
+
+
+@pytest.mark.parametrize("kind", ["row_wise", "data_parallel"])
+def test_tables_that_are_split_are_left_to_torchrec(tmp_path: Path, kind: str) -> None:
+    is_local, _, _ = trained(tmp_path, False, f"tables.user.sharding_type={kind}")
+    assert not is_local
