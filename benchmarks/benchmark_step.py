@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from recsys.runtime.environment import prepare_environment
+from recsys.runtime.environment import MALLOC_SETTINGS, prepare_environment
 
 prepare_environment()  # before pyarrow is imported
 
@@ -228,15 +228,20 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
         bare = Bare(ours.batches_in_memory(), world, arguments.sharding)
         rates: dict[str, list[float]] = {"ours": [], "wait_share": []}
         for repeat in range(arguments.repeats + 1):
-            found = ours.measure()
-            rates["ours"].append(found["rows_per_s"])
-            rates["wait_share"].append(found["wait_share"])
-            for threads in arguments.threads:
+            if arguments.only != "bare":
+                found = ours.measure()
+                rates["ours"].append(found["rows_per_s"])
+                rates["wait_share"].append(found["wait_share"])
+            for threads in arguments.threads if arguments.only != "ours" else ():
                 rates.setdefault(f"bare_{threads}", []).append(bare.measure(steps, threads))
             if repeat and world.rank == 0:
-                shown = {name: round(values[-1], 3 if name == "wait_share" else None) for name, values in rates.items()}
+                last = {name: values[-1] for name, values in rates.items() if values}
+                shown = {name: round(value, 3 if name == "wait_share" else None) for name, value in last.items()}
                 print(f"batch {batch_size}, repeat {repeat}: {shown}", flush=True)
-        medians = {name: statistics.median(values[1:]) for name, values in rates.items()}  # the first warms up
+        # The first warms up.
+        medians = {name: statistics.median(values[1:]) for name, values in rates.items() if values}
+        if arguments.only:
+            return medians | {"ours_threads": ours.num_threads}
         best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
         ratios = [a / b for a, b in zip(rates["ours"][1:], rates[f"bare_{best}"][1:], strict=True)]
         result = {
@@ -258,6 +263,39 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
         return result
 
 
+def measure_apart(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
+    """Measure ours and the bare loop in processes of their own, in turn, each with the allocator that its user has:
+    ours as train.py starts itself, the bare loop without huge pages (but with malloc's thresholds of ours)."""
+    settings = {"ours": MALLOC_SETTINGS, "bare": {"GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0"}}
+    pairs: list[dict[str, float]] = []
+    for _ in range(arguments.repeats):
+        pairs.append({})
+        for only, variables in settings.items():
+            with tempfile.TemporaryDirectory() as folder:
+                out = Path(folder) / "result.json"
+                changed = ["--batch-size", str(batch_size), "--only", only, "--repeats", "3", "--out", str(out)]
+                launch = launch_command(arguments.ranks) if arguments.ranks > 1 else [sys.executable]
+                command = [*launch, *(each for each in sys.argv if each != "--apart"), *changed]
+                subprocess.run(command, check=True, env=os.environ | variables)
+                pairs[-1] |= json.loads(out.read_text())["batches"][str(batch_size)]
+    medians = {name: statistics.median(pair[name] for pair in pairs) for name in pairs[0]}
+    best = max(arguments.threads, key=lambda threads: medians[f"bare_{threads}"])
+    ratios = [pair["ours"] / pair[f"bare_{best}"] for pair in pairs]
+    return {
+        "bare_rows_per_second": round(medians[f"bare_{best}"]),
+        "ours_rows_per_second": round(medians["ours"]),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "ranks": arguments.ranks,
+        "sharding": arguments.sharding,
+        "bare_threads": best,
+        "ours_threads": int(medians["ours_threads"]),
+        "wait_share": round(medians["wait_share"], 4),
+        "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
+        "apart": True,
+    }
+
+
 def launch_ranks(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
     """Do `measure_batch_size` under torchrun; anew for each batch size, since its store serves one process group."""
     with tempfile.TemporaryDirectory() as folder:
@@ -272,7 +310,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Carry out `benchmark.py step`. What stands at the top of the result is of the batch size with the least ratio."""
     data = benchmark_training.files(min(ROWS, arguments.rows))
     measure = launch_ranks if arguments.ranks > 1 and "RANK" not in os.environ else measure_batch_size
+    measure = measure_apart if arguments.apart else measure
     batches = {size: measure(arguments, data, size) for size in arguments.batch_size}
+    if arguments.only:
+        return {"batches": batches}
     least = min(batches.values(), key=lambda found: found["ratio"])
     return {**least, "batches": batches, "versions": installed_versions()}
 
@@ -288,4 +329,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, help="ranks, of ours and of the bare loop")
     parser.add_argument("--sharding", help="sharding type of all tables of both; default: each its planner's")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", choices=["ours", "bare"], help="without the other, and what compares both")
+    parser.add_argument("--apart", action="store_true", help="in processes of their own, in turn: see measure_apart")
     parser.add_argument("--out", type=Path, help="JSON file to write")

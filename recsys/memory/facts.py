@@ -64,7 +64,8 @@ class DenseFacts:
             gradients and pooled embeddings; pooled gradients are among them.
         eval_bytes: the same of a forward pass alone, of the rows of an evaluation's batch.
         host_bytes: of a GPU: the most that `train.activation_offload` keeps in page-locked host memory.
-        heap_bytes: the most that those of a step which lie in the heap take at once.
+        heap_bytes: the most that those of a step which lie in the heap take at once. kept_bytes: what the heap keeps of
+            that while step_bytes are at their peak, with blocks that do not lie there.
     """
 
     parameter_bytes: int
@@ -75,6 +76,7 @@ class DenseFacts:
     step_bytes: int
     eval_bytes: int
     heap_bytes: int
+    kept_bytes: int = 0
     host_bytes: int = 0
 
 

@@ -22,12 +22,14 @@ NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator amon
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
-_LIBRARY_BYTES = {"init": 14 << 20, "later": 41 << 20}
+_LIBRARY_BYTES = {"init": 10 << 20, "later": 34 << 20}
+_TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _AUTOCAST_BYTES = 8 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
-# of Computer Programming, 2.5). Those of steps lie in the training thread's heap.
-_HOLES = 0.5
+# of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
+# thread's heap.
+_HOLES = 0.6
 _THREAD_HEAP_BYTES = 4 << 20  # what the heap of a thread that decodes keeps
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
@@ -112,7 +114,7 @@ class _Rank:
             del moments["evaluation"]
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
-            host["libraries"] = self._libraries(when)
+            host["libraries"] = self._libraries(when) + _TABLE_MODULE_BYTES * len({p.table for p in self._pieces})
             if when == "later":
                 host["id_statistics"], host["heap"] = self._data.statistics_bytes, self._heaps(phase == "evaluation")
             host["vocabularies"] = self._data.vocabulary_bytes
@@ -154,7 +156,7 @@ class _Rank:
         copies, holes = self._gloo_copies(), 0
         if not in_evaluation:  # which frees each layer's blocks next to each other
             looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
-            holes = int(_HOLES * (self._dense.heap_bytes + looked_up))
+            holes = int(_HOLES * (self._dense.heap_bytes + looked_up)) + self._dense.kept_bytes
         return decoding + holes + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:

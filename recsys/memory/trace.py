@@ -43,9 +43,9 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
         offloaded: list[int] = []
         if config.train.activation_offload:
             step.dense.offload = partial(_Counted, sizes=offloaded)
-        step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
+        step_bytes, heap_bytes, kept_bytes = _step_bytes(config, data, step, rows)
         evaluated = math.ceil(rows * eval_share(config))
-        eval_bytes, _ = _traced(config, data, step.eval(), evaluated, (0, evaluated))
+        eval_bytes, *_ = _traced(config, data, step.eval(), evaluated, (0, evaluated))
         return DenseFacts(
             **predict_dense(step.dense, config, dist.get_world_size()),
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
@@ -53,6 +53,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
             step_bytes=step_bytes,
             eval_bytes=eval_bytes,
             heap_bytes=heap_bytes,
+            kept_bytes=kept_bytes,
             host_bytes=max(offloaded, default=0),
         )
 
@@ -78,8 +79,8 @@ class _Counted(Offload):
         return torch.empty(packed[0], dtype=packed[1], device=device)
 
 
-def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int]:
-    """Return `step_bytes` and `heap_bytes` of the dense part."""
+def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int, int]:
+    """Return `step_bytes`, `heap_bytes` and `kept_bytes` of the dense part."""
     micro = min(rows, config.train.micro_batch_size or rows)
     if config.train.micro_batch_ids is not None:
         by_ids = int(config.train.micro_batch_ids / max(1e-9, sum(data.mean_ids.values())))
@@ -91,13 +92,15 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
         return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
     traced = micro * _TRACED_PIECES
     width = 4 * sum(dims_of(config).values())
-    peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
-    return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes
+    peak, heap_bytes, kept_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
+    return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes, kept_bytes
 
 
-def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> tuple[int, int]:
-    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, and how
-    much of it lies in heaps at most."""
+def _traced(
+    config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]
+) -> tuple[int, int, int]:
+    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, the most of
+    it that lies in heaps, and `LivePeak.kept_bytes`."""
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
@@ -110,9 +113,9 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, [by_id], batch)
     if dist.get_world_size() > 1:  # gradients live in DistributedDataParallel's buckets all the time
-        return live.peak, live.heap_peak
+        return live.peak, live.heap_peak, live.kept_bytes
     gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
-    return max(0, live.highest - gradients), live.heap_peak
+    return max(0, live.highest - gradients), live.heap_peak, live.kept_bytes
 
 
 class LivePeak(TorchDispatchMode):
@@ -125,7 +128,7 @@ class LivePeak(TorchDispatchMode):
 
     Attributes:
         live: bytes now; highest: the most that has been; peak: the most that `live` less `apart` has been.
-        heap_peak: the most that the blocks of the heap have taken together.
+        heap_peak: the most that the blocks of the heap have taken together; system_peak: the same of the others.
     """
 
     def __init__(
@@ -136,7 +139,7 @@ class LivePeak(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.live = self.highest = self.peak = 0
-        self._on_heap = self.heap_peak = 0
+        self._on_heap = self.heap_peak = self.system_peak = 0
         self._apart, self._block_bytes = apart, block_bytes
         self._known: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
 
@@ -160,6 +163,13 @@ class LivePeak(TorchDispatchMode):
         if size < self._block_bytes:
             self._on_heap += size
             self.heap_peak = max(self.heap_peak, self._on_heap)
+        else:
+            self.system_peak = max(self.system_peak, self.live - self._on_heap)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the heap keeps of its peak, at most, while the blocks that come from the system are at theirs."""
+        return max(0, self.heap_peak + self.system_peak - self.highest)
 
     def _forget(self, key: int, size: int) -> None:
         self.live -= size
@@ -246,6 +256,7 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
             step_bytes=value("step_bytes"),
             eval_bytes=value("eval_bytes"),
             heap_bytes=value("heap_bytes"),
+            kept_bytes=value("kept_bytes"),
             host_bytes=value("host_bytes"),
         )
 

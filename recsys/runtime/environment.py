@@ -14,6 +14,7 @@ SMALL_HEAP_BLOCK_BYTES = 4 << 20  # the same in runs of micro-batches
 # Of glibc, read when a process starts: no cache of small blocks for each thread, and memory in huge pages. Versions
 # before 2.26 and 2.35, which have no such setting, take no notice.
 _TUNABLES, _NO_CACHE, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
+MALLOC_SETTINGS = {_TUNABLES: f"{_NO_CACHE}:{_HUGE_PAGES}"}  # what programs start themselves anew with
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from recsys.runtime.environment import MALLOC_SETTINGS
+
 ROOT = Path(__file__).resolve().parents[2]
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -102,7 +104,7 @@ def environment_of_the_server() -> Iterator[None]:
     """The process that forks starts at its first use, and takes this one's environment, though not its sys.path."""
     before = dict(os.environ)
     # As train.py starts itself, which cannot be done in a process that is forked.
-    os.environ.update(environment(), GLIBC_TUNABLES="glibc.malloc.tcache_count=0:glibc.malloc.hugetlb=1")
+    os.environ.update(environment(), **MALLOC_SETTINGS)
     os.environ.update(PYTHONPATH=f"{ROOT / 'tests' / 'helpers'}{os.pathsep}{ROOT}")
     yield
     os.environ.clear()
