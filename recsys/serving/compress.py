@@ -6,8 +6,8 @@
 3. *Neurons* of the dense part go likewise, the least important for their weights first.
 4. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
 
-A metric allows what is so on other rows of the same kind too, with 95 % confidence (`Loss.at_most`): a cut is the last
-that is allowed, so by the loss on these rows alone every second one would lose more elsewhere.
+A metric allows what it would allow on 95 % of other data sets of the same size and kind too (`Loss.at_most`): a cut is
+the last that is allowed, so by the loss on these rows alone every second one would lose more elsewhere.
 """
 
 from collections.abc import Callable, Mapping, Sequence

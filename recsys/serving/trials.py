@@ -29,7 +29,7 @@ from recsys.tables.spec import local_pieces
 from recsys.tables.updates import table_tensors
 from recsys.training.evaluation import evaluate_dataset, evaluator_of
 
-_ONE_SIDED = 1.645  # standard errors: of a normal distribution 95 % lie below
+_MARGIN = 1.645 * 2**0.5  # standard errors, of data tried and of other data: 95 % of the differences lie below
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Loss:
     """What a compression loses of the metric; below 0 it gains.
 
     Attributes:
-        value: on the rows that were tried. at_most: on other rows of their kind, with 95 % confidence.
+        value: on the rows that were tried. at_most: on 95 % of other data sets of as many rows of their kind.
     """
 
     value: float
@@ -186,7 +186,7 @@ class Trials:
         first, of_first = self._first
         lost = first - metrics[self.metric] if is_higher_better(self.metric) else metrics[self.metric] - first
         error = float(np.linalg.norm(of_rows - of_first))
-        return metrics, Loss(lost, lost + _ONE_SIDED * error)
+        return metrics, Loss(lost, lost + _MARGIN * error)
 
     def num_bytes(self, compression: Compression, seen: bool = True) -> int:
         """Return the bytes of the tables' vectors, and of what tells the rows kept of those without a vocabulary."""
