@@ -1,8 +1,8 @@
 """What publishing costs a training: CPU seconds of what publishes, over those of the whole run.
 
-    recsys prepare synthetic --out data/publishing --rows 4000000 --users 200000 --items 50000
+    recsys prepare synthetic --out data/publishing --rows 400000 --valid-rows 1000 --test-rows 1000 --users 100000 --items 30000
     python benchmarks/publishing_cost.py configs/dlrm_sample.yaml data.{train,valid,test}=… \\
-        --every-seconds 60 --out benchmarks/publishing_cost.json
+        --every-seconds 5 --out benchmarks/publishing_cost.json
 
 Counted as of publishing are all threads of the process while it publishes (the loader's, which go on meanwhile, too),
 the processes that it starts, and the marks of rows that each lookup sets. Publishing waits for what it starts.
@@ -62,11 +62,11 @@ def timed(owner: Any, name: str, clock: Callable[[], float], calls: list[float])
     setattr(owner, name, noting)
 
 
-def kinds(published: Path, most: int) -> dict[str, Any]:
+def kinds(published: Path) -> dict[str, Any]:
     """Return the bytes of the publications that are still there, and of deltas over those of their rows."""
     found: dict[str, Any] = {}
     strides: dict[str, int] = {}
-    for folder in sorted(published.iterdir(), key=lambda path: path.name.partition("-")[2])[-most:]:
+    for folder in sorted(published.iterdir(), key=lambda path: path.name.partition("-")[2]):
         manifest = json.loads((folder / "manifest.json").read_text())
         found[folder.name] = {"bytes": sum(file["bytes"] for file in manifest["files"].values())}
         strides |= {name: table["vectors"]["stride"] for name, table in manifest.get("tables", {}).items()}
@@ -95,7 +95,7 @@ def main() -> None:
         start = time.monotonic()
         training.run(config, Publisher)
         seconds, total = time.monotonic() - start, used_by_all()
-        bytes_of = kinds(Path(folder) / "published", most=100)
+        bytes_of = kinds(Path(folder) / "published")
     result = {
         "config": words.config,
         "overrides": words.overrides,
