@@ -1,7 +1,7 @@
 """What publishing costs a training: CPU seconds of what publishes, over those of the whole run.
 
-    recsys prepare synthetic --out data/publishing --rows 400000 --valid-rows 1000 --test-rows 1000 --users 100000 --items 30000
-    python benchmarks/publishing_cost.py configs/dlrm_sample.yaml data.{train,valid,test}=… \\
+    recsys prepare synthetic --out data/publishing --rows 400000 --users 100000 --items 30000
+    python benchmarks/publishing_cost.py configs/dlrm_sample.yaml data.train=data/publishing/train \\
         --every-seconds 5 --out benchmarks/publishing_cost.json
 
 Counted as of publishing are all threads of the process while it publishes (the loader's, which go on meanwhile, too),

@@ -1,13 +1,14 @@
-"""Influences of rows on metrics: slopes by weights, whose squares add up to the variance over draws of rows.
+"""Influences of rows on metrics: slopes by weights, whose squares add up to the variance over draws of rows."""
 
-Those of users are in test_metrics.py.
-"""
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from recsys.config.choices import LabelLoss
+from recsys.config.choices import LabelLoss, RetrievalMetric
 from recsys.models.label_metrics import influences, label_metrics
+from recsys.models.metrics import RetrievalEvaluator
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
@@ -47,3 +48,15 @@ def test_the_error_of_a_difference_is_that_of_paired_draws() -> None:
         assert np.linalg.norm(pair[0][name] - pair[1][name]) == pytest.approx(drawn, rel=0.15), name
     alone = np.linalg.norm(pair[0]["auc"])
     assert np.linalg.norm(pair[0]["auc"] - pair[1]["auc"]) < alone / 2, "rows are paired"
+
+
+def test_influence_of_a_user_is_its_value_less_the_mean() -> None:
+    values = np.array([[1.0, 0.5], [0.0, 0.25], [0.5, 0.0], [0.5, 1.0]])
+    items: Any = range(4)
+    evaluator = RetrievalEvaluator(items, [2], [RetrievalMetric.recall, RetrievalMetric.coverage])
+    of_ranks = [[(values[:1], np.zeros(1, np.uint64))], [(values[1:], np.zeros(3, np.uint64))]]
+    world: Any = SimpleNamespace(gather=lambda _: of_ranks)
+    found = evaluator.influences(world)
+    assert found.keys() == {"recall@2"}
+    np.testing.assert_allclose(found["recall@2"], (values[:, 0] - 0.5) / 4)
+    assert np.linalg.norm(found["recall@2"]) == pytest.approx(np.std(values[:, 0]) / 2)

@@ -289,14 +289,12 @@ def naive_retrieval(users: list[User], items: np.ndarray, top_k: list[int], mask
     return means | {f"coverage@{k}": len(shown[k]) / len(items) for k in top_k} | {"users": counted}
 
 
-def update(
-    evaluator: RetrievalEvaluator, users: list[User], mask: bool = True, units: np.ndarray | None = None
-) -> None:
+def update(evaluator: RetrievalEvaluator, users: list[User], mask: bool = True) -> None:
     lists = {"seen": [user.seen for user in users]} if mask else {}
     lists["targets"] = [user.targets for user in users]
     vectors = torch.from_numpy(np.stack([user.vector for user in users]))
     weights = [user.weight for user in users]
-    evaluator.update((vectors, torch.zeros(0)), batch_of(weights, weights, lists), units)
+    evaluator.update((vectors, torch.zeros(0)), batch_of(weights, weights, lists))
 
 
 def retrieval(parts: list[list[User]], items: np.ndarray, top_k: list[int], mask: bool = True) -> dict[str, float]:
@@ -308,19 +306,6 @@ def retrieval(parts: list[list[User]], items: np.ndarray, top_k: list[int], mask
             if batch:
                 update(evaluators[-1], batch, mask)
     return over_ranks(evaluators)
-
-
-def test_influence_of_a_user_is_its_value_less_the_mean():
-    users, items = [user for user in some_users(30, 20) if user.targets and user.weight], some_items(20)
-    evaluators = [RetrievalEvaluator(item_vectors(items), [5], list(RetrievalMetric)) for _ in range(2)]
-    for evaluator, of_rank in zip(evaluators, (users[:7], users[7:]), strict=True):
-        update(evaluator, of_rank, units=np.zeros(len(of_rank), np.uint64))
-    world: Any = SimpleNamespace(gather=lambda _: [evaluator._of_users for evaluator in evaluators])
-    found = evaluators[0].influences(world)
-    means, of_each = retrieval([users], items, [5]), [retrieval([[user]], items, [5]) for user in users]
-    assert found.keys() == means.keys() - {"users", "coverage@5"}
-    for name, of_users in found.items():
-        np.testing.assert_allclose(of_users, [(one[name] - means[name]) / len(users) for one in of_each], atol=1e-12)
 
 
 def item_vectors(items: np.ndarray) -> ItemVectors:
