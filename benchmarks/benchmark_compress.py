@@ -61,6 +61,7 @@ def _of_seed(arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
         "times_less": first["seen_bytes"] / last["seen_bytes"],
         **{role: [each[metric] for each in pair] for role, pair in values.items() if pair[0]},
         **{f"{role}_lost": pair[0][metric] - pair[1][metric] for role, pair in values.items() if pair[0]},
+        "at_most": last["loss"]["at_most"],
         "git_commit": {"trained": result["git_commit"], "compressed": git_commit()},
         "versions": report["versions"],
     }

@@ -176,7 +176,7 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     )
     parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
     parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
-    parser.add_argument("--prune-by", default="count", help="importance of rows: count in data.train, norm, gradient")
+    parser.add_argument("--prune-by", default="norm", help="importance of rows: norm, count in data.train, gradient")
     about = "of distill: changes to the config"
     parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help=about)
     with mistakes_told():

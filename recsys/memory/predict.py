@@ -13,7 +13,7 @@ from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead, decoding_threads
 from recsys.step.dense_shards import shards_dense
-from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, rank_tables
+from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, published_bytes, rank_tables
 from recsys.tables.spec import CHUNK_ELEMENTS, Shard
 
 # What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
@@ -190,6 +190,7 @@ class _Rank:
             "dense_gradient": buckets,
             "dense_optimizer": self._dense.optimizer_bytes[self._rank],
             "blas_workspaces": blas,
+            "touched_rows": sum(p.size[0] for p in self._pieces) if self._config.train.publish.dir else 0,
         }
 
     def _loader(self) -> Bytes:
@@ -311,7 +312,9 @@ class _Rank:
         return {**self._trained(), **in_steps}, {**loader, "results": rows * _RESULT_BYTES}
 
     def _save(self) -> tuple[Bytes, Bytes]:
-        return self._trained(), {**self._loader(), "save_copies": self._background_copies() or self._written_copies()}
+        copies = self._background_copies() or self._written_copies()
+        published = published_bytes(self._config, self._rank, self._topology.world_size) - copies  # at another moment
+        return self._trained(), {**self._loader(), "save_copies": copies, "published_rows": max(0, published)}
 
     def _background_copies(self) -> int:
         """Return the bytes of tables, dense parameters and their state that are copied to be written while training

@@ -99,8 +99,8 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
 def _traced(
     config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, the most of
-    it that lies in heaps, and `LivePeak.kept_bytes`."""
+    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, the most
+    of it that lies in heaps, and `LivePeak.kept_bytes`."""
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None

@@ -127,6 +127,20 @@ class RetrievalEvaluator:
         names = [f"{metric.value}@{k}" for metric, k in (self._pairs[i] for i in kept)]
         return bootstrap.intervals(world, units, names, lambda drawn: (drawn @ values[:, kept] / drawn.sum()).tolist())
 
+    def influences(self, world: World) -> dict[str, np.ndarray]:
+        """Return by metric, coverage left out, what it changes by when a user counts once more, float64 [users].
+
+        Of the users of all ranks that were taken with units; the sum of squares is the metric's variance. Collective.
+        """
+        of_ranks = [values for each in world.gather(self._of_users) for values, _ in each]
+        values = np.concatenate([np.zeros((0, len(self._pairs))), *of_ranks])
+        changes = (values - values.mean(0)) / len(values) if len(values) else values
+        return {
+            f"{metric.value}@{k}": changes[:, i]
+            for i, (metric, k) in enumerate(self._pairs)
+            if metric is not RetrievalMetric.coverage
+        }
+
     def _add(self, hits: torch.Tensor, num_targets: torch.Tensor) -> np.ndarray:
         """Add users to the sums; return their values, [users, pairs]."""
         zero = hits.new_zeros(len(hits))

@@ -6,13 +6,14 @@ import sys
 from recsys.runtime.world import environment_of_one_process
 
 
-def run_command(*words: str, shown: bool = True) -> str | None:
+def run_command(*words: str, module: str = "recsys", shown: bool = True) -> str | None:
     """Run `recsys WORDS` on one process, whatever launcher this one has; return why it failed, or None.
 
     Args:
+        module: what is run in place of `recsys`.
         shown: what it prints goes to the standard output; its log and error are kept back in any case.
     """
-    command = [sys.executable, "-m", "recsys", *words]
+    command = [sys.executable, "-m", module, *words]
     stdout = None if shown else subprocess.DEVNULL
     environment = environment_of_one_process()
     done = subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)

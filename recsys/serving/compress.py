@@ -5,10 +5,12 @@
 2. *Prune*: rows of all tables go by their importance, the least first, as many as the metric allows.
 3. *Neurons* of the dense part go likewise, the least important for their weights first.
 4. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
+
+A metric allows what it would allow on 95 % of other data sets of the same size and kind too (`Loss.at_most`): a cut is
+the last that is allowed, so by the loss on these rows alone every second one would lose more elsewhere.
 """
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +30,8 @@ from recsys.serving.finished import Finished, find_run
 from recsys.serving.trials import Compression, Trials
 from recsys.tables.row_codes import row_bytes
 
-STEPS, IMPORTANCES = ("quantize", "prune", "neurons", "distill"), ("count", "norm", "gradient")
-_CUTS = 64  # shares of the rows that pruning tries
+STEPS, IMPORTANCES = ("quantize", "prune", "neurons", "distill"), ("norm", "count", "gradient")
+_CUTS = 64  # shares of what is not idle that pruning tries
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Request:
 
     Attributes:
         steps: of `STEPS`, in their order. Of n steps the k-th may lose k / n of the loss allowed, with those before it.
-        metric: on data.valid, or on data.test without it. max_loss: of it, as it was given.
+        metric: on data.valid, or on data.test without it. max_loss: of it, as it was given, with 95 % confidence.
         prune_by: of `IMPORTANCES`. student: `key=value` over the config so far, of distill.
         overrides: `key=value` that name other data. trust_code: the class that a run names as its model is imported.
     """
@@ -46,7 +48,7 @@ class Request:
     steps: tuple[str, ...]
     metric: str
     max_loss: str
-    prune_by: str = "count"
+    prune_by: str = "norm"
     student: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     trust_code: bool = False
@@ -150,9 +152,9 @@ def _distill(state: _State, request: Request, budget: float, teacher: Trials, fo
     state.write(start)
     run, began = train_student(teacher.source.path, start, folder, request.student)
     student = find_run(str(run), request.overrides, request.trust_code)
-    trials = Trials(student, teacher.world, request.metric, teacher.base)
+    trials = Trials(student, teacher.world, request.metric, teacher)
     loss = trials.loss(trials.given, "distill, the student")
-    if loss > budget:
+    if loss.at_most > budget:
         return state, ""
     config = load_config(student.checkpoint / "config.yaml", trust_code=request.trust_code)
     return _State(trials, config, trials.given), f"a student {began}"
@@ -176,14 +178,14 @@ def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compr
         return replace(before, codes={**before.codes, **dict(moves[:number])})
 
     number = most_accepted(
-        len(moves), lambda n: trials.loss(after(n), f"quantize, {n} of {len(moves)} changes") <= budget
+        len(moves), lambda n: trials.loss(after(n), f"quantize, {n} of {len(moves)} changes").at_most <= budget
     )
     accepted, shown = after(number), _shown_codes(dict(moves[:number]))
     in_int8 = replace(accepted, dense_int8=True)
     is_published = trials.config.train.publish.dir is not None  # with its layers as FP32
     if is_published or trials.dense_bytes(in_int8) == trials.dense_bytes(accepted):
         return accepted, shown
-    if trials.loss(in_int8, "quantize, the dense part in INT8") > budget:
+    if trials.loss(in_int8, "quantize, the dense part in INT8").at_most > budget:
         return accepted, shown
     return in_int8, "; ".join(filter(None, (shown, "the dense part in INT8")))
 
@@ -200,7 +202,7 @@ def _code_moves(trials: Trials, before: Compression, budget: float) -> list[tupl
             is_possible = code is not RowCode.INT2 or settings.embedding_dim % 8 == 0
             if is_possible and trials.num_bytes(changed) < sizes[table, now]:
                 sizes[table, code] = trials.num_bytes(changed)
-                losses[table, code] = trials.loss(changed, f"quantize, {table} alone to {code.name}")
+                losses[table, code] = trials.loss(changed, f"quantize, {table} alone to {code.name}").value
     return cheapest_first(losses, sizes, dict(before.codes), budget)
 
 
@@ -249,14 +251,14 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
         return replace(before, pruned={**before.pruned, **pruned})
 
     number = most_accepted(
-        len(cuts), lambda n: trials.loss(after(n), f"prune, {cuts[n - 1]:,} of {len(rows):,} rows") <= budget
+        len(cuts), lambda n: trials.loss(after(n), f"prune, {cuts[n - 1]:,} of {len(rows):,} rows").at_most <= budget
     )
     return after(number), f"{cuts[number - 1]:,} of {len(rows):,} rows" if number else ""
 
 
-def _cuts(number: int, *others: np.ndarray) -> np.ndarray:
-    """Return how many of `number` things are tried to be pruned, from 1 on."""
-    cuts = np.unique([*np.linspace(0, number, _CUTS + 1).astype(int), *itertools.chain(*others)])
+def _cuts(number: int, idle: Sequence[int] = (0,)) -> np.ndarray:
+    """Return how many of `number` things are tried to be pruned, from 1 on; of the idle ones in front all or none."""
+    cuts = np.unique([*idle, *np.linspace(max(idle), number, _CUTS + 1).astype(int)])
     return cuts[cuts > 0]
 
 
@@ -283,12 +285,12 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
         return replace(before, neurons={**before.neurons, **kept})
 
     number = most_accepted(
-        len(cuts), lambda n: trials.loss(after(n), f"neurons, {cuts[n - 1]:,} of {len(neurons):,}") <= budget
+        len(cuts), lambda n: trials.loss(after(n), f"neurons, {cuts[n - 1]:,} of {len(neurons):,}").at_most <= budget
     )
     return after(number), f"{cuts[number - 1]:,} of {len(neurons):,} hidden neurons" if number else ""
 
 
-def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
     """Return number of table and row of all rows that may be pruned, the least important for their bytes first.
 
     They begin with those that are 0, and those that data.train does not hold: where each of these kinds ends comes too.
@@ -305,4 +307,4 @@ def _least_important(trials: Trials, before: Compression, importance: str) -> tu
         columns.append((np.full(len(rows), number), rows, kind, value, norms))
     tables, rows, kind, value, norms = map(np.concatenate, zip(*columns, strict=True))
     order = np.lexsort((norms, value, kind))
-    return tables[order], rows[order], np.searchsorted(kind[order], [1, 2])
+    return tables[order], rows[order], np.searchsorted(kind[order], [1, 2]).tolist()

@@ -9,7 +9,16 @@ from recsys.runtime.logs import to_json
 from recsys.runtime.versions import installed_versions
 from recsys.serving.trials import Trial, Trials
 
-_HEADER = ("Stage", "What was accepted", "Tables, bytes", "Less", "Dense part, bytes", "METRIC", "Lost", "Scoring, s")
+_HEADER = (
+    "Stage",
+    "What was accepted",
+    "Tables, bytes",
+    "Less",
+    "Dense part, bytes",
+    "METRIC",
+    "Lost, at most",
+    "Scoring, s",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
         cells = [
             *(stage.name, stage.remark, f"{trial.seen_bytes:,}", f"{first.seen_bytes / max(1, trial.seen_bytes):.1f}×"),
             f"{trial.dense_bytes:,}",
-            *(f"{trial.metrics[metric]:.5f}", f"{first.metrics[metric] - trial.metrics[metric]:+.5f}"),
+            *(f"{trial.metrics[metric]:.5f}", f"{trial.loss.value:.5f}, {trial.loss.at_most:.5f}"),
             f"{trial.seconds:.2f}",
         ]
         cells += [f"{trial.test[metric]:.5f}"] if trial.test is not None else []

@@ -21,11 +21,11 @@ from recsys.errors import UserError
 from recsys.models.base import Model, Vectors
 from recsys.serving.export_int8 import in_int8
 from recsys.serving.export_tables import Files
+from recsys.serving.rebase import WEIGHTS
 from recsys.step.build import build_dense_half
 from recsys.step.int8 import Int8Linear
 from recsys.tables.module_names import parameter_name
 
-WEIGHTS = "dense.bin"
 _ALIGNED = 64  # bytes at which the weights of the ONNX graphs begin
 _PREFIX = "model."  # of the weights' names in a graph
 _CLOSE = 1e-5

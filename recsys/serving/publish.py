@@ -22,22 +22,22 @@ from recsys.errors import UserError, why
 from recsys.runtime.command import run_command
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.logs import logger
-from recsys.serving.export_dense import WEIGHTS, check_packages, weight_chunks
+from recsys.serving.export_dense import check_packages, weight_chunks
 from recsys.serving.export_tables import Files, encoded
+from recsys.serving.rebase import ASIDE, WEIGHTS, number_of
 from recsys.serving.score import FORMAT, MANIFEST, checksum
-from recsys.tables.bytes import CHUNK_BYTES
+from recsys.tables.bytes import PUBLISHED_BYTES
 from recsys.tables.touched import TouchedRows
 from recsys.training.build import Built
 
 _KINDS = ("base-", "delta-")
-_ASIDE = ".tmp"
 
 
 class Publisher:
     """Publishes a model in training; every rank has one, and calls `publish` at the same steps.
 
     The first publication of a process is a base, since what an earlier one has published may be ahead of the checkpoint
-    that training goes on from; and so is one after deltas that have more bytes than the base.
+    that training goes on from. Once the deltas have more bytes than the base, both are written as a base, too.
 
     Raises:
         UserError: the folder cannot be written or holds something else, or a package that exports need is missing.
@@ -70,20 +70,28 @@ class Publisher:
         Args:
             save: writes a checkpoint of this step, waits for it, and returns its folder.
         """
-        start = time.monotonic()
-        if self._world.from_rank_zero(self._wants_base):
+        if self._world.from_rank_zero(lambda: self._base is None):
             self._touched.clear()
             checkpoint = save()
-            problem = self._world.from_rank_zero(lambda: _problem_of(lambda: self._write_base(checkpoint)))
-        else:
-            problem = self._write_delta(step)
+            self._publish(step, lambda: self._by_first_rank(partial(self._write_base, checkpoint)))
+        elif self._publish(step, partial(self._write_delta, step)) and self._world.from_rank_zero(self._is_outgrown):
+            self._publish(step, lambda: self._by_first_rank(self._rebase))
         self._published_at = time.monotonic()
-        if problem is None:
+
+    def _publish(self, step: int, write: Callable[[], str | None]) -> bool:
+        """Write one publication and tell of it in the log; return whether it succeeded."""
+        start = time.monotonic()
+        if (problem := write()) is None:
             logger.info("published step %d as number %d in %.1f s", step, self._number, time.monotonic() - start)
             self._number += 1
         else:
             self._base = None
-            logger.warning("step %d is not published: %s; the next publication is a whole one", step, problem)
+            message = "step %d is not published as number %d: %s; the next publication is a whole one"
+            logger.warning(message, step, self._number, problem)
+        return problem is None
+
+    def _by_first_rank(self, write: Callable[[], None]) -> str | None:
+        return self._world.from_rank_zero(lambda: _problem_of(write))
 
     def _prepare(self) -> int:
         """Remove what a killed process has left half written; return the number of the next publication."""
@@ -91,7 +99,7 @@ class Publisher:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.iterdir():
-                if path.name.startswith(".") or path.suffix == _ASIDE:
+                if path.name.startswith(".") or path.suffix == ASIDE:
                     shutil.rmtree(path)
                 elif not path.name.startswith(_KINDS):
                     raise UserError(
@@ -102,33 +110,44 @@ class Publisher:
             raise UserError(
                 f"config key 'train.publish.dir': cannot write to '{self._folder}' ({why(error)}); name another folder"
             ) from error
-        return max((_number_of(path) for path in self._folder.iterdir()), default=0) + 1
+        return max(map(number_of, self._folder.iterdir()), default=0) + 1
 
-    def _wants_base(self) -> bool:
-        base = self._base
-        return base is None or self._delta_bytes > sum(file["bytes"] for file in base["files"].values())
+    def _is_outgrown(self) -> bool:
+        assert self._base is not None
+        return self._delta_bytes > sum(file["bytes"] for file in self._base["files"].values())
 
     def _write_base(self, checkpoint: Path) -> None:
         """Export the checkpoint, in a process of its own, whose memory ends with it."""
-        out = self._folder / f"base-{self._number:09d}"
         options = "--trust-code", "--tables", self._settings.tables.name.lower()
-        if (problem := run_command("export", str(checkpoint), str(out), *options, shown=False)) is not None:
+        self._begin(run_command("export", str(checkpoint), str(self._next_base), *options, shown=False))
+
+    def _rebase(self) -> None:
+        """Make a base of the last one and its deltas, in a process without torch."""
+        self._begin(run_command(str(self._next_base), module="recsys.serving.rebase", shown=False))
+
+    @property
+    def _next_base(self) -> Path:
+        return self._folder / f"base-{self._number:09d}"
+
+    def _begin(self, problem: str | None) -> None:
+        """Go on from the base that has been written, unless there was a problem."""
+        if problem is not None:
             raise UserError(problem)
-        self._base = json.loads((out / MANIFEST).read_text())
+        self._base = json.loads((self._next_base / MANIFEST).read_text())
         self._last, self._delta_bytes = self._base["sha256"], 0
         self._remove_old()
 
     def _remove_old(self) -> None:
         """Remove what came before the base before the last: scorers may still read that one."""
-        bases = sorted(self._folder.glob("base-*"))
+        bases = sorted(path for path in self._folder.glob("base-*") if number_of(path))
         for path in self._folder.iterdir():
-            if len(bases) > 1 and _number_of(path) < _number_of(bases[-2]):
+            if len(bases) > 1 and number_of(path) < number_of(bases[-2]):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_delta(self, step: int) -> str | None:
         """Write what has changed; return on every rank what went wrong, if anything."""
         name = f"delta-{self._number:09d}"
-        files = Files(self._folder / (name + _ASIDE))
+        files = Files(self._folder / (name + ASIDE))
         problem = None
         if self._world.rank == 0:
             problem = _problem_of(files.folder.mkdir)
@@ -147,7 +166,7 @@ class Publisher:
         They are uint8 [rows, 8 + stride]: the number of the row, then its bytes as in the base.
         """
         num_rows, dim = self._config.tables[table].num_embeddings, self._config.tables[table].embedding_dim
-        step = CHUNK_BYTES // (4 * dim)
+        step = max(1, PUBLISHED_BYTES // (4 * dim))
         for start in range(0, num_rows, step):
             own = self._touched.take(table, value, start, start + step)
             parts = [part for of_rank in self._gather(own) for part in of_rank]
@@ -182,11 +201,6 @@ class Publisher:
         sync(self._folder)
         self._last = content["sha256"]
         self._delta_bytes += sum(file["bytes"] for file in files.entries.values())
-
-
-def _number_of(path: Path) -> int:
-    digits = path.name.partition("-")[2]
-    return int(digits) if digits.isdigit() else 0
 
 
 def _problem_of(action: Callable[[], Any]) -> str | None:

@@ -15,7 +15,8 @@ from recsys.config.features import id_features
 from recsys.data.facts import Facts, RowCounter, measure
 from recsys.errors import UserError
 from recsys.ids import NULL_ROW
-from recsys.models.metrics import is_higher_better
+from recsys.models.label_metrics import LabelEvaluator
+from recsys.models.metrics import RetrievalEvaluator, is_higher_better
 from recsys.runtime.logs import logger, show_metrics
 from recsys.runtime.world import World
 from recsys.serving.finished import Finished, OpenRun
@@ -26,7 +27,9 @@ from recsys.tables.module_names import parameter_name
 from recsys.tables.row_codes import row_bytes
 from recsys.tables.spec import local_pieces
 from recsys.tables.updates import table_tensors
-from recsys.training.evaluation import evaluate_dataset
+from recsys.training.evaluation import evaluate_dataset, evaluator_of
+
+_MARGIN = 1.645 * 2**0.5  # standard errors, of data tried and of other data: 95 % of the differences lie below
 
 
 @dataclass(frozen=True)
@@ -66,16 +69,30 @@ class Compression:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """What a compression loses of the metric; below 0 it gains.
+
+    Attributes:
+        value: on the rows that were tried. at_most: on 95 % of other data sets of as many rows of their kind.
+    """
+
+    value: float
+    at_most: float
+
+
+@dataclass(frozen=True)
 class Trial:
     """What a compression comes to.
 
     Attributes:
+        loss: of the metric of the data that trials go by.
         metrics: of the data that trials go by; test: of data.test, where there is such beside.
         seconds: that scoring the former took.
         seen_bytes: of tables, over the rows of ids that data.train holds; all_bytes: over all rows.
         dense_bytes: of the dense part.
     """
 
+    loss: Loss
     metrics: dict[str, float]
     test: dict[str, float] | None
     seconds: float
@@ -111,12 +128,14 @@ class Trials:
         base: what losses are counted from.
     """
 
-    def __init__(self, run: Finished, world: World, metric: str, base: Trial | None = None) -> None:
+    def __init__(self, run: Finished, world: World, metric: str, base: "Trials | None" = None) -> None:
         roles = [role for role in ("valid", "test") if getattr(run.config.data, role) is not None]
         if not roles:
             raise UserError("there is nothing to compare compressions on; set data.valid or data.test")
         self.role, self._has_test = roles[0], len(roles) > 1
-        self._opened = OpenRun(replace(run, config=looked_up_by_id(run.config)), world, ["train", *roles, "items"])
+        in_order = run.in_order(world.world_size)  # so that rows of two trials are the same ones
+        opened = replace(in_order, config=looked_up_by_id(in_order.config))
+        self._opened = OpenRun(opened, world, ["train", *roles, "items"])
         self.config, self.source = self._opened.inputs.config, self._opened.source
         self.facts = self._opened.inputs.facts or Facts()
         codes = {name: table.quantize for name, table in run.config.tables.items() if table.quantize is not None}
@@ -128,7 +147,8 @@ class Trials:
         self.layers = hidden_layers(model, self.config.model)
         self._read = {name: layer.following.weight.detach().clone() for name, layer in self.layers.items()}
         self.counts = self._count()
-        self.base = base or self.run(self.given)
+        self._first: tuple[float, np.ndarray] | None = base._first if base else None
+        self.base: Trial = base.base if base else self.run(self.given)
 
     def introduce(self) -> None:
         """Tell in the log what runs where."""
@@ -138,25 +158,35 @@ class Trials:
         """Return what a compression comes to."""
         self._apply(compression)
         start = time.monotonic()
-        metrics = evaluate_dataset(self._opened.inputs, self._opened.model, self.role)
+        metrics, loss = self._evaluate()
         seconds = time.monotonic() - start
         test = evaluate_dataset(self._opened.inputs, self._opened.model, "test") if self._has_test else None
+        sizes = self.num_bytes(compression), self.num_bytes(compression, seen=False), self.dense_bytes(compression)
+        return Trial(loss, metrics, test, seconds, *sizes)
+
+    def loss(self, compression: Compression, remark: str) -> Loss:
+        """Return how much of the metric a compression loses."""
+        self._apply(compression)
+        metrics, loss = self._evaluate()
+        shown = {self.metric: metrics[self.metric], "lost": loss.value, "at_most": loss.at_most}
+        logger.info("%s: %s", remark, show_metrics(shown))
+        return loss
+
+    def _evaluate(self) -> tuple[dict[str, float], Loss]:
+        """Return the metrics, and how much worse than the first evaluation's, that of the run itself, the one is."""
+        evaluator = evaluator_of(self._opened.inputs, self._opened.model, self.role, by_row=True)
+        metrics = evaluator.compute(self.world)
         if np.isnan(metrics[self.metric]):
             raise UserError(f"--metric: {self.metric} is not a number on data.{self.role}; give other rows, or another")
-        sizes = self.num_bytes(compression), self.num_bytes(compression, seen=False), self.dense_bytes(compression)
-        return Trial(metrics, test, seconds, *sizes)
-
-    def loss(self, compression: Compression, remark: str) -> float:
-        """Return how much of the metric a compression loses; negative where it gains."""
-        self._apply(compression)
-        value = evaluate_dataset(self._opened.inputs, self._opened.model, self.role)[self.metric]
-        logger.info("%s: %s", remark, show_metrics({self.metric: value}))
-        return self.lost(value)
-
-    def lost(self, value: float) -> float:
-        """Return how much worse than the run's a value of the metric is."""
-        base = self.base.metrics[self.metric]
-        return base - value if is_higher_better(self.metric) else value - base
+        influences = {}  # without them a loss is taken as it is
+        if isinstance(evaluator, (LabelEvaluator, RetrievalEvaluator)):
+            influences = evaluator.influences(self.world)
+        of_rows = influences.get(self.metric, np.zeros(0))
+        self._first = self._first or (metrics[self.metric], of_rows)
+        first, of_first = self._first
+        lost = first - metrics[self.metric] if is_higher_better(self.metric) else metrics[self.metric] - first
+        error = float(np.linalg.norm(of_rows - of_first))
+        return metrics, Loss(lost, lost + _MARGIN * error)
 
     def num_bytes(self, compression: Compression, seen: bool = True) -> int:
         """Return the bytes of the tables' vectors, and of what tells the rows kept of those without a vocabulary."""

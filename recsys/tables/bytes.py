@@ -13,6 +13,7 @@ WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 1}
 _CACHE_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 2}  # of an element; FP8 is cached as FP16
 # Of a tensor in a checkpoint, written and read at once: what saving, loading, resharding and exporting hold besides.
 CHUNK_BYTES = 32 << 20
+PUBLISHED_BYTES = 8 << 20  # of a table's rows, of which publishing gathers at once those that have changed
 _ROW_STATE_BYTES = 4  # state of a row is FP32 whatever the weights are
 _STATE_BYTES = {StateType.FP32: 4, StateType.FP16: 2}  # of an element
 _WAYS = 32  # of the cache's sets
@@ -117,3 +118,12 @@ def rank_tables(config: Config, shards: Iterable[Shard], rank: int) -> dict[str,
             bytes_ = piece_bytes(config, shard.table, *shard.size, shard.compute_kernel)
             by_table[shard.table] = by_table.get(shard.table, TableBytes()) + bytes_
     return by_table
+
+
+def published_bytes(config: Config, rank: int, world_size: int) -> int:
+    """Return what a rank takes to gather and write rows that have changed, for `train.publish`, where all have."""
+    if config.train.publish.dir is None or rank:
+        return 0
+    largest = max((4 * table.num_embeddings * table.embedding_dim for table in config.tables.values()), default=0)
+    # Taken, put in order, and as bytes, of this piece and of the one before; among ranks as messages, sent and read.
+    return (4 if world_size == 1 else 6) * min(PUBLISHED_BYTES, largest)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
+import numpy as np
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -10,6 +11,7 @@ from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Position
 from recsys.models.items import ItemVectors
+from recsys.models.metrics import Evaluator, RetrievalEvaluator
 from recsys.runtime.live import Task
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import Pipeline, build_pipeline
@@ -26,13 +28,26 @@ def evaluate_dataset(
     stop_requested: Callable[[], bool] = lambda: False,
     pipeline: Pipeline | None = None,
 ) -> dict[str, float]:
-    """Return the metrics of a dataset over all ranks; collective.
+    """Return the metrics of a dataset over all ranks; collective, arguments and errors as of `evaluator_of`."""
+    return evaluator_of(inputs, model, role, stop_requested, pipeline).compute(inputs.world)
+
+
+def evaluator_of(
+    inputs: Inputs,
+    model: DistributedModelParallel,
+    role: str,
+    stop_requested: Callable[[], bool] = lambda: False,
+    pipeline: Pipeline | None = None,
+    by_row: bool = False,
+) -> Evaluator:
+    """Return an evaluator that has taken the outputs for a dataset; collective.
 
     Args:
         model: its own: a training pipeline that rewrote it is detached before.
         role: of the dataset in `inputs.datasets`.
         stop_requested: asked before every batch.
         pipeline: of the model, and detached from it; default: one is made.
+        by_row: where the evaluator is one of this package, it can tell `influences`.
 
     Raises:
         EvaluationStopped: on every rank, soon after `stop_requested` says so on any.
@@ -45,10 +60,12 @@ def evaluate_dataset(
             evaluator = model.module.dense.model.evaluator(items)
             loader, is_first = inputs.loader(role), inputs.world.rank == 0
             with Task(f"evaluating data.{role}", loader.steps_left(Position(), 1), "batches", is_first) as task:
+                keeps = by_row and isinstance(evaluator, RetrievalEvaluator)
                 for output in outputs_of(inputs, model, loader, stop_requested, pipeline):
-                    evaluator.update(output.outputs, output.batch)
+                    units = (np.zeros(len(output.batch.weights), np.uint64),) if keeps else ()
+                    evaluator.update(output.outputs, output.batch, *units)
                     task.done += 1
-            return evaluator.compute(inputs.world)
+            return evaluator
     finally:
         model.train()
 

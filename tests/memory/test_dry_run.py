@@ -265,6 +265,16 @@ def test_copies_for_the_background_hold_the_dense_part_too(tmp_path: Path) -> No
         assert host["save_copies"] == sum(host.get(kind, 0) for kind in kinds) > 48 << 20
 
 
+def test_publishing_marks_rows_and_gathers_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", 2, 100_000)
+    options = ["topology.device=cpu", f"train.publish={{dir: {tmp_path}/published, every_steps: 10}}"]
+    for ranks, copies in ((1, 4), (2, 6)):
+        config = load_config(path, [*options, f"topology.world_size={ranks}"])
+        first, *others = [rank.phases["save"]["host"] for rank in rehearse_run(config).prediction.ranks]
+        assert sum(host["touched_rows"] for host in (first, *others)) == 2 * 100_000
+        assert first["published_rows"] == copies * 8 << 20 and "published_rows" not in (others or [{}])[0]
+
+
 def test_gpus_have_the_optimizers_that_this_machine_lacks() -> None:
     options = ["topology.device=cuda", "topology.device_memory=80GiB", "optimizer.tables.name=adam"]
     found = rehearse_run(load_config("configs/dlrm_sample.yaml", [*options, "optimizer.tables.weight_decay=0.1"]))

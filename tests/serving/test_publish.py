@@ -22,6 +22,9 @@ sys.path.insert(0, str(ROOT / "recsys" / "serving"))  # as it stands in an expor
 from follow import Follower
 from score import ExportError, Scorer
 
+from recsys.serving import score
+from recsys.serving.rebase import number_of, rebase
+
 pytestmark = pytest.mark.slow
 _PLAN = ["tables.user.sharding_type=row_wise", "tables.item.sharding_type=column_wise", "tables.item.embedding_dim=16",
          "optimizer.tables.name=adagrad"]  # fmt: skip
@@ -78,6 +81,44 @@ def test_base_and_deltas_are_the_export(tmp_path: Path, nproc: int, options: lis
     assert json.loads((published / names[-1] / "manifest.json").read_text())["files"]["dense.bin"]["sha256"] == dense
     users = pq.read_table(tmp_path / "valid.parquet")
     assert follower.scorer.recommend(users, 5).equals(Scorer(export).recommend(users, 5))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "options"), [(1, []), (2, [*_PLAN, "tables=int8"])])
+def test_deltas_that_outgrow_the_base_become_one(tmp_path: Path, nproc: int, options: list[str]) -> None:
+    write_retrieval(tmp_path)
+    run = train(tmp_path, *options, "train.publish.every_steps=3", nproc=nproc)
+    published = tmp_path / "published"
+    names = sorted(path.name for path in published.iterdir())
+    *_, before, last = sorted(published.glob("base-*"))
+    between = [f"delta-{n:09d}" for n in range(number_of(before) + 1, number_of(last))]
+    assert len(between) > 1 and set(between) <= set(names) and number_of(before) > 1
+    (tmp_path / "copy").mkdir()
+    for name in (before.name, *between):
+        shutil.copytree(published / name, tmp_path / "copy" / name)
+    follower, whole = Follower(tmp_path / "copy"), Scorer(last, verify=True)
+    assert follower.step == whole.manifest["made"]["step"] and (last / "score.py").stat().st_nlink > 1
+    assert_same(follower.scorer, last)
+    users = pq.read_table(tmp_path / "valid.parquet")
+    assert follower.scorer.recommend(users, 5).equals(whole.recommend(users, 5))
+    tables = next((text.partition("=")[2] for text in options if text.startswith("tables=")), "fp32")
+    export = exported(run, tmp_path / "export", "--tables", tables)
+    assert_same(Follower(published).scorer, export)
+    described = [json.loads((folder / "manifest.json").read_text()) for folder in (last, export)]
+    for manifest in described:
+        manifest["files"] = sorted(manifest["files"])
+        manifest["beside"].pop("dense.pt2", None)
+        del manifest["sha256"], manifest["made"]
+    assert described[0] == described[1]
+
+
+@pytest.mark.slow
+def test_a_damaged_delta_becomes_no_base(tmp_path: Path, published: Path) -> None:
+    shutil.copytree(published, tmp_path / "copy")
+    _damage_altered(tmp_path / "copy")
+    with pytest.raises(score.ExportError, match=r"delta-000000003/tables/user.bin' has changed"):
+        rebase(tmp_path / "copy" / "base-000000099")
+    assert not (tmp_path / "copy" / "base-000000099").exists()
 
 
 def kill_at_the_second(place: str) -> Any:

@@ -1,0 +1,132 @@
+"""A base made of the last one and the deltas after it, in a process without torch.
+
+    python -m recsys.serving.rebase OUT
+
+OUT is the next name in the folder of `train.publish`. What no delta changes is linked from the last base; `dense.pt2`,
+torch's own program with its weights in it, is in whole exports alone.
+"""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recsys.runtime.files import replace_file, sync
+from recsys.serving.score import MANIFEST, ExportError, Scorer, checksum, read_manifest, sha256
+
+ASIDE = ".tmp"  # of what is being written
+WEIGHTS = "dense.bin"
+_PROGRAM = "dense.pt2"
+_ROWS_AT_ONCE = 1 << 16
+
+
+def number_of(publication: Path) -> int:
+    """Return the number of a publication by its name, 0 where it has none."""
+    digits = publication.name.partition("-")[2]
+    return int(digits) if digits.isdigit() else 0
+
+
+def rebase(out: Path) -> None:
+    """Write the newest base and the deltas after it as one base; all of their files are verified before.
+
+    Raises:
+        ExportError: a file is not what was published. OSError: one cannot be written.
+    """
+    base = max(out.parent.glob("base-*"), key=number_of)
+    deltas = sorted((path for path in out.parent.glob("delta-*") if number_of(path) > number_of(base)), key=number_of)
+    manifest, changes = read_manifest(base, verify=True), [read_manifest(delta, verify=True) for delta in deltas]
+    manifest["made"] |= {"step": changes[-1]["step"], "checkpoint": f"step-{changes[-1]['step']:09d}"}
+    aside = out.with_name(out.name + ASIDE)
+    try:
+        _write(_Base(aside, manifest), base, deltas)
+        aside.rename(out)
+        sync(out.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _write(new: "_Base", base: Path, deltas: list[Path]) -> None:
+    manifest, folder = new.manifest, new.folder
+    files = {name: table["vectors"] for name, table in manifest["tables"].items()}
+    items = manifest.pop("items", None)  # until there are vectors of them
+    changed = {MANIFEST, WEIGHTS, _PROGRAM, *(entry["file"] for entry in files.values())}
+    changed |= {items["vectors"]["file"]} if items else set()
+    new.link(base, changed)
+    shutil.copyfile(deltas[-1] / WEIGHTS, folder / WEIGHTS)
+    for name, entry in files.items():
+        shutil.copyfile(base / entry["file"], folder / entry["file"])
+        _overwrite(folder / entry["file"], entry, [delta / f"tables/{name}.bin" for delta in deltas])
+    for name in (WEIGHTS, *(entry["file"] for entry in files.values())):
+        new.add(name)
+    manifest["beside"].pop(_PROGRAM, None)
+    if items:
+        del manifest["files"][items["vectors"]["file"]]
+        new.write_manifest()
+        with (folder / items["vectors"]["file"]).open("wb") as file:
+            for vectors in Scorer(folder).vectors_of_items(folder / items["rows"]):
+                file.write(vectors)
+        new.add(items["vectors"]["file"])
+        manifest["items"] = items
+    new.write_manifest()
+    for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+        sync(path)
+
+
+class _Base:
+    """A base that is being written: its folder, and its manifest."""
+
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest = folder, manifest
+
+    def link(self, base: Path, changed: set[str]) -> None:
+        """Link the files of another base, those that have changed left out."""
+        for path in sorted(base.rglob("*")):
+            name = path.relative_to(base)
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            if path.is_file() and str(name) not in changed:
+                try:
+                    os.link(path, self.folder / name)
+                except OSError:  # a file system without links
+                    shutil.copyfile(path, self.folder / name)
+
+    def add(self, name: str) -> None:
+        """Sync a file, and say in the manifest what it holds."""
+        path, entry = self.folder / name, self.manifest["files"].get(name, {"always_verified": False})
+        sync(path)
+        self.manifest["files"][name] = {**entry, "bytes": path.stat().st_size, "sha256": sha256(path)}
+
+    def write_manifest(self) -> None:
+        """Write what the folder holds so far."""
+        self.manifest["sha256"] = checksum(self.manifest)
+        text = json.dumps(self.manifest, indent=1, ensure_ascii=False)
+        replace_file(self.folder / MANIFEST, text + "\n")
+
+
+def _overwrite(path: Path, entry: dict[str, Any], changes: list[Path]) -> None:
+    """Write the rows of deltas, records of number and bytes, over those of a table; the last ones stay."""
+    rows = np.memmap(path, np.uint8, "r+", shape=(entry["rows"], entry["stride"]))
+    record = np.dtype([("row", "<i8"), ("bytes", np.uint8, entry["stride"])])
+    for change in changes:
+        with change.open("rb") as file:
+            while len(records := np.fromfile(file, record, _ROWS_AT_ONCE)):
+                rows[records["row"]] = records["bytes"]
+    rows.flush()
+
+
+def main() -> int:
+    """Write the base that the command line names; return the exit status, 1 with a sentence where it fails."""
+    try:
+        rebase(Path(sys.argv[1]))
+    except (ExportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
