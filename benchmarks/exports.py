@@ -33,6 +33,7 @@ from recsys.config import Config, load_config  # noqa: E402
 from recsys.runtime.logs import git_commit  # noqa: E402
 
 ROWS, STEPS, K = 10_000, 40, 20
+NO_EVALUATION = ("data.valid=null", "data.test=null", "train.early_stop.metric=null", "train.eval_every_epochs=null")
 
 
 def draw_rows(config: Config) -> pa.Table:
@@ -64,7 +65,7 @@ def compare(config: Path, python: Path, folder: Path) -> dict[str, float | int]:
     loaded = load_config(str(config), [])
     data, run, export = folder / "rows.parquet", folder / "run", folder / "export"
     pq.write_table(draw_rows(loaded), data, row_group_size=3000)
-    recsys("train", config.resolve(), f"run.dir={run}", f"train.max_steps={STEPS}", "data.test=null")
+    recsys("train", config.resolve(), f"run.dir={run}", f"train.max_steps={STEPS}", *NO_EVALUATION)
     recsys("export", run, export)
     found: dict[str, float | int] = {}
     tasks: dict[str, tuple[object, ...]] = {"predict": ()}

@@ -199,6 +199,10 @@ def stored(array: pa.Array) -> pa.Array:
     kind, is_a = array.type, pa.types
     if is_a.is_dictionary(kind):
         return stored(array.dictionary_decode())
+    if is_a.is_run_end_encoded(kind):
+        return stored(pc.run_end_decode(array))
+    if str(kind) in ("string_view", "binary_view"):
+        return array.cast(str(kind).removesuffix("_view"))
     if is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind) or "list_view" in str(kind):
         return array.cast(pa.list_(kind.value_type))
     if is_a.is_null(kind):

@@ -23,6 +23,7 @@ from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensor_files import read_rows
 from recsys.ids import hash_column
 from recsys.serving import score as score_module
+from recsys.serving.export_dense import translations
 from recsys.serving.export_tables import Files, write_table
 from recsys.serving.score import ExportError, Rows, Scorer
 
@@ -200,6 +201,21 @@ def test_the_program_for_torch_is_that_of_the_graph(ranker: Path) -> None:
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=0, atol=1e-6)
 
 
+class Logarithms(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.logsigmoid(x)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_logarithms_of_small_probabilities_keep_their_digits() -> None:
+    x = torch.linspace(-30, 30, 101)
+    program = torch.export.export(Logarithms(), (x,))
+    model = torch.onnx.export(program, dynamo=True, verbose=False, custom_translation_table=translations())
+    session = onnxruntime.InferenceSession(model.model_proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    np.testing.assert_allclose(found, Logarithms()(x), rtol=1e-6, atol=1e-7)
+
+
 def test_large_files_of_vectors_are_verified_on_request(
     ranker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +250,19 @@ def test_mistakes_in_data(ranker: Path, tmp_path: Path, column: str, values: obj
         bad = bad.append_column(column, pa.array([values] * len(table)))
     pq.write_table(bad, tmp_path / "bad.parquet")
     assert said in score(ranker / "out", "predict", tmp_path / "bad.parquet", tmp_path / "s", status=1)
+
+
+def test_columns_in_other_forms_of_arrow(ranker: Path) -> None:
+    scorer, rows = Scorer(ranker / "out"), pq.read_table(ROOT / "data/sample/test").slice(0, 50)
+    texts = ("device", "category")
+    for form in (
+        lambda column: column.dictionary_encode(),
+        lambda column: pa.chunked_array([pa.compute.run_end_encode(column.combine_chunks())]),
+        lambda column: column.cast(pa.string_view()),
+        lambda column: column.cast(pa.large_string()),
+    ):
+        other = pa.table({name: form(rows[name]) if name in texts else rows[name] for name in rows.column_names})
+        assert scorer.score(other).equals(scorer.score(rows))
 
 
 def test_rows_are_scored_in_pieces(ranker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
