@@ -810,7 +810,7 @@ class Scorer:
             return convert_ids(table, feature, self._mappings, self.manifest["tables"][feature["table"]].get("text"))
         except (ExportError, pa.ArrowException) as error:
             where = feature.get("column") or " × ".join(feature["cross"])
-            raise ExportError(f"column '{where}' (feature '{feature['name']}'): {error}") from error
+            raise ExportError(named(error, f"column '{where}' (feature '{feature['name']}')")) from error
 
     def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return row and position among the items of each id in a column; null and unknown ones are left out."""
@@ -819,10 +819,18 @@ class Scorer:
             places, lengths = lists_of(array, None, "last")
             array = stored(array.values).take(pa.array(places))
         valid = array.is_valid().to_numpy(zero_copy_only=False)
-        keys = read_keys(array.drop_null())
-        found = keys.spread(self._index.find(keys, keys.hashes(0)))
+        try:
+            keys = read_keys(array.drop_null())
+            found = keys.spread(self._index.find(keys, keys.hashes(0)))
+        except (ExportError, pa.ArrowException) as error:
+            raise ExportError(named(error, f"column '{name}'")) from error
         rows = np.repeat(np.arange(len(users)), lengths)[valid]
         return rows[found >= 0], found[found >= 0]
+
+
+def named(error: Exception, title: str) -> str:
+    """Return what an error says, with what it is about before it unless that is named."""
+    return str(error) if str(error).startswith("column ") else f"{title}: {error}"
 
 
 def best_places(scores: np.ndarray, k: int) -> np.ndarray:
@@ -866,6 +874,8 @@ def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
     if os.path.isdir(words.out):
         raise ExportError(f"'{words.out}' is a folder; name a file")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
+        raise ExportError(f"'{words.out}' cannot be written, because its folder is not there; make it, or name another")
     try:
         first = next(tables, None)
         if first is None:
