@@ -248,11 +248,7 @@ def _read(
         for role in roles
         if getattr(data, role) is not None
     }
-    for rows in given:
-        needed = needed_columns(config, rows.role)
-        columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
-        opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options)
-        datasets[rows.role] = replace(opened, columns=tuple(needed))
+    datasets |= {rows.role: _opened(config, rows, options) for rows in given}
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
     together = {**(beside.datasets if beside else {}), **datasets}
     schemas = {dataset.key: dataset.schema for dataset in together.values()}
@@ -266,6 +262,13 @@ def _read(
     for role in datasets:
         _check_first_rows(inputs, role)
     return datasets, corpus
+
+
+def _opened(config: Config, rows: Given, options: ReadOptions) -> Dataset:
+    needed = needed_columns(config, rows.role)
+    columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
+    opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options)
+    return replace(opened, columns=tuple(needed))
 
 
 def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:

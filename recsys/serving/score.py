@@ -197,23 +197,18 @@ class Keys(NamedTuple):
 def stored(array: pa.Array) -> pa.Array:
     """Return a column as Parquet would hold it, so that whatever Arrow type it has, it is read as in training."""
     kind, is_a = array.type, pa.types
-    if is_a.is_dictionary(kind):
-        return stored(array.dictionary_decode())
-    if is_a.is_run_end_encoded(kind):
-        return stored(pc.run_end_decode(array))
-    if str(kind) in ("string_view", "binary_view"):
-        return array.cast(str(kind).removesuffix("_view"))
+    if is_a.is_dictionary(kind) or is_a.is_run_end_encoded(kind):
+        return stored(array.dictionary_decode() if is_a.is_dictionary(kind) else pc.run_end_decode(array))
     if is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind) or "list_view" in str(kind):
         return array.cast(pa.list_(kind.value_type))
     if is_a.is_null(kind):
         return array.cast(pa.int64())
     if is_a.is_duration(kind):
         return array.view(pa.int64())
-    if is_a.is_date64(kind):
-        return array.cast(pa.date32())
     if is_a.is_timestamp(kind) and kind.unit == "s":
         return array.cast(pa.timestamp("ms", kind.tz))
-    return array.cast(pa.time32("ms")) if is_a.is_time32(kind) else array
+    others = {"string_view": "string", "binary_view": "binary", "date64[ms]": "date32"}
+    return array.cast(pa.time32("ms") if is_a.is_time32(kind) else others.get(str(kind), kind))
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -810,7 +805,7 @@ class Scorer:
             return convert_ids(table, feature, self._mappings, self.manifest["tables"][feature["table"]].get("text"))
         except (ExportError, pa.ArrowException) as error:
             where = feature.get("column") or " × ".join(feature["cross"])
-            raise ExportError(named(error, f"column '{where}' (feature '{feature['name']}')")) from error
+            raise ExportError(f"column '{where}' (feature '{feature['name']}'): {error}") from error
 
     def _positions(self, users: pa.Table, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return row and position among the items of each id in a column; null and unknown ones are left out."""
@@ -819,18 +814,10 @@ class Scorer:
             places, lengths = lists_of(array, None, "last")
             array = stored(array.values).take(pa.array(places))
         valid = array.is_valid().to_numpy(zero_copy_only=False)
-        try:
-            keys = read_keys(array.drop_null())
-            found = keys.spread(self._index.find(keys, keys.hashes(0)))
-        except (ExportError, pa.ArrowException) as error:
-            raise ExportError(named(error, f"column '{name}'")) from error
+        keys = read_keys(array.drop_null())
+        found = keys.spread(self._index.find(keys, keys.hashes(0)))
         rows = np.repeat(np.arange(len(users)), lengths)[valid]
         return rows[found >= 0], found[found >= 0]
-
-
-def named(error: Exception, title: str) -> str:
-    """Return what an error says, with what it is about before it unless that is named."""
-    return str(error) if str(error).startswith("column ") else f"{title}: {error}"
 
 
 def best_places(scores: np.ndarray, k: int) -> np.ndarray:
@@ -872,10 +859,8 @@ def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
 def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     """Write tables to a file, which appears when it is complete; return how many rows there are."""
     aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
-    if os.path.isdir(words.out):
-        raise ExportError(f"'{words.out}' is a folder; name a file")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
-        raise ExportError(f"'{words.out}' cannot be written, because its folder is not there; make it, or name another")
+    if os.path.isdir(words.out) or not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
+        raise ExportError(f"'{words.out}' is a folder, or is to lie in none; name a file")
     try:
         first = next(tables, None)
         if first is None:

@@ -127,8 +127,6 @@ def test_candidates_and_unknown_items(towers: Path) -> None:
     with pytest.raises(ExportError, match="k is 0, and must be a whole number above 0"):
         scorer.recommend(users, k=0)
     assert scorer.recommend(users.to_batches()[0]) == scorer.recommend(users) == scorer.recommend(users.to_pydict())
-    with pytest.raises(ExportError, match="column 'seen': ids of type int64 do not compare with the texts of the m"):
-        scorer.recommend(users.drop_columns("seen").append_column("seen", pa.array([[1], [2]])))
     with pytest.raises(ExportError, match="rows are a list, and may be an Arrow table or batch, a dict of columns or"):
         scorer.recommend([1, 2])
 
@@ -241,7 +239,7 @@ def test_large_files_of_vectors_are_verified_on_request(
         ("history", [0.25], "column 'history' (feature 'history'): ids must be whole numbers"),
         ("history", 7, "rows have one id a row here, and had lists of ids in training; write both alike"),
         ("item_id", [7], "rows have lists of ids here, and had one id a row in training; write both alike"),
-        ("item_id", None, "error: column 'item_id' is missing"),
+        ("item_id", None, "column 'item_id' is missing"),
         ("", None, "holds no rows"),
     ],
 )
@@ -299,9 +297,11 @@ def test_mistakes(ranker: Path, tmp_path: Path) -> None:
     assert "has no vectors of items" in score(
         ranker / "out", "recommend", ROOT / "data/sample/test", tmp_path / "s", status=1
     )
-    assert "is a folder; name a file" in score(ranker / "out", "predict", ROOT / "data/sample/test", tmp_path, status=1)
+    assert "is a folder, or is to lie in none; name a file" in score(
+        ranker / "out", "predict", ROOT / "data/sample/test", tmp_path, status=1
+    )
     nowhere = tmp_path / "nowhere" / "s"
     said = score(ranker / "out", "predict", ROOT / "data/sample/test", nowhere, status=1)
-    assert said.endswith(f"'{nowhere}' cannot be written, because its folder is not there; make it, or name another")
+    assert said.endswith(f"'{nowhere}' is a folder, or is to lie in none; name a file")
     assert "cannot be" in score(ranker / "out", "predict", tmp_path / "nothing.parquet", tmp_path / "s", status=1)
     assert not [path for path in ranker.iterdir() if path.name.startswith(".out")]
