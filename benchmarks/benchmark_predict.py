@@ -28,7 +28,7 @@ from recsys.serving.predict import scores_of_rows, write_blocks  # noqa: E402
 from recsys.training.evaluation import evaluate_dataset  # noqa: E402
 from recsys.training.learning import learn_facts  # noqa: E402
 
-FILES = 10  # of which the first has a tenth of the rows
+FILES = 10  # one that is drawn, and its links: nothing that predict keeps goes by what the rows hold
 
 
 def recsys(*words: str) -> list[str]:
@@ -40,8 +40,11 @@ def prepared(rows: int) -> tuple[Path, Path]:
     """Return a run of the sample's config, and a folder of rows to predict; made if they are not there."""
     folder = ROOT / f"data/.cache/predict-benchmark/{rows}-rows"
     if not (folder / "logs/_prepared.json").exists():
-        made = ["--test-rows", str(rows), "--files", str(FILES), "--out", str(folder / "logs"), "--overwrite"]
+        made = ["--test-rows", str(rows // FILES), "--files", "1", "--out", str(folder / "logs"), "--overwrite"]
         subprocess.run(recsys("prepare", "synthetic", "--rows", "200000", *made), cwd=ROOT, check=True)
+        (drawn,) = (folder / "logs/test").glob("*.parquet")
+        for number in range(1, FILES):
+            drawn.with_name(f"part-{number:05d}.parquet").hardlink_to(drawn)
     if not (folder / "run/result.json").exists():
         data = [f"data.{role}={folder}/logs/{role}" for role in ("train", "valid", "test")]
         settings = ["train.max_steps=100", "data.weight_column=null", f"run.dir={folder}/run", "run.overwrite=true"]

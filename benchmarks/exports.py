@@ -1,16 +1,20 @@
 """Exports of configs: what score.py computes where torch is not installed, beside what the run itself does.
 
     python -m venv /tmp/without-torch && /tmp/without-torch/bin/pip install numpy pyarrow onnxruntime
-    python benchmarks/exports.py configs/*.yaml --python /tmp/without-torch/bin/python --out benchmarks/exports.json
+    python benchmarks/exports.py configs/*.yaml docs/own_model.md --python /tmp/without-torch/bin/python \\
+        --out benchmarks/exports.json
 
-Each config trains 40 steps on its data, which its first lines tell how to prepare, and is exported. 10,000 rows are
-drawn from its test part, with items drawn from data.items; a retrieval model recommends 20 items for each, too. Written
-are the largest differences of scores (of lists place by place), and how many lists have other items in a place: equal
-scores come in any order. A config that the file has already is left out.
+Each config trains 40 steps on its data, which its first lines tell how to prepare, and is exported; of a page, the
+config and the model in its blocks. 10,000 rows are drawn from its test part, with items drawn from data.items; a
+retrieval model recommends 20 items for each, too. Written are the largest differences of scores (of lists place by
+place), and how many lists have other items in a place: equal scores come in any order. A config that the file has
+already is left out.
 """
 
 import argparse
 import json
+import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,6 +37,7 @@ from recsys.config import Config, load_config  # noqa: E402
 from recsys.runtime.logs import git_commit  # noqa: E402
 
 ROWS, STEPS, K = 10_000, 40, 20
+NO_EVALUATION = ("data.valid=null", "data.test=null", "train.early_stop.metric=null", "train.eval_every_epochs=null")
 
 
 def draw_rows(config: Config) -> pa.Table:
@@ -54,25 +59,37 @@ def numbers(column: pa.ChunkedArray) -> np.ndarray:
     return np.asarray(array if pa.types.is_floating(array.type) else array.flatten(), np.float64)
 
 
+def config_of_page(page: Path, folder: Path) -> Path:
+    """Write the files that blocks of a page have as their title, with its model among them; return the config."""
+    blocks = re.findall(r'^```\w+ title="([^"]+)"\n(.*?)^```', page.read_text(), re.DOTALL | re.MULTILINE)
+    for title, text in blocks:
+        (folder / title).write_text(text)
+    return next(folder / title for title, _ in blocks if title.endswith(".yaml"))
+
+
 def compare(config: Path, python: Path, folder: Path) -> dict[str, float | int]:
     """Train, export, and return how far scores and items of the run and of score.py are apart."""
 
     def recsys(*words: object) -> None:
         command = [sys.executable, "-m", "recsys", *map(str, words)]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=environment)
 
+    if config.suffix == ".md":
+        config = config_of_page(config, folder)
+        sys.path.insert(0, str(folder))
     loaded = load_config(str(config), [])
     data, run, export = folder / "rows.parquet", folder / "run", folder / "export"
     pq.write_table(draw_rows(loaded), data, row_group_size=3000)
-    recsys("train", config.resolve(), f"run.dir={run}", f"train.max_steps={STEPS}", "data.test=null")
-    recsys("export", run, export)
+    recsys("train", config.resolve(), f"run.dir={run}", f"train.max_steps={STEPS}", *NO_EVALUATION)
+    recsys("export", run, export, "--trust-code")
     found: dict[str, float | int] = {}
     tasks: dict[str, tuple[object, ...]] = {"predict": ()}
     if loaded.data.items:
         tasks["recommend"] = ("--k", K)
     for task, options in tasks.items():
         ours, theirs = folder / task, folder / f"{task}.parquet"
-        recsys(task, run, data, ours, *options)
+        recsys(task, run, data, ours, "--trust-code", *options)
         command = [python.absolute(), "-I", export / "score.py", task, data, theirs, *options]
         subprocess.run([*map(str, command)], cwd=folder, check=True, stdout=subprocess.DEVNULL)
         a, b = pq.read_table(ours), pq.read_table(theirs)

@@ -1,6 +1,7 @@
 """From a config to datasets, what is known of them, and loaders."""
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,6 +88,22 @@ class Inputs:
         self._routes = build_routes(config.tables, self._mappings)
         self._positions = None if corpus is None else IndexMapping(corpus)
         self.statistics = {name: IdStatistics() for name in id_features(config)}
+
+    def beside(self, known: Path, roles: Sequence[str] = (), given: Sequence[Given] = ()) -> "Inputs":
+        """Return inputs with other datasets beside those of these, whose mappings and facts they share; collective.
+
+        Arguments and errors as of `open_inputs`.
+        """
+        return self._with(
+            *self.world.from_rank_zero(lambda: _read(self.config, self.world, None, known, roles, given, self))
+        )
+
+    def _with(self, datasets: dict[str, Dataset], corpus: pa.Array | None) -> "Inputs":
+        other = copy(self)
+        other.datasets = {**self.datasets, **datasets}
+        if corpus is not None:
+            other.corpus, other._positions = corpus, IndexMapping(corpus)
+        return other
 
     def loader(self, role: str, dataset: Dataset | None = None, permutation: Permutation | None = None) -> Loader:
         """Return this rank's loader of a dataset, or of a part of it: shuffled for training, else in file order."""
@@ -207,8 +224,13 @@ def _read(
     known: Path | None,
     roles: Sequence[str],
     given: Sequence[Given],
+    beside: Inputs | None = None,
 ) -> tuple[dict[str, Dataset], pa.Array | None]:
-    """Return the datasets by role, and the corpus; arguments and errors as of `open_inputs`, on one rank."""
+    """Return the datasets by role, and the corpus; arguments and errors as of `open_inputs`, on one rank.
+
+    Args:
+        beside: what the datasets have to go with, too.
+    """
     data = config.data
     options = ReadOptions(data.verify_checksums, data.retries, data.max_bad_files)
     if cache is not None and known is not None:
@@ -226,21 +248,27 @@ def _read(
         for role in roles
         if getattr(data, role) is not None
     }
-    for rows in given:
-        needed = needed_columns(config, rows.role)
-        columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
-        opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options)
-        datasets[rows.role] = replace(opened, columns=tuple(needed))
+    datasets |= {rows.role: _opened(config, rows, options) for rows in given}
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
-    schemas = {dataset.key: dataset.schema for dataset in datasets.values()}
+    together = {**(beside.datasets if beside else {}), **datasets}
+    schemas = {dataset.key: dataset.schema for dataset in together.values()}
     if "train" not in roles and known is not None:
         schemas["data.train"] = kept_schema(known / "train.footers")
     check_types(config, schemas)
     if "train" in datasets:
         _check_rows(config, datasets["train"])
     corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None
-    _check_first_rows(Inputs(config, datasets, corpus, world))
+    inputs = beside._with(datasets, corpus) if beside else Inputs(config, datasets, corpus, world)
+    for role in datasets:
+        _check_first_rows(inputs, role)
     return datasets, corpus
+
+
+def _opened(config: Config, rows: Given, options: ReadOptions) -> Dataset:
+    needed = needed_columns(config, rows.role)
+    columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
+    opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options)
+    return replace(opened, columns=tuple(needed))
 
 
 def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
@@ -264,23 +292,21 @@ def _check_rows(config: Config, train: Dataset) -> None:
         )
 
 
-def _check_first_rows(inputs: Inputs) -> None:
-    """Convert some rows of every dataset, so that what ends in an error there does so before training."""
-    config = inputs.config
-    for role, dataset in inputs.datasets.items():
-        spec = inputs.spec(role)
-        try:
-            columns = convert_table(read_head(dataset, 1000), spec)
-        except UserError as error:
-            raise UserError(f"config key '{dataset.key}': {error} (in {dataset.row_groups.segment(0).path})") from error
-        if spec.weight is not None:
-            _check_weights(dataset, spec.weight.column or "")
-        for part, found in zip(spec.lists, columns.lists, strict=True):
-            if part.name == "targets" and isinstance(found, Ragged) and not (found.values >= 0).any():
-                raise UserError(
-                    f"config key '{dataset.key}': column '{part.column}' has in its first {columns.num_rows} rows no "
-                    f"id that is in column '{column_of(config, config.model.item_id)}' of data.items"
-                )
+def _check_first_rows(inputs: Inputs, role: str) -> None:
+    """Convert some rows of a dataset, so that what ends in an error there does so before training."""
+    config, dataset, spec = inputs.config, inputs.datasets[role], inputs.spec(role)
+    try:
+        columns = convert_table(read_head(dataset, 1000), spec)
+    except UserError as error:
+        raise UserError(f"config key '{dataset.key}': {error} (in {dataset.row_groups.segment(0).path})") from error
+    if spec.weight is not None:
+        _check_weights(dataset, spec.weight.column or "")
+    for part, found in zip(spec.lists, columns.lists, strict=True):
+        if part.name == "targets" and isinstance(found, Ragged) and not (found.values >= 0).any():
+            raise UserError(
+                f"config key '{dataset.key}': column '{part.column}' has in its first {columns.num_rows} rows no id "
+                f"that is in column '{column_of(config, config.model.item_id)}' of data.items"
+            )
 
 
 def _check_weights(dataset: Dataset, column: str) -> None:

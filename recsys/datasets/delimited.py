@@ -247,6 +247,8 @@ def _told(path: Path) -> Iterator[None]:
     except (pa.ArrowInvalid, OSError) as error:
         message = " ".join(str(error).split())
         hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
+        if "Expected 1 columns" in message:
+            hint = "; if another sign than a comma divides its columns, name it, as in --delimiter ';'"
         raise UserError(f"{path}: {message}{hint}") from None
 
 

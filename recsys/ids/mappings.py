@@ -175,7 +175,7 @@ class IdMapping:
         if out.shape != (len(ids) * k,) or out.dtype not in (np.int32, np.int64) or most > np.iinfo(out.dtype).max:
             raise ValueError(f"out is {out.dtype} {out.shape}; it must be {(len(ids) * k,)}, and hold rows to {most}")
         keys = read_keys(ids)
-        self._check(keys, ids.type)
+        self._check(keys, ids.type.value_type if pa.types.is_dictionary(ids.type) else ids.type)
         rows = out if keys.indices is None else np.empty(len(keys) * k, out.dtype)
         for start, chunk in keys.hash_chunks(self._seed):
             if statistics is not None:
@@ -199,7 +199,7 @@ class IdMapping:
         raise NotImplementedError
 
     def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        """Raise UserError for ids that the mapping does not take."""
+        """Raise UserError for ids that the mapping does not take; of a dictionary, `kind` is that of its values."""
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         """Write the rows of a chunk of keys, as `hash_chunks` yields it from `start` on, which may be overwritten."""
@@ -246,7 +246,6 @@ class IdentityMapping(IdMapping):
     """Integer id i to row i."""
 
     def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if len(keys.texts) or is_text(kind) or pa.types.is_temporal(kind):
             raise UserError(f"mapping: identity takes integers, found {kind}; use mapping: hash")
         rows = keys.numbers

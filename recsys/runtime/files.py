@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from recsys.errors import UserError, why
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
@@ -48,6 +50,20 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         error.filename = str(path)
         raise
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that the user names as OUT, and those above it, unless they are there.
+
+    Raises:
+        UserError: it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"OUT: '{path}' cannot be made ('{error.filename}': {why(error)}); name another folder"
+        ) from error
 
 
 def unused_folder(path: Path) -> Path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from omegaconf import OmegaConf
 
@@ -78,7 +79,7 @@ class Run:
         finished = find_run(run, overrides, trust_code)
         world = _world(finished.config.run.device)
         self._run = finished.in_order(world_size=1)
-        self._opened = OpenRun(self._run, world, ["items"])
+        self._opened = OpenRun(self._run, world, [])
 
     def predict(self, data: Data, keep: Sequence[str] | None = None) -> pa.Table:
         """Return `score` of each row; see `recsys.serving.predict.predict`."""
@@ -87,6 +88,8 @@ class Run:
     def recommend(self, users: Data, k: int = 20, keep: Sequence[str] | None = None) -> pa.Table:
         """Return the best `k` items of each user as `items` and `scores`; see `recsys.serving.predict.recommend`."""
         check_recommends(self._run, k)
+        if "items" not in self._opened.inputs.datasets:
+            self._opened.inputs = self._opened.beside(["items"])
         return self._scored(users, "users", keep, lambda: best_of_users(self._opened, k))
 
     def embeddings(self, name: str, data: Data = None, keep: Sequence[str] | None = None) -> pa.Table:
@@ -104,8 +107,7 @@ class Run:
             return self._given(self._run.given(role, paths, keep), keep, results_of)
 
     def _given(self, given: Given, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
-        opened = self._opened
-        inputs = opened.open([] if given.role == "items" else ["items"], given)
+        opened, inputs = self._opened, self._opened.beside([], given)
         kept = kept_columns(keep, inputs, given.role)
         loader = inputs.loader(given.role)
         return pa.concat_tables(scored(opened, loader, kept, results_of(), lambda rows: None))
@@ -144,5 +146,19 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
                 f"DATA is a {type(data).__name__}, and may be paths, an Arrow table or a data frame"
             ) from error
         with tempfile.TemporaryDirectory() as folder:
-            pq.write_table(table, Path(folder) / "rows.parquet", row_group_size=1 << 16)
+            try:
+                pq.write_table(_plain(table), Path(folder) / "rows.parquet", row_group_size=1 << 16)
+            except (ValueError, pa.ArrowException) as error:
+                raise UserError(
+                    f"DATA has a column that Parquet cannot hold ({' '.join(str(error).split())})"
+                ) from error
             yield folder
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Return a table without columns of runs, which Parquet does not have."""
+    for place, field in enumerate(table.schema):
+        if pa.types.is_run_end_encoded(field.type):
+            chunks = [pc.run_end_decode(chunk) for chunk in table.column(place).chunks]
+            table = table.set_column(place, field.name, pa.chunked_array(chunks, field.type.value_type))
+    return table

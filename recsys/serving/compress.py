@@ -23,7 +23,7 @@ from recsys.config.experts import deciding_tables
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.world import World, open_world
-from recsys.serving.compressed_run import make_folder, write_run
+from recsys.serving.compressed_run import make_empty_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
 from recsys.serving.distill import train_student
 from recsys.serving.finished import Finished, find_run
@@ -116,7 +116,7 @@ class _State:
 
 def _compress(run: Finished, trained: Config, out: Path, request: Request, world: World) -> None:
     world.agree(lambda: request.check(run.config, world.world_size))
-    world.from_rank_zero(lambda: make_folder(out))
+    world.from_rank_zero(lambda: make_empty_folder(out))
     start_logging(out / "logs", world.rank)
     trials = Trials(run, world, request.metric)
     trials.introduce()
@@ -148,7 +148,7 @@ def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple
 def _distill(state: _State, request: Request, budget: float, teacher: Trials, folder: Path) -> tuple[_State, str]:
     """Return a student of the run, and what it began with; nothing where it loses more than is allowed."""
     start = folder / "start"
-    make_folder(start)
+    make_empty_folder(start)
     state.write(start)
     run, began = train_student(teacher.source.path, start, folder, request.student)
     student = find_run(str(run), request.overrides, request.trust_code)

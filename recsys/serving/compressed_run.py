@@ -20,25 +20,22 @@ from recsys.data.facts import Facts, kept_rows_file, vocabulary_file
 from recsys.errors import UserError
 from recsys.ids import KeptRows
 from recsys.models.projections import PROJECTIONS
-from recsys.runtime.files import copy_files, replace_file, sync
+from recsys.runtime.files import copy_files, make_folder, replace_file, sync
 from recsys.serving.neurons import narrower, without_neurons
 from recsys.serving.trials import Compression, Pruning, Trials
 from recsys.training.learning import facts_entries
 from recsys.training.run import MARKER
 
 
-def make_folder(out: Path) -> None:
+def make_empty_folder(out: Path) -> None:
     """Make the folder of a run that is to be written.
 
     Raises:
         UserError: it cannot be made, or is not empty.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if any(out.iterdir()):
-            raise UserError(f"OUT: '{out}' is not empty; name another folder")
-    except OSError as error:
-        raise UserError(f"OUT: cannot write to '{out}' ({error.strerror}); name another folder") from error
+    make_folder(out)
+    if any(out.iterdir()):
+        raise UserError(f"OUT: '{out}' is not empty; name another folder")
 
 
 def write_run(

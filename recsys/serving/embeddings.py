@@ -54,6 +54,8 @@ def embeddings(
         UserError: there is no such table, its ids are not known, or the data do not fit.
     """
     table = table_of(run, name)
+    if queries is not None and index is None:
+        raise UserError("--queries are users to measure the recall of an index on; ask for one with --faiss")
     if index is not None:
         if table is not None or name != "item":
             raise UserError(f"--faiss makes an index of vectors of items, and not of '{name}'; leave it out")
@@ -100,7 +102,7 @@ def table_of(run: Finished, name: str) -> str | None:
     if name in towers:
         return None
     if table not in run.config.tables:
-        names = [*towers, *run.config.tables]
+        names = [*towers, *(f"tables.{each}" if each in towers else each for each in run.config.tables)]
         raise UserError(f"the run has no vectors of '{name}'{nearest(name, names)} (known: {', '.join(names)})")
     return table
 
@@ -136,7 +138,7 @@ def vectors_of_tower(tower: str) -> Results:
 
 def _vectors_of_users(opened: OpenRun, users: str) -> np.ndarray:
     """Return the vectors of users, float32 [users, dim]; collective."""
-    inputs = opened.open([], opened.run.given("queries", users, None))
+    inputs = opened.beside([], opened.run.given("queries", users, None))
     tables = scored(opened, inputs.loader("queries"), [], vectors_of_tower("user"), lambda rows: None)
     vectors = pa.concat_tables(tables)["vector"].combine_chunks()
     return np.concatenate(opened.world.gather(vectors.flatten().to_numpy().reshape(len(vectors), -1)))

@@ -26,7 +26,7 @@ from recsys.data.spec import FloatColumn
 from recsys.data.wanted import column_of, needed_columns, role_features
 from recsys.errors import UserError
 from recsys.ids import ROUTE_SEED, is_text
-from recsys.runtime.files import replace_file
+from recsys.runtime.files import make_folder, replace_file
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World, open_world
@@ -59,7 +59,7 @@ def export(run: Finished, out: Path, tables: str = "fp32") -> int:
     quiet_libraries()
     with open_world(Device.cpu, run.config.run.num_threads) as world:
         source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
-        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        make_folder(out.absolute().parent)
         folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
         try:
             _Export(run, source, world, Files(folder), tables).write()

@@ -209,10 +209,6 @@ class DenseExport:
                 warnings.simplefilter("ignore")  # of torch about itself
                 graph(*example)  # what is made at the first call is made of tensors that hold numbers
                 program = torch.export.export(graph, tuple(example), dynamic_shapes=(tuple(shapes),), strict=True)
-                table: dict[Any, Any] = {
-                    torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
-                    torch.ops.aten.squeeze.dim: _squeeze,
-                }
                 onnx = torch.onnx.export(
                     program,
                     dynamo=True,
@@ -220,7 +216,7 @@ class DenseExport:
                     output_names=list(outputs),
                     optimize=False,  # which would fold weights into others
                     verbose=False,
-                    custom_translation_table=table,
+                    custom_translation_table=translations(),
                 )
         except Exception as error:  # of any kind: whatever a model does that cannot be exported
             reason = " ".join(str(error).split())[:300]
@@ -271,6 +267,15 @@ class DenseExport:
                     )
 
 
+def translations() -> dict[Any, Any]:
+    """Return operators of PyTorch with how they are said in ONNX, where the exporter's own way will not do."""
+    return {
+        torch.ops.aten.repeat_interleave.Tensor: _repeat_interleave,
+        torch.ops.aten.squeeze.dim: _squeeze,
+        torch.ops.aten.log_sigmoid.default: _log_sigmoid,
+    }
+
+
 def weight_chunks(model: nn.Module) -> Iterator[Any]:
     """Yield the bytes of the file of weights of a model, on any device."""
     for value in model.state_dict().values():
@@ -298,6 +303,15 @@ def _repeat_interleave(repeats: Any, output_size: Any = None) -> Any:
         op.Expand(first, op.Add(total, one)), ends, op.Expand(one, op.Shape(ends)), axis=0, reduction="add"
     )
     return op.Slice(op.CumSum(marks, first), first, total, first)
+
+
+def _log_sigmoid(tensor: Any) -> Any:
+    """Say the logarithm of a sigmoid in ONNX; the exporter's own takes it of ONNX Runtime's sigmoid, which is right to
+    1e-7 and so to no digit where it is small."""
+    from onnxscript import opset18
+
+    op: Any = opset18
+    return op.Neg(op.Softplus(op.Neg(tensor)))
 
 
 def _squeeze(tensor: Any, dim: int) -> Any:

@@ -112,17 +112,20 @@ class OpenRun:
         is_cuda = world.device.type == "cuda"
         self._instead = world.from_rank_zero(lambda: check_device(config, is_cuda, world.world_size))
         self.source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
-        self.inputs = self.open(roles, *given)
+        inputs = open_inputs(config, world, known=self._footers, roles=roles, given=given)
+        self.inputs = learn_facts(inputs, run.run_dir, self.source)
         built = build_model(self.inputs)
         load_tensors(self.source.path, self.source.marker, built.tensors, world, self.inputs.config)
         self.model: DistributedModelParallel = built.model
         self.model.eval()
 
-    def open(self, roles: Sequence[str], *given: Given) -> Inputs:
-        """Return datasets for the model; arguments and errors as of the class."""
-        footers = self.run.run_dir / "footers"
-        inputs = open_inputs(self.run.config, self.world, known=footers, roles=roles, given=given)
-        return learn_facts(inputs, self.run.run_dir, self.source)
+    def beside(self, roles: Sequence[str], *given: Given) -> Inputs:
+        """Return other datasets for the model, beside those that are open; arguments and errors as of the class."""
+        return self.inputs.beside(self._footers, roles, given)
+
+    @property
+    def _footers(self) -> Path:
+        return self.run.run_dir / "footers"
 
     @cached_property
     def items(self) -> ItemVectors:

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from recsys.errors import UserError
 from recsys.runtime.environment import give_unused_back
-from recsys.runtime.files import replace_file
+from recsys.runtime.files import make_folder, replace_file
 from recsys.runtime.live import Task
 from recsys.runtime.logs import logger
 from recsys.runtime.parquet import write_parquet
@@ -52,7 +52,7 @@ class Parts:
             raise UserError(f"'{folder}' is a file; name a folder to write to")
         if folder.exists() and any(folder.iterdir()):
             parts.done = parts._done_before()
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for path in folder.glob("part-*"):
             if int(path.name.split("-")[1]) >= parts.done:
                 path.unlink()

@@ -169,7 +169,7 @@ class KeptRows:
     def __init__(self, loader: Loader, columns: list[str], numbered: bool = False) -> None:
         self._schema = pa.schema([loader.dataset.schema.field(name) for name in columns])
         self._reader, sizes = SegmentReader(loader.dataset, columns), loader.dataset.row_groups.num_rows
-        self._begins, self._segments = np.cumsum(sizes) - sizes, map(self._read, loader.segments())
+        self._begins, self._segments = np.cumsum(sizes) - sizes, loader.segments()
         if numbered:
             self._schema = self._schema.append(pa.field(NUMBER, pa.int64()))
         self._pending = self._schema.empty_table()
@@ -178,7 +178,7 @@ class KeptRows:
         """Return the next rows."""
         pieces = [self._pending]
         while self._schema.names and sum(map(len, pieces)) < num_rows:
-            pieces.append(next(self._segments).cast(self._schema))
+            pieces.append(self._read(next(self._segments)).cast(self._schema))
         rows = pa.concat_tables(pieces)
         self._pending = rows.slice(num_rows)
         return rows.slice(0, num_rows)

@@ -197,19 +197,18 @@ class Keys(NamedTuple):
 def stored(array: pa.Array) -> pa.Array:
     """Return a column as Parquet would hold it, so that whatever Arrow type it has, it is read as in training."""
     kind, is_a = array.type, pa.types
-    if is_a.is_dictionary(kind):
-        return stored(array.dictionary_decode())
+    if is_a.is_dictionary(kind) or is_a.is_run_end_encoded(kind):
+        return stored(array.dictionary_decode() if is_a.is_dictionary(kind) else pc.run_end_decode(array))
     if is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind) or "list_view" in str(kind):
         return array.cast(pa.list_(kind.value_type))
     if is_a.is_null(kind):
         return array.cast(pa.int64())
     if is_a.is_duration(kind):
         return array.view(pa.int64())
-    if is_a.is_date64(kind):
-        return array.cast(pa.date32())
     if is_a.is_timestamp(kind) and kind.unit == "s":
         return array.cast(pa.timestamp("ms", kind.tz))
-    return array.cast(pa.time32("ms")) if is_a.is_time32(kind) else array
+    others = {"string_view": "string", "binary_view": "binary", "date64[ms]": "date32"}
+    return array.cast(pa.time32("ms") if is_a.is_time32(kind) else others.get(str(kind), kind))
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -860,8 +859,8 @@ def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
 def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     """Write tables to a file, which appears when it is complete; return how many rows there are."""
     aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
-    if os.path.isdir(words.out):
-        raise ExportError(f"'{words.out}' is a folder; name a file")
+    if os.path.isdir(words.out) or not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
+        raise ExportError(f"'{words.out}' is a folder, or is to lie in none; name a file")
     try:
         first = next(tables, None)
         if first is None:

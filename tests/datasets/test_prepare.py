@@ -352,6 +352,7 @@ MISTAKES = {
     "csv {log} --out {tmp}/o --split 0.5,0.5 --split-by time:tags": "must be a number",
     "csv {log} --out {tmp}/o --delimiter ab": "one character",
     "csv {tmp}/semicolons.csv --out {tmp}/o": "has one column, 'user;item'; if ';' divides it, add --delimiter ';'",
+    "csv {tmp}/commas.csv --out {tmp}/o": "Expected 1 columns, got 2: 1;a, b; if another sign than a comma divides its",
     "csv {log} {tmp}/ragged.csv --out {tmp}/o": "ragged.csv: CSV parse error: Row #3",
     "csv {log} {tmp}/other.csv --out {tmp}/o": "other.csv has columns a",
     "csv {tmp}/header.csv --out {tmp}/o": "no row",
@@ -375,6 +376,7 @@ def test_a_mistake_gets_one_sentence_and_status_2(command, log, tmp_path, capsys
     (tmp_path / "ragged.csv").write_text("user,item,stars,ts,tags\n1,2,3,4,5\n1,2\n")
     (tmp_path / "other.csv").write_text("a\n1\n")
     (tmp_path / "semicolons.csv").write_text("user;item\n1;2\n")
+    (tmp_path / "commas.csv").write_text("user;item\n1;a, b\n")
     (tmp_path / "header.csv").write_text("a,b\n")
     (tmp_path / "twice.csv").write_text("a,a\n1,2\n")
     (tmp_path / "bad").mkdir()

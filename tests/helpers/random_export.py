@@ -38,6 +38,7 @@ _FLOATS: dict[str, tuple[pa.DataType, Any]] = {
     "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
 }
 _OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
+_OF_ONE_LABEL = ("fm", "deepfm")
 
 
 class Drawn:
@@ -146,9 +147,10 @@ class Drawn:
         labels = {"label": pa.array(self.dice.integers(0, 2, count)), "rating": pa.array(self.dice.random(count))}
         return pa.table({**arrays, **labels})
 
-    def model(self) -> dict[str, Any]:
+    def model(self, num_labels: int) -> dict[str, Any]:
         """Return the section of a model that fits."""
-        name = str(self.dice.choice(["dlrm", "dlrm", *_OTHERS]))
+        others = [name for name in _OTHERS if num_labels == 1 or name not in _OF_ONE_LABEL]
+        name = str(self.dice.choice(["dlrm", "dlrm", *others]))
         if name != "dlrm":
             return {"name": name}
         model: dict[str, Any] = {"name": name, "interaction": str(self.dice.choice(["dot", "dot_and_embeddings"]))}
@@ -181,7 +183,7 @@ def write_random(folder: Path, seed: int) -> Path:
     config = {
         "data": {"train": f"{folder}/train.parquet", "num_streams": 1, **labels},
         "features": drawn.features,
-        "model": drawn.model(),
+        "model": drawn.model(len(labels.get("labels", ("label",)))),
         "tables": drawn.tables,
         "optimizer": {"tables": {"learning_rate": 0.5}},
         "train": {"global_batch_size": 64},

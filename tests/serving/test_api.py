@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, fork_train
 from omegaconf import OmegaConf
-from retrieval import NUM_ITEMS, write_retrieval
+from retrieval import NUM_ITEMS, train_towers, write_retrieval
 
 import recsys
+from recsys.data import inputs
 from recsys.errors import UserError
 
 
@@ -41,6 +42,21 @@ def test_a_ranker(tmp_path: Path) -> None:
         recsys.open_run(f"{tmp_path}/run", "run.device=cuda")
     with pytest.raises(UserError, match=r"^RUN: 'nowhere' does not exist"):
         recsys.open_run("nowhere")
+
+
+def test_items_are_read_once_and_for_recommendations_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, users = train_towers(tmp_path, "train.epochs=1"), pq.read_table(tmp_path / "valid.parquet")
+    reads, read = list[str](), inputs.read_corpus
+    monkeypatch.setattr(inputs, "read_corpus", lambda config, items: reads.append(items.key) or read(config, items))
+    without, opened = recsys.open_run(run, "data.items=nowhere"), recsys.open_run(run)
+    pairs = pq.read_table(tmp_path / "train.parquet").slice(0, 40)
+    assert without.predict(pairs).equals(opened.predict(pairs)) and not reads
+    with pytest.raises(UserError, match=r"config key 'data.items': 'nowhere' does not exist"):
+        without.recommend(users)
+    best = opened.recommend(users, k=5)
+    assert opened.recommend(users.slice(7, 2), k=5).equals(best.slice(7, 2)) and reads == ["data.items"]
+    assert opened.embeddings("item", pq.read_table(tmp_path / "items.parquet").slice(0, 3)).num_rows == 3
+    assert opened.recommend(users, k=5).equals(best)
 
 
 @pytest.mark.slow

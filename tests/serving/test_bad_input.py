@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, fork_train
@@ -65,6 +66,29 @@ def test_rows(change: Any, said: str, ranker: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
+FORMS = (
+    lambda column: column.dictionary_encode(),
+    lambda column: pa.chunked_array([pc.run_end_encode(column.combine_chunks())]),
+    lambda column: column.cast(pa.string_view() if pa.types.is_string(column.type) else column.type),
+)
+
+
+def test_columns_in_other_forms_of_arrow(ranker: Path, towers: Path) -> None:
+    run, rows = recsys.open_run(ranker), pq.read_table(ROOT / "data/sample/test").slice(0, 50)
+    expected = run.predict(rows, keep=["device"])
+    for form in FORMS:
+        other = rows
+        for name in ("device", "category", "item_id", "hour"):
+            other = with_column(other, name, form(other[name]))
+        assert run.predict(other, keep=["device"]).equals(expected)
+    towers_run, users = recsys.open_run(towers), pq.read_table(towers.parent / "valid.parquet")
+    lists = users["seen"].combine_chunks()
+    encoded = pa.ListArray.from_arrays(lists.offsets, lists.values.dictionary_encode())
+    assert towers_run.recommend(with_column(users, "seen", encoded), k=5).equals(towers_run.recommend(users, k=5))
+    with pytest.raises(UserError, match=r"^DATA has a column that Parquet cannot hold .*month_day"):
+        run.predict(rows.append_column("x", pa.nulls(len(rows), pa.month_day_nano_interval())))
+
+
 def test_a_column_is_kept_once(ranker: Path) -> None:
     found = recsys.open_run(ranker).predict(str(ROOT / "data/sample/test"), keep=["hour", "hour"])
     assert found.column_names == ["hour", "score"]
@@ -89,10 +113,12 @@ def test_users_and_names(towers: Path) -> None:
     run = recsys.open_run(towers)
     users = pq.read_table(towers.parent / "valid.parquet")
     items = pq.read_table(towers.parent / "items.parquet")
+    ids = pa.array([[1, 2]] * len(users))
     for use, said in (
         (lambda: run.recommend(users.drop_columns("history")), "has no column 'history'"),
         (lambda: run.recommend(users.drop_columns("seen")), "has no column 'seen'"),
         (lambda: run.recommend(users, keep=["usr"]), "--keep: file"),
+        (lambda: run.recommend(with_column(users, "seen", ids)), "ids of type int64 do not compare with ids of type s"),
         (lambda: run.recommend(users.slice(0, 0)), "hold no rows"),
         (lambda: run.recommend([]), "DATA is an empty list"),
         (lambda: run.recommend([{"user": 1}]), "DATA is a list, and may be paths, an Arrow table or a data frame"),
@@ -104,7 +130,10 @@ def test_users_and_names(towers: Path) -> None:
             lambda: run.embeddings("user"),
             "nothing says of which users the vectors are wanted; give their rows as --data",
         ),
-        (lambda: run.embeddings("itm"), "the run has no vectors of 'itm'; did you mean 'item'?"),
+        (
+            lambda: run.embeddings("itm"),
+            "no vectors of 'itm'; did you mean 'item'? (known: user, item, tables.user, tables.item)",
+        ),
         (lambda: run.embeddings("tables.itm"), "the run has no vectors of 'tables.itm'"),
         (lambda: run.embeddings("item", items.drop_columns("year")), "has no column 'year'"),
         (lambda: run.embeddings("item", pa.concat_tables([items, items])), "DATA: item item-0 is there 2 times"),
@@ -113,6 +142,17 @@ def test_users_and_names(towers: Path) -> None:
         with pytest.raises(UserError) as raised:
             use()
         assert said in str(raised.value) and "\n" not in str(raised.value), str(raised.value)
+
+
+def test_folders_that_cannot_be(ranker: Path, towers: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    out = f"{tmp_path}/file/out"
+    for words in (("predict", ranker, ROOT / "data/sample/test", out), ("export", ranker, out)):
+        done = fork_train(*map(str, words), program="recsys")
+        assert done.returncode == 1 and f"error: OUT: '{tmp_path}/file" in done.stderr, done.stderr
+        assert "cannot be made" in done.stderr and "Traceback" not in done.stderr
+    done = fork_train("embeddings", str(towers), "item", f"{tmp_path}/out", "--queries", "users", program="recsys")
+    assert done.returncode == 1 and "--queries are users to measure the recall of an index on; ask" in done.stderr
 
 
 def test_faiss_that_is_not_there(towers: Path, tmp_path: Path) -> None:

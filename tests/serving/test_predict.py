@@ -1,7 +1,9 @@
 """`recsys predict` and `recsys recommend`: every row once and in order, on any number of ranks, with raw ids."""
 
+import gc
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from launch import ROOT, evaluate, fork_train
 
 from recsys.models.label_metrics import auc
+from recsys.serving import parts as parts_module
 from recsys.serving import predict as predict_module
 
 BLOCK_ROWS = 60
@@ -59,6 +62,18 @@ def small_blocks_and_an_end() -> None:
     predict_module.scored = ended
 
 
+def small_blocks_and_counts() -> None:
+    """Print after each block how many objects of this package live, with nothing that collects cycles."""
+    small_blocks()
+    gc.disable()
+
+    def count() -> None:
+        kinds = [type(each).__qualname__ for each in gc.get_objects() if type(each).__module__.startswith("recsys.")]
+        print("alive", json.dumps(Counter(kinds)))
+
+    parts_module.give_unused_back = count
+
+
 def recsys(*arguments: Any, nproc: int = 1, before: Any = small_blocks) -> Any:
     return fork_train(*map(str, arguments), nproc=nproc, before=before, program="recsys")
 
@@ -97,6 +112,14 @@ def test_any_number_of_ranks(nproc: int, run: Path, rows: pa.Table, alone: pa.Ta
     assert on_some.drop_columns("score").equals(alone.drop_columns("score"))
     np.testing.assert_allclose(on_some["score"].to_numpy(), alone["score"].to_numpy(), rtol=0, atol=1e-6)
     assert len(list((tmp_path / "out").glob("part-*"))) > nproc
+
+
+def test_a_block_leaves_nothing_in_memory(run: Path, rows: pa.Table, tmp_path: Path) -> None:
+    arguments = ("predict", run, folder_of(rows), tmp_path / "out")
+    done = recsys(*arguments, before=small_blocks_and_counts)
+    alive = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("alive")]
+    assert done.returncode == 0 and len(alive) > 4 and alive[0]["OpenRun"] == 1
+    assert all(counts == alive[0] for counts in alive)
 
 
 @pytest.mark.slow
