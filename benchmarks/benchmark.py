@@ -19,8 +19,10 @@ from recsys.runtime.versions import exit_unless_installed  # noqa: E402
 
 exit_unless_installed()
 
+import benchmark_attention  # noqa: E402
 import benchmark_checkpoints  # noqa: E402
 import benchmark_compress  # noqa: E402
+import benchmark_configs  # noqa: E402
 import benchmark_dense  # noqa: E402
 import benchmark_loader  # noqa: E402
 import benchmark_peaks  # noqa: E402
@@ -94,6 +96,10 @@ def main() -> None:
     benchmark_compress.add_arguments(compress)
     times = commands.add_parser("time", help="samples/s, as a dry run predicts them and as training measures them")
     benchmark_time.add_arguments(times)
+    configs = commands.add_parser("configs", help="losses on one process and on two, and peaks of memory")
+    benchmark_configs.add_arguments(configs)
+    attention = commands.add_parser("attention", help="jagged attention against padded: time and memory")
+    benchmark_attention.add_arguments(attention)
     arguments = parser.parse_args()
     measure: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
         "seeds": measure_seeds,
@@ -107,6 +113,8 @@ def main() -> None:
         "time": benchmark_time.run,
         "dense": benchmark_dense.run,
         "predict": benchmark_predict.run,
+        "attention": benchmark_attention.run,
+        "configs": partial(benchmark_configs.run, write=write),
         "compress": partial(benchmark_compress.run, write=write),
     }
     result = measure[arguments.command](arguments)

@@ -13,8 +13,10 @@ from recsys.errors import UserError
 from recsys.models.bootstrap import Bootstrap
 from recsys.runtime.world import World
 
-_ROWS_AT_ONCE = 1 << 18  # of what takes several FP64 numbers for each row
+_ROWS_AT_ONCE = 1 << 16  # of what takes several FP64 numbers for each row
 _SAMPLED_SCORES = 1 << 10  # of a rank, to find ranges of scores that have about as many rows each
+_SIGN = np.uint32(1 << 31)
+_MOST_IN_BLOCK = 1 << 22  # rows: 32 MiB, from which on glibc never takes a block out of its heap
 
 
 def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
@@ -168,32 +170,45 @@ class LabelEvaluator:
     """The metrics of each label, as `label_metrics` has them.
 
     Their names begin with that of the label where there are several: `click.auc`. Rows whose label is not known do not
-    count for it. A rank keeps 12 bytes of each of its rows, and computes with 12 more, or 32 where there are others.
+    count for it. For AUC a rank keeps 8 bytes of each of its rows, and where there are other ranks takes as many again
+    to compute it; of other metrics sums are enough, unless rows have units.
     """
 
     def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
         self._labels = labels
-        self._rows: list[list[np.ndarray]] = [[] for _ in labels]
+        self._packed = [_Packed() for _ in labels]  # of binary labels
+        self._numbers: list[list[np.ndarray]] = [[] for _ in labels]  # of others whose rows have units, FP32 [3, rows]
         self._units: list[list[np.ndarray]] = [[] for _ in labels]
+        self._sums = [np.r_[0, _sums(label.loss, *np.zeros((3, 0)))] for label in labels.values()]
 
     def update(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
     ) -> None:
         """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
-        for i, column in enumerate(by_label(outputs, self._labels, len(batch.weights))):
+        columns = by_label(outputs, self._labels, len(batch.weights))
+        for (_, loss, i), column in zip(self._prefixed(), columns, strict=True):
             values = torch.stack([batch.labels[:, i], column.float(), batch.label_weights(i)]).cpu().numpy()
-            self._rows[i].append(values[:, values[2] > 0])
+            counted = values[2] > 0
+            values = values[:, counted]
+            for start in range(0, values.shape[1], _ROWS_AT_ONCE):
+                piece = values[:, start : start + _ROWS_AT_ONCE].astype(np.float64)
+                self._sums[i] += np.r_[piece.shape[1], _sums(loss, *piece)]
+            if loss is LabelLoss.binary:
+                self._packed[i].add(_packed(*values))
+            elif units is not None:
+                self._numbers[i].append(values)
             if units is not None:
-                self._units[i].append(units[values[2] > 0])
+                self._units[i].append(units[counted])
 
     def compute(self, world: World) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for prefix, loss, i in self._prefixed():
-            rows = self._own(i)
-            found = {"auc": _auc_of_ranks(world, rows)} if loss is LabelLoss.binary else {}
-            own = sum((_sums(loss, *piece) for piece in _pieces(rows)), _sums(loss, *np.zeros((3, 0))))
-            sums = world.sum(torch.from_numpy(np.r_[rows.shape[1], own])).numpy()
-            found |= _from_sums(loss, sums[1:]) | {"rows": float(sums[0])}
+            found = {}
+            if loss is LabelLoss.binary:
+                rows = self._packed[i].joined()
+                found["auc"] = _auc_of_ranks(world, rows.copy() if self._units[i] else rows)
+            num_rows, *sums = world.sum(torch.from_numpy(self._sums[i])).numpy()
+            found |= _from_sums(loss, np.array(sums)) | {"rows": float(num_rows)}
             metrics |= {f"{prefix}{name}": value for name, value in found.items()}
         return metrics
 
@@ -231,18 +246,67 @@ class LabelEvaluator:
         for i, (name, label) in enumerate(self._labels.items()):
             yield f"{name}." if len(self._labels) > 1 else "", label.loss, i
 
-    def _own(self, i: int) -> np.ndarray:
-        """Return this rank's rows of a label: labels, outputs and weights, FP32 [3, rows]."""
-        self._rows[i] = [np.concatenate([np.zeros((3, 0), np.float32), *self._rows[i]], axis=1)]
-        return self._rows[i][0]
-
     def _of_all(self, world: World) -> Iterator[tuple[str, LabelLoss, np.ndarray, np.ndarray]]:
         """Yield of each label the prefix of its metrics, its loss, the rows of all ranks, float64 [3, rows], and their
         units, uint64 [rows]."""
         for prefix, loss, i in self._prefixed():
-            mine = self._own(i), np.concatenate([np.zeros(0, np.uint64), *self._units[i]])
+            if loss is LabelLoss.binary:
+                rows = _unpacked(self._packed[i].joined())
+            else:
+                rows = np.concatenate([np.zeros((3, 0), np.float32), *self._numbers[i]], axis=1)
+            mine = rows, np.concatenate([np.zeros(0, np.uint64), *self._units[i]])
             values, units = (np.concatenate(each, axis=-1) for each in zip(*world.gather(mine), strict=True))
             yield prefix, loss, values.astype(np.float64), units
+
+
+class _Packed:
+    """Packed rows in a few blocks, the larger the more there are.
+
+    One block a batch would leave holes in the heap; large ones lie apart, and go back to the system one by one.
+    """
+
+    def __init__(self) -> None:
+        self._blocks, self._used = [np.zeros(0, np.uint64)], 0  # in the last of them
+
+    def add(self, rows: np.ndarray) -> None:
+        while len(rows):
+            if self._used == len(self._blocks[-1]):
+                size = max(len(rows), sum(map(len, self._blocks)))
+                self._blocks.append(np.empty(min(size, _MOST_IN_BLOCK), np.uint64))
+                self._used = 0
+            added = self._blocks[-1][self._used :][: len(rows)]
+            added[:] = rows[: len(added)]
+            self._used, rows = self._used + len(added), rows[len(added) :]
+
+    def joined(self) -> np.ndarray:
+        """Return all rows in one array, which takes the place of the blocks."""
+        if len(self._blocks) > 1:
+            self._blocks[-1] = self._blocks[-1][: self._used]
+            blocks, self._used = self._blocks[::-1], sum(map(len, self._blocks))
+            self._blocks, start = [np.empty(self._used, np.uint64)], 0
+            while blocks:  # each is freed as soon as it is copied
+                block = blocks.pop()
+                self._blocks[0][start : start + len(block)] = block
+                start += len(block)
+        return self._blocks[0]
+
+
+def _packed(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return rows as integers that ascend with the score: 32 bits of it, one of the label and 31 of the weight.
+
+    Args:
+        labels: 0 or 1; scores: logits; weights: 0 or more. All FP32 [rows].
+    """
+    bits = (scores + np.float32(0)).view(np.uint32)  # -0.0 becomes 0.0
+    ordered = np.where(bits & _SIGN, ~bits, bits | _SIGN).astype(np.uint64)
+    return ordered << 32 | weights.view(np.uint32) | np.where(labels > 0, _SIGN, np.uint32(0))
+
+
+def _unpacked(rows: np.ndarray) -> np.ndarray:
+    """Return labels, scores and weights of packed rows, FP32 [3, rows]."""
+    ordered, others = (rows >> 32).astype(np.uint32), rows.astype(np.uint32)
+    scores = np.where(ordered & _SIGN, ordered ^ _SIGN, ~ordered).view(np.float32)
+    return np.stack([(others >> 31).astype(np.float32), scores, (others & ~_SIGN).view(np.float32)])
 
 
 def _drawn(loss: LabelLoss, rows: np.ndarray, groups: np.ndarray | None, drawn: np.ndarray) -> list[float]:
@@ -251,21 +315,20 @@ def _drawn(loss: LabelLoss, rows: np.ndarray, groups: np.ndarray | None, drawn: 
     return found if groups is None else [*found, grouped_auc(groups, labels, outputs, weights)]
 
 
-def _pieces(rows: np.ndarray) -> Iterator[np.ndarray]:
-    for start in range(0, rows.shape[1], _ROWS_AT_ONCE):
-        yield rows[:, start : start + _ROWS_AT_ONCE].astype(np.float64)
-
-
 def _auc_of_ranks(world: World, rows: np.ndarray) -> float:
     """Return the AUC of the rows of all ranks, on every rank; collective.
 
     Each rank takes the rows of a range of scores. What it lacks is how many negative rows lie below that.
 
     Args:
-        rows: this rank's labels, scores and weights, FP32 [3, rows].
+        rows: of this rank, packed; they are sorted where they lie.
     """
+    rows.sort()
+    if world.world_size > 1:
+        rows = _of_ranges(world, rows)
+        rows.sort()
     right = positive = negative = 0.0
-    for of_rank in world.gather(_pairs(_of_ranges(world, rows))):
+    for of_rank in world.gather(_pairs(rows)):
         right += of_rank[0] + of_rank[1] * negative
         positive += of_rank[1]
         negative += of_rank[2]
@@ -273,38 +336,27 @@ def _auc_of_ranks(world: World, rows: np.ndarray) -> float:
 
 
 def _of_ranges(world: World, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of this rank's range of scores, out of those of all ranks; collective."""
-    if world.world_size == 1:
-        return rows
-    step = max(1, rows.shape[1] // _SAMPLED_SCORES)
-    sample = np.sort(np.concatenate(world.gather(rows[1, ::step].copy())))
-    bounds = sample[
-        [len(sample) * rank // world.world_size for rank in range(1, world.world_size)] if len(sample) else []
-    ]
-    owner = np.searchsorted(bounds, rows[1], side="right")
-    received = world.exchange([torch.from_numpy(rows[:, owner == rank].ravel()) for rank in range(world.world_size)])
-    return np.concatenate([part.numpy().reshape(3, -1) for part in received], axis=1)
+    """Return the rows of this rank's range of scores, out of those of all ranks, which are sorted; collective."""
+    step = max(1, len(rows) // _SAMPLED_SCORES)
+    sample = np.sort(np.concatenate(world.gather(rows[::step] >> 32)))
+    places = [len(sample) * rank // world.world_size for rank in range(1, world.world_size)] if len(sample) else []
+    bounds = np.searchsorted(rows, sample[places] << 32) if len(sample) else [0] * (world.world_size - 1)
+    sizes = np.diff(np.r_[0, bounds, len(rows)]).tolist()
+    return world.exchange(torch.from_numpy(rows.view(np.int64)), sizes).numpy().view(np.uint64)
 
 
 def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
-    """Return what `_ordered_pairs` does of a single group, in pieces; rows are in any order, and may be none."""
-    labels, scores, weights = rows
-    keys = np.empty(len(scores), np.uint64)  # the score, as an integer of the same order, and the row
-    for start in range(0, len(scores), _ROWS_AT_ONCE):
-        bits = (scores[start : start + _ROWS_AT_ONCE] + np.float32(0)).view(np.uint32)  # -0.0 becomes 0.0
-        ordered = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31)).astype(np.uint64)
-        keys[start : start + len(bits)] = ordered << 32 | np.arange(start, start + len(bits), dtype=np.uint64)
-    keys.sort()
+    """Return what `_ordered_pairs` does of a single group, in pieces; rows are packed and sorted, and may be none."""
     right = positive = negative = 0.0
     start = 0
-    while start < len(keys):
+    while start < len(rows):
         stop = start + _ROWS_AT_ONCE
-        if stop < len(keys):  # equal scores stay together
-            stop = np.searchsorted(keys, (keys[stop] >> 32) << 32)
-            stop = stop if stop > start else np.searchsorted(keys, ((keys[start] >> 32) + 1) << 32)
-        order = (keys[start:stop] & 0xFFFFFFFF).astype(np.int64)
-        is_first = np.arange(len(order)) == 0
-        found = _ordered_pairs(is_first, labels[order], scores[order], weights[order].astype(np.float64))
+        if stop < len(rows):  # equal scores stay together
+            stop = np.searchsorted(rows, (rows[stop] >> 32) << 32)
+            stop = stop if stop > start else np.searchsorted(rows, ((rows[start] >> 32) + 1) << 32)
+        labels, scores, weights = _unpacked(rows[start:stop])
+        is_first = np.arange(len(labels)) == 0
+        found = _ordered_pairs(is_first, labels, scores, weights.astype(np.float64))
         of_piece = [float(each[0]) for each in found]
         right += of_piece[0] + of_piece[1] * negative
         positive, negative, start = positive + of_piece[1], negative + of_piece[2], stop

@@ -19,6 +19,8 @@ from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
+_FACTORS_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}  # of HSTU's attention: FP32 numbers of several alike
+
 
 @dataclass
 class SASRecConfig(ListConfig):
@@ -143,8 +145,17 @@ class HSTU(nn.Module):
     def _attention(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         places = torch.arange(queries.shape[2], device=queries.device)
         between = places[:, None] - places
-        factors = F.silu(queries @ keys.transpose(2, 3) + self.distances[between.clamp(min=0)]) / self.length
-        return factors.masked_fill(between < 0, 0.0) @ values
+        added = self.distances[between.clamp(min=0)]
+
+        def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            factors = F.silu(queries @ keys.transpose(2, 3) + added) / self.length
+            return factors.masked_fill(between < 0, 0.0) @ values
+
+        if torch.compiler.is_exporting():
+            return attend(queries, keys, values)
+        at_once = max(1, _FACTORS_AT_ONCE[queries.device.type] // max(1, self.num_heads * len(places) ** 2))
+        parts = zip(*(each.split(at_once) for each in (queries, keys, values)), strict=True)
+        return torch.cat([attend(*part) for part in parts])
 
 
 class SASRec(RetrievalModel):

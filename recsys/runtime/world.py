@@ -75,15 +75,15 @@ class World:
         dist.all_reduce(total, group=self.host_group)
         return total
 
-    def exchange(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Send every rank its part, and return those for this one, in order of rank; host tensors of one dimension."""
-        sent = torch.tensor([len(part) for part in parts])
+    def exchange(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Send every rank its part of a host tensor, so many values each, and return those for this one, in order of
+        rank."""
+        sent = torch.tensor(sizes)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.host_group)
-        sizes = received.tolist()
-        found = parts[0].new_empty(sum(sizes))
-        dist.all_to_all_single(found, torch.cat(list(parts)), sizes, sent.tolist(), group=self.host_group)
-        return list(found.split(sizes))
+        found = values.new_empty(int(received.sum()))
+        dist.all_to_all_single(found, values, received.tolist(), list(sizes), group=self.host_group)
+        return found
 
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; if it fails anywhere, raise the first failure on every rank.

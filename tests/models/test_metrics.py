@@ -57,8 +57,8 @@ class Rank:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.gather(tensor)).sum(0)
 
-    def exchange(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [of_rank[self.rank] for of_rank in self.gather(parts)]
+    def exchange(self, values: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        return torch.cat([of_rank[self.rank] for of_rank in self.gather(values.split(sizes))])
 
 
 def over_ranks(evaluators: list[Any]) -> dict[str, float]:

@@ -166,11 +166,14 @@ def test_a_later_item_changes_no_earlier_state(layer: SequenceLayer) -> None:
     assert not alone[1].any(), "of nothing there is no state"
 
 
-def test_hstu_by_hand() -> None:
+@pytest.mark.parametrize("at_once", [1, 50, 1000])
+def test_hstu_by_hand(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of lists of 3, 3, 1 and 2 items, whose attention is computed all together or in pieces."""
+    monkeypatch.setattr(sasrec, "_FACTORS_AT_ONCE", {"cpu": at_once})
     model = model_of(layer=SequenceLayer.hstu, dropout=0.0, num_heads=2, num_blocks=1)
-    block, lengths = model.blocks[0], [3, 1, 2]
+    block, lengths = model.blocks[0], [3, 3, 1, 2]
     torch.nn.init.normal_(block.distances)
-    x = torch.randn(6, 4)
+    x = torch.randn(9, 4)
     result = block(x, Lists.of(np.array(lengths), torch.device("cpu")))
     for rows, found in zip(x.split(lengths), result.split(lengths), strict=True):
         gate, queries, keys, values = F.silu(block.inner(block.norms[0](rows))).chunk(4, dim=1)
