@@ -43,7 +43,7 @@ _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
 _CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it
-_RESULT_BYTES = 12 + 24 + 8  # of a row evaluated: kept as FP32, joined and sent, then sorted by 8 bytes
+_RESULT_BYTES = 16  # of a row evaluated: one integer, and once more while all are joined or sent
 
 
 def predict(

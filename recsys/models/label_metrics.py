@@ -11,12 +11,11 @@ from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.bootstrap import Bootstrap
+from recsys.models.packed_rows import PackedRows, pack, unpack
 from recsys.runtime.world import World
 
 _ROWS_AT_ONCE = 1 << 16  # of what takes several FP64 numbers for each row
 _SAMPLED_SCORES = 1 << 10  # of a rank, to find ranges of scores that have about as many rows each
-_SIGN = np.uint32(1 << 31)
-_MOST_IN_BLOCK = 1 << 22  # rows: 32 MiB, from which on glibc never takes a block out of its heap
 
 
 def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
@@ -176,7 +175,7 @@ class LabelEvaluator:
 
     def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
         self._labels = labels
-        self._packed = [_Packed() for _ in labels]  # of binary labels
+        self._packed = [PackedRows() for _ in labels]  # of binary labels
         self._numbers: list[list[np.ndarray]] = [[] for _ in labels]  # of others whose rows have units, FP32 [3, rows]
         self._units: list[list[np.ndarray]] = [[] for _ in labels]
         self._sums = [np.r_[0, _sums(label.loss, *np.zeros((3, 0)))] for label in labels.values()]
@@ -194,7 +193,7 @@ class LabelEvaluator:
                 piece = values[:, start : start + _ROWS_AT_ONCE].astype(np.float64)
                 self._sums[i] += np.r_[piece.shape[1], _sums(loss, *piece)]
             if loss is LabelLoss.binary:
-                self._packed[i].add(_packed(*values))
+                self._packed[i].add(pack(*values))
             elif units is not None:
                 self._numbers[i].append(values)
             if units is not None:
@@ -251,62 +250,12 @@ class LabelEvaluator:
         units, uint64 [rows]."""
         for prefix, loss, i in self._prefixed():
             if loss is LabelLoss.binary:
-                rows = _unpacked(self._packed[i].joined())
+                rows = unpack(self._packed[i].joined())
             else:
                 rows = np.concatenate([np.zeros((3, 0), np.float32), *self._numbers[i]], axis=1)
             mine = rows, np.concatenate([np.zeros(0, np.uint64), *self._units[i]])
             values, units = (np.concatenate(each, axis=-1) for each in zip(*world.gather(mine), strict=True))
             yield prefix, loss, values.astype(np.float64), units
-
-
-class _Packed:
-    """Packed rows in a few blocks, the larger the more there are.
-
-    One block a batch would leave holes in the heap; large ones lie apart, and go back to the system one by one.
-    """
-
-    def __init__(self) -> None:
-        self._blocks, self._used = [np.zeros(0, np.uint64)], 0  # in the last of them
-
-    def add(self, rows: np.ndarray) -> None:
-        while len(rows):
-            if self._used == len(self._blocks[-1]):
-                size = max(len(rows), sum(map(len, self._blocks)))
-                self._blocks.append(np.empty(min(size, _MOST_IN_BLOCK), np.uint64))
-                self._used = 0
-            added = self._blocks[-1][self._used :][: len(rows)]
-            added[:] = rows[: len(added)]
-            self._used, rows = self._used + len(added), rows[len(added) :]
-
-    def joined(self) -> np.ndarray:
-        """Return all rows in one array, which takes the place of the blocks."""
-        if len(self._blocks) > 1:
-            self._blocks[-1] = self._blocks[-1][: self._used]
-            blocks, self._used = self._blocks[::-1], sum(map(len, self._blocks))
-            self._blocks, start = [np.empty(self._used, np.uint64)], 0
-            while blocks:  # each is freed as soon as it is copied
-                block = blocks.pop()
-                self._blocks[0][start : start + len(block)] = block
-                start += len(block)
-        return self._blocks[0]
-
-
-def _packed(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return rows as integers that ascend with the score: 32 bits of it, one of the label and 31 of the weight.
-
-    Args:
-        labels: 0 or 1; scores: logits; weights: 0 or more. All FP32 [rows].
-    """
-    bits = (scores + np.float32(0)).view(np.uint32)  # -0.0 becomes 0.0
-    ordered = np.where(bits & _SIGN, ~bits, bits | _SIGN).astype(np.uint64)
-    return ordered << 32 | weights.view(np.uint32) | np.where(labels > 0, _SIGN, np.uint32(0))
-
-
-def _unpacked(rows: np.ndarray) -> np.ndarray:
-    """Return labels, scores and weights of packed rows, FP32 [3, rows]."""
-    ordered, others = (rows >> 32).astype(np.uint32), rows.astype(np.uint32)
-    scores = np.where(ordered & _SIGN, ordered ^ _SIGN, ~ordered).view(np.float32)
-    return np.stack([(others >> 31).astype(np.float32), scores, (others & ~_SIGN).view(np.float32)])
 
 
 def _drawn(loss: LabelLoss, rows: np.ndarray, groups: np.ndarray | None, drawn: np.ndarray) -> list[float]:
@@ -354,7 +303,7 @@ def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
         if stop < len(rows):  # equal scores stay together
             stop = np.searchsorted(rows, (rows[stop] >> 32) << 32)
             stop = stop if stop > start else np.searchsorted(rows, ((rows[start] >> 32) + 1) << 32)
-        labels, scores, weights = _unpacked(rows[start:stop])
+        labels, scores, weights = unpack(rows[start:stop])
         is_first = np.arange(len(labels)) == 0
         found = _ordered_pairs(is_first, labels, scores, weights.astype(np.float64))
         of_piece = [float(each[0]) for each in found]
