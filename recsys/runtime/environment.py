@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -116,6 +117,22 @@ def give_unused_back() -> None:
     pa.default_memory_pool().release_unused()
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class GiveBack:
+    """Gives unused memory back once a second, where it is called in between, such as after each step.
+
+    Holes of a heap that are not filled again stay, and others come: over twenty steps of layers of 1024 a heap grew
+    from one and a half to three times what lived in it. What a step takes anew costs less than a hundredth of a second.
+    """
+
+    def __init__(self) -> None:
+        self._at = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._at >= 1:
+            give_unused_back()
+            self._at = time.monotonic()
 
 
 def _tell_malloc(parameter: int, variable: str, size: int) -> None:

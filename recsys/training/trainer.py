@@ -19,7 +19,7 @@ from recsys.memory import Timeline
 from recsys.memory.growth import Growth
 from recsys.models.metrics import is_higher_better
 from recsys.report.writers import Writer
-from recsys.runtime.environment import give_unused_back
+from recsys.runtime.environment import GiveBack, give_unused_back
 from recsys.runtime.live import Task, live_line
 from recsys.runtime.logs import Progress, logger, show_metrics
 from recsys.runtime.machine import topology_of
@@ -63,7 +63,7 @@ class Trainer:
         config, world = inputs.config, inputs.world
         self._inputs, self._config, self._built, self._world = inputs, config, built, world
         self._run_dir, self._timeline, self._enter_phase = run_dir, timeline, enter_phase
-        self._publisher, self._published_at = publisher, -1
+        self._publisher, self._published_at, self._give_back = publisher, -1, GiveBack()
         self.loader = inputs.loader("train")
         self._checkpoints = Checkpoints(
             run_dir / "checkpoints",
@@ -194,9 +194,9 @@ class Trainer:
         counts[2 if output.skipped else 0] += output.num_rows
         counts[1] += output.num_bad_rows
         state.position = output.batch.position
-        state.step += 1
-        self._timeline.step = state.step
+        self._timeline.step = state.step = state.step + 1
         self._timeline.check()
+        self._give_back()
         self.progress.step(output.num_rows, waited, {} if output.skipped else {"": output.loss, **output.losses})
         self._check_bad_rows(counts[1])
         scale = self._built.step.dense.loss_scale
