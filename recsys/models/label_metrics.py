@@ -233,7 +233,10 @@ class LabelEvaluator:
         return found
 
     def influences(self, world: World) -> dict[str, np.ndarray]:
-        """Return by metric what each row of all ranks adds to it, as `influences`; collective."""
+        """Return by metric what each row of all ranks adds to it, as `influences`; collective.
+
+        Of rows that were taken with units: others are in the order of their scores once metrics are computed.
+        """
         return {
             f"{prefix}{name}": of_rows
             for prefix, loss, values, _ in self._of_all(world)

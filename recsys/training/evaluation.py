@@ -11,6 +11,7 @@ from recsys.data.inputs import Inputs
 from recsys.data.loader import Loader
 from recsys.data.order import Position
 from recsys.models.items import ItemVectors
+from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 from recsys.runtime.live import Task
 from recsys.step.output import StepOutput
@@ -60,7 +61,7 @@ def evaluator_of(
             evaluator = model.module.dense.model.evaluator(items)
             loader, is_first = inputs.loader(role), inputs.world.rank == 0
             with Task(f"evaluating data.{role}", loader.steps_left(Position(), 1), "batches", is_first) as task:
-                keeps = by_row and isinstance(evaluator, RetrievalEvaluator)
+                keeps = by_row and isinstance(evaluator, (LabelEvaluator, RetrievalEvaluator))
                 for output in outputs_of(inputs, model, loader, stop_requested, pipeline):
                     units = (np.zeros(len(output.batch.weights), np.uint64),) if keeps else ()
                     evaluator.update(output.outputs, output.batch, *units)
