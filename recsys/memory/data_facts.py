@@ -30,7 +30,7 @@ _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
 _BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
 _DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
-_ENTRY_BYTES = 120  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
+_ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:
