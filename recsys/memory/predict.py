@@ -22,7 +22,7 @@ NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator amon
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
-_LIBRARY_BYTES = {"init": 10 << 20, "later": 38 << 20}
+_LIBRARY_BYTES = {"init": 10 << 20, "later": 34 << 20}
 _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _AUTOCAST_BYTES = 8 << 20  # on a CPU, its compiled products of halves
