@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from recsys.runtime.world import environment_of_one_process
+from recsys.runtime.launch import environment_of_one_process
 
 
 def run_command(*words: str, module: str = "recsys", shown: bool = True) -> str | None:

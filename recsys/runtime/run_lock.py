@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from recsys.errors import UserError
-from recsys.runtime.world import launch_identity
+from recsys.runtime.launch import launch_identity
 
 logger = logging.getLogger("recsys")
 

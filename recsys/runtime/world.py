@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from recsys.config import Device
 from recsys.errors import EchoError, LostPeerError, StuckError, UserError, disk_problem, is_out_of_memory
+from recsys.runtime.launch import is_launched, local_ranks
 from recsys.runtime.threads import computing_threads
 
 T = TypeVar("T")
@@ -182,24 +182,6 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, RuntimeError(text)
 
 
-def launch_identity() -> dict[str, Any]:
-    """Return what stays the same when a launcher starts a run again, and the number of Slurm's starts."""
-    torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
-    return {
-        "slurm_job": os.environ.get("SLURM_JOB_ID"),
-        "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
-        "torchrun": None if torchrun == "none" else torchrun,  # as where no --rdzv-id was given
-    }
-
-
-def environment_of_one_process() -> dict[str, str]:
-    """Return this process's environment without what its launcher says of ranks, with recsys on the path of imports."""
-    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    kept = {k: v for k, v in os.environ.items() if k not in of_ranks and not k.startswith("TORCHELASTIC")}
-    path = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(path)}
-
-
 @contextlib.contextmanager
 def open_world(
     device: Device = Device.auto, num_threads: int | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -215,10 +197,9 @@ def open_world(
         timeout_s: how long a collective waits for the other ranks.
 
     Raises:
-        UserError: CUDA is asked for and not there, or there are more ranks than GPUs.
+        UserError: CUDA is asked for and not there, there are more ranks than GPUs, or as `local_ranks`.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank, local_world_size = local_ranks()
     torch_device = _choose_device(device, local_rank, local_world_size)
     torch.set_num_threads(computing_threads(num_threads, torch_device, local_world_size))
     timeout = timedelta(seconds=timeout_s)
@@ -299,7 +280,7 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
     """Make the default group; return the stores of this start of the ranks and of the whole launch."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     launch_store: dist.Store
-    if "RANK" in os.environ:
+    if is_launched():
         launch_store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     else:
         launch_store, rank, world_size = dist.HashStore(), 0, 1

@@ -18,9 +18,10 @@ from recsys.data.inputs import Inputs
 from recsys.memory.page import when
 from recsys.report.page import PAGE
 from recsys.report.text import size
+from recsys.runtime.launch import launch_identity
 from recsys.runtime.logs import git_commit, show_metrics
 from recsys.runtime.versions import installed_versions
-from recsys.runtime.world import World, launch_identity
+from recsys.runtime.world import World
 from recsys.training.trainer import Trainer
 
 _PLACE_KEYS = ("run.dir=", "run.resume=", "run.overwrite=")

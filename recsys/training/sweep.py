@@ -21,8 +21,8 @@ from recsys.config import Config, IdMappingType, load_config
 from recsys.data.facts import vocabulary_file
 from recsys.errors import UserError
 from recsys.models.metrics import is_higher_better
+from recsys.runtime.launch import environment_of_one_process
 from recsys.runtime.logs import logger
-from recsys.runtime.world import environment_of_one_process
 from recsys.tables.row_codes import row_bytes
 from recsys.training.sweep_report import Tried, write_report
 from recsys.training.sweep_space import Space

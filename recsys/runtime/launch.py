@@ -1,0 +1,59 @@
+"""What a launcher, such as torchrun or Slurm, tells this process by its environment."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from recsys.errors import UserError
+
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torch, to find the other ranks
+
+
+def is_launched() -> bool:
+    """Return whether a launcher says which rank this process is."""
+    return "RANK" in os.environ
+
+
+def local_ranks() -> tuple[int, int]:
+    """Return which rank of its machine this process is, and how many the machine has; (0, 1) without a launcher.
+
+    Raises:
+        UserError: a variable is missing that torch finds the other ranks by, or one is no number, or out of range.
+    """
+    missing = [name for name in _NEEDED if is_launched() and not os.environ.get(name)]
+    if missing:
+        raise UserError(
+            f"the environment variable RANK says that a launcher started this process, but these are not set: "
+            f"{', '.join(missing)}; start ranks with torchrun, or unset RANK for a run on one process"
+        )
+    _check_below("RANK", "WORLD_SIZE")
+    return _check_below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def _check_below(rank_name: str, size_name: str) -> tuple[int, int]:
+    """Return two variables, 0 and 1 by default, of which the first must be less than the second."""
+    rank, size = os.environ.get(rank_name) or "0", os.environ.get(size_name) or "1"
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise UserError(
+            f"the environment variables {rank_name} and {size_name} must be whole numbers, the first from 0 to less "
+            f"than the second, found {rank!r} and {size!r}; torchrun sets both"
+        )
+    return int(rank), int(size)
+
+
+def launch_identity() -> dict[str, Any]:
+    """Return what stays the same when a launcher starts a run again, and the number of Slurm's starts."""
+    torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
+    return {
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "slurm_restarts": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "torchrun": None if torchrun == "none" else torchrun,  # as where no --rdzv-id was given
+    }
+
+
+def environment_of_one_process() -> dict[str, str]:
+    """Return this process's environment without what its launcher says of ranks, with recsys on the path of imports."""
+    kept = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith("TORCHELASTIC")}
+    path = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
+    return {**kept, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,0 +1,45 @@
+"""What a launcher says of ranks is checked before torch waits for peers that are not there."""
+
+import pytest
+
+from recsys.errors import UserError
+from recsys.runtime.launch import local_ranks
+
+LAUNCHED = {
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+def given(monkeypatch: pytest.MonkeyPatch, **variables: str | None) -> None:
+    for name, value in {**dict.fromkeys(LAUNCHED), **variables}.items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
+
+
+def test_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given(monkeypatch)
+    assert local_ranks() == (0, 1)
+    given(monkeypatch, **LAUNCHED)
+    assert local_ranks() == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"WORLD_SIZE": None, "MASTER_PORT": ""}, "not set: WORLD_SIZE, MASTER_PORT;"),
+        ({"MASTER_ADDR": None}, "not set: MASTER_ADDR;"),
+        ({"RANK": "8"}, "RANK and WORLD_SIZE must be whole numbers.*found '8' and '8'"),
+        ({"WORLD_SIZE": "-1"}, "found '3' and '-1'"),
+        ({"LOCAL_RANK": "one"}, "LOCAL_RANK and LOCAL_WORLD_SIZE must be.*found 'one' and '2'"),
+    ],
+)
+def test_what_a_launcher_would_not_say_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, str | None], said: str
+) -> None:
+    given(monkeypatch, **{**LAUNCHED, **changes})
+    with pytest.raises(UserError, match=said):
+        local_ranks()
