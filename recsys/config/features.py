@@ -36,6 +36,14 @@ def rank_rows(config: Config, world_size: int) -> int:
     return -(-config.train.global_batch_size // world_size) + sampled_rows(config, world_size)
 
 
+def evaluated_rows(config: Config, world_size: int, rows: int | None = None) -> int:
+    """Return how many rows a rank's batch of an evaluation has, where one of training has `rows` (default: its own)."""
+    if config.train.eval_batch_size is not None:
+        return -(-config.train.eval_batch_size // world_size)
+    rows = rank_rows(config, world_size) if rows is None else rows
+    return max(1, rows - sampled_rows(config, world_size))
+
+
 def quantized_features(config: Config) -> dict[str, RowCode]:
     """Return the code of the vectors of each id feature whose table has one."""
     codes = {name: config.tables[config.features[name].table or ""].quantize for name in id_features(config)}

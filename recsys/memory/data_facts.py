@@ -47,9 +47,11 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         windows = 2 * (config.data.window_mib << 20) * streams_of_a_rank(config, world_size)
         id_bytes = 4 if biggest < 1 << 31 else 8
         source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None, {})
-        counts = len(mean_ids) * statistics_bytes(math.inf)
+        counts, evaluated = len(mean_ids) * statistics_bytes(math.inf), _eval_ids(config, mean_ids)
         decoding = (Decoding(later=windows // 2),) * world_size
-        return DataFacts(mean_ids, id_bytes, windows, decoding, {}, source, *of_ids, statistics_bytes=counts)
+        return DataFacts(
+            mean_ids, id_bytes, windows, decoding, {}, source, *of_ids, statistics_bytes=counts, eval_ids=evaluated
+        )
     sample = _Sample(inputs, inputs.datasets["train"])
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
     train_rows = sizes.pop("train")
@@ -72,6 +74,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         counted_bytes=_counted_bytes(inputs, sample, counted),
         statistics_bytes=sum(map(statistics_bytes, distinct.values())),
         ranking_bytes=_ranking_bytes(inputs),
+        eval_ids=_eval_ids(config, sample.mean_ids()),
     )
 
 
@@ -83,6 +86,13 @@ def _mean_ids(config: Config, sample: "_Sample", world_size: int) -> dict[str, f
     items = {} if needs.items_in_rows else dict.fromkeys(of_items, drawn)
     kept = {} if not needs.items_in_rows else {name: means[name] for name in of_items if name in means}
     return {name: mean * (1 - drawn) for name, mean in means.items()} | kept | items
+
+
+def _eval_ids(config: Config, means: Mapping[str, float]) -> tuple[Mapping[str, float], ...]:
+    """Return `DataFacts.eval_ids`, by the table rows of each feature of a row of data.train; of what it lacks, 1."""
+    roles = ["valid"] if config.model.needs().item_id is None else ["valid", "items"]
+    read = [set(role_features(config, role)) for role in roles]
+    return tuple({name: means.get(name, 1.0) * (name in each) for name in id_features(config)} for each in read)
 
 
 def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, float]) -> tuple[int, dict[str, int]]:

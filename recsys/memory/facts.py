@@ -28,6 +28,8 @@ class DataFacts:
 
     Attributes:
         mean_ids: by feature, the table rows looked up for one row of data, on average.
+        eval_ids: the same of a row of each kind of batch that an evaluation has, 0 for a feature that it has not: of
+            rows to score, or of users and of items.
         id_bytes: of one table row number, as the loader holds it.
         window_bytes: host memory of a rank's windows. decoding: by rank, that of what becomes windows.
         eval_rows: of a rank, by dataset.
@@ -51,6 +53,7 @@ class DataFacts:
     statistics_bytes: int = 0
     ranking_bytes: int = 0
     counted_bytes: int = 0
+    eval_ids: tuple[Mapping[str, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class DenseFacts:
         rows: of a rank that the other two are for.
         step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
             gradients and pooled embeddings; pooled gradients are among them.
-        eval_bytes: the same of a forward pass alone, of the rows of an evaluation's batch.
+        eval_bytes: the same of a forward pass alone, of each kind of batch in `DataFacts.eval_ids`.
         host_bytes: of a GPU: the most that `train.activation_offload` keeps in page-locked host memory.
         heap_bytes: the most that those of a step which lie in the heap take at once. kept_bytes: what the heap keeps of
             that while step_bytes are at their peak, with blocks that do not lie there.
@@ -74,7 +77,7 @@ class DenseFacts:
     optimizer_bytes: tuple[int, ...]
     rows: int
     step_bytes: int
-    eval_bytes: int
+    eval_bytes: tuple[int, ...]
     heap_bytes: int
     kept_bytes: int = 0
     host_bytes: int = 0

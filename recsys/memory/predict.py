@@ -3,10 +3,11 @@
 Nothing here allocates or looks at other ranks, so that it can be called some dozens of times.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from recsys.config import Config, DataType, FeatureType
 from recsys.config.choices import ROW_SPLITS, Autocast, ShardingChoice
+from recsys.config.features import evaluated_rows
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
@@ -56,12 +57,6 @@ def predict(
     return [_Rank(config, data, dense, topology, own, rank).memory() for rank, own in by_rank.items()]
 
 
-def eval_share(config: Config) -> float:
-    """Return how many times the rows of a batch of training one of an evaluation has."""
-    rows = config.train.global_batch_size
-    return (config.train.eval_batch_size or rows) / max(1, rows)
-
-
 class _Rank:
     """One rank's memory under construction; see `predict`."""
 
@@ -78,40 +73,49 @@ class _Rank:
         features = {name: f for name, f in config.features.items() if f.type is FeatureType.id}
         dims = {name: config.tables[f.table or ""].embedding_dim for name, f in features.items()}
         self._by_id, rows = config.unpooled_tables(), dense.rows
-        self.pooled = int(sum(4 * dim * self._num_vectors(name, rows) for name, dim in dims.items()))
+        self._dims = dims
+        self.pooled = self._pooled(rows, data.mean_ids)
         self.ids = rows * sum(data.mean_ids.values())
         weighted = any(feature.weights is not None for feature in config.features.values())
         per_row = 4 * (len(config.features) + 2)
         self.batch_bytes = int(self.ids * (data.id_bytes + 4 * weighted) + rows * per_row)
-        self.looked_up, self.reduced, self.exchanged_ids = self._lookups()
+        self.looked_up, self.reduced, self.exchanged_ids = self._lookups(rows, data.mean_ids)
 
-    def _num_vectors(self, feature: str, rows: int) -> float:
-        """Return how many vectors the tables give for a feature of `rows` rows."""
+    def _num_vectors(self, feature: str, rows: int, means: Mapping[str, float]) -> float:
+        """Return how many vectors the tables give for a feature of `rows` rows, with so many ids a row."""
         by_id = self._config.features[feature].table in self._by_id
-        return rows * self._data.mean_ids[feature] if by_id else rows
+        return rows * means[feature] if by_id else rows
 
-    def _lookups(self) -> tuple[int, int, int]:
+    def _pooled(self, rows: int, means: Mapping[str, float]) -> int:
+        """Return the bytes of the vectors that this rank gets for its rows."""
+        return int(sum(4 * dim * self._num_vectors(name, rows, means) for name, dim in self._dims.items()))
+
+    def _lookups(self, rank_rows: int, means: Mapping[str, float]) -> tuple[int, int, int]:
         """Return the bytes of the vectors that this rank looks up for all ranks, of those the ones that are added up
-        over ranks, and the number of ids for all."""
+        over ranks, and the number of ids for all.
+
+        Args:
+            rank_rows: of each rank. means: ids of each feature in one of them.
+        """
         ranks = self._topology.world_size
         vectors = reduced = ids = 0.0
         for piece in self._pieces:
             whole = self._config.tables[piece.table].num_embeddings
             own = piece.sharding_type == "data_parallel"
             split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
-            rows = self._dense.rows * (1 if own else ranks)
+            rows = rank_rows * (1 if own else ranks)
             for name, feature in self._config.features.items():
                 if feature.table == piece.table:
-                    size = self._num_vectors(name, rows) * piece.size[1] * 4
+                    size = self._num_vectors(name, rows, means) * piece.size[1] * 4
                     vectors += size
                     reduced += size if split else 0
-                    ids += rows * self._data.mean_ids[name] * (1 if own else piece.size[0] / whole)
+                    ids += rows * means[name] * (1 if own else piece.size[0] / whole)
         return int(vectors), int(reduced), int(ids)
 
     def memory(self) -> RankMemory:
-        moments = {"init": self._init(), "step": self._step(), "evaluation": self._evaluation(), "save": self._save()}
-        if not self._data.eval_rows:
-            del moments["evaluation"]
+        moments = {"init": self._init(), "step": self._step(), "save": self._save()}
+        if self._data.eval_rows:
+            moments["evaluation"] = self._evaluation()
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
             host["libraries"] = self._libraries(when) + _TABLE_MODULE_BYTES * len({p.table for p in self._pieces})
@@ -298,18 +302,24 @@ class _Rank:
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
         rows = max(self._data.eval_rows.values(), default=0)
-        means, trained = self._data.mean_ids, self._config.model.needs().training_features
-        share = eval_share(self._config) * (1 - sum(means[name] for name in trained) / sum(means.values()))
-        in_steps = {
-            "lookup_ids": int(share * self.exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes)),
-            "looked_up": int(share * self.looked_up),
-            "pooled": int(share * self.pooled),
-            "activations": self._dense.eval_bytes + self._data.ranking_bytes,
-        }
+        kinds = zip(self._data.eval_ids, self._dense.eval_bytes, strict=True)
+        in_steps = max((self._in_evaluation(*kind) for kind in kinds), key=lambda sizes: sum(sizes.values()))
         loader = self._loader()
         later = self._decoding.eval_later + sum(in_steps.values())
         loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
         return {**self._trained(), **in_steps}, {**loader, "results": rows * _RESULT_BYTES}
+
+    def _in_evaluation(self, means: Mapping[str, float], eval_bytes: int) -> Bytes:
+        """Return what comes and goes with each batch of a kind, of so many ids of each feature in a row."""
+        rows = evaluated_rows(self._config, self._topology.world_size, self._dense.rows)
+        looked_up, _, exchanged_ids = self._lookups(rows, means)
+        alone = self._topology.world_size == 1 and len({piece.sharding_type for piece in self._pieces}) == 1
+        return {
+            "lookup_ids": exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes),
+            "looked_up": 0 if alone else looked_up,  # then it is what `pooled` is
+            "pooled": self._pooled(rows, means),
+            "activations": eval_bytes + self._data.ranking_bytes,
+        }
 
     def _save(self) -> tuple[Bytes, Bytes]:
         copies = self._background_copies() or self._written_copies()

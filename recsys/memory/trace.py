@@ -13,14 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recsys.config import Config
-from recsys.config.features import id_features, rank_rows, sampled_rows
+from recsys.config.features import evaluated_rows, id_features, rank_rows, sampled_rows
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.fakes import dims_of, fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
-from recsys.memory.predict import eval_share
 from recsys.memory.tensors import storage_bytes
 from recsys.report.text import size as shown
-from recsys.runtime.environment import HEAP_BLOCK_BYTES, SMALL_HEAP_BLOCK_BYTES
+from recsys.runtime.environment import heap_block_bytes
 from recsys.runtime.machine import Topology
 from recsys.step.offload import Offload
 from recsys.step.step import TrainStep
@@ -44,14 +43,15 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
         if config.train.activation_offload:
             step.dense.offload = partial(_Counted, sizes=offloaded)
         step_bytes, heap_bytes, kept_bytes = _step_bytes(config, data, step, rows)
-        evaluated = math.ceil(rows * eval_share(config))
-        eval_bytes, *_ = _traced(config, data, step.eval(), evaluated, (0, evaluated))
+        evaluated = evaluated_rows(config, dist.get_world_size(), rows)
+        of_batches = [replace(data, mean_ids=means) for means in data.eval_ids]
+        traces = [_traced(config, each, step.eval(), evaluated, (0, evaluated)) for each in of_batches]
         return DenseFacts(
             **predict_dense(step.dense, config, dist.get_world_size()),
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
             rows=rows,
             step_bytes=step_bytes,
-            eval_bytes=eval_bytes,
+            eval_bytes=tuple(peak for peak, *_ in traces),
             heap_bytes=heap_bytes,
             kept_bytes=kept_bytes,
             host_bytes=max(offloaded, default=0),
@@ -104,11 +104,12 @@ def _traced(
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
-    pooled, by_id, batch = fake_inputs(config, data, rows, bounds, sampled_rows(config, dist.get_world_size()))
+    drawn = sampled_rows(config, dist.get_world_size()) if step.training else 0
+    pooled, by_id, batch = fake_inputs(config, data, rows, bounds, drawn)
     tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
-    block_bytes = SMALL_HEAP_BLOCK_BYTES if config.train.in_micro_batches else HEAP_BLOCK_BYTES
+    block_bytes = heap_block_bytes(config.train.in_micro_batches)
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), block_bytes)
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, [by_id], batch)
@@ -254,7 +255,9 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
             known[0],
             rows=rows,
             step_bytes=value("step_bytes"),
-            eval_bytes=value("eval_bytes"),
+            eval_bytes=tuple(
+                _parabola(rows / base, sizes) for sizes in zip(*(each.eval_bytes for each in known), strict=True)
+            ),
             heap_bytes=value("heap_bytes"),
             kept_bytes=value("kept_bytes"),
             host_bytes=value("host_bytes"),

@@ -19,7 +19,7 @@ from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
-_FACTORS_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}  # of HSTU's attention: FP32 numbers of several alike
+_FACTORS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}  # of HSTU's attention: FP32 numbers of several alike
 
 
 @dataclass
@@ -148,8 +148,10 @@ class HSTU(nn.Module):
         added = self.distances[between.clamp(min=0)]
 
         def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            factors = F.silu(queries @ keys.transpose(2, 3) + added) / self.length
-            return factors.masked_fill(between < 0, 0.0) @ values
+            # In place, since these are the largest tensors; the gradient of SiLU alone needs what came in.
+            products = (queries @ keys.transpose(2, 3)).add_(added)
+            factors = F.silu(products, inplace=not torch.is_grad_enabled()).div_(self.length)
+            return factors.masked_fill_(between < 0, 0.0) @ values
 
         if torch.compiler.is_exporting():
             return attend(queries, keys, values)
