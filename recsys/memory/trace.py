@@ -19,7 +19,7 @@ from recsys.memory.fakes import dims_of, fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import storage_bytes
 from recsys.report.text import size as shown
-from recsys.runtime.environment import heap_block_bytes
+from recsys.runtime.environment import SMALL_HEAP_BLOCK_BYTES, heap_block_bytes
 from recsys.runtime.machine import Topology
 from recsys.step.offload import Offload
 from recsys.step.step import TrainStep
@@ -51,7 +51,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
             rows=rows,
             step_bytes=step_bytes,
-            eval_bytes=tuple(peak for peak, *_ in traces),
+            eval_bytes=tuple(peak + kept for peak, _, kept in traces),
             heap_bytes=heap_bytes,
             kept_bytes=kept_bytes,
             host_bytes=max(offloaded, default=0),
@@ -109,7 +109,7 @@ def _traced(
     tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
-    block_bytes = heap_block_bytes(config.train.in_micro_batches)
+    block_bytes = heap_block_bytes(config.train.in_micro_batches) if step.training else SMALL_HEAP_BLOCK_BYTES
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), block_bytes)
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, [by_id], batch)

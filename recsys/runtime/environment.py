@@ -84,6 +84,8 @@ def prepare_environment() -> None:
     # all lengths through layers in BF16 took a gigabyte. Ten layers have some 30 products, of batches of one size.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+    # What torch warns of in C++ are twenty lines of addresses, as where a rank has ended and others still ask it.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # CUDA's allocator then grows the block that it has, where it would cut batches of other sizes out of new ones.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -12,7 +12,7 @@ from recsys.tables.spec import Shard
 WEIGHT_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 1}
 _CACHE_BYTES = {DataType.FP32: 4, DataType.FP16: 2, DataType.FP8: 2}  # of an element; FP8 is cached as FP16
 # Of a tensor in a checkpoint, written and read at once: what saving, loading, resharding and exporting hold besides.
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 PUBLISHED_BYTES = 8 << 20  # of a table's rows, of which publishing gathers at once those that have changed
 _ROW_STATE_BYTES = 4  # state of a row is FP32 whatever the weights are
 _STATE_BYTES = {StateType.FP32: 4, StateType.FP16: 2}  # of an element
