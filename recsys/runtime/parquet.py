@@ -1,6 +1,7 @@
 """A Parquet file from a stream of tables."""
 
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -15,20 +16,25 @@ ROW_GROUP_ROWS = 1 << 16  # held in memory
 
 def write_parquet(path: Path, tables: Iterable[pa.Table]) -> None:
     """Write tables of one schema as a file that appears whole, in row groups of 65,536 rows or a table more; of no
-    rows, none."""
+    rows, none. A thread writes a group while the tables of the next one are made."""
     pending: list[pa.Table] = []
+    written: Future[None] | None = None
     with ExitStack() as stack:
-        file: pq.ParquetWriter | None = None
         for table in chain(tables, [None]):
             if table is not None and len(table):
                 pending.append(table)
             is_full = sum(map(len, pending)) >= ROW_GROUP_ROWS
             if pending and (is_full or table is None):
                 group = pa.concat_tables(pending)
-                if file is None:
+                if written is None:
                     aside = stack.enter_context(replacing(path))
                     file = stack.enter_context(
                         pq.ParquetWriter(aside, group.schema, compression="zstd", write_page_checksum=True)
                     )
-                file.write_table(group)
+                    thread = stack.enter_context(ThreadPoolExecutor(1))
+                else:
+                    written.result()
+                written = thread.submit(file.write_table, group)
                 pending = []
+        if written is not None:
+            written.result()
