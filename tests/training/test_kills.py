@@ -85,7 +85,8 @@ def test_killed_and_resumed_is_the_run_that_never_stopped(
     killed = start(tmp_path / "run", *options, nproc=2, before=partial(kills.kill_at, point, ranks, number))
     assert killed.returncode != 0 and not (tmp_path / "run/result.json").exists(), killed.stdout
     errors = [line for line in killed.stderr.splitlines() if line.startswith("error: ")]
-    assert all("another rank ended" in line for line in errors) and len(errors) == 2 - len(ranks), killed.stderr
+    assert all("another rank ended" in line for line in errors), killed.stderr
+    assert 2 - len(ranks) <= len(errors) < 2, killed.stderr  # one that is to be killed may find the other gone first
     result = finish(tmp_path / "run", *options, nproc=2)
     assert result["data"]["epochs"] == [{"expected": 3000, "seen": 3000, "bad": 0, "skipped": 0}]
     assert_same(tmp_path / "run", reference, STEPS)
