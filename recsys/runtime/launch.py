@@ -21,7 +21,7 @@ def local_ranks() -> tuple[int, int]:
     Raises:
         UserError: a variable is missing that torch finds the other ranks by, or one is no number, or out of range.
     """
-    missing = [name for name in _NEEDED if is_launched() and not os.environ.get(name)]
+    missing = [name for name in _NEEDED if not os.environ.get(name)] if is_launched() else []
     if missing:
         raise UserError(
             f"the environment variable RANK says that a launcher started this process, but these are not set: "
@@ -32,14 +32,17 @@ def local_ranks() -> tuple[int, int]:
 
 
 def _check_below(rank_name: str, size_name: str) -> tuple[int, int]:
-    """Return two variables, 0 and 1 by default, of which the first must be less than the second."""
-    rank, size = os.environ.get(rank_name) or "0", os.environ.get(size_name) or "1"
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+    """Return two variables, 0 and 1 by default; the first must be less than the second, where that is set.
+
+    Scripts of one's own often set LOCAL_RANK alone, by which a GPU is chosen.
+    """
+    rank, size = os.environ.get(rank_name) or "0", os.environ.get(size_name) or ""
+    if not (rank.isdecimal() and (not size or (size.isdecimal() and int(rank) < int(size)))):
         raise UserError(
             f"the environment variables {rank_name} and {size_name} must be whole numbers, the first from 0 to less "
             f"than the second, found {rank!r} and {size!r}; torchrun sets both"
         )
-    return int(rank), int(size)
+    return int(rank), int(size or 1)
 
 
 def launch_identity() -> dict[str, Any]:

@@ -25,6 +25,8 @@ def test_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_ranks() == (0, 1)
     given(monkeypatch, **LAUNCHED)
     assert local_ranks() == (1, 2)
+    given(monkeypatch, **{**LAUNCHED, "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": None})  # as scripts under srun do
+    assert local_ranks() == (3, 1)
 
 
 @pytest.mark.parametrize(
