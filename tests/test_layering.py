@@ -84,7 +84,7 @@ def wrong_imports(path: str, tree: ast.Module) -> Iterator[str]:
 
 
 def environment_reads(path: str, tree: ast.Module) -> Iterator[str]:
-    """Only two files of `runtime` read the environment, and errors for the file that torchrun names there."""
+    """Only three files of `runtime` read the environment, and errors for the file that torchrun names there."""
     if path in ("recsys/runtime/world.py", "recsys/runtime/launch.py", "recsys/runtime/environment.py"):
         return
     for node in ast.walk(tree):

@@ -16,6 +16,11 @@ def model_features(config: Config) -> list[str]:
     return [name for name in id_features(config) if config.features[name].expert_of is None]
 
 
+def dims_of(config: Config) -> dict[str, int]:
+    """Return by id feature the dimension of its table."""
+    return {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
+
+
 def with_experts(config: Config, names: Container[str]) -> list[str]:
     """Return those of all features that are named, each with those of its further experts."""
     return [name for name, feature in config.features.items() if (feature.expert_of or name) in names]
@@ -36,11 +41,10 @@ def rank_rows(config: Config, world_size: int) -> int:
     return -(-config.train.global_batch_size // world_size) + sampled_rows(config, world_size)
 
 
-def evaluated_rows(config: Config, world_size: int, rows: int | None = None) -> int:
-    """Return how many rows a rank's batch of an evaluation has, where one of training has `rows` (default: its own)."""
+def evaluated_rows(config: Config, world_size: int, rows: int) -> int:
+    """Return how many rows a rank's batch of an evaluation has, where one of training has `rows`, as of `rank_rows`."""
     if config.train.eval_batch_size is not None:
         return -(-config.train.eval_batch_size // world_size)
-    rows = rank_rows(config, world_size) if rows is None else rows
     return max(1, rows - sampled_rows(config, world_size))
 
 

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Config
-from recsys.config.features import float_features, id_features
+from recsys.config.features import dims_of, float_features, id_features
 from recsys.data.batch import Batch, Sampled
 from recsys.data.order import Position
 from recsys.data.pool import Fence
@@ -58,11 +58,6 @@ def _looked_up(config: Config, data: DataFacts, rows: int) -> tuple[KeyedTensor 
         name: JaggedTensor(torch.empty(math.ceil(rows * data.mean_ids[name]), dim, requires_grad=True), lengths=lengths)
         for name, dim in by_id.items()
     }
-
-
-def dims_of(config: Config) -> dict[str, int]:
-    """Return by id feature the dimension of its table."""
-    return {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
 
 
 def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) -> Batch:

@@ -5,9 +5,9 @@ Nothing here allocates or looks at other ranks, so that it can be called some do
 
 from collections.abc import Iterable, Mapping
 
-from recsys.config import Config, DataType, FeatureType
+from recsys.config import Config, DataType
 from recsys.config.choices import ROW_SPLITS, Autocast, ShardingChoice
-from recsys.config.features import evaluated_rows
+from recsys.config.features import dims_of, evaluated_rows
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
@@ -70,10 +70,9 @@ class _Rank:
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._tables = rank_tables(config, pieces, rank)
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
-        features = {name: f for name, f in config.features.items() if f.type is FeatureType.id}
-        dims = {name: config.tables[f.table or ""].embedding_dim for name, f in features.items()}
-        self._by_id, rows = config.unpooled_tables(), dense.rows
-        self._dims = dims
+        # Alone, what tables of several sharding types give is copied into one tensor; of one type it is that tensor.
+        self._copies_lookups = topology.world_size == 1 and len({piece.sharding_type for piece in pieces}) > 1
+        self._dims, self._by_id, rows = dims_of(config), config.unpooled_tables(), dense.rows
         self.pooled = self._pooled(rows, data.mean_ids)
         self.ids = rows * sum(data.mean_ids.values())
         weighted = any(feature.weights is not None for feature in config.features.values())
@@ -256,10 +255,7 @@ class _Rank:
         if self._topology.on_gpu:
             in_flight["batches"] = _BATCHES_IN_PIPELINE * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
-        # Alone, what tables of several sharding types give is copied into one tensor, and stays until the last
-        # micro-batch is done.
-        types = {piece.sharding_type for piece in self._pieces}
-        stays = ranks == 1 and len(types) > 1 and self._config.train.in_micro_batches
+        stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
         given = {"looked_up": self.looked_up if stays else 0}
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
@@ -313,10 +309,10 @@ class _Rank:
         """Return what comes and goes with each batch of a kind, of so many ids of each feature in a row."""
         rows = evaluated_rows(self._config, self._topology.world_size, self._dense.rows)
         looked_up, _, exchanged_ids = self._lookups(rows, means)
-        alone = self._topology.world_size == 1 and len({piece.sharding_type for piece in self._pieces}) == 1
+        apart = self._copies_lookups or self._topology.world_size > 1
         return {
             "lookup_ids": exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes),
-            "looked_up": 0 if alone else looked_up,  # then it is what `pooled` is
+            "looked_up": looked_up if apart else 0,  # else it is what `pooled` is
             "pooled": self._pooled(rows, means),
             "activations": eval_bytes + self._data.ranking_bytes,
         }

@@ -9,10 +9,10 @@ import torch
 
 from recsys.config import Config
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
-from recsys.config.features import float_features, sampled_rows
+from recsys.config.features import dims_of, float_features, sampled_rows
 from recsys.errors import UserError
 from recsys.memory.facts import DataFacts, DenseFacts
-from recsys.memory.fakes import dims_of, fake_inputs, fake_step, fake_tensors
+from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.operators import OperatorTrace, Work
 from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
 from recsys.runtime.live import clock

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from recsys.config import Config
-from recsys.config.features import evaluated_rows, id_features, rank_rows, sampled_rows
+from recsys.config.features import dims_of, evaluated_rows, id_features, rank_rows, sampled_rows
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
-from recsys.memory.fakes import dims_of, fake_inputs, fake_step, fake_tensors
+from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import storage_bytes
 from recsys.report.text import size as shown

@@ -18,7 +18,7 @@ from recsys.checkpoint.tensors import TABLES
 from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.choices import Device, Route
 from recsys.config.experts import experts_with
-from recsys.config.features import averaged_features, float_features, id_features, with_experts
+from recsys.config.features import averaged_features, dims_of, float_features, id_features, with_experts
 from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs, open_inputs
@@ -175,7 +175,7 @@ class _Export:
         """Write the graphs and weights of the dense part; return what the manifest says of them."""
         config, needs = self._config, self._config.model.needs()
         model = load_dense(config, self._source)
-        dims = {name: config.tables[config.features[name].table or ""].embedding_dim for name in id_features(config)}
+        dims = dims_of(config)
         weighted = self._inputs.spec("rows").weighted
         inputs = export_dense.Inputs(dims, len(float_features(config)), config.unpooled_features(), weighted)
         dense = DenseExport(self._files, model, inputs, config.precision.dense_int8)
