@@ -7,6 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from recsys.config import Config
 from recsys.config.bounds import bounded
@@ -20,6 +21,7 @@ from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
 _FACTORS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}  # of HSTU's attention: FP32 numbers of several alike
+_FAKE_PARTS = 4  # at most, of fake tensors, since a dry run waits for each and learns little of more
 
 
 @dataclass
@@ -156,6 +158,8 @@ class HSTU(nn.Module):
         if torch.compiler.is_exporting():
             return attend(queries, keys, values)
         at_once = max(1, _FACTORS_AT_ONCE[queries.device.type] // max(1, self.num_heads * len(places) ** 2))
+        if isinstance(queries, FakeTensor):
+            at_once = max(at_once, -(-len(queries) // _FAKE_PARTS))
         parts = zip(*(each.split(at_once) for each in (queries, keys, values)), strict=True)
         return torch.cat([attend(*part) for part in parts])
 

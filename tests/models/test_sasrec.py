@@ -1,6 +1,7 @@
 """Sequence models: attention and loss by hand, and the same numbers however lists are cut into ranks and batches."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from launch import evaluate, fork_train
 from retrieval import train
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
@@ -184,6 +187,26 @@ def test_hstu_by_hand(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 heads.append(sum(F.silu(product) / 6 * values[j, head] for j, product in enumerate(products)))
             expected = rows[i] + block.outer(block.norms[1](torch.cat(heads)) * gate[i])
             torch.testing.assert_close(found[i], expected)
+    with torch.no_grad():  # which computes in place
+        torch.testing.assert_close(block(x, Lists.of(np.array(lengths), torch.device("cpu"))), result)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.bmm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_hstu_takes_few_parts_of_fake_tensors() -> None:
+    """A dry run waits for each: for the parts that real lists are cut into it took a minute."""
+    with FakeTensorMode(), torch.no_grad(), Products() as products:
+        block = model_of(layer=SequenceLayer.hstu, num_heads=2).blocks[0]
+        assert block._attention(*[torch.empty(20_000, 2, 200, 2)] * 3).shape == (20_000, 2, 200, 2)
+    assert 2 <= products.number <= 8
 
 
 @pytest.mark.parametrize("layer", list(SequenceLayer))
