@@ -65,11 +65,9 @@ class DenseFacts:
         rows: of a rank that the other two are for.
         step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
             gradients and pooled embeddings; pooled gradients are among them.
-        eval_bytes: the same of a forward pass alone, of each kind of batch in `DataFacts.eval_ids`, with what the heap
-            keeps beside.
+        eval_bytes: the same of a forward pass alone, of each kind of batch in `DataFacts.eval_ids`.
         host_bytes: of a GPU: the most that `train.activation_offload` keeps in page-locked host memory.
-        heap_bytes: the most that those of a step which lie in the heap take at once. kept_bytes: what the heap keeps of
-            that while step_bytes are at their peak, with blocks that do not lie there.
+        heap_bytes: the most that those of a step which lie in the heap take at once.
     """
 
     parameter_bytes: int
@@ -80,7 +78,6 @@ class DenseFacts:
     step_bytes: int
     eval_bytes: tuple[int, ...]
     heap_bytes: int
-    kept_bytes: int = 0
     host_bytes: int = 0
 
 

@@ -30,8 +30,7 @@ _AUTOCAST_BYTES = 8 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
 # thread's heap.
-_HOLES = 0.6
-_THREAD_HEAP_BYTES = 4 << 20  # what the heap of a thread that decodes keeps
+_HOLES = 0.7
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
@@ -149,18 +148,14 @@ class _Rank:
         return size + (_AUTOCAST_BYTES if halves and not self._topology.on_gpu else 0)
 
     def _heaps(self, in_evaluation: bool) -> int:
-        """Return what heaps take beside what lives: of the training thread, of threads that decode, of gloo's."""
-        decoding = self._decoding_threads * _THREAD_HEAP_BYTES
-        decoding *= 2 if self._data.eval_rows else 1  # other threads decode for evaluations
-        loader = self._loader()  # none keeps more than it has had
-        decoding = min(decoding, loader["loader_windows"] + loader["loader_decoding"])
+        """Return what the heap takes on CPU beside what lives: holes of the training thread, and of gloo's."""
         if self._topology.on_gpu:
-            return decoding
+            return 0
         copies, holes = self._gloo_copies(), 0
         if not in_evaluation:  # which frees each layer's blocks next to each other
             looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
-            holes = int(_HOLES * (self._dense.heap_bytes + looked_up)) + self._dense.kept_bytes
-        return decoding + holes + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
+            holes = int(_HOLES * (self._dense.heap_bytes + looked_up))
+        return holes + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
         """Return the kinds of a moment with what is there at any time, where they lie."""

@@ -19,7 +19,7 @@ from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import storage_bytes
 from recsys.report.text import size as shown
-from recsys.runtime.environment import SMALL_HEAP_BLOCK_BYTES, heap_block_bytes
+from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.step.offload import Offload
 from recsys.step.step import TrainStep
@@ -42,7 +42,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
         offloaded: list[int] = []
         if config.train.activation_offload:
             step.dense.offload = partial(_Counted, sizes=offloaded)
-        step_bytes, heap_bytes, kept_bytes = _step_bytes(config, data, step, rows)
+        step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
         evaluated = evaluated_rows(config, dist.get_world_size(), rows)
         of_batches = [replace(data, mean_ids=means) for means in data.eval_ids]
         traces = [_traced(config, each, step.eval(), evaluated, (0, evaluated)) for each in of_batches]
@@ -51,9 +51,8 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
             rows=rows,
             step_bytes=step_bytes,
-            eval_bytes=tuple(peak + kept for peak, _, kept in traces),
+            eval_bytes=tuple(peak for peak, _ in traces),
             heap_bytes=heap_bytes,
-            kept_bytes=kept_bytes,
             host_bytes=max(offloaded, default=0),
         )
 
@@ -79,8 +78,8 @@ class _Counted(Offload):
         return torch.empty(packed[0], dtype=packed[1], device=device)
 
 
-def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int, int]:
-    """Return `step_bytes`, `heap_bytes` and `kept_bytes` of the dense part."""
+def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int]:
+    """Return `step_bytes` and `heap_bytes` of the dense part."""
     micro = min(rows, config.train.micro_batch_size or rows)
     if config.train.micro_batch_ids is not None:
         by_ids = int(config.train.micro_batch_ids / max(1e-9, sum(data.mean_ids.values())))
@@ -92,15 +91,13 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
         return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
     traced = micro * _TRACED_PIECES
     width = 4 * sum(dims_of(config).values())
-    peak, heap_bytes, kept_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
-    return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes, kept_bytes
+    peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
+    return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes
 
 
-def _traced(
-    config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]
-) -> tuple[int, int, int]:
-    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, the most
-    of it that lies in heaps, and `LivePeak.kept_bytes`."""
+def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> tuple[int, int]:
+    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, and the
+    most of it that lies in the heap."""
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
@@ -109,14 +106,13 @@ def _traced(
     tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
-    block_bytes = heap_block_bytes(config.train.in_micro_batches) if step.training else SMALL_HEAP_BLOCK_BYTES
-    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), block_bytes)
+    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), HEAP_BLOCK_BYTES)
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, [by_id], batch)
     if dist.get_world_size() > 1:  # gradients live in DistributedDataParallel's buckets all the time
-        return live.peak, live.heap_peak, live.kept_bytes
+        return live.peak, live.heap_peak
     gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
-    return max(0, live.highest - gradients), live.heap_peak, live.kept_bytes
+    return max(0, live.highest - gradients), live.heap_peak
 
 
 class LivePeak(TorchDispatchMode):
@@ -129,7 +125,7 @@ class LivePeak(TorchDispatchMode):
 
     Attributes:
         live: bytes now; highest: the most that has been; peak: the most that `live` less `apart` has been.
-        heap_peak: the most that the blocks of the heap have taken together; system_peak: the same of the others.
+        heap_peak: the most that the blocks of the heap have taken together.
     """
 
     def __init__(
@@ -140,7 +136,7 @@ class LivePeak(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.live = self.highest = self.peak = 0
-        self._on_heap = self.heap_peak = self.system_peak = 0
+        self._on_heap = self.heap_peak = 0
         self._apart, self._block_bytes = apart, block_bytes
         self._known: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
 
@@ -164,13 +160,6 @@ class LivePeak(TorchDispatchMode):
         if size < self._block_bytes:
             self._on_heap += size
             self.heap_peak = max(self.heap_peak, self._on_heap)
-        else:
-            self.system_peak = max(self.system_peak, self.live - self._on_heap)
-
-    @property
-    def kept_bytes(self) -> int:
-        """What the heap keeps of its peak, at most, while the blocks that come from the system are at theirs."""
-        return max(0, self.heap_peak + self.system_peak - self.highest)
 
     def _forget(self, key: int, size: int) -> None:
         self.live -= size
@@ -259,7 +248,6 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
                 _parabola(rows / base, sizes) for sizes in zip(*(each.eval_bytes for each in known), strict=True)
             ),
             heap_bytes=value("heap_bytes"),
-            kept_bytes=value("kept_bytes"),
             host_bytes=value("host_bytes"),
         )
 

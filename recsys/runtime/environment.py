@@ -6,13 +6,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-HEAP_BLOCK_BYTES = 32 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
-SMALL_HEAP_BLOCK_BYTES = 4 << 20  # the same in evaluations, and in runs of micro-batches
+HEAP_BLOCK_BYTES = 2 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
 # Of glibc, read when a process starts: no cache of small blocks for each thread, and memory in huge pages. Versions
 # before 2.26 and 2.35, which have no such setting, take no notice.
 _TUNABLES, _NO_CACHE, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0", "glibc.malloc.hugetlb=1"
@@ -89,10 +87,12 @@ def prepare_environment() -> None:
     # CUDA's allocator then grows the block that it has, where it would cut batches of other sizes out of new ones.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Blocks from the first size on come from the system, and go back to it when they are freed; smaller ones are cut
-    # out of heaps, whose free end goes back beyond the second. glibc raises both as it sees large blocks freed, to
-    # these at most and mostly to less: steps of 8192 rows then faulted 1,500 pages in again.
-    set_heap_blocks(HEAP_BLOCK_BYTES)
+    # Blocks from the first size on come from the system, in huge pages, and go back to it when they are freed; smaller
+    # ones are cut out of heaps, whose free end goes back beyond the second. glibc by itself raises both, up to 32 and
+    # 64 MiB, as it sees large blocks freed; a step's large blocks then left holes in the heap. Experts of 16,384 rows
+    # took 847 MiB so, and 676 from 2 MiB on; the CPU time of steps of 2,048 to 16,384 rows was the same, as far as four
+    # pairs of runs could tell.
+    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", HEAP_BLOCK_BYTES)
     _tell_malloc(_TRIM_THRESHOLD, "MALLOC_TRIM_THRESHOLD_", 64 << 20)
     logging.getLogger().addFilter(_is_news)
 
@@ -100,36 +100,6 @@ def prepare_environment() -> None:
 def _is_news(record: logging.LogRecord) -> bool:
     # FBGEMM 1.6 says so 14 times as it is imported, of itself; recsys.runtime.versions knows what goes together.
     return "_fbgemm_torch_compat_table has no entry" not in str(record.msg)
-
-
-def heap_block_bytes(in_micro_batches: bool) -> int:
-    """Return the size from which on a step's blocks come from the system, and go back to it when they are freed.
-
-    The tensors of a step below it leave holes in the heap: a run of micro-batches, which is to take little, held a
-    quarter more than what lived. It is not small for every run, because each step then faults those pages in anew,
-    which costs a sixth of the time of layers whose blocks are just above; with blocks from 1 MiB on, steps of 8192 rows
-    took twice as long.
-    """
-    return SMALL_HEAP_BLOCK_BYTES if in_micro_batches else HEAP_BLOCK_BYTES
-
-
-def set_heap_blocks(size: int) -> None:
-    """Have blocks from a size on come from the system. A threshold of the user's own stays."""
-    _tell_malloc(_MMAP_THRESHOLD, "MALLOC_MMAP_THRESHOLD_", size)
-
-
-@contextmanager
-def small_heap_blocks(afterwards: int) -> Iterator[None]:
-    """Have blocks from 4 MiB on come from the system within a block, such as an evaluation, and `afterwards` others.
-
-    An evaluation frees each layer's blocks at once. Those of lists are of all sizes: holes took a third of the peak of
-    eSASRec on MovieLens-1M. Rankers take no more time so, and the ranking of 41,000 items a twentieth.
-    """
-    set_heap_blocks(SMALL_HEAP_BLOCK_BYTES)
-    try:
-        yield
-    finally:
-        set_heap_blocks(afterwards)
 
 
 def give_unused_back() -> None:

@@ -13,7 +13,7 @@ from recsys.data.order import Position
 from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
-from recsys.runtime.environment import GiveBack, heap_block_bytes, small_heap_blocks
+from recsys.runtime.environment import GiveBack
 from recsys.runtime.live import Task
 from recsys.step.output import StepOutput
 from recsys.step.pipeline import Pipeline, build_pipeline
@@ -109,8 +109,8 @@ def outputs_of(
     world = inputs.world
     if pipeline is None:  # it asks for an optimizer, and leaves it alone in eval mode
         pipeline = build_pipeline(model, torch.optim.SGD([torch.zeros(1)]), world.device, inputs.config.debug)
-    give_back, afterwards = GiveBack(), heap_block_bytes(inputs.config.train.in_micro_batches)
-    with small_heap_blocks(afterwards), closing(loader.batches()) as batches:
+    give_back = GiveBack()
+    with closing(loader.batches()) as batches:
         for _ in range(loader.steps_left(Position(), 1)):
             # Evaluation may outlast the time between a signal and the kill that follows it.
             if world.sum(torch.tensor(float(stop_requested()))) > 0:

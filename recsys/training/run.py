@@ -27,7 +27,7 @@ from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
 from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
-from recsys.runtime.environment import give_unused_back, heap_block_bytes, set_heap_blocks
+from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
 from recsys.runtime.run_lock import LOCK_FILE, RunLock
@@ -133,7 +133,6 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     explained.write = partial(_write_unbuilt, folder, world)
     inputs, changes = _settle(opened, session, source)
     explained.inputs = inputs
-    set_heap_blocks(heap_block_bytes(inputs.config.train.in_micro_batches))
     with timeline.phase("init"):
         built = build_model(inputs)
         timeline.check()
