@@ -29,7 +29,7 @@ FREE = (
     # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept
     *("train.eval_batch_size", "train.micro_batch_*", "train.epochs", "train.max_*steps", "train.*_every_*"),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
-    *("train.activation_offload", "train.dense_sharding"),
+    *("train.activation_offload", "train.dense_sharding", "train.check_every_step"),
     *(
         "train.publish.*",
         "train.init_from",

@@ -1,6 +1,6 @@
 """Checks of the optimizers' settings: numbers that nothing reads, and a schedule that nothing drives."""
 
-from recsys.config.choices import Schedule, StateType
+from recsys.config.choices import Autocast, DenseOptimizer, Schedule, StateType
 from recsys.config.schema import Config, TableOptimizerConfig
 from recsys.config.table_optimizers import optimizer_names
 from recsys.errors import UserError
@@ -11,6 +11,8 @@ def check_optimizers(config: Config) -> None:
     for name in config.tables:
         _check_table_optimizer(config.table_optimizer(name), config.table_optimizer_key(name))
     _check_plateau(config)
+    if not config.train.check_every_step:
+        _check_unchecked_steps(config)
 
 
 def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
@@ -27,6 +29,27 @@ def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
             f"config key '{key}.weight_decay': {name} leaves it out without a word, found {optimizer.weight_decay}; "
             f"set it to 0, or use {key}.name=rowwise_adagrad"
         )
+
+
+def _check_unchecked_steps(config: Config) -> None:
+    """Refuse what a step that is not finite would change, where no one waits to learn that it is not."""
+    dense, found = config.optimizer.dense.name, ""
+    if config.precision.autocast is Autocast.fp16:
+        found = "precision.autocast=fp16, whose loss scale follows each step"
+    elif dense in (DenseOptimizer.adafactor, DenseOptimizer.lamb):
+        found = f"optimizer.dense.name={dense.name}, which cannot leave out a step that it is given"
+    elif config.train.publish.dir is not None:
+        found = "train.publish.dir, which asks all ranks in each step"
+    for name, table in config.tables.items():
+        optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
+        if not optimizer.name.value.leaves_idle_rows:
+            found = found or f"{key}.name={optimizer.name.name}, which moves rows without a gradient too"
+        if optimizer.weight_decay:
+            found = found or f"{key}.weight_decay={optimizer.weight_decay:g}, which moves rows without a gradient too"
+        if table.sparsity is not None:
+            found = found or f"tables.{name}.sparsity, which moves rows without a gradient too"
+    if found:
+        raise UserError(f"config key 'train.check_every_step' must be true with {found}")
 
 
 def _check_plateau(config: Config) -> None:

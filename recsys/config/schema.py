@@ -257,8 +257,7 @@ class TrainConfig:
     """Section `train`: how long, how much at a time, and what happens on the way."""
 
     global_batch_size: int = bounded(1024, 1, 2**31)  # rows that a step trains, over all ranks
-    # Rows of a rank whose dense part is computed at a time; default: all.
-    micro_batch_size: int | None = bounded(None, 1)
+    micro_batch_size: int | None = bounded(None, 1)  # rows of a rank that are computed at a time; default: all
     # Ids in the lists of these rows, at most: long lists make smaller micro-batches.
     micro_batch_ids: int | None = bounded(None, 1)
     eval_batch_size: int | None = bounded(None, 1, 2**31)  # the same for evaluation; default: global_batch_size
@@ -266,6 +265,7 @@ class TrainConfig:
     max_steps: int | None = bounded(None, 1)  # end earlier than the epochs do
     # Steps whose loss or gradient is not finite: leave out up to so many, in place of an error.
     max_bad_steps: int = bounded(0, 0)
+    check_every_step: bool = True  # false: read a step later whether it was finite; it changes nothing if it was not
     eval_every_steps: int | None = bounded(None, 1)  # default: at the end only
     eval_every_epochs: int | None = bounded(None, 1)  # in place of steps: after the last row of every so many epochs
     log_every_steps: int = bounded(50, 1)  # a line of the log and of metrics.jsonl each

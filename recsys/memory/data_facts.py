@@ -23,6 +23,7 @@ from recsys.data.window import Columns, Ragged, convert_table
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
 from recsys.models.items import rows_at_once
+from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.threads import decoding_threads
 
 _SAMPLE_ROWS = 20_000
@@ -247,6 +248,11 @@ class _Sample:
         )
         return self.table_bytes(num_rows, names) + max(building, default=0)
 
+    def small_share(self, num_rows: int) -> float:
+        """Return which share of the columns of so many rows, in bytes, lies in blocks of the heap."""
+        sizes = [self.table_bytes(num_rows, [name]) for name in self._columns]
+        return sum(size for size in sizes if size < HEAP_BLOCK_BYTES) / max(1.0, sum(sizes))
+
     def distinct_ids(self, num_rows: int) -> Iterator[float]:
         """Yield for each feature about how many distinct ids so many rows hold."""
         for name in self._sources:
@@ -283,9 +289,9 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     return held, largest
 
 
-def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> list[tuple[int, int]]:
+def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> list[tuple[int, int, int]]:
     """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
-    there are windows and steps, and beside these."""
+    there are windows and steps, beside these, and what of that stays afterwards."""
     threads, num_rows = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups.num_rows
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
@@ -293,10 +299,12 @@ def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> list[
     for numbers in inputs.loader(role).row_groups_by_rank():
         read = np.sort(num_rows[numbers])[::-1]
         decoding = sum(map(sample.decoding_bytes, read[:threads].tolist()))
+        in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-            found.append((int(decoding), int(making + sum(map(sample.table_bytes, read.tolist())))))
+            kept = sum(map(sample.table_bytes, read.tolist()))
+            found.append((int(decoding), int(making + kept), int(in_heaps * making + kept)))
         else:
-            found.append((0, int(making + decoding)))
+            found.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
     return found
 
 
@@ -309,9 +317,9 @@ def _decoding_by_rank(inputs: Inputs, sample: _Sample, largest: Mapping[str, int
     by_role = {role: _decoding(inputs, role, sample, rows) for role, rows in largest.items()}
     evaluated = [sizes for role, sizes in by_role.items() if role != "train"]
     found = []
-    for rank, (first, later) in enumerate(by_role["train"]):
-        eval_first, eval_later = (max((sizes[rank][i] for sizes in evaluated), default=0) for i in (0, 1))
-        found.append(Decoding(first, later, eval_first, eval_later))
+    for rank, (first, later, _) in enumerate(by_role["train"]):
+        of_evaluation = (max((sizes[rank][i] for sizes in evaluated), default=0) for i in range(3))
+        found.append(Decoding(first, later, *of_evaluation))
     return tuple(found)
 
 

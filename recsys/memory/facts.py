@@ -13,13 +13,15 @@ class Decoding:
 
     Attributes:
         first: before there are windows and steps; later: beside these.
-        eval_first, eval_later: the same of the data set to evaluate that takes most.
+        eval_first, eval_later: the same of the data set to evaluate that takes most. eval_kept: of `eval_later`, what
+            stays after an evaluation, in heaps or to be used again.
     """
 
     first: int = 0
     later: int = 0
     eval_first: int = 0
     eval_later: int = 0
+    eval_kept: int = 0
 
 
 @dataclass(frozen=True)

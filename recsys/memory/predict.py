@@ -23,14 +23,14 @@ NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator amon
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
-_LIBRARY_BYTES = {"init": 10 << 20, "later": 34 << 20}
+_LIBRARY_BYTES = {"init": 10 << 20, "later": 36 << 20}
 _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _AUTOCAST_BYTES = 8 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
 # thread's heap.
-_HOLES = 0.7
+_HOLES = 0.8
 _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
@@ -191,17 +191,19 @@ class _Rank:
             "touched_rows": sum(p.size[0] for p in self._pieces) if self._config.train.publish.dir else 0,
         }
 
-    def _loader(self) -> Bytes:
+    def _loader(self, in_evaluation: bool = False) -> Bytes:
         data, topology = self._config.data, self._topology
         ahead = batches_ahead(data.prefetch_batches, topology.device)
         queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
+        queued += not self._config.train.check_every_step  # the last one, until its sums are read
         queued += self._batches_in_pipeline - 1
+        of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept
         batch = self.batch_bytes
         if self._topology.on_gpu:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
         return {
             "loader_windows": self._data.window_bytes,
-            "loader_decoding": self._decoding.later + self._decoding.eval_later,
+            "loader_decoding": self._decoding.later + of_evaluation,
             "loader_batches": queued * batch,
         }
 
@@ -295,7 +297,7 @@ class _Rank:
         rows = max(self._data.eval_rows.values(), default=0)
         kinds = zip(self._data.eval_ids, self._dense.eval_bytes, strict=True)
         in_steps = max((self._in_evaluation(*kind) for kind in kinds), key=lambda sizes: sum(sizes.values()))
-        loader = self._loader()
+        loader = self._loader(in_evaluation=True)
         later = self._decoding.eval_later + sum(in_steps.values())
         loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
         return {**self._trained(), **in_steps}, {**loader, "results": rows * _RESULT_BYTES}

@@ -9,9 +9,11 @@ gradients          by looked-up vectors, to the ranks that hold the rows   while
                                                                            on GPUs while the host waits for the totals
 totals are read (`agree`): is the step finite everywhere? Then, and on all ranks alike:
 updates            of the dense part, of replicated tables, of tables      nothing is exchanged but for the second
+
+Without `train.check_every_step` totals are read a step later: updates ask them on their device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +40,7 @@ class Totals:
     """
 
     SIZE = 8  # beside the tasks
+    WEIGHT, NUM_BAD = 1, 2  # their places
 
     loss: float
     weight: float
@@ -89,25 +92,42 @@ class Replica(nn.Module):
         return self.model(vectors, floats)
 
 
-def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Callable[[], Totals]:
-    """Return what waits for the sums over all ranks, which are on their way to the host; the gradients of the dense
-    part, of all ranks, count among what is bad."""
-    assert sums.grad is not None
-    totals = sums.grad * dist.get_world_size()  # DistributedDataParallel gives means
-    # One tensor, for one copy from the GPU, into page-locked memory: what a GPU is given after it is not waited for.
-    gradients = dense_gradients or [totals.new_zeros(1)]  # of a dense part without parameters
-    copied = torch.cat([totals, (~all_finite(gradients)).float()[None]]).to("cpu", non_blocking=True)
-    fence = Fence()
-    if totals.is_cuda:
-        fence.record()
+class Agreement:
+    """The sums over all ranks of what `Totals.pack` gave, on their device and on their way to the host.
 
-    def wait() -> Totals:
-        fence.wait()
-        *numbers, is_bad = copied.tolist()
+    Args:
+        totals: the sums. dense_gradients: of the dense part, over all ranks; they count among what is bad.
+    """
+
+    def __init__(self, totals: torch.Tensor, dense_gradients: list[torch.Tensor]) -> None:
+        gradients = dense_gradients or [totals.new_zeros(1)]  # of a dense part without parameters
+        # One tensor, for one copy from the GPU into page-locked memory: what a GPU is given after it is not waited for.
+        self._sums = torch.cat([totals, (~all_finite(gradients)).float()[None]])
+        self._copied, self._fence = self._sums.to("cpu", non_blocking=True), Fence()
+        if totals.is_cuda:
+            self._fence.record()
+
+    def wait(self) -> Totals:
+        """Return the totals on the host, once they are there."""
+        self._fence.wait()
+        *numbers, is_bad = self._copied.tolist()
         unpacked = Totals.unpack(numbers)
         return replace(unpacked, num_bad=unpacked.num_bad + is_bad)
 
-    return wait
+    def is_bad(self) -> torch.Tensor:
+        """Return whether something is not finite on some rank, as a bool tensor of no dimensions on the device."""
+        return self._sums[Totals.NUM_BAD] + self._sums[-1] > 0
+
+    def over_weight(self, number: float) -> torch.Tensor:
+        """Return a number over the sum of weights, 0 where that is 0, of no dimensions on the device."""
+        weight = self._sums[Totals.WEIGHT]
+        return torch.where(weight == 0, 0.0, number / weight)
+
+
+def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Agreement:
+    """Return the sums over all ranks, of which DistributedDataParallel has made means."""
+    assert sums.grad is not None
+    return Agreement(sums.grad * dist.get_world_size(), dense_gradients)
 
 
 def filled(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What a step leaves for the training loop and for evaluation."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +14,10 @@ class StepOutput:
     """What a step leaves: `outputs` of the model for the rank's rows, and in training the sums over all ranks.
 
     Attributes:
+        unread: gives the sums, for which it may wait; None: they have been read.
         loss: mean over the global batch, weighted; of several tasks the sum of theirs.
         stop, publish: some rank asked to stop, and to publish.
+        weight: of the global batch, what the sum of losses is divided by.
         losses: of several tasks, by name, the mean over the rows that count for it; without the task's weight.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         skipped: on some rank the loss or a gradient is not finite, and no rank has changed a table or a weight.
@@ -27,6 +29,7 @@ class StepOutput:
     batch: Batch
     outputs: torch.Tensor | tuple[torch.Tensor, ...]
     loss: float = 0.0
+    weight: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
     stop: bool = False
     publish: bool = False
@@ -35,12 +38,20 @@ class StepOutput:
     skipped: bool = False
     overflowed: bool = False
     finite_here: bool = True
+    unread: Callable[[], None] | None = None
+
+    def read(self) -> None:
+        """Have the sums over all ranks in the attributes."""
+        if self.unread is not None:
+            self.unread()
+            self.unread = None
 
     def take(self, totals: Totals, tasks: Mapping[str, float]) -> None:
         """Take the sums over all ranks; `tasks` gives the weight of each task's loss."""
-        weight = totals.weight
+        self.weight = weight = totals.weight
         self.loss = totals.loss / weight if weight else 0.0
         self.stop, self.publish = totals.num_stops > 0, totals.num_publishes > 0
         self.num_rows, self.num_bad_rows = totals.num_rows, totals.num_bad_rows
+        self.skipped = totals.num_bad > 0
         shares = zip(tasks.items(), totals.task_losses, strict=True)
         self.losses = {name: loss / weight / factor for (name, factor), loss in shares if weight and factor}

@@ -43,6 +43,8 @@ class GatedOptimizer:
     def step(self) -> None:
         if self._dense_half.skipped:
             return
+        if self._dense_half.is_bad is not None:  # fused optimizers then leave everything as it is, on the device
+            self._optimizer.found_inf = self._dense_half.is_bad.float()  # type: ignore[attr-defined]
         if self._dense_half.shards is None:
             self._optimizer.step()
         else:

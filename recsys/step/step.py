@@ -4,12 +4,15 @@ The model runs on detached vectors, forward and backward by itself. At its end, 
 the gradients of the dense part with a few sums over all ranks behind them, and the gradients by vectors on their way to
 the ranks that hold the rows. When the sums say that the step is sound everywhere, gradients are set right by the sum of
 weights, and the tables are updated. So nothing reaches a table before every rank has seen that.
+
+Without `train.check_every_step` no host waits for the sums: where a step is not sound, tables get gradients of 0, which
+leave their rows as they are, and the optimizer of the dense part is told on the device.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,13 +28,13 @@ from recsys.config.features import averaged_features, id_features, quantized_fea
 from recsys.data.batch import Batch
 from recsys.models.base import Model, set_dropout_keys
 from recsys.step.dense_shards import DenseShards
-from recsys.step.exchange import Replica, Totals, agree
+from recsys.step.exchange import Agreement, Replica, Totals, agree
 from recsys.step.int8 import Int8Linear
 from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
 from recsys.step.offload import Offload
 from recsys.step.output import StepOutput
-from recsys.tables.gate import UpdateGate
+from recsys.tables.gate import UpdateGate, scaled
 from recsys.tables.local import LocalLookup
 from recsys.tables.replicated import ReplicatedTables
 
@@ -57,7 +60,8 @@ class DenseHalf(nn.Module):
         codes: by feature, what its vectors are quantised to. in_int8: linear layers are, but in training.
         late_exchange: gradients by vectors set out behind the sums, and not before these are waited for. A GPU queues
             both, and its host waits for the sums alone; on CPU the host waits in each exchange of its own.
-        skipped: the last step changed nothing, because it was not finite.
+        skipped: the last step changed nothing, because it was not finite; with `checks`.
+        checks: the host waits for the sums of each step. is_bad: without it, what they say, on the device.
         offload: a context in which the model runs in training, and what autograd keeps goes to host memory.
         shards: what the ranks share out of the dense part's optimizer; None: nothing.
     """
@@ -80,6 +84,8 @@ class DenseHalf(nn.Module):
         self.replicated = ReplicatedTables([])
         self.enter_phase: Callable[[str], None] = ignore_phase
         self.stop_requested = self.publish_requested = self.skipped = self.late_exchange = False
+        self.checks = config.train.check_every_step
+        self.is_bad: torch.Tensor | None = None
         self.offload: Callable[[Iterable[torch.Tensor]], AbstractContextManager[Any]]
         self.offload = Offload if config.train.activation_offload else nullcontext
         self.shards: DenseShards | None = None
@@ -140,30 +146,39 @@ class DenseHalf(nn.Module):
             lookup.backward(passes.gradients)
         yield passes.loss.total
         self.enter_phase("backward")
-        totals = agreement()
-        output.take(totals, self._tasks)
-        self.skipped = output.skipped = totals.num_bad > 0
-        if self.skipped:
-            self.gate.close()
-            output.finite_here = bool(passes.is_finite)
-            output.overflowed = math.isfinite(output.loss) and self.loss_scale.overflow()
-            return
-        self.loss_scale.good()
+        output.unread = partial(self._read, output, agreement, passes.is_finite)
         # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
         # the weights of the global batch, which is often 1 for each of its rows.
         ranks = dist.get_world_size()
-        scale = ranks * len(batch.weights) / totals.weight if totals.weight else 0.0
+        summands = ranks * len(batch.weights)
+        scale: float | torch.Tensor
+        if self.checks:
+            output.read()
+            self.skipped = output.skipped
+            if self.skipped:
+                self.gate.close()
+                output.overflowed = math.isfinite(output.loss) and self.loss_scale.overflow()
+                return
+            self.loss_scale.good()
+            scale = summands / output.weight if output.weight else 0.0
+        else:
+            self.is_bad, scale = agreement.is_bad(), agreement.over_weight(summands)
         self._scale_dense_gradients(scale / scaled_by)
         pooled_gradient = passes.gradients[0] if lookup.pooled is not None else None
         if self.replicated.tables and pooled_gradient is not None:
-            self.replicated.update(batch.ids, lookup.pooled_by_feature(pooled_gradient * (scale / ranks)))
+            by_row = scaled([pooled_gradient], scale / ranks, self.is_bad)[0]
+            self.replicated.update(batch.ids, lookup.pooled_by_feature(by_row))
         del lookup, passes, pooled_gradient  # the update takes as much
         with record_function("## tables: update ##"):
-            self.gate.open(scale)
+            self.gate.open(scale, self.is_bad)
 
-    def _scale_dense_gradients(self, factor: float) -> None:
+    def _read(self, output: StepOutput, agreement: Agreement, is_finite: torch.Tensor) -> None:
+        output.take(agreement.wait(), self._tasks)
+        output.finite_here = not output.skipped or bool(is_finite)
+
+    def _scale_dense_gradients(self, factor: float | torch.Tensor) -> None:
         gradients = self._dense_gradients()
-        if factor != 1 and gradients:
+        if gradients and (isinstance(factor, torch.Tensor) or factor != 1):
             torch._foreach_mul_(gradients, factor)
         if self._clip_norm is not None:
             self._norm = torch.nn.utils.clip_grad_norm_(self._dense_parameters, self._clip_norm)

@@ -47,17 +47,25 @@ class UpdateGate:
         cut: torch.Tensor = Cut.apply(found.new_empty(0, requires_grad=True), found.detach(), gradients.append)
         return cut
 
-    def open(self, scale: float) -> None:
-        """Let the gradients that have come in update the tables, times `scale`."""
+    def open(self, scale: float | torch.Tensor, is_bad: torch.Tensor | None = None) -> None:
+        """Let the gradients that have come in update the tables, as `scaled` makes them."""
         edges = [edge for edge, gradients in self._waiting if gradients]
         gradients = [gradient for _, gradients in self._waiting for gradient in gradients]
         self.close()
         if not edges:
             return
-        if scale != 1:
-            gradients = list(torch._foreach_mul(gradients, scale))  # not in place, for two may be the same tensor
-        torch.autograd.backward(edges, gradients)
+        torch.autograd.backward(edges, scaled(gradients, scale, is_bad))
 
     def close(self) -> None:
         """Forget the gradients that have come in."""
         self._waiting = []
+
+
+def scaled(
+    gradients: list[torch.Tensor], scale: float | torch.Tensor, is_bad: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Return gradients times a number, and 0 in their place where `is_bad`, a bool tensor of no dimensions."""
+    if not isinstance(scale, torch.Tensor) and scale == 1:
+        return gradients
+    products = list(torch._foreach_mul(gradients, scale))  # not in place, for two may be the same tensor
+    return products if is_bad is None else [product.masked_fill_(is_bad, 0) for product in products]

@@ -34,6 +34,7 @@ from recsys.training.evaluation import EvaluationStopped, evaluate_dataset
 from recsys.training.figures import log_tables, step_figures
 from recsys.training.learning import facts_entries
 from recsys.training.resume import start_training
+from recsys.training.step_counts import StepCounts
 
 
 class Trainer:
@@ -91,6 +92,7 @@ class Trainer:
         )
         self.growth = Growth(world.device, topology_of(config, world), self._num_steps)
         self.progress = Progress(self._num_steps, self.state.step, self.state.window)
+        self._counts = StepCounts(config, self.state, self.progress, built.step.dense.loss_scale, run_dir, world.rank)
 
     def fit(self) -> bool:
         """Train, evaluate and save; return whether a signal ended it early.
@@ -165,12 +167,15 @@ class Trainer:
             output = self._pipeline.progress(timed)
             self._step_traced()
             self._advance(output, timed.seconds - waited)
+            is_told = state.step % train.log_every_steps == 0 or state.step == boundary
+            stops = self._counts.read(but_the_last=not (is_told or self._is_save_due() or train.check_every_step))
             # No line of its own for a stop, so that after it the lines are those of a run that went on.
-            if state.step % train.log_every_steps == 0 or state.step == boundary:
+            if is_told:
                 self._tell()
             if output.publish:
                 self._publish()
-            if output.stop:
+            if stops:
+                self._counts.read()
                 logger.info("stop requested: saving step %d", state.step)
                 return True
             if state.step < boundary:  # there an evaluation comes first, which belongs into the checkpoint
@@ -188,47 +193,11 @@ class Trainer:
 
     def _advance(self, output: StepOutput, waited: float) -> None:
         state = self.state
-        while len(state.epoch_rows) <= state.position.epoch:
-            state.epoch_rows.append([0, 0, 0])
-        counts = state.epoch_rows[state.position.epoch]
-        counts[2 if output.skipped else 0] += output.num_rows
-        counts[1] += output.num_bad_rows
-        state.position = output.batch.position
+        epoch, state.position = state.position.epoch, output.batch.position
         self._timeline.step = state.step = state.step + 1
         self._timeline.check()
         self._give_back()
-        self.progress.step(output.num_rows, waited, {} if output.skipped else {"": output.loss, **output.losses})
-        self._check_bad_rows(counts[1])
-        scale = self._built.step.dense.loss_scale
-        state.loss_scale, state.loss_scale_good_steps = scale.value, scale.good_steps
-        if output.overflowed:
-            state.overflows += 1
-            logger.info("step %d: a gradient overflows, the step is skipped, loss scale %g", state.step, scale.value)
-        elif output.skipped:
-            self._count_bad_step(output)
-
-    def _count_bad_step(self, output: StepOutput) -> None:
-        """Keep the rows that are to blame, and end the run where bad steps are more than it allows."""
-        state, most = self.state, self._config.train.max_bad_steps
-        state.bad_steps += 1
-        if not output.finite_here:
-            path = self._run_dir / "bad_steps" / f"step-{state.step:09d}-rank-{self._world.rank}.pt"
-            output.batch.save(path)
-            logger.warning("step %d is not finite and is skipped on all ranks; its rows are in %s", state.step, path)
-        if state.bad_steps > most:
-            raise UserError(
-                f"step {state.step}: the loss or its gradient is not finite, and config key 'train.max_bad_steps' "
-                f"allows {most} such steps; look at the rows in '{self._run_dir / 'bad_steps'}', lower "
-                f"optimizer.dense.learning_rate or optimizer.tables.learning_rate, or raise it"
-            )
-
-    def _check_bad_rows(self, num_bad: int) -> None:
-        most = self._config.data.max_bad_rows
-        if num_bad > most:  # the same number on every rank, so all of them end here
-            raise UserError(
-                f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
-                f"up to step {self.state.step} (the files are named in the logs of the ranks); mend them, or raise it"
-            )
+        self._counts.add(state.step, epoch, output, waited)
 
     def _tell(self) -> None:
         warning = self.growth.sample(self.state.step, self.loader.host_bytes)
@@ -307,8 +276,12 @@ class Trainer:
             return True
         return False
 
+    def _is_save_due(self) -> bool:
+        every = self._config.train.checkpoint_every_steps
+        return _is_due(self.state.step, every) and self._saved_at != self.state.step
+
     def _save_if_due(self) -> None:
-        if _is_due(self.state.step, self._config.train.checkpoint_every_steps) and self._saved_at != self.state.step:
+        if self._is_save_due():
             self._save()
 
     def _save(self) -> None:

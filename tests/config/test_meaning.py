@@ -72,7 +72,12 @@ FREE = {
             "train.eval_every_epochs",
         ),
         *("train.log_every_steps", "train.checkpoint_every_steps", "train.keep_checkpoints", "train.async_checkpoints"),
-        *("train.activation_checkpointing", "train.activation_offload", "train.dense_sharding"),
+        *(
+            "train.activation_checkpointing",
+            "train.activation_offload",
+            "train.dense_sharding",
+            "train.check_every_step",
+        ),
         *("train.compile", "train.early_stop.patience"),
         *("model.top_k", "model.metrics"),
     ),

@@ -13,6 +13,8 @@ import torch
 from checkpoints import load_tables
 from launch import ROOT, fork_train
 
+from recsys.config import load_config
+from recsys.errors import UserError
 from recsys.step.pipeline import GatedOptimizer
 
 CONFIG = "configs/dlrm_sample.yaml"
@@ -39,18 +41,25 @@ def train(run_dir: Path, data: Path, *overrides: str, nproc: int = 1) -> Any:
     )  # fmt: skip
 
 
-def test_poisoned_batches_are_skipped(tmp_path: Path) -> None:
+CHECKS = [True, False]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_poisoned_batches_are_skipped(check: bool, tmp_path: Path) -> None:
     # Of each of two streams of 1500 rows, in order, a step has 128, and each rank has one stream.
     data = poison(tmp_path / "data", price={10: math.nan, 1500 + 300: -math.inf}, label={700: math.nan})
-    done = train(tmp_path / "run", data, "train.max_bad_steps=3", nproc=2)
+    # Lines of single steps have them read at once: so the unchecked run has few.
+    lines_of = f"train.log_every_steps={1 if check else 12}"
+    done = train(tmp_path / "run", data, "train.max_bad_steps=3", f"train.check_every_step={check}", lines_of, nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["steps"], result["bad_steps"], result["rows_seen"]) == (12, 3, 3000 - 3 * 256)
     assert result["data"]["epochs"] == [{"expected": 3000, "seen": 3000 - 3 * 256, "bad": 0, "skipped": 3 * 256}]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
-    assert [step for step, loss in losses.items() if loss is None] == [1, 3, 6]
-    assert len(losses) == 12 and all(0 < loss < 2 for loss in losses.values() if loss is not None)
+    if check:
+        assert [step for step, loss in losses.items() if loss is None] == [1, 3, 6]
+    assert len(losses) == (12 if check else 1) and all(0 < loss < 2 for loss in losses.values() if loss is not None)
     expected = {"step-000000001-rank-0.pt": "floats", "step-000000003-rank-1.pt": "floats"}
     expected["step-000000006-rank-0.pt"] = "labels"
     kept = {path.name: path for path in (tmp_path / "run/bad_steps").iterdir()}
@@ -63,11 +72,13 @@ def test_poisoned_batches_are_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_changes_no_byte(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_changes_no_byte(check: bool, tmp_path: Path) -> None:
     """A run that only meets bad steps saves the tables, weights and optimizers that it began with."""
     data = poison(tmp_path / "data", price=dict.fromkeys(range(3000), math.nan))
     for name, steps in (("one", 1), ("twelve", 12)):
-        options = (f"train.max_steps={steps}", "train.max_bad_steps=12", "optimizer.dense.weight_decay=0.1")
+        options = (f"train.max_steps={steps}", "train.max_bad_steps=12", "optimizer.dense.weight_decay=0.1",
+                   f"train.check_every_step={check}")  # fmt: skip
         done = train(tmp_path / name, data, *options, nproc=2)
         assert done.returncode == 0, done.stderr[-3000:]
     saved = [load_tables(tmp_path / f"{name}/checkpoints/step-{n:09d}", "") for name, n in (("one", 1), ("twelve", 12))]
@@ -82,15 +93,21 @@ def test_it_changes_no_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_goes_on_as_if_the_step_had_not_been(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("dense", ["adam", "adamw", "sgd", "adagrad"])
+@pytest.mark.parametrize("tables", ["rowwise_adagrad", "adagrad", "sgd"])
+def test_training_goes_on_as_if_the_step_had_not_been(tables: str, dense: str, check: bool, tmp_path: Path) -> None:
     """What follows a bad first step is what the rows after it learn alone."""
     data = poison(tmp_path / "data", price={10: math.nan})
-    done = train(tmp_path / "run", data, "train.max_bad_steps=1", "data.num_streams=1")
+    options = ("data.num_streams=1", f"optimizer.tables.name={tables}", f"optimizer.dense.name={dense}",
+               "optimizer.dense.clip_norm=1", "tables.hour.sharding_type=data_parallel")  # fmt: skip
+    unchecked = ("train.log_every_steps=100", f"train.check_every_step={check}")
+    done = train(tmp_path / "run", data, "train.max_bad_steps=1", *options, *unchecked)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = pq.read_table(data)
     (tmp_path / "rest").mkdir()
     pq.write_table(rows.slice(256), tmp_path / "rest/rows.parquet")
-    done = train(tmp_path / "alone", tmp_path / "rest", "data.num_streams=1")
+    done = train(tmp_path / "alone", tmp_path / "rest", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     one = load_tables(tmp_path / "run/checkpoints/step-000000012")
     other = load_tables(tmp_path / "alone/checkpoints/step-000000011")
@@ -98,9 +115,11 @@ def test_training_goes_on_as_if_the_step_had_not_been(tmp_path: Path) -> None:
         assert torch.equal(value, other[name]), name
 
 
-def test_the_quota_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_quota_ends_the_run(check: bool, tmp_path: Path) -> None:
     data = poison(tmp_path / "data", price={10: math.nan, 2000: math.nan, 2900: math.inf})
-    done = train(tmp_path / "run", data, "train.max_bad_steps=2", "data.num_streams=1", nproc=2)
+    options = (f"train.check_every_step={check}", f"train.log_every_steps={1 if check else 100}")
+    done = train(tmp_path / "run", data, "train.max_bad_steps=2", "data.num_streams=1", *options, nproc=2)
     assert done.returncode == 1
     assert "config key 'train.max_bad_steps' allows 2 such steps" in done.stderr and "Traceback" not in done.stderr
     done = train(tmp_path / "strict", data)
@@ -111,8 +130,44 @@ def test_the_quota_ends_the_run(tmp_path: Path) -> None:
 def test_whoever_calls_the_optimizer_is_stopped(skipped: bool) -> None:
     """As torchrec 1.6 does, whose pipeline asks nobody."""
     weight = torch.nn.Parameter(torch.ones(1))
-    half = SimpleNamespace(skipped=skipped, shards=None)
+    half = SimpleNamespace(skipped=skipped, shards=None, is_bad=None)
     optimizer = GatedOptimizer(torch.optim.SGD([weight], lr=1.0), half)
     weight.grad = torch.full((1,), math.nan)
     optimizer.step()
     assert weight.isnan().item() != skipped
+
+
+def test_steps_read_later_train_the_same(tmp_path: Path) -> None:
+    """Bit by bit, with evaluations, saves and lines of the log in between."""
+    options = ("train.log_every_steps=7", "train.eval_every_steps=5", "train.checkpoint_every_steps=4",
+               "optimizer.dense.clip_norm=0.1", "train.micro_batch_size=32", "train.dense_sharding=optimizer",
+               "tables.hour.sharding_type=data_parallel", "tables.user.l2=0.1", "train.max_steps=23")  # fmt: skip
+    found = []
+    for check in CHECKS:
+        run_dir = tmp_path / str(check)
+        done = fork_train(CONFIG, f"run.dir={run_dir}", f"train.check_every_step={check}", *options, nproc=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        times = ("samples_per_s", "wait_share", "seconds")
+        found.append([{k: v for k, v in line.items() if not k.startswith(times)} for line in lines])
+    losses = [
+        [(line["step"], line.get("loss"), line.get("auc"), line.get("gradient_norm")) for line in x] for x in found
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) > 8
+    one, other = (load_tables(tmp_path / f"{check}/checkpoints/step-000000023") for check in CHECKS)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("precision.autocast=fp16", "precision.autocast=fp16"),
+        ("optimizer.dense.name=adafactor", "optimizer.dense.name=adafactor"),
+        ("optimizer.tables.name=adam", "optimizer.tables.name=adam"),
+        ("tables.user={sparsity: {l1: 0.1}, optimizer: {name: sgd}}", "tables.user.sparsity"),
+        ("train.publish={dir: x, every_steps: 5}", "train.publish.dir"),
+    ],
+)
+def test_what_would_change_with_a_bad_step_is_refused(option: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"'train.check_every_step' must be true with {named}"):
+        load_config(CONFIG, ["train.check_every_step=false", option])

@@ -1,0 +1,89 @@
+"""What a run counts of its steps: rows, losses, steps that were left out; read at once, or a step later."""
+
+from collections import deque
+from pathlib import Path
+
+from recsys.checkpoint import TrainState
+from recsys.config import Config
+from recsys.errors import UserError
+from recsys.runtime.logs import Progress, logger
+from recsys.step.loss_scale import LossScale
+from recsys.step.output import StepOutput
+
+
+class StepCounts:
+    """Reads the sums that steps leave, and counts them in the run's state.
+
+    Args:
+        state: its `epoch_rows`, `bad_steps`, `overflows` and loss scale are kept here.
+        progress: told rows and losses of each step.
+        run_dir: rows of a step that is not finite are written to `bad_steps` in it.
+    """
+
+    def __init__(
+        self, config: Config, state: TrainState, progress: Progress, scale: LossScale, run_dir: Path, rank: int
+    ) -> None:
+        self._config, self._state, self._progress, self._scale = config, state, progress, scale
+        self._folder, self._rank = run_dir / "bad_steps", rank
+        self._unread: deque[tuple[int, int, StepOutput, float]] = deque()
+
+    def add(self, step: int, epoch: int, output: StepOutput, waited: float) -> None:
+        """Take what a step has left, to be read later.
+
+        Args:
+            epoch: that its rows are of. waited: seconds for its batch.
+        """
+        self._unread.append((step, epoch, output, waited))
+
+    def read(self, but_the_last: bool = False) -> bool:
+        """Count the steps that are unread, all or all but the last; return whether one asks to stop.
+
+        Raises:
+            UserError: more rows cannot be read, or more steps are not finite, than the config allows.
+        """
+        stops = False
+        while len(self._unread) > but_the_last:
+            step, epoch, output, waited = self._unread.popleft()
+            output.read()
+            self._count(step, epoch, output, waited)
+            stops = stops or output.stop
+        return stops
+
+    def _count(self, step: int, epoch: int, output: StepOutput, waited: float) -> None:
+        state, scale = self._state, self._scale
+        while len(state.epoch_rows) <= epoch:
+            state.epoch_rows.append([0, 0, 0])
+        counts = state.epoch_rows[epoch]
+        counts[2 if output.skipped else 0] += output.num_rows
+        counts[1] += output.num_bad_rows
+        self._progress.step(output.num_rows, waited, {} if output.skipped else {"": output.loss, **output.losses})
+        self._check_bad_rows(step, counts[1])
+        state.loss_scale, state.loss_scale_good_steps = scale.value, scale.good_steps
+        if output.overflowed:
+            state.overflows += 1
+            logger.info("step %d: a gradient overflows, the step is skipped, loss scale %g", step, scale.value)
+        elif output.skipped:
+            self._count_bad_step(step, output)
+
+    def _count_bad_step(self, step: int, output: StepOutput) -> None:
+        """Keep the rows that are to blame, and end the run where bad steps are more than it allows."""
+        most = self._config.train.max_bad_steps
+        self._state.bad_steps += 1
+        if not output.finite_here:
+            path = self._folder / f"step-{step:09d}-rank-{self._rank}.pt"
+            output.batch.save(path)
+            logger.warning("step %d is not finite and is skipped on all ranks; its rows are in %s", step, path)
+        if self._state.bad_steps > most:
+            raise UserError(
+                f"step {step}: the loss or its gradient is not finite, and config key 'train.max_bad_steps' "
+                f"allows {most} such steps; look at the rows in '{self._folder}', lower "
+                f"optimizer.dense.learning_rate or optimizer.tables.learning_rate, or raise it"
+            )
+
+    def _check_bad_rows(self, step: int, num_bad: int) -> None:
+        most = self._config.data.max_bad_rows
+        if num_bad > most:  # the same number on every rank, so all of them end here
+            raise UserError(
+                f"config key 'data.max_bad_rows' allows {most} rows of an epoch that cannot be read, found {num_bad} "
+                f"up to step {step} (the files are named in the logs of the ranks); mend them, or raise it"
+            )
