@@ -26,7 +26,7 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 _LIBRARY_BYTES = {"init": 10 << 20, "later": 36 << 20}
 _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
-_AUTOCAST_BYTES = 8 << 20  # on a CPU, its compiled products of halves
+_AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
 # thread's heap.
