@@ -12,6 +12,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.checkpoint import Tensors
 from recsys.data.inputs import Inputs
+from recsys.errors import UserError
 from recsys.runtime.live import Task
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
@@ -75,6 +76,11 @@ def build_model(inputs: Inputs) -> Built:
         step.dense.shards = DenseShards(dense, world.rank, world.world_size)
         slices = step.dense.shards.slices
     optimizer = build_dense_optimizer(dense.parameters() if slices is None else slices, config.optimizer)
+    if not (config.train.check_every_step or optimizer.defaults.get("fused")):
+        raise UserError(
+            f"config key 'train.check_every_step' must be true with torch {torch.__version__} and optimizer.dense.name="
+            f"{config.optimizer.dense.name} on this device, which cannot leave out a step that it is given"
+        )
     tensors = Tensors(
         tables=lambda: table_tensors(model),
         table_optimizer=updates.state,
