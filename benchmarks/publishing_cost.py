@@ -88,7 +88,7 @@ def main() -> None:
     publications: list[float] = []
     marks: list[float] = []
     timed(Publisher, "publish", used_by_all, publications)
-    timed(touched, "_mark", time.thread_time, marks)
+    timed(touched._Lookups, "__call__", time.thread_time, marks)
     with tempfile.TemporaryDirectory() as folder:
         publish = f"train.publish={{dir: {folder}/published, every_seconds: {words.every_seconds}}}"
         config = load_config(words.config, [*words.overrides, f"run.dir={folder}/run", publish])

@@ -28,6 +28,7 @@ from recsys.tables.spec import Shard
 _MOST_ROWS = 1 << 24  # of a rank
 _PRECISION = 0.02  # of the largest batch that fits
 _TRACED_PIECES = 2  # of a step in micro-batches; each further one leaves its share of the pooled gradients
+_LAYER_ROWS = 1 << 17  # whose layers are counted; more take more by their number, and pieces of them time
 _MOST_TRACED = 16  # of them where the loss compares all rows
 
 
@@ -169,12 +170,14 @@ class LivePeak(TorchDispatchMode):
 
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:
     """Return the table of the layers of tables and dense part, for `rows` rows of a rank, as Markdown."""
+    traced = min(rows, _LAYER_ROWS)
     with fake_tensors():
         step = fake_step(config).eval()
-        pooled, by_id, batch = fake_inputs(config, data, rows, (0, rows))
+        pooled, by_id, batch = fake_inputs(config, data, traced, (0, traced))
         with torch.no_grad():
             layers = analyse_layers(step.dense.model, lambda: step.dense(pooled, [by_id], batch))
-    return format_layers([*_table_layers(config, data, rows), *layers], rows)
+    whole = [replace(x, outputs=x.outputs * rows // traced, flops=x.flops * rows // traced) for x in layers]
+    return format_layers([*_table_layers(config, data, rows), *whole], rows)
 
 
 def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:

@@ -1,7 +1,5 @@
 """Rows of the tables that training has looked up, and so may have changed, since it was last asked."""
 
-from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -16,6 +14,8 @@ from recsys.tables.updates import kernels, table_tensors
 
 Offsets = tuple[int, ...]
 
+_MARKED_AT_ONCE = 1 << 17  # ids: those of single steps come to marks that other work has pushed out of the caches
+
 
 class TouchedRows:
     """Marks rows of the tables on this rank as training looks them up, from now on; a byte for each row.
@@ -25,6 +25,7 @@ class TouchedRows:
 
     def __init__(self, model: DistributedModelParallel) -> None:
         self._marks: dict[tuple[str, Offsets], torch.Tensor] = {}
+        self._lookups: list[_Lookups] = []
         for table, value in table_tensors(model).items():
             for shard, offsets in local_pieces(value):
                 self._marks[table, offsets] = torch.zeros(len(shard), dtype=torch.bool, device=shard.device)
@@ -32,12 +33,18 @@ class TouchedRows:
             for kernel in kernels(model, kind):
                 tables = kernel.config.embedding_tables
                 marks = [self._marks[_place(table)] for table in tables for _ in range(table.num_features())]
-                kernel.register_forward_pre_hook(partial(_mark, marks))
+                self._lookups.append(_Lookups(marks))
+                kernel.register_forward_pre_hook(self._lookups[-1])
 
     def clear(self) -> None:
         """Forget what was touched."""
+        self._mark()
         for marks in self._marks.values():
             marks.zero_()
+
+    def _mark(self) -> None:
+        for lookups in self._lookups:
+            lookups.mark()
 
     def take(self, table: str, value: Any, start: int, stop: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """Return the touched ones of some rows of a table, as far as they are on this rank, and forget them.
@@ -49,6 +56,7 @@ class TouchedRows:
             For each piece of the table the column where it begins; the rows, int64 [n], ascending; their weights in
             host memory, [n, columns]. Of a table that every rank holds, the rows that this one has looked up.
         """
+        self._mark()
         taken = []
         for shard, offsets in local_pieces(value):
             first = offsets[0]
@@ -66,14 +74,31 @@ def _place(table: Any) -> tuple[str, Offsets]:
     return config_name(table.name), (0, 0) if shard is None else tuple(shard.shard_offsets)
 
 
-def _mark(marks: list[torch.Tensor], _: Any, inputs: tuple[KeyedJaggedTensor]) -> None:
-    """Mark the rows of a lookup in training, by feature; a hook before a kernel's forward pass."""
-    if not torch.is_grad_enabled():
-        return
-    rows, bounds = inputs[0].values(), inputs[0].offset_per_key()
-    on_host = rows.numpy() if rows.device.type == "cpu" else None  # a quarter less of what marks cost there
-    for of_table, (start, stop) in zip(marks, pairwise(bounds), strict=True):
-        if on_host is not None:
-            of_table.numpy()[on_host[start:stop]] = True
-        else:
-            of_table.index_fill_(0, rows[start:stop].long(), True)
+class _Lookups:
+    """Keeps the rows that a kernel looks up in training until there are many, and marks them; a forward pre-hook.
+
+    Args:
+        marks: of each feature's table.
+    """
+
+    def __init__(self, marks: list[torch.Tensor]) -> None:
+        self._marks = marks
+        self._waiting: list[tuple[torch.Tensor, list[int]]] = []
+        self._num_ids = 0
+
+    def __call__(self, _: Any, inputs: tuple[KeyedJaggedTensor]) -> None:
+        """Take the rows of a lookup, by feature."""
+        if not torch.is_grad_enabled():
+            return
+        rows = inputs[0].values()
+        self._waiting.append((rows.clone(), inputs[0].offset_per_key()))
+        self._num_ids += len(rows)
+        if self._num_ids >= _MARKED_AT_ONCE:
+            self.mark()
+
+    def mark(self) -> None:
+        """Mark what has been looked up."""
+        for feature, of_table in enumerate(self._marks):
+            for rows, bounds in self._waiting:
+                of_table.index_fill_(0, rows[slice(*bounds[feature : feature + 2])].long(), True)
+        self._waiting, self._num_ids = [], 0
