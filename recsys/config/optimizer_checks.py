@@ -1,5 +1,7 @@
 """Checks of the optimizers' settings: numbers that nothing reads, and a schedule that nothing drives."""
 
+from collections.abc import Iterator
+
 from recsys.config.choices import Autocast, DenseOptimizer, Schedule, StateType
 from recsys.config.schema import Config, TableOptimizerConfig
 from recsys.config.table_optimizers import optimizer_names
@@ -33,23 +35,26 @@ def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
 
 def _check_unchecked_steps(config: Config) -> None:
     """Refuse what a step that is not finite would change, where no one waits to learn that it is not."""
-    dense, found = config.optimizer.dense.name, ""
+    if found := next(_needing_checks(config), None):
+        raise UserError(f"config key 'train.check_every_step' must be true with {found}")
+
+
+def _needing_checks(config: Config) -> Iterator[str]:
+    dense = config.optimizer.dense.name
     if config.precision.autocast is Autocast.fp16:
-        found = "precision.autocast=fp16, whose loss scale follows each step"
-    elif dense in (DenseOptimizer.adafactor, DenseOptimizer.lamb):
-        found = f"optimizer.dense.name={dense.name}, which cannot leave out a step that it is given"
-    elif config.train.publish.dir is not None:
-        found = "train.publish.dir, which asks all ranks in each step"
+        yield "precision.autocast=fp16, whose loss scale follows each step"
+    if dense in (DenseOptimizer.adafactor, DenseOptimizer.lamb):
+        yield f"optimizer.dense.name={dense.name}, which cannot leave out a step that it is given"
+    if config.train.publish.dir is not None:
+        yield "train.publish.dir, which asks all ranks in each step"
     for name, table in config.tables.items():
         optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
-        if not optimizer.name.value.leaves_idle_rows:
-            found = found or f"{key}.name={optimizer.name.name}, which moves rows without a gradient too"
-        if optimizer.weight_decay:
-            found = found or f"{key}.weight_decay={optimizer.weight_decay:g}, which moves rows without a gradient too"
-        if table.sparsity is not None:
-            found = found or f"tables.{name}.sparsity, which moves rows without a gradient too"
-    if found:
-        raise UserError(f"config key 'train.check_every_step' must be true with {found}")
+        moving = {
+            f"{key}.name={optimizer.name.name}": not optimizer.name.value.leaves_idle_rows,
+            f"{key}.weight_decay={optimizer.weight_decay:g}": optimizer.weight_decay,
+            f"tables.{name}.sparsity": table.sparsity is not None,
+        }
+        yield from (f"{each}, which moves rows without a gradient too" for each, moves in moving.items() if moves)
 
 
 def _check_plateau(config: Config) -> None:

@@ -66,6 +66,7 @@ class _Rank:
         self._pieces, self._rank, self._decoding = pieces, rank, data.decoding[rank]
         alone = config.debug or (topology.world_size == 1 and not topology.on_gpu)
         self._batches_in_pipeline = 1 if alone else _BATCHES_IN_PIPELINE
+        self._unread_batches = 0 if config.train.check_every_step else 1  # trained, and kept until its sums are read
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._tables = rank_tables(config, pieces, rank)
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
@@ -195,12 +196,13 @@ class _Rank:
         data, topology = self._config.data, self._topology
         ahead = batches_ahead(data.prefetch_batches, topology.device)
         queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
-        queued += not self._config.train.check_every_step  # the last one, until its sums are read
         queued += self._batches_in_pipeline - 1
         of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept
         batch = self.batch_bytes
         if self._topology.on_gpu:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
+        else:
+            queued += self._unread_batches
         return {
             "loader_windows": self._data.window_bytes,
             "loader_decoding": self._decoding.later + of_evaluation,
@@ -250,7 +252,7 @@ class _Rank:
             "lookup_ids": self.exchanged_ids * _WIRE_ID_BYTES,
         }
         if self._topology.on_gpu:
-            in_flight["batches"] = _BATCHES_IN_PIPELINE * self.batch_bytes
+            in_flight["batches"] = (_BATCHES_IN_PIPELINE + self._unread_batches) * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
         given = {"looked_up": self.looked_up if stays else 0}

@@ -38,7 +38,7 @@ class TouchedRows:
 
     def clear(self) -> None:
         """Forget what was touched."""
-        self._mark()
+        self._mark()  # what waits is to be forgotten too
         for marks in self._marks.values():
             marks.zero_()
 
