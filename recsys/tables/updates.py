@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import nn
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, TensorProperties
@@ -20,6 +21,7 @@ from torchrec.optim.optimizers import SGD
 
 from recsys.config import Config, TableOptimizerConfig
 from recsys.config.choices import StateType
+from recsys.tables.by_id import look_up_as_sums
 from recsys.tables.module_names import config_name
 from recsys.tables.replicated import ReplicatedTables
 from recsys.tables.torch_update import TorchTable, update_in_torch
@@ -77,6 +79,8 @@ class TableUpdates:
             tables = [config_name(table.name) for table in kernel.config.embedding_tables]
             if all(_in_fbgemm(config, table, on_gpu) for table in tables):
                 self._fbgemm.append((config.table_optimizer(tables[0]), kernel.emb_module))  # they have one optimizer
+                if not on_gpu and kernel.emb_module.pooling_mode is PoolingMode.NONE:
+                    look_up_as_sums(kernel.emb_module)
             else:
                 shards = _torch_tables(kernel, config)
                 update_in_torch(kernel, shards)

@@ -1,0 +1,44 @@
+"""Lookups by id on a CPU, where FBGEMM's kernel of sums is many times as fast as its kernel without them.
+
+The latter keeps a gradient for each row in a map of its own: 0.5 KiB a row more, and on one core 309 ms where sums of
+lists of one id take 9 (200,000 ids of 32 numbers; 14 and 8 where they are of 3,400 rows).
+"""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
+
+
+def look_up_as_sums(fbgemm: Any) -> None:
+    """Have an FBGEMM module of tables in host memory give the vectors of single ids as sums of lists of one.
+
+    Its tables lie one after another, all equally wide, so that they are looked up as one: lists of several tables
+    would have to be equally many.
+    """
+    rows = [spec[0] for spec in fbgemm.embedding_specs]
+    starts, dim = [0, *accumulate(rows)], fbgemm.embedding_specs[0][1]
+    first_rows = [starts[table] for table in fbgemm.feature_table_map]
+    fbgemm.pooling_mode, fbgemm.is_nobag = PoolingMode.SUM, False
+    fbgemm.feature_table_map, fbgemm.total_D = [0], dim
+    for name, values in (
+        ("D_offsets", [0, dim]),
+        ("hash_size_cumsum", [0, starts[-1]]),
+        ("rows_per_table", [starts[-1]]),
+        ("weights_offsets", [0]),
+        ("weights_placements", [int(fbgemm.weights_placements[0])]),
+        ("momentum1_offsets", [0]),
+        ("momentum1_placements", [int(fbgemm.weights_placements[0])]),
+    ):
+        if hasattr(fbgemm, name):  # SGD has no state
+            setattr(fbgemm, name, torch.tensor(values, dtype=getattr(fbgemm, name).dtype))
+
+    def as_lists_of_one(_: Any, __: tuple[()], given: dict[str, torch.Tensor]) -> tuple[tuple[()], dict[str, Any]]:
+        ids, offsets = given["indices"], given["offsets"]
+        if any(first_rows) and len(ids):
+            of_features = offsets[:: (len(offsets) - 1) // len(first_rows)].diff()
+            ids = ids + torch.tensor(first_rows, dtype=ids.dtype).repeat_interleave(of_features)
+        return (), {**given, "indices": ids, "offsets": torch.arange(len(ids) + 1, dtype=offsets.dtype)}
+
+    fbgemm.register_forward_pre_hook(as_lists_of_one, with_kwargs=True)
