@@ -119,6 +119,14 @@ def test_micro_batches_learn_the_same(tables: str, tmp_path: Path) -> None:
     assert_close(parts[1], whole[1], 1e-5, 1e-5)
 
 
+def test_sums_over_the_same_rows_are_the_same_to_the_bit_on_one_rank_and_two(tmp_path: Path) -> None:
+    options = ("train.global_batch_size=256", "train.micro_batch_size=128", "train.max_steps=20", "run.num_threads=1")
+    one, two = (train(tmp_path / f"{nproc}", *options, nproc=nproc) for nproc in (1, 2))
+    assert one[0] == two[0]
+    trained = [{name: each for name, each in state.items() if not name.startswith("ids/")} for _, state in (one, two)]
+    assert_close(*trained, 0, 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dense", ["adam", *SLOW])
 def test_micro_batches_learn_the_same_with_each_dense_optimizer(dense: str, tmp_path: Path) -> None:
