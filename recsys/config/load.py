@@ -257,8 +257,8 @@ def _wrong_value(error: Exception, model: type) -> str:
     key = str(getattr(error, "full_key", None) or "")
     if isinstance(error, KeyValidationError):
         return _wrong_name(error)
-    if isinstance(error, ValidationError) and key and not isinstance(error, InterpolationResolutionError):
-        expected = _type_of(key, model)
+    expected = _type_of(key, model) if key else None
+    if isinstance(error, ValidationError) and expected and not isinstance(error, InterpolationResolutionError):
         value = getattr(error, "value", None)
         hint = (
             nearest(str(value), expected.__members__)
@@ -268,7 +268,7 @@ def _wrong_value(error: Exception, model: type) -> str:
         return f"config key '{key}' must be {_describe(expected)}, found {_show(value)}{hint}"
     where = f"config key '{key}'" if key else "the config cannot be read"
     if isinstance(error, InterpolationValidationError):  # whose text tells the value, which may be a secret
-        return f"{where} must be {_describe(_type_of(key, model))}, and what it refers to is not"
+        return f"{where} must be {_describe(expected)}, and what it refers to is not"
     if missing := re.search(r"Interpolation key '(.*)' not found", str(error)):
         return (
             f"{where}: there is no key '{missing[1]}' for ${{{missing[1]}}} to refer to; write a key with its sections"
@@ -284,10 +284,13 @@ def _wrong_name(error: KeyValidationError) -> str:
 
 
 def _type_of(key: str, model: type) -> Any:
+    """Return the type of a key, or None of one under a name with a dot, which no table or feature may have."""
     expected: Any = Config
     for name in key.replace("[", ".[").split("."):
         fields = _fields(expected, model)
-        expected = fields[name] if fields else typing.get_args(expected)[-1]
+        expected = fields.get(name) if fields else next(reversed(typing.get_args(expected)), None)
+        if expected is None:
+            return None
     return expected
 
 
@@ -299,7 +302,9 @@ def _describe(expected: Any) -> str:
         return f"a list, each {_describe(optional[0])}"
     if isinstance(expected, type) and issubclass(expected, Enum):
         return f"one of {', '.join(expected.__members__)}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(expected, str(expected))
+    return {None: "of its type", int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
+        expected, str(expected)
+    )
 
 
 def _show(value: Any) -> str:

@@ -35,6 +35,13 @@ def test_a_name_that_is_none_is_refused(section: str, name: str, tmp_path: Path)
         load_config(_config(tmp_path, name, section))
 
 
+def test_a_wrong_value_under_a_name_with_dots_is_told(tmp_path: Path) -> None:
+    path = _config(tmp_path, "..", "tables")
+    path.write_text(path.read_text().replace("{mapping: vocabulary, num", "{mapping: {a: 1}, num"))
+    with pytest.raises(UserError, match=r"^config key 'tables\.\.\.\.mapping': [^\n]*$"):
+        load_config(path)
+
+
 @pytest.mark.parametrize("name", ALLOWED)
 def test_other_names_are_taken(name: str, tmp_path: Path) -> None:
     assert name in load_config(_config(tmp_path, name, "features")).features

@@ -27,8 +27,9 @@ def attempt(folder: Path, dice: random.Random) -> tuple[list[str], set[str]] | N
     except UserError as error:
         said = str(error)
         assert said.isprintable() and len(said) < 1000, said
-        # Of a table, a feature or a label that is new, another key may be missing.
-        prefixes = [".".join(path[:length]) for path in paths if "new" in path for length in range(2, len(path))]
+        # Of a table, a feature or a label that is new, or of settings that a table has not, another key may be missing.
+        of_new = [path for path in paths if {"new", "experts", "sparsity"} & {*path}]
+        prefixes = [".".join(path[:length]) for path in of_new for length in range(2, len(path))]
         named = [key for key in (*(path[-1] for path in paths), *prefixes) if key in said]
         named += [path[0] for path in paths if len(path) == 2 and f"config key '{path[0]}" in said]
         assert named or "is not readable YAML" in said or "never" in said, said
