@@ -19,7 +19,7 @@ def look_up_as_sums(fbgemm: Any) -> None:
     """
     rows = [spec[0] for spec in fbgemm.embedding_specs]
     starts, dim = [0, *accumulate(rows)], fbgemm.embedding_specs[0][1]
-    first_rows = [starts[table] for table in fbgemm.feature_table_map]
+    first_rows = torch.tensor([starts[table] for table in fbgemm.feature_table_map])
     fbgemm.pooling_mode, fbgemm.is_nobag = PoolingMode.SUM, False
     fbgemm.feature_table_map, fbgemm.total_D = [0], dim
     for name, values in (
@@ -36,9 +36,9 @@ def look_up_as_sums(fbgemm: Any) -> None:
 
     def as_lists_of_one(_: Any, __: tuple[()], given: dict[str, torch.Tensor]) -> tuple[tuple[()], dict[str, Any]]:
         ids, offsets = given["indices"], given["offsets"]
-        if any(first_rows) and len(ids):
+        if len(first_rows) > 1 and len(ids):
             of_features = offsets[:: (len(offsets) - 1) // len(first_rows)].diff()
-            ids = ids + torch.tensor(first_rows, dtype=ids.dtype).repeat_interleave(of_features)
+            ids = ids + first_rows.repeat_interleave(of_features)
         return (), {**given, "indices": ids, "offsets": torch.arange(len(ids) + 1, dtype=offsets.dtype)}
 
     fbgemm.register_forward_pre_hook(as_lists_of_one, with_kwargs=True)

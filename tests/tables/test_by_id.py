@@ -39,9 +39,7 @@ def module(rows: list[int], features: list[int], kind: EmbOptimType, weights: Sp
     return by_id
 
 
-@pytest.mark.parametrize(
-    "kind", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_ROWWISE_ADAGRAD]
-)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weights", [SparseType.FP32, SparseType.FP16])
 @pytest.mark.parametrize("rows, features", [([50], [0]), ([50, 7, 30], [0, 1, 2]), ([50, 7, 30], [0, 0, 1, 2, 2])])
 def test_the_same_as_fbgemm(rows: list[int], features: list[int], kind: EmbOptimType, weights: SparseType) -> None:
@@ -69,6 +67,5 @@ def test_tables_of_lists_are_looked_up_so(tmp_path: Path) -> None:
     overrides = ["data.valid=null", "data.test=null", "model.attention={history: item_id}", f"run.dir={tmp_path}"]
     with open_world(Device.cpu, 1) as world:
         built = build_model(open_inputs(load_config("configs/dlrm_sample.yaml", overrides), world))
-        assert {kernel.emb_module.pooling_mode for kernel in kernels(built.model, FusedOptimizerModule)} == {
-            PoolingMode.SUM
-        }
+        modes = {kernel.emb_module.pooling_mode for kernel in kernels(built.model, FusedOptimizerModule)}
+        assert modes == {PoolingMode.SUM}
