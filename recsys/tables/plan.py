@@ -195,13 +195,14 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
         ),
         pooling_factors=[1.0] * num_features,
         stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
-        output_dtype=_output_dtype(config, topology),
+        output_dtype=output_dtype(config, topology.on_gpu),
     )
 
 
-def _output_dtype(config: Config, topology: Topology) -> DataType | None:
+def output_dtype(config: Config, on_gpu: bool) -> DataType | None:
+    """Return the type of the vectors that tables give; None: FP32."""
     chosen = config.precision.output_dtype
-    if chosen is FloatType.FP32 or (chosen is FloatType.BF16 and not topology.on_gpu):
+    if chosen is FloatType.FP32 or (chosen is FloatType.BF16 and not on_gpu):
         return None
     return DataType[chosen.name]
 

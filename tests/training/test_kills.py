@@ -158,7 +158,7 @@ def test_two_ranks_walk_back_to_what_is_whole(reference: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_fifty_kills_at_any_moment(tmp_path: Path) -> None:
     """The tables are those of a run that was left alone, and every row of every epoch was trained once."""
-    epochs, num_kills = 240, 0
+    epochs, num_kills = 480, 0
     options = (f"train.epochs={epochs}", "train.checkpoint_every_steps=10", "train.async_checkpoints=true")
     while num_kills < 50:
         moment = kills.random_seconds(num_kills)

@@ -22,6 +22,7 @@ TRAINS = {
     "fp16 given by id": ["precision.output_dtype=FP16", "model.attention={history: item_id}"],
     "bf16 sent": [f"{WIRES[0]}=BF16", f"{WIRES[1]}=BF16", "tables.user.sharding_type=row_wise"],
 }
+TABLES = ("user", "item", "category", "device", "hour")
 REFUSED = {
     "fp8": (["tables.user.data_type=FP8"], "'tables.user.data_type': FBGEMM trains FP8 on GPUs only; use FP16"),
     "rounding": (["tables.item.stochastic_rounding=true"], "'tables.item.stochastic_rounding'"),
@@ -53,6 +54,18 @@ def test_trains(name: str, tmp_path: Path) -> None:
     records = [(path / "metrics.jsonl").read_text() for path in (tmp_path, tmp_path / "plain")]
     losses = [json.loads(text.splitlines()[0])["loss"] for text in records]
     assert abs(losses[0] - losses[1]) < 1e-3
+
+
+def test_ranks_without_tables(tmp_path: Path) -> None:
+    """Such a rank has no vectors to send; what torchrec gives in their place is FP32, whatever the others send."""
+    options = ["precision.output_dtype=FP16", *(f"tables.{name}.sharding_type=table_wise" for name in TABLES)]
+    losses = []
+    for nproc in (6, 1):
+        run_dir = tmp_path / str(nproc)
+        done = fork_train(CONFIG, f"run.dir={run_dir}", *SHORT, "train.log_every_steps=1", *options, nproc=nproc)
+        assert done.returncode == 0, done.stderr[-3000:]
+        losses.append([json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()[:2]])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", REFUSED)
