@@ -77,10 +77,12 @@ class Model(nn.Module):
     Attributes:
         Config: the dataclass of its section of a config, derived from ModelConfig.
         loss_by_rows: the loss of a batch is the sum of the losses of its parts.
+        num_parts: of the rows, one after the other, in which what reads its own parameters is called; see `in_parts`.
     """
 
     Config: ClassVar[type[ModelConfig]]
     loss_by_rows: ClassVar[bool] = True
+    num_parts = 1
 
     def __init__(self, inputs: DenseInputs) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from recsys.config import ModelConfig
 from recsys.config.bounds import bounded
 from recsys.config.choices import CrossStructure
 from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+from recsys.models.halves import in_parts
 
 
 @dataclass
@@ -57,7 +58,7 @@ class DCN(Model):
         """Return logits, [rows] for one label, or [rows, labels]."""
         ids = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
         inputs = torch.cat([ids, self.bottom(floats) if self.bottom else floats], dim=1)
-        crossed = self.cross(inputs)
+        crossed = in_parts(self.cross, self.num_parts, inputs)
         if self.is_stacked:
             return self.last(self.mlp(crossed)).squeeze(1)
         return self.last(torch.cat([crossed, self.mlp(inputs)], dim=1)).squeeze(1)

@@ -87,12 +87,18 @@ class _Blocks:
         starts = range(0, rows, self.at_once) if self.at_once < rows else (0,)
         return starts[:1] if self.only_first else starts
 
-    def lie_together(self, vectors: Sequence[torch.Tensor]) -> bool:
-        """Return whether, in blocks on a CPU, all vectors but the first lie beside each other, of the blocks' type."""
-        if self.whole or any(each.dtype is not self.dtype for each in vectors):
-            return False
-        others = beside(vectors[1:])
-        return len(others) == 1 and others[0].stride(1) == 1
+    def but_first(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the rows of a block and their vectors but the first, [rows, vectors - 1, dim], where they lie.
+
+        Those that do not lie beside each other, or are of another type, are copied as `of` does.
+        """
+        n, (rows, dim), others = len(vectors), vectors[0].shape, beside(vectors[1:])
+        if len(others) == 1 and others[0].stride(1) == 1 and all(each.dtype is self.dtype for each in vectors):
+            for start in self.starts(rows):
+                some = slice(start, start + self.at_once)
+                yield some, others[0][some].view(-1, n - 1, dim)
+            return
+        yield from ((some, stacked[:, 1:n]) for some, stacked in self.of(vectors))
 
     def of(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the rows of a block and their vectors, [rows, places, dim], in the memory of the block before."""
@@ -129,34 +135,20 @@ class _PairwiseDots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         vectors, pairs, blocks = ctx.saved_tensors, ctx.pairs, ctx.blocks
-        if blocks.lie_together(vectors):
-            return None, None, *_gradients_in_place(gradient, pairs, blocks, vectors)
         n, (rows, dim) = len(vectors), vectors[0].shape
-        widths = [each.shape[1] for each in beside(vectors)]
-        gradients = [vectors[0].new_empty(rows, width) for width in widths]
-        for some, stacked in blocks.of(vectors):
-            padded = F.pad(gradient[some].to(blocks.dtype), (0, 1))  # with what the diagonal takes
-            block = torch.bmm(padded.index_select(1, pairs.both).view(-1, n, n), stacked[:, :n])
-            for whole, part in zip(gradients, block.flatten(1).split(widths, 1), strict=True):
-                whole[some] = part
-        return None, None, *(each for whole in gradients for each in whole.split(dim, 1))
-
-
-def _gradients_in_place(
-    gradient: torch.Tensor, pairs: _Pairs, blocks: _Blocks, vectors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients by vectors of which all but the first lie beside each other; none of these is copied.
-
-    The same sums in another order: what the first vector adds to the gradients of the others comes last.
-    """
-    n, (rows, dim), first, (others,) = len(vectors) - 1, vectors[0].shape, vectors[0], beside(vectors[1:])
-    of_first, of_others = first.new_empty(rows, dim), first.new_empty(rows, n * dim)
-    for start in blocks.starts(rows):
-        some = slice(start, start + blocks.at_once)
-        padded = F.pad(gradient[some].to(blocks.dtype), (0, 1))  # with what the diagonal takes
-        factors = padded.index_select(1, pairs.but_first).view(-1, n + 1, n)
-        block = torch.bmm(factors, others[some].view(-1, n, dim))
-        of_first[some] = block[:, 0]
-        by_first = factors[:, 0, :, None], first[some, None]
-        torch.addcmul(block[:, 1:], *by_first, out=of_others[some].view(-1, n, dim))
-    return of_first, *of_others.split(dim, 1)
+        if blocks.whole:
+            ((_, stacked),) = blocks.of(vectors)
+            padded = F.pad(gradient.to(blocks.dtype), (0, 1))  # with what the diagonal takes
+            by_vectors = torch.bmm(padded.index_select(1, pairs.both).view(-1, n, n), stacked[:, :n])
+            return None, None, *by_vectors.to(vectors[0].dtype).unbind(1)
+        of_first, of_others = vectors[0].new_empty(rows, dim), vectors[-1].new_empty(rows, (n - 1) * dim)
+        for some, others in blocks.but_first(vectors):
+            padded = F.pad(gradient[some].to(blocks.dtype), (0, 1))
+            factors = padded.index_select(1, pairs.but_first).view(-1, n, n - 1)
+            block = torch.bmm(factors, others)
+            of_first[some] = block[:, 0]
+            # What the first vector adds comes last, whether the others had to be copied or not: sums do not depend on
+            # how vectors lie, which is for the plan to decide.
+            by_first = factors[:, 0, :, None], vectors[0][some, None].to(blocks.dtype)
+            torch.addcmul(block[:, 1:], *by_first, out=of_others[some].view(-1, n - 1, dim))
+        return None, None, of_first, *of_others.split(dim, 1)

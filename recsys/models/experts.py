@@ -9,6 +9,7 @@ from recsys.config.choices import Gate
 from recsys.config.experts import gate_inputs
 from recsys.config.features import model_features, with_experts
 from recsys.models.base import Vectors
+from recsys.models.halves import in_parts
 from recsys.tables.module_names import module_name
 
 GATES = "expert_gates"  # its name in a model
@@ -20,6 +21,8 @@ class ExpertGate(nn.Module):
     Both are 0 at first, so that all factors are 1: the experts begin as a plain sum.
     """
 
+    num_parts = 1  # see `sum_in_halves`
+
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()
         self.bias = nn.Parameter(torch.zeros(num_experts))
@@ -27,8 +30,13 @@ class ExpertGate(nn.Module):
 
     def forward(self, others: list[torch.Tensor]) -> torch.Tensor:
         """Return the factors, [rows, experts], or of each expert alone [experts]; `others` are [rows, width] each."""
-        logits = self.bias if self.weight is None else F.linear(torch.cat(others, dim=1), self.weight, self.bias)
-        return 2 * logits.sigmoid()
+        if self.weight is None:
+            return 2 * self.bias.sigmoid()
+        return 2 * in_parts(self._logits, self.num_parts, torch.cat(others, dim=1)).sigmoid()
+
+    def _logits(self, given: torch.Tensor) -> torch.Tensor:
+        assert self.weight is not None
+        return F.linear(given, self.weight, self.bias)
 
 
 class ExpertSums(nn.ModuleDict):

@@ -11,6 +11,7 @@ from recsys.config.bounds import bounded
 from recsys.config.names import one_of
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+from recsys.models.halves import in_parts
 
 
 @dataclass
@@ -84,5 +85,8 @@ class FinalMLP(Model):
             given = torch.cat([vectors[name] for name in names], dim=1) if names else inputs.new_ones(len(inputs), 1)
             outputs.append(stream(2 * gate(given).sigmoid() * inputs))
         first, second = (output.view(len(inputs), self.products.shape[1], -1) for output in outputs)
-        products = torch.einsum("rhi,lhij,rhj->rl", first, self.products, second)
+        products = in_parts(self._products, self.num_parts, first, second)
         return (self.linear(torch.cat(outputs, dim=1)) + products).squeeze(1)
+
+    def _products(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("rhi,lhij,rhj->rl", first, self.products, second)

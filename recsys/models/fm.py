@@ -10,6 +10,7 @@ from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, check_equal_widths, mlp
+from recsys.models.halves import in_parts
 
 
 @dataclass
@@ -53,12 +54,15 @@ class FM(Model):
         """Return the vectors of all features, [rows, features, dim]."""
         side_by_side = self.embedding_dropout(torch.cat([vectors[name] for name in self.features], dim=1))
         ids = side_by_side.view(len(floats), len(self.features), -1)
-        return torch.cat([ids, floats[:, :, None] * self.numbers], dim=1)
+        return torch.cat([ids, in_parts(self._of_numbers, self.num_parts, floats)], dim=1)
+
+    def _of_numbers(self, floats: torch.Tensor) -> torch.Tensor:
+        return floats[:, :, None] * self.numbers
 
     def _pairs(self, stacked: torch.Tensor) -> torch.Tensor:
         factors, weights = stacked[:, :, :-1], stacked[:, :, -1]
         pairs = (factors.sum(dim=1).square() - factors.square().sum(dim=1)).sum(dim=1) / 2
-        return pairs + weights.sum(dim=1) + self.bias
+        return in_parts(self.bias.add, self.num_parts, pairs + weights.sum(dim=1))
 
 
 @dataclass

@@ -8,6 +8,7 @@ from torch import nn
 from recsys.config import Config, ModelConfig
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Model, Vectors
+from recsys.models.halves import in_parts
 
 
 @dataclass
@@ -32,10 +33,13 @@ class LogisticRegression(Model):
 
     def __init__(self, config: LogisticRegressionConfig, inputs: DenseInputs) -> None:
         super().__init__(inputs)
+        self.features = list(inputs.dims)
         self.numbers = nn.Linear(len(inputs.floats), len(inputs.labels), bias=False) if inputs.floats else None
         self.bias = nn.Parameter(torch.zeros(len(inputs.labels)))
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, labels]."""
-        logits = self.bias + sum(vector[:, : len(self.bias)] for vector in vectors.values())
+        # Not in the order of `vectors`, which is of the plan.
+        weights = sum(vectors[name][:, : len(self.bias)] for name in self.features)
+        logits = in_parts(self.bias.add, self.num_parts, weights)
         return logits if self.numbers is None else logits + self.numbers(floats)

@@ -11,8 +11,11 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.checkpoint import Tensors
+from recsys.config import Config
+from recsys.config.choices import Autocast
 from recsys.data.inputs import Inputs
 from recsys.errors import UserError
+from recsys.models.halves import sum_in_halves
 from recsys.runtime.live import Task
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
@@ -65,6 +68,8 @@ def build_model(inputs: Inputs) -> Built:
     with Task("planning where the tables go", is_shown=world.rank == 0):
         plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
+    if world.device.type == "cpu" and _is_in_one_pass(config) and dense.loss_by_rows:
+        sum_in_halves(dense, world.world_size)
 
     for table, weights in table_tensors(model).items():
         for shard, (row, column) in local_pieces(weights):
@@ -91,6 +96,12 @@ def build_model(inputs: Inputs) -> Built:
         after_load=updates.forget_caches,
     )
     return Built(model, list(shards(plan, config, world.world_size)), optimizer, updates, tensors)
+
+
+def _is_in_one_pass(config: Config) -> bool:
+    """Return whether layers are called as they are, once for all rows of a rank."""
+    is_plain = config.precision.autocast is Autocast.none and not config.train.compile
+    return is_plain and not config.train.in_micro_batches
 
 
 def log_shares(inputs: Inputs) -> tuple[torch.Tensor, int]:
