@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-_ELEMENTS_AT_ONCE = 1 << 20  # of a weight's gradient, so that a large one is not in memory twice
+_ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
+_COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
+_LONG = 512  # sums of so many products may be shared out over threads
 
 
 def sum_in_halves(model: nn.Module, world_size: int) -> None:
     """Have one process sum gradients of a model's linear layers in halves, and those of what has `num_parts`.
 
     Several processes get layers that sum in the same order. All are to read rows in the order of the batch, in FP32, on
-    a CPU. What they give stays the same to the last bit.
+    a CPU. One process on one thread or two, and two processes on one thread each, then sum alike to the last bit.
     """
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -33,18 +35,14 @@ def in_parts(function: Callable[..., torch.Tensor], num_parts: int, *rows: torch
     Gradients of what it reads beside them are then summed part by part.
 
     Args:
-        num_parts: 1 or 2. rows: [rows, ...] each.
+        num_parts: 1 or 2. rows: [rows, ...] each, as many.
     """
     if not torch.is_grad_enabled():
         return function(*rows)
     if num_parts == 1:
         return function(*(each.view_as(each) for each in rows))  # gradients by them are summed by themselves too
-    first, second = zip(*(each.split(_sizes(len(each), num_parts)) for each in rows), strict=True)
+    first, second = zip(*(each.tensor_split(2) for each in rows), strict=True)
     return torch.cat([function(*first), function(*second)])
-
-
-def _sizes(num_rows: int, num_parts: int) -> tuple[int, ...]:
-    return (num_rows,) if num_parts == 1 else (num_rows // 2, num_rows - num_rows // 2)
 
 
 class _Linear(nn.Linear):
@@ -65,41 +63,47 @@ class _LinearInParts(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_parts: int
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.num_parts = num_parts
-        return F.linear(x, weight, bias)
+        ctx.num_parts = num_parts if x.dim() > 1 and len(x) % num_parts == 0 else 1
+        return _times(x, weight.T, bias, ctx.num_parts)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        sizes = _sizes(len(x), ctx.num_parts)
-        gradients = [part.flatten(0, -2) for part in gradient.split(sizes)]
-        inputs = [part.flatten(0, -2) for part in x.split(sizes)]
+        gradients, inputs = (each.reshape(ctx.num_parts, -1, each.shape[-1]) for each in (gradient, x))
         return (
-            gradient @ weight if of_x else None,
-            _of_weight(gradients, inputs) if of_weight else None,
-            sum(part.sum(0) for part in gradients) if of_bias else None,
+            _times(gradient, weight, None, ctx.num_parts) if of_x else None,
+            _products(gradients, inputs) if of_weight else None,
+            gradients.sum(1).sum(0) if of_bias else None,
             None,
         )
 
 
-def _of_weight(gradients: list[torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Return the gradient of a weight, [outputs, inputs], by parts of the rows."""
-    product = _product if gradients[0].shape[1] > 1 else _product_with_vector
-    result = product(gradients[0], inputs[0])
-    at_once = max(1, _ELEMENTS_AT_ONCE // len(result))
-    for gradient, part in zip(gradients[1:], inputs[1:], strict=True):
-        for first in range(0, result.shape[1], at_once):
-            columns = slice(first, first + at_once)
-            result[:, columns] += product(gradient, part[:, columns])
+def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, num_parts: int) -> torch.Tensor:
+    """Return x times a matrix, plus a bias, with sums that are the same on one thread and on two."""
+    width, outputs = matrix.shape
+    if num_parts == 1 or width < _LONG or outputs == 1:
+        return F.linear(x, matrix.T, bias)
+    parts, matrices = x.reshape(num_parts, -1, width), matrix.expand(num_parts, width, outputs)
+    result = torch.bmm(parts, matrices) if bias is None else torch.baddbmm(bias, parts, matrices)
+    return result.view(*x.shape[:-1], outputs)
+
+
+def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of a weight, [outputs, inputs], by parts of the rows, [parts, rows, outputs or inputs].
+
+    A product alone is shared out over threads, along what is summed up if that is long; of two in a batch, each thread
+    has one. With a vector, two in a batch are summed otherwise than one.
+    """
+    outputs, width = gradients.shape[2], inputs.shape[2]
+    if outputs == 1 or width == 1:
+        wide, narrow = (gradients, inputs) if width == 1 else (inputs, gradients)
+        sums = [(some * narrow).sum(1).sum(0) for some in wide.split(_COLUMNS_AT_ONCE, dim=2)]
+        return torch.cat(sums).view(outputs, width)
+    pieces = min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2)
+    if pieces == 1:
+        return torch.bmm(gradients.mT, inputs).sum(0)
+    result = gradients.new_empty(outputs, width)
+    for piece, some in zip(result.tensor_split(pieces), gradients.tensor_split(pieces, dim=2), strict=True):
+        torch.sum(torch.bmm(some.mT, inputs), 0, out=piece)
     return result
-
-
-def _product(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    return gradient.T @ inputs
-
-
-def _product_with_vector(gradient: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the product for one output, summed in the same order by any number of threads; MKL's is not."""
-    at_once = max(1, _ELEMENTS_AT_ONCE // max(1, len(inputs)))
-    return torch.cat([(gradient * columns).sum(0, keepdim=True) for columns in inputs.split(at_once, dim=1)], dim=1)

@@ -1,0 +1,88 @@
+"""Gradients summed over halves of a batch."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from recsys.models.dots import PairwiseDots
+from recsys.models.halves import in_parts, sum_in_halves
+
+
+def gradients(layer: nn.Module, x: torch.Tensor, by_output: torch.Tensor) -> list[torch.Tensor]:
+    wanted = [x.requires_grad_(), *layer.parameters()]
+    return list(torch.autograd.grad(layer(x), wanted, by_output))
+
+
+@pytest.mark.parametrize("shape", [(64, 33), (64, 1), (1, 64), (1, 3000), (700, 800), (1500, 600), (2, 300_000)])
+@pytest.mark.parametrize("between", [(), (3,)])
+def test_one_process_sums_as_two(shape: tuple[int, int], between: tuple[int, ...]) -> None:
+    """On two threads what two processes get on one thread each and add up; numbers are those of a plain layer."""
+    torch.manual_seed(0)
+    width, outputs = shape
+    x, by_output = torch.randn(128, *between, width), torch.randn(128, *between, outputs)
+    plain, whole, half = (nn.Linear(width, outputs) for _ in range(3))
+    for layer in (whole, half):
+        layer.load_state_dict(plain.state_dict())
+    expected = gradients(plain, x, by_output)
+    sum_in_halves(whole, 1)
+    sum_in_halves(half, 2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        found = gradients(whole, x, by_output)
+        torch.set_num_threads(1)
+        parts = [gradients(half, x[rows].detach(), by_output[rows]) for rows in (slice(64), slice(64, None))]
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(whole(x), plain(x), rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[0], torch.cat([part[0] for part in parts]))
+    for of_whole, first, second in zip(found[1:], parts[0][1:], parts[1][1:], strict=True):
+        assert torch.equal(of_whole, first + second)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_odd_rows_frozen_weights_and_checkpoints() -> None:
+    layers = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2))
+    layers[0].weight.requires_grad_(False)
+    wanted = list(layers[1].parameters())
+    x, by_output = torch.randn(7, 4), torch.randn(7, 2)
+    expected = torch.autograd.grad(layers(x), wanted, by_output)
+    sum_in_halves(layers, 1)
+    torch.testing.assert_close(torch.autograd.grad(layers(x), wanted, by_output), expected)
+    again = checkpoint(layers, x, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(again, wanted, by_output), expected)
+    assert isinstance(layers[0], nn.Linear) and list(layers.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4,), (1, 4), (2, 0, 4)])
+def test_few_rows_and_none(shape: tuple[int, ...]) -> None:
+    layer = nn.Linear(4, 3)
+    x, by_output = torch.randn(shape), torch.randn(*shape[:-1], 3)
+    expected = gradients(layer, x, by_output)
+    sum_in_halves(layer, 1)
+    torch.testing.assert_close(gradients(layer, x, by_output), expected)
+
+
+def test_parts_of_a_function() -> None:
+    weight, x = torch.randn(5, requires_grad=True), torch.randn(6, 5)
+    (found,) = torch.autograd.grad(in_parts(weight.mul, 2, x).sum(), weight)
+    assert torch.equal(found, x[:3].sum(0) + x[3:].sum(0))
+    with torch.no_grad():
+        assert torch.equal(in_parts(weight.mul, 2, x), weight * x)
+
+
+@pytest.mark.parametrize("number", [2, 7, 20])
+def test_dot_products_do_not_depend_on_how_vectors_lie(number: int) -> None:
+    """The plan decides in which order tables give their vectors, beside each other in memory."""
+    torch.manual_seed(0)
+    whole, first = torch.randn(100, (number - 1) * 16), torch.randn(100, 16)
+    beside = [first, *whole.split(16, dim=1)]
+    apart = [first, *(each.clone() for each in beside[1:])]
+    by_products = torch.randn(100, number * (number - 1) // 2)
+    results = []
+    for vectors in (beside, apart):
+        leaves = [each.detach().requires_grad_() for each in vectors]
+        products = PairwiseDots()(leaves)
+        results.append([products, *torch.autograd.grad(products, leaves, by_products)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
