@@ -49,7 +49,7 @@ class _Linear(nn.Linear):
     num_parts = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or x.dim() != 2:
             return super().forward(x)
         result: torch.Tensor = _LinearInParts.apply(x, self.weight, self.bias, self.num_parts)
         return result
@@ -63,7 +63,7 @@ class _LinearInParts(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_parts: int
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.num_parts = num_parts if x.dim() > 1 and len(x) % num_parts == 0 else 1
+        ctx.num_parts = num_parts if len(x) % num_parts == 0 else 1
         return _times(x, weight.T, bias, ctx.num_parts)
 
     @staticmethod
@@ -85,8 +85,13 @@ def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, num
     if num_parts == 1 or width < _LONG or outputs == 1:
         return F.linear(x, matrix.T, bias)
     parts, matrices = x.reshape(num_parts, -1, width), matrix.expand(num_parts, width, outputs)
-    result = torch.bmm(parts, matrices) if bias is None else torch.baddbmm(bias, parts, matrices)
-    return result.view(*x.shape[:-1], outputs)
+    result = x.new_empty(len(x), outputs)  # not a view of another, since what follows may change it in place
+    of_parts = result.view(num_parts, -1, outputs)
+    if bias is None:
+        torch.bmm(parts, matrices, out=of_parts)
+    else:
+        torch.baddbmm(bias, parts, matrices, out=of_parts)
+    return result
 
 
 def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:

@@ -11,16 +11,17 @@ from recsys.models.halves import in_parts, sum_in_halves
 
 def gradients(layer: nn.Module, x: torch.Tensor, by_output: torch.Tensor) -> list[torch.Tensor]:
     wanted = [x.requires_grad_(), *layer.parameters()]
-    return list(torch.autograd.grad(layer(x), wanted, by_output))
+    outputs = layer(x)
+    outputs.mul_(1)  # as the ReLU of an MLP, which changes what a layer gives in place
+    return list(torch.autograd.grad(outputs, wanted, by_output))
 
 
 @pytest.mark.parametrize("shape", [(64, 33), (64, 1), (1, 64), (1, 3000), (700, 800), (1500, 600), (2, 300_000)])
-@pytest.mark.parametrize("between", [(), (3,)])
-def test_one_process_sums_as_two(shape: tuple[int, int], between: tuple[int, ...]) -> None:
+def test_one_process_sums_as_two(shape: tuple[int, int]) -> None:
     """On two threads what two processes get on one thread each and add up; numbers are those of a plain layer."""
     torch.manual_seed(0)
     width, outputs = shape
-    x, by_output = torch.randn(128, *between, width), torch.randn(128, *between, outputs)
+    x, by_output = torch.randn(128, width), torch.randn(128, outputs)
     plain, whole, half = (nn.Linear(width, outputs) for _ in range(3))
     for layer in (whole, half):
         layer.load_state_dict(plain.state_dict())
