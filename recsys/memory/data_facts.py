@@ -1,37 +1,28 @@
 """What is known of the data before anything is trained: ids a row, windows, decoding, vocabularies."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from recsys.config import Config, IdMappingType
 from recsys.config.features import id_features, rank_rows, sampled_rows, with_experts
-from recsys.data.dataset import Dataset
 from recsys.data.decode import CACHED_ROW_GROUPS
 from recsys.data.facts import counts_of
 from recsys.data.inputs import Inputs
 from recsys.data.order import most_shares, slice_bounds
 from recsys.data.parquet import read_head
-from recsys.data.spec import IdColumn
-from recsys.data.wanted import column_of, role_features, with_figures
-from recsys.data.window import Columns, Ragged, convert_table
+from recsys.data.wanted import column_of, role_features, role_lists, with_figures
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
+from recsys.memory.sample import SAMPLE_ROWS, Sample
 from recsys.models.items import rows_at_once
-from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.threads import decoding_threads
 
-_SAMPLE_ROWS = 20_000
+_LISTED_BYTES = 72  # of an item of a list of a user: twice with its row, and in the batches ahead
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
-_BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
-_DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
-_ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:
@@ -53,35 +44,42 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         return DataFacts(
             mean_ids, id_bytes, windows, decoding, {}, source, *of_ids, statistics_bytes=counts, eval_ids=evaluated
         )
-    sample = _Sample(inputs, inputs.datasets["train"])
+    sample = Sample(inputs, "train")
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
     train_rows = sizes.pop("train")
     roles = sizes if {"valid", "test"} & sizes.keys() else {}  # a corpus alone is not evaluated
     held, largest = _held_rows(inputs, "train")
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
     others = {role: _held_rows(inputs, role) for role in roles}
+    samples = {
+        "train": sample,
+        **{role: Sample(inputs, role) if role_lists(config, role) else sample for role in roles},
+    }
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted = _vocabularies(config, inputs, distinct)
     vocabularies += _drawn_bytes(inputs)
     return DataFacts(
-        mean_ids=_mean_ids(config, sample, world_size),
+        mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
+        most_ids=_mean_ids(config, sample.mean_ids(rank_rows(config, world_size)), world_size),
         id_bytes=inputs.spec("train").dtype.itemsize,
-        window_bytes=int(sample.row_bytes * (held + max((rows for rows, _ in others.values()), default=0))),
-        decoding=_decoding_by_rank(inputs, sample, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
+        window_bytes=int(
+            sample.row_bytes * held + max((samples[r].row_bytes * rows for r, (rows, _) in others.items()), default=0)
+        ),
+        decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
         eval_rows=roles,
         source=f"the first {sample.rows:,} rows",
         vocabulary_bytes=vocabularies,
         counted_ids=counted,
         counted_bytes=_counted_bytes(inputs, sample, counted),
         statistics_bytes=sum(map(statistics_bytes, distinct.values())),
-        ranking_bytes=_ranking_bytes(inputs),
+        ranking_bytes=_ranking_bytes(inputs, max(samples[role].listed for role in samples)),
         eval_ids=_eval_ids(config, sample.mean_ids()),
     )
 
 
-def _mean_ids(config: Config, sample: "_Sample", world_size: int) -> dict[str, float]:
+def _mean_ids(config: Config, means: Mapping[str, float], world_size: int) -> dict[str, float]:
     """Return the table rows of each feature, of one row of a batch of training, with those for items that are drawn."""
-    needs, means = config.model.needs(), sample.mean_ids()
+    needs = config.model.needs()
     drawn = sampled_rows(config, world_size) / rank_rows(config, world_size)
     of_items = with_experts(config, needs.item_features)
     items = {} if needs.items_in_rows else dict.fromkeys(of_items, drawn)
@@ -126,151 +124,13 @@ def _drawn_bytes(inputs: Inputs) -> int:
     if not inputs.config.model.needs().sampled_items:
         return 0
     items = inputs.datasets["items"]
-    head = read_head(items, _SAMPLE_ROWS)
+    head = read_head(items, SAMPLE_ROWS)
     return int((head.nbytes / max(1, head.num_rows) + _NUMBER_BYTES) * items.num_rows)
 
 
 def _index_bytes(ids: pa.Array) -> int:
     """Return the bytes of a list of ids and of its index, which shares numbers with it, and has texts of its own."""
     return index_bytes(len(ids), ids.nbytes * (2 if is_text(ids.type) else 1))
-
-
-@dataclass(frozen=True)
-class _Distinct:
-    """How many distinct ids the first rows of a column hold: of how many ids, and those that come once and twice."""
-
-    ids: int
-    distinct: int
-    once: int
-    twice: int
-
-    @classmethod
-    def of(cls, column: pa.ChunkedArray) -> "_Distinct":
-        while pa.types.is_list(column.type):
-            column = pc.list_flatten(column)
-        counts = column.value_counts().field("counts").to_numpy()
-        return cls(len(column), len(counts), int(np.count_nonzero(counts == 1)), int(np.count_nonzero(counts == 2)))
-
-    def among(self, times: float) -> float:
-        """Return about how many distinct ids so many times the rows hold.
-
-        What has been seen once and twice tells how many have not been seen (Chao 1984, jstor.org/stable/4615964).
-        """
-        unseen = self.once * (self.once - 1) / (2 * (self.twice + 1)) if times > 1 else 0
-        return min(self.ids * times, self.distinct + unseen)
-
-
-@dataclass(frozen=True)
-class _Column:
-    """A column of the first rows: the bytes of its dictionary and of the rest, and the dictionary's entries.
-
-    A file's dictionary is that of its whole row group. Where it grew too large, texts follow in plain, and what Arrow
-    makes of them grows with the rows: then `distinct` is there.
-    """
-
-    dictionary_bytes: int
-    other_bytes: int
-    entries: int
-    distinct: _Distinct | None
-
-    @classmethod
-    def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct]) -> "_Column":
-        arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
-        dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
-        sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
-        largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
-        grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
-        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), distinct_of() if grows else None)
-
-    def entries_among(self, times: float) -> float:
-        """Return the entries of the dictionary of so many times the rows."""
-        return self.entries if self.distinct is None else max(self.entries, self.distinct.among(times))
-
-    def bytes_among(self, times: float) -> float:
-        """Return what Arrow takes for so many times the rows."""
-        return self.dictionary_bytes * self.entries_among(times) / max(1, self.entries) + self.other_bytes * times
-
-
-class _Sample:
-    """The first rows of a dataset, as a window of the loader holds them."""
-
-    def __init__(self, inputs: Inputs, dataset: Dataset) -> None:
-        spec = inputs.spec("train").uncounted()  # a sample is no training
-        table = read_head(dataset, _SAMPLE_ROWS)
-        self.columns: Columns = convert_table(table, spec)
-        self.rows = max(1, table.num_rows)
-        self.names = [part.name for part in spec.ids]
-        self._table, self._sources = table, [part.column for part in spec.ids]
-        self._distinct = cache(lambda name: _Distinct.of(table.column(name)))
-        columns = zip(table.column_names, table.columns, strict=True)
-        self._columns = {name: _Column.of(column, partial(self._distinct, name)) for name, column in columns}
-        longer = _longer_lists(dataset, table)
-        self._times = {name: longer if pa.types.is_list(table.field(name).type) else 1.0 for name in table.column_names}
-        self._means = {
-            part.name: self._mean_length(part, columns) if isinstance(columns, Ragged) else 1.0
-            for part, columns in zip(spec.ids, self.columns.ids, strict=True)
-        }
-        id_bytes = spec.dtype.itemsize + 4 * spec.weighted
-        more = sum(
-            self._means[name] - len(part.values) / self.rows
-            for name, part in zip(self.names, self.columns.ids, strict=True)
-            if isinstance(part, Ragged)
-        )
-        self.row_bytes = self.columns.num_bytes / self.rows + id_bytes * more
-
-    def _mean_length(self, part: IdColumn, found: Ragged) -> float:
-        """Return the table rows of a feature of lists, of one row of data, as long as lists are in the whole data."""
-        raw = None if part.column is None else self._table.column(part.column)
-        most = part.max_length or math.inf
-        if raw is None or not pa.types.is_list(raw.type):
-            return len(found.values) / self.rows
-        lengths = pc.list_value_length(raw).fill_null(0).to_numpy()
-        capped = np.minimum(lengths, most).sum()
-        longer = np.minimum(lengths * self._times.get(part.column or "", 1.0), most).sum() / max(1, capped)
-        return float(len(found.values) / self.rows * longer)
-
-    def mean_ids(self) -> dict[str, float]:
-        """Return the table rows of each feature, of one row of data."""
-        return dict(self._means)
-
-    def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
-        """Return what columns of so many rows take in Arrow, all by default."""
-        names = self._columns if columns is None else columns
-        return sum(self._columns[name].bytes_among(self._times[name] * num_rows / self.rows) for name in names)
-
-    def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
-        """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
-        names = list(self._columns if columns is None else columns)
-        building = (
-            _BUILDING * self.table_bytes(num_rows, [name])
-            + _ENTRY_BYTES * self._columns[name].entries_among(num_rows / self.rows)
-            for name in names
-        )
-        return self.table_bytes(num_rows, names) + max(building, default=0)
-
-    def small_share(self, num_rows: int) -> float:
-        """Return which share of the columns of so many rows, in bytes, lies in blocks of the heap."""
-        sizes = [self.table_bytes(num_rows, [name]) for name in self._columns]
-        return sum(size for size in sizes if size < HEAP_BLOCK_BYTES) / max(1.0, sum(sizes))
-
-    def distinct_ids(self, num_rows: int) -> Iterator[float]:
-        """Yield for each feature about how many distinct ids so many rows hold."""
-        for name in self._sources:
-            yield 0.0 if name is None else self._distinct(name).among(num_rows / self.rows)
-
-
-def _longer_lists(dataset: Dataset, head: pa.Table) -> float:
-    """Return how many times as long lists are in a dataset as in its first rows, by the numbers that footers tell.
-
-    Rows often come in the order of time, or of users by what they did: the first ones are not like the others.
-    """
-    lists = [column for column in head.columns if pa.types.is_list(column.type)]
-    in_head = sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in lists) / max(1, head.num_rows)
-    rows = int(dataset.row_groups.num_rows.sum())
-    if not in_head or not rows:
-        return 1.0
-    in_all = int(dataset.row_groups.num_bytes.sum()) / 4 / rows - head.num_columns
-    return max(0.1, in_all / in_head)
 
 
 def _num_threads(inputs: Inputs) -> int:
@@ -289,7 +149,7 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     return held, largest
 
 
-def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> list[tuple[int, int, int]]:
+def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:
     """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
     there are windows and steps, beside these, and what of that stays afterwards."""
     threads, num_rows = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups.num_rows
@@ -308,13 +168,15 @@ def _decoding(inputs: Inputs, role: str, sample: _Sample, largest: int) -> list[
     return found
 
 
-def _decoding_by_rank(inputs: Inputs, sample: _Sample, largest: Mapping[str, int]) -> tuple[Decoding, ...]:
+def _decoding_by_rank(
+    inputs: Inputs, samples: Mapping[str, Sample], largest: Mapping[str, int]
+) -> tuple[Decoding, ...]:
     """Return what datasets take by rank.
 
     Args:
         largest: by role, the rows of the largest window; "train" and what is evaluated.
     """
-    by_role = {role: _decoding(inputs, role, sample, rows) for role, rows in largest.items()}
+    by_role = {role: _decoding(inputs, role, samples[role], rows) for role, rows in largest.items()}
     evaluated = [sizes for role, sizes in by_role.items() if role != "train"]
     found = []
     for rank, (first, later, _) in enumerate(by_role["train"]):
@@ -323,16 +185,20 @@ def _decoding_by_rank(inputs: Inputs, sample: _Sample, largest: Mapping[str, int
     return tuple(found)
 
 
-def _ranking_bytes(inputs: Inputs) -> int:
-    """Return what a rank's items' vectors take, as they come and in order, and scores and hits of some users."""
+def _ranking_bytes(inputs: Inputs, listed: float) -> int:
+    """Return what a rank's items' vectors take, as they come and in order, and scores and hits of some users.
+
+    Args:
+        listed: items in a user's lists, to find and to leave out.
+    """
     items, train = 0 if inputs.corpus is None else len(inputs.corpus), inputs.config.train
     own, users = (-(-n // inputs.world.world_size) for n in (items, train.eval_batch_size or train.global_batch_size))
     scores, hits = (n * min(users, rows_at_once(n, inputs.world.device.type)) for n in (own, items))
     vector = 4 * inputs.config.model.needs().vector_dim + _NUMBER_BYTES
-    return 2 * vector * own + 4 * scores + hits
+    return int(2 * vector * own + 4 * scores + hits + _LISTED_BYTES * users * listed)
 
 
-def _counted_bytes(inputs: Inputs, sample: _Sample, tables: Collection[str]) -> int:
+def _counted_bytes(inputs: Inputs, sample: Sample, tables: Collection[str]) -> int:
     """Return what it takes to decode the columns of a row group that vocabularies and figures are learned from."""
     config = inputs.config
     present = [name for name in role_features(config, "train") if name in id_features(config)]

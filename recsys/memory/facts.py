@@ -1,7 +1,7 @@
 """What a prediction of memory is made of, facts of the data and of the dense part, and what it is: a rank's memory."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from recsys.memory.tensors import Bytes
 from recsys.tables.bytes import TableBytes
@@ -41,6 +41,7 @@ class DataFacts:
         source: where the figures come from, in words.
         statistics_bytes: host memory of the counts of ids, once the data have been seen.
         ranking_bytes: of the vectors of the items that an evaluation ranks, and of their scores.
+        most_ids: as `mean_ids`, of the rows of the largest of some hundred batches of training; none: not known.
         counted_bytes: of what is decoded for vocabularies, means and deviations, by a rank at once.
     """
 
@@ -56,6 +57,11 @@ class DataFacts:
     ranking_bytes: int = 0
     counted_bytes: int = 0
     eval_ids: tuple[Mapping[str, float], ...] = ()
+    most_ids: Mapping[str, float] = field(default_factory=dict)
+
+    def of_large_batches(self) -> "DataFacts":
+        """Return the same with the rows of large batches of training in place of rows on average."""
+        return replace(self, mean_ids=self.most_ids or self.mean_ids)
 
 
 @dataclass(frozen=True)

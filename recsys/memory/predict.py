@@ -62,6 +62,7 @@ class _Rank:
     def __init__(
         self, config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: list[Shard], rank: int
     ) -> None:
+        data = data.of_large_batches()
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
         self._pieces, self._rank, self._decoding = pieces, rank, data.decoding[rank]
         alone = config.debug or (topology.world_size == 1 and not topology.on_gpu)
@@ -153,7 +154,10 @@ class _Rank:
         if self._topology.on_gpu:
             return 0
         copies, holes = self._gloo_copies(), 0
-        if not in_evaluation:  # which frees each layer's blocks next to each other
+        ranks_items = self._config.model.needs().item_id is not None
+        # An evaluation frees each layer's blocks next to each other; but to rank items it takes and gives many small
+        # ones, by which the holes that steps have left come back.
+        if not in_evaluation or ranks_items:
             looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
             holes = int(_HOLES * (self._dense.heap_bytes + looked_up))
         return holes + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)

@@ -43,7 +43,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
         offloaded: list[int] = []
         if config.train.activation_offload:
             step.dense.offload = partial(_Counted, sizes=offloaded)
-        step_bytes, heap_bytes = _step_bytes(config, data, step, rows)
+        step_bytes, heap_bytes = _step_bytes(config, data.of_large_batches(), step, rows)
         evaluated = evaluated_rows(config, dist.get_world_size(), rows)
         of_batches = [replace(data, mean_ids=means) for means in data.eval_ids]
         traces = [_traced(config, each, step.eval(), evaluated, (0, evaluated)) for each in of_batches]

@@ -22,7 +22,7 @@ from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator, by_label
 from recsys.models.metrics import Evaluator
 from recsys.runtime.counter_random import make_key
-from recsys.runtime.uniform import uniform
+from recsys.runtime.uniform import kept
 from recsys.tables.module_names import parameter_name
 
 # By feature a vector for each row, [rows, width], or for each id of each row's list.
@@ -184,8 +184,8 @@ class RowDropout(nn.Module):
         """
         if not self.training or self.p == 0:
             return nn.functional.relu(x, inplace=self.training) if self._relu else x
-        kept = uniform(self.key, self.rows, torch.arange(x.shape[1], device=x.device)) >= self.p
-        scaled: torch.Tensor = _Kept.apply(x, kept if row is None else kept[row], 1 - self.p, self._relu)
+        mask = kept(self.key, self.rows, torch.arange(x.shape[1], device=x.device), self.p)
+        scaled: torch.Tensor = _Kept.apply(x, mask if row is None else mask[row], 1 - self.p, self._relu)
         return scaled
 
 

@@ -99,6 +99,7 @@ class ItemVectors:
                 of_rows[listed["seen"]] = -torch.inf
             scores[rows, :own], places = of_rows.topk(own, dim=1)
             positions[rows, :own] = self._positions[places]
+            del of_rows  # before those of the next users
         return scores, positions
 
     def _own(self, pairs: torch.Tensor) -> torch.Tensor:

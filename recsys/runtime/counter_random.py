@@ -1,5 +1,8 @@
 """Random numbers as a function of a key and a counter, the same on any device and any split over ranks."""
 
+import math
+from collections.abc import Iterator
+
 import numpy as np
 import xxhash
 
@@ -27,6 +30,25 @@ def uniform_numbers(key: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
         [n, m] float32.
     """
     numbers = np.empty((len(rows), len(columns)), np.float32)
+    for some, bits in _random_bits(key, rows, columns):
+        part = numbers[some]
+        part[...] = np.right_shift(bits, np.uint64(40), out=bits).view(np.int64)  # which become floats sooner
+        part *= np.float32(2.0**-24)
+    return numbers
+
+
+def at_least(bound: float, key: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return which of `uniform_numbers` are at least a bound in FP32, [n, m] bool, without making floats of them."""
+    found = np.zeros((len(rows), len(columns)), np.bool_)
+    least = math.ceil(float(np.float32(bound)) * 2**24) << 40
+    if least < 1 << 64:
+        for some, bits in _random_bits(key, rows, columns):
+            np.greater_equal(bits, np.uint64(max(0, least)), out=found[some])
+    return found
+
+
+def _random_bits(key: int, rows: np.ndarray, columns: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield some rows, and their numbers of 64 bits, of which the first 24 are meant; the next ones overwrite them."""
     # (row * 2**20 + column) * INCREMENT + key
     of_rows = (rows.astype(np.uint64) << np.uint64(COLUMN_BITS)) * np.uint64(INCREMENT) + np.uint64(key)
     of_columns = columns.astype(np.uint64) * np.uint64(INCREMENT)
@@ -36,15 +58,13 @@ def uniform_numbers(key: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
     in_order = len(rows) > step and bool((np.diff(rows) == 1).all())
     first = of_rows[:step, None] + of_columns if in_order else bits
     for start in range(0, len(rows), step):
-        part = numbers[start : start + step]
-        x, aside = bits[: len(part)], shifted[: len(part)]
+        some = slice(start, min(start + step, len(rows)))
+        x, aside = bits[: some.stop - start], shifted[: some.stop - start]
         if in_order:
-            np.add(first[: len(part)], np.uint64((start << COLUMN_BITS) * INCREMENT % (1 << 64)), out=x)
+            np.add(first[: len(x)], np.uint64((start << COLUMN_BITS) * INCREMENT % (1 << 64)), out=x)
         else:
-            np.add(of_rows[start : start + step, None], of_columns, out=x)
+            np.add(of_rows[some, None], of_columns, out=x)
         for shift, factor in MIXING:
             np.bitwise_xor(x, np.right_shift(x, np.uint64(shift), out=aside), out=x)
             np.multiply(x, np.uint64(factor), out=x)
-        part[...] = np.right_shift(x, np.uint64(40), out=x).view(np.int64)  # which become floats sooner
-        part *= np.float32(2.0**-24)
-    return numbers
+        yield some, x

@@ -2,7 +2,7 @@
 
 import torch
 
-from recsys.runtime.counter_random import COLUMN_BITS, INCREMENT, MIXING, uniform_numbers
+from recsys.runtime.counter_random import COLUMN_BITS, INCREMENT, MIXING, at_least, uniform_numbers
 
 
 def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -22,7 +22,14 @@ def uniform(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
     return _shift_right(x, 40).float() * 2.0**-24
 
 
-# An operator of its own, since on CPUs a block in the cache takes a quarter of the time that torch's passes over memory
+def kept(key: int, rows: torch.Tensor, columns: torch.Tensor, share: float) -> torch.Tensor:
+    """Return which elements are kept where a share of them is dropped, [n, m] bool: those of `uniform` from it on."""
+    if rows.device.type == "cpu":
+        return _kept_on_cpu(_signed(key), rows, columns, share)
+    return uniform(key, rows, columns) >= share
+
+
+# Operators of their own, since on CPUs a block in the cache takes a quarter of the time that torch's passes over memory
 # take, and so that fake tensors and torch.compile know what it gives.
 @torch.library.custom_op("recsys::uniform", mutates_args=(), device_types="cpu")
 def _on_cpu(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -32,6 +39,16 @@ def _on_cpu(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor
 @_on_cpu.register_fake
 def _(key: int, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return rows.new_empty(len(rows), len(columns), dtype=torch.float32)
+
+
+@torch.library.custom_op("recsys::kept", mutates_args=(), device_types="cpu")
+def _kept_on_cpu(key: int, rows: torch.Tensor, columns: torch.Tensor, share: float) -> torch.Tensor:
+    return torch.from_numpy(at_least(share, key % (1 << 64), rows.numpy(), columns.numpy()))
+
+
+@_kept_on_cpu.register_fake
+def _(key: int, rows: torch.Tensor, columns: torch.Tensor, share: float) -> torch.Tensor:
+    return rows.new_empty(len(rows), len(columns), dtype=torch.bool)
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:

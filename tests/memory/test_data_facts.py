@@ -15,8 +15,9 @@ from recsys.data.decode import SegmentReader
 from recsys.data.inputs import open_inputs
 from recsys.ids import statistics_bytes
 from recsys.memory import DataFacts
-from recsys.memory import data_facts as data_facts_module
-from recsys.memory.data_facts import _Sample, data_facts
+from recsys.memory import sample as sample_module
+from recsys.memory.data_facts import data_facts
+from recsys.memory.sample import Sample
 from recsys.runtime.world import rehearse_world
 
 ROWS = 30_000
@@ -70,7 +71,7 @@ def test_a_rank_decodes_at_once_what_its_rows_are_cut_from(tmp_path: Path) -> No
     assert first.later < second.later < alone.later
 
 
-def sample_of(folder: Path, feature: str) -> tuple[_Sample, pa.Table]:
+def sample_of(folder: Path, feature: str) -> tuple[Sample, pa.Table]:
     """Return the first rows as predictions take them, and all rows as they are decoded."""
     content = {
         "data": {"train": str(folder / "rows.parquet"), "label_column": "label"},
@@ -81,7 +82,7 @@ def sample_of(folder: Path, feature: str) -> tuple[_Sample, pa.Table]:
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
     with rehearse_world(1, 1, torch.device("cpu")) as world:
         inputs = open_inputs(load_config(folder / "config.yaml"), world)
-        return _Sample(inputs, inputs.datasets["train"]), SegmentReader(inputs.datasets["train"]).row_group(0)
+        return Sample(inputs, "train"), SegmentReader(inputs.datasets["train"]).row_group(0)
 
 
 @pytest.mark.parametrize("alpha", [1.3, 1.05])
@@ -98,8 +99,8 @@ def test_texts_beyond_the_dictionary_of_the_file_are_expected(alpha: float, tmp_
 def test_each_column_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [f"a text {number} that goes on for {'so ' * 30}long" for number in range(40_000)]
     pq.write_table(pa.table({"id": texts, "label": np.arange(len(texts)) % 2}), tmp_path / "rows.parquet")
-    count, counted = data_facts_module._Distinct.of, []
-    monkeypatch.setattr(data_facts_module._Distinct, "of", lambda column: [counted.append(column), count(column)][1])
+    count, counted = sample_module._Distinct.of, []
+    monkeypatch.setattr(sample_module._Distinct, "of", lambda column: [counted.append(column), count(column)][1])
     sample, decoded = sample_of(tmp_path, "id")
     assert sample.table_bytes(decoded.num_rows) > 40_000 * 100 and len(counted) == 1
     assert list(sample.distinct_ids(40_000)) == [40_000] and len(counted) == 1

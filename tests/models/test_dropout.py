@@ -6,6 +6,7 @@ from torch import nn
 
 from recsys.models import RowDropout
 from recsys.models.base import set_dropout_keys
+from recsys.runtime.uniform import kept, uniform
 
 ROWS, COLUMNS = 50, 40
 
@@ -16,10 +17,10 @@ def passed(p: float, relu: bool, dtype: torch.dtype = torch.float32) -> tuple[to
     layer, numbers = nn.Linear(8, COLUMNS).to(dtype), torch.randn(ROWS, 8, dtype=dtype)
     model = nn.Sequential(RowDropout(p, relu)) if relu else nn.Sequential(RowDropout(p))
     set_dropout_keys(model, seed=0, step=1, rows=torch.arange(ROWS))
-    kept: list[int] = []
+    places: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.untyped_storage().data_ptr())
+        places.append(tensor.untyped_storage().data_ptr())
         return tensor
 
     given = layer(numbers)
@@ -28,19 +29,26 @@ def passed(p: float, relu: bool, dtype: torch.dtype = torch.float32) -> tuple[to
     (result * torch.randn(ROWS, COLUMNS, dtype=dtype)).sum().backward()
     gradient = layer.weight.grad
     assert gradient is not None
-    kept = [place for place in kept if place != result.untyped_storage().data_ptr()]
-    return result.detach(), gradient, kept
+    places = [place for place in places if place != result.untyped_storage().data_ptr()]
+    return result.detach(), gradient, places
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_a_relu_within_is_one_before_it_and_keeps_the_result_alone(p: float, dtype: torch.dtype) -> None:
-    (apart, expected, others), (within, gradient, kept) = passed(p, False, dtype), passed(p, True, dtype)
+    (apart, expected, others), (within, gradient, places) = passed(p, False, dtype), passed(p, True, dtype)
     assert torch.equal(within, apart) and torch.equal(gradient, expected)
-    assert kept == [] and (others or p == 0)  # the next layer keeps the result too
+    assert places == [] and (others or p == 0)  # the next layer keeps the result too
     assert abs(float((within == 0).float().mean()) - 0.5 * (1 + p)) < 0.1
 
 
 def test_a_relu_without_training_changes_no_input() -> None:
     model, numbers = RowDropout(0.3, relu=True).eval(), torch.tensor([[-1.0, 2.0]])
     assert model(numbers).tolist() == [[0.0, 2.0]] and numbers.tolist() == [[-1.0, 2.0]]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 1e-9, 1 - 1e-9])
+def test_what_is_kept_without_making_numbers_of_it(share: float) -> None:
+    rows, columns = torch.randint(0, 1 << 30, (300,)), torch.arange(200)
+    for some in (rows, rows.sort().values, torch.arange(300)):
+        assert torch.equal(kept(7, some, columns, share), uniform(7, some, columns) >= share)

@@ -1,0 +1,164 @@
+"""The first rows of a dataset, and what they tell of all: bytes, lengths of lists, distinct ids."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.data.dataset import Dataset
+from recsys.data.inputs import Inputs
+from recsys.data.parquet import read_head
+from recsys.data.spec import IdColumn
+from recsys.data.window import Columns, Ragged, convert_table
+from recsys.runtime.environment import HEAP_BLOCK_BYTES
+
+SAMPLE_ROWS, _EVAL_ROWS = 20_000, 2_000
+_LARGE_BATCH = 2.5  # standard deviations above the mean: ids of the largest of some hundred batches
+_BUILDING = 2  # times the widest column, while it is decoded: buffers that double, pages, levels of lists
+_DICTIONARY_PAGE_BYTES = 1 << 20  # at which writers give a dictionary up
+_ENTRY_BYTES = 80  # of a distinct text, while the dictionary is built that it is decoded to (measured: 60 to 150)
+
+
+@dataclass(frozen=True)
+class _Distinct:
+    """How many distinct ids the first rows of a column hold: of how many ids, and those that come once and twice."""
+
+    ids: int
+    distinct: int
+    once: int
+    twice: int
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray) -> "_Distinct":
+        while pa.types.is_list(column.type):
+            column = pc.list_flatten(column)
+        counts = column.value_counts().field("counts").to_numpy()
+        return cls(len(column), len(counts), int(np.count_nonzero(counts == 1)), int(np.count_nonzero(counts == 2)))
+
+    def among(self, times: float) -> float:
+        """Return about how many distinct ids so many times the rows hold.
+
+        What has been seen once and twice tells how many have not been seen (Chao 1984, jstor.org/stable/4615964).
+        """
+        unseen = self.once * (self.once - 1) / (2 * (self.twice + 1)) if times > 1 else 0
+        return min(self.ids * times, self.distinct + unseen)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the first rows: the bytes of its dictionary and of the rest, and the dictionary's entries.
+
+    A file's dictionary is that of its whole row group. Where it grew too large, texts follow in plain, and what Arrow
+    makes of them grows with the rows: then `distinct` is there.
+    """
+
+    dictionary_bytes: int
+    other_bytes: int
+    entries: int
+    distinct: _Distinct | None
+
+    @classmethod
+    def of(cls, column: pa.ChunkedArray, distinct_of: Callable[[], _Distinct]) -> "_Column":
+        arrays = [chunk.values if pa.types.is_list(chunk.type) else chunk for chunk in column.chunks]
+        dictionaries = [array.dictionary for array in arrays if pa.types.is_dictionary(array.type)]
+        sizes = [dictionary.nbytes for dictionary in dictionaries]  # each chunk's may hold more than that before it
+        largest, entries = max(sizes, default=0), list(map(len, dictionaries)) or [0]
+        grows = largest >= _DICTIONARY_PAGE_BYTES or max(entries) > entries[0]
+        return cls(largest, max(0, column.nbytes - sum(sizes)), max(entries), distinct_of() if grows else None)
+
+    def entries_among(self, times: float) -> float:
+        """Return the entries of the dictionary of so many times the rows."""
+        return self.entries if self.distinct is None else max(self.entries, self.distinct.among(times))
+
+    def bytes_among(self, times: float) -> float:
+        """Return what Arrow takes for so many times the rows."""
+        return self.dictionary_bytes * self.entries_among(times) / max(1, self.entries) + self.other_bytes * times
+
+
+class Sample:
+    """The first rows of a dataset, as a window of the loader holds them."""
+
+    def __init__(self, inputs: Inputs, role: str) -> None:
+        spec, dataset = inputs.spec(role).uncounted(), inputs.datasets[role]  # a sample is no training
+        table = read_head(dataset, SAMPLE_ROWS if role == "train" else _EVAL_ROWS)
+        self.columns: Columns = convert_table(table, spec)
+        self.rows = max(1, table.num_rows)
+        self.names = [part.name for part in spec.ids]
+        self._table, self._sources = table, [part.column for part in spec.ids]
+        self._distinct = cache(lambda name: _Distinct.of(table.column(name)))
+        columns = zip(table.column_names, table.columns, strict=True)
+        self._columns = {name: _Column.of(column, partial(self._distinct, name)) for name, column in columns}
+        longer = _longer_lists(dataset, table)
+        self._times = {name: longer if pa.types.is_list(table.field(name).type) else 1.0 for name in table.column_names}
+        self._lengths = {
+            part.name: self._length(part, columns) if isinstance(columns, Ragged) else (1.0, 0.0)
+            for part, columns in zip(spec.ids, self.columns.ids, strict=True)
+        }
+        id_bytes = spec.dtype.itemsize + 4 * spec.weighted
+        more = sum(
+            self._lengths[name][0] - len(part.values) / self.rows
+            for name, part in zip(self.names, self.columns.ids, strict=True)
+            if isinstance(part, Ragged)
+        )
+        self.row_bytes = self.columns.num_bytes / self.rows + id_bytes * more
+        self.listed = sum(len(x.values) for x in self.columns.lists if isinstance(x, Ragged)) / self.rows * longer
+
+    def _length(self, part: IdColumn, found: Ragged) -> tuple[float, float]:
+        """Return the table rows of a feature of lists, of one row of data, as long as lists are in the whole data, and
+        their standard deviation as a share of that."""
+        raw = None if part.column is None else self._table.column(part.column)
+        most = part.max_length or math.inf
+        if raw is None or not pa.types.is_list(raw.type):
+            return len(found.values) / self.rows, 0.0
+        lengths = pc.list_value_length(raw).fill_null(0).to_numpy()
+        as_long = np.minimum(lengths * self._times.get(part.column or "", 1.0), most)
+        longer = as_long.sum() / max(1, np.minimum(lengths, most).sum())
+        return float(len(found.values) / self.rows * longer), float(as_long.std() / max(1e-9, as_long.mean()))
+
+    def mean_ids(self, of_rows: int | None = None) -> dict[str, float]:
+        """Return the table rows of each feature, of one row of data, or of the largest batches of so many rows."""
+        large = 0.0 if of_rows is None else _LARGE_BATCH / math.sqrt(of_rows)
+        return {name: mean * (1 + large * spread) for name, (mean, spread) in self._lengths.items()}
+
+    def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
+        """Return what columns of so many rows take in Arrow, all by default."""
+        names = self._columns if columns is None else columns
+        return sum(self._columns[name].bytes_among(self._times[name] * num_rows / self.rows) for name in names)
+
+    def decoding_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
+        """Return what Arrow takes at its peak to decode columns of so many rows one after another, all by default."""
+        names = list(self._columns if columns is None else columns)
+        building = (
+            _BUILDING * self.table_bytes(num_rows, [name])
+            + _ENTRY_BYTES * self._columns[name].entries_among(num_rows / self.rows)
+            for name in names
+        )
+        return self.table_bytes(num_rows, names) + max(building, default=0)
+
+    def small_share(self, num_rows: int) -> float:
+        """Return which share of the columns of so many rows, in bytes, lies in blocks of the heap."""
+        sizes = [self.table_bytes(num_rows, [name]) for name in self._columns]
+        return sum(size for size in sizes if size < HEAP_BLOCK_BYTES) / max(1.0, sum(sizes))
+
+    def distinct_ids(self, num_rows: int) -> Iterator[float]:
+        """Yield for each feature about how many distinct ids so many rows hold."""
+        for name in self._sources:
+            yield 0.0 if name is None else self._distinct(name).among(num_rows / self.rows)
+
+
+def _longer_lists(dataset: Dataset, head: pa.Table) -> float:
+    """Return how many times as long lists are in a dataset as in its first rows, by the numbers that footers tell.
+
+    Rows often come in the order of time, or of users by what they did: the first ones are not like the others.
+    """
+    lists = [column for column in head.columns if pa.types.is_list(column.type)]
+    in_head = sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in lists) / max(1, head.num_rows)
+    rows = int(dataset.row_groups.num_rows.sum())
+    if not in_head or not rows:
+        return 1.0
+    in_all = int(dataset.row_groups.num_bytes.sum()) / 4 / rows - head.num_columns
+    return max(0.1, in_all / in_head)
