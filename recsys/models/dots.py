@@ -136,6 +136,8 @@ class _PairwiseDots(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         vectors, pairs, blocks = ctx.saved_tensors, ctx.pairs, ctx.blocks
         n, (rows, dim) = len(vectors), vectors[0].shape
+        if n == 1:  # and no pairs
+            return None, None, torch.zeros_like(vectors[0])
         if blocks.whole:
             ((_, stacked),) = blocks.of(vectors)
             padded = F.pad(gradient.to(blocks.dtype), (0, 1))  # with what the diagonal takes
