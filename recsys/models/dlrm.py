@@ -15,6 +15,7 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp, row_of_each_id, sum_by_row
+from recsys.models.columns import take_rows
 from recsys.models.dots import PairwiseDots
 from recsys.tables.module_names import module_name
 
@@ -95,7 +96,7 @@ class TargetAttention(nn.Module):
 
     def forward(self, query: torch.Tensor, jagged: JaggedTensor) -> torch.Tensor:
         """Return [rows, dim] from the queries [rows, dim] and a vector for each id; nothing is padded."""
-        queries, keys = query[row_of_each_id(jagged)], jagged.values()
+        queries, keys = take_rows(query, row_of_each_id(jagged)), jagged.values()
         factors = self.mlp(torch.cat([queries, keys, queries - keys, queries * keys], dim=1))
         return sum_by_row(jagged, factors.squeeze(1))
 

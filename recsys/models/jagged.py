@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
+from recsys.models.columns import take_rows
+
 _MOST_PADDING = 1.25  # places of a bucket for each id in it
 
 # Of queries, keys and values, each [lists, heads, length, width], the result in the same shape; no id sees later ones.
@@ -65,7 +67,7 @@ class Lists:
             # [3, lists, heads, length, width of a head]
             parts = bucket.view(*shape, 3, num_heads, width // num_heads).permute(2, 0, 3, 1, 4)
             results.append(attention(*parts.unbind()).transpose(1, 2).reshape(-1, width))
-        return torch.cat(results)[self.places]
+        return take_rows(torch.cat(results), self.places)
 
 
 class PaddedLists:

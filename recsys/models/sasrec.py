@@ -16,6 +16,7 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp, row_of_each_id
+from recsys.models.columns import take_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
@@ -147,7 +148,7 @@ class HSTU(nn.Module):
     def _attention(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         places = torch.arange(queries.shape[2], device=queries.device)
         between = places[:, None] - places
-        added = self.distances[between.clamp(min=0)]
+        added = take_rows(self.distances, between.clamp(min=0).flatten()).view(between.shape)
 
         def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             # In place, since these are the largest tensors; the gradient of SiLU alone needs what came in.
@@ -200,7 +201,7 @@ class SASRec(RetrievalModel):
             self._spread_dropout(lists)
         # The last id of a list is no input in training, and what would be its state is not used.
         place = (lists.from_end - int(self.training)).clamp(0, self.config.max_length - 1)
-        x = self.dropout(history.values() + self.positions[place])
+        x = self.dropout(history.values() + take_rows(self.positions, place))
         for number in range(self.config.num_blocks):
             x = self.blocks[0 if self.config.share_layers else number](x, lists)
         states = self.norm(x)
@@ -219,13 +220,15 @@ class SASRec(RetrievalModel):
         rows = torch.from_numpy(np.repeat(np.arange(len(lengths)), np.maximum(lengths - 1, 0))).to(states.device)
         drawn = slice(len(items) if batch.sampled is None else batch.sampled.start, None)
         keys, order = gather(first_ids(batch, self.config.item_id)[drawn]).sort()
-        negatives = gather_rows(items[drawn])[order], keys
-        positives = vectors[inputs + 1], jagged.values()[inputs + 1]
+        negatives = take_rows(gather_rows(items[drawn]), order), keys
+        positives = take_rows(vectors, inputs + 1), jagged.values()[inputs + 1]
         listed = None
         if self.config.exclude_listed:
             listed = barred_scores(keys, jagged.values(), row_of_each_id(jagged), len(lengths))
         settings = *self.pieces_of_loss(states.device), self._beta()
-        loss = _LossOfDrawn.apply(states[inputs], *positives, *negatives, batch.weights[rows], rows, listed, *settings)
+        loss = _LossOfDrawn.apply(
+            take_rows(states, inputs), *positives, *negatives, batch.weights[rows], rows, listed, *settings
+        )
         return {self.config.loss.name: loss}
 
     def denominator(self, batch: Batch) -> torch.Tensor:

@@ -15,6 +15,7 @@ from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
+from recsys.models.columns import take_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
@@ -94,10 +95,10 @@ class SimpleX(RetrievalModel):
             return users, items
         positives, row = history.values(), row_of_each_id(history)
         if self.config.leave_one_out:
-            mean = self.dropout((total[row] - positives) / (lengths - 1).clamp(min=1)[row], row)
-            searching = self._searching((1 - share) * own[row] + share * self.map(mean))
+            mean = self.dropout((take_rows(total, row) - positives) / (lengths - 1).clamp(min=1)[row], row)
+            searching = self._searching((1 - share) * take_rows(own, row) + share * self.map(mean))
         else:
-            searching = users[row]
+            searching = take_rows(users, row)
         return users, items, self._found(positives), searching
 
     def _searching(self, users: torch.Tensor) -> torch.Tensor:
@@ -118,7 +119,7 @@ class SimpleX(RetrievalModel):
         keys, order = keys.sort()
         row = row_of_each_id(history)
         barred = barred_scores(keys, history.values(), row, start)
-        own, scores, weights = (searching * positives).sum(1), users @ negatives[order].T, batch.weights[row]
+        own, scores, weights = (searching * positives).sum(1), users @ take_rows(negatives, order).T, batch.weights[row]
         if self.config.loss is RetrievalLoss.bpr:
             scores = (scores / self.config.temperature).masked_fill(barred, -torch.inf)
             own, of_pairs = own / self.config.temperature, weights / self.config.sampled_negatives
@@ -137,14 +138,14 @@ class SimpleX(RetrievalModel):
         config = self.config
         if config.loss is RetrievalLoss.softmax:
             own, lowest = own / config.temperature, torch.finfo(scores.dtype).min
-            others = (scores / config.temperature).masked_fill(barred, lowest).logsumexp(1)[row]
+            others = take_rows((scores / config.temperature).masked_fill(barred, lowest).logsumexp(1), row)
             return torch.logaddexp(own, others) - own
         if config.loss is RetrievalLoss.contrastive:
             own, others = 1 - own, (scores - config.margin).relu()
         else:
             own, others = F.softplus(-own / config.temperature), F.softplus(scores / config.temperature)
         others = others.masked_fill(barred, 0).sum(1) / config.sampled_negatives  # not by rows: ranks may hold fill
-        return own + config.negative_weight * others[row]
+        return own + config.negative_weight * take_rows(others, row)
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         return (batch.weights * batch.ids[self.config.history].lengths()).sum()

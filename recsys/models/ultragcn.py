@@ -14,6 +14,7 @@ from recsys.config.model import Needs
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Vectors, row_of_each_id
+from recsys.models.columns import take_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows
 from recsys.models.simplex import check_user_items
@@ -100,12 +101,12 @@ class UltraGCN(RetrievalModel):
         start = len(users) if batch.sampled is None else batch.sampled.start
         users, history = users[:start], batch.ids[config.history]
         row, lengths = row_of_each_id(history), history.lengths()[:start].float()
-        own = F.softplus(-(users[row] * positives).sum(1)) * self._weights(
+        own = F.softplus(-(take_rows(users, row) * positives).sum(1)) * self._weights(
             config.positive_weights, lengths[row], history.values()
         )
         negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, config.item_id)[start:])
         keys, order = keys.sort()
-        others = F.softplus(users @ negatives[order].T) * self._weights(
+        others = F.softplus(users @ take_rows(negatives, order).T) * self._weights(
             config.negative_weights, lengths[:, None], keys.clamp(min=0)
         )
         others = others.masked_fill(barred_scores(keys, history.values(), row, start), 0).sum(1)
@@ -125,7 +126,7 @@ class UltraGCN(RetrievalModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the neighbours, and their losses, both [ids]."""
         row = row_of_each_id(ids)
-        scores = (users[row] * vectors).sum(1)
+        scores = (take_rows(users, row) * vectors).sum(1)
         return row, self.config.neighbour_weight * F.softplus(-scores) * ids.weights()
 
     def denominator(self, batch: Batch) -> torch.Tensor:

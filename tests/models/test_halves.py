@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from recsys.models.columns import take_rows
 from recsys.models.dots import PairwiseDots
 from recsys.models.halves import in_parts, sum_in_halves
 
@@ -87,3 +88,21 @@ def test_dot_products_do_not_depend_on_how_vectors_lie(number: int) -> None:
         products = PairwiseDots()(leaves)
         results.append([products, *torch.autograd.grad(products, leaves, by_products)])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("width", [(), (16,)])
+def test_gradients_of_rows_are_summed_in_their_order(width: tuple[int, ...]) -> None:
+    """An index alone sums those of a CPU's threads by chance, so that no two runs would learn quite the same."""
+    torch.manual_seed(0)
+    tensor, rows = torch.randn(50, *width, requires_grad=True), torch.randint(0, 50, (40_000,))
+    by_rows, threads = torch.randn(40_000, *width), torch.get_num_threads()
+    expected = torch.zeros(50, *width).index_add(0, rows, by_rows)
+    try:
+        torch.set_num_threads(2)
+        found = [torch.autograd.grad(take_rows(tensor, rows), tensor, by_rows)[0] for _ in range(20)]
+        torch.set_num_threads(1)
+        found += torch.autograd.grad(take_rows(tensor, rows), tensor, by_rows)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(each, found[0]) for each in found)
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-3)
