@@ -155,8 +155,8 @@ def torchs_operators() -> ParsedYaml:
 
 def on_cuda(operator: str) -> bool:
     namespace, name, overload = operator.split(".")
-    if namespace == "recsys":  # `uniform` is an operator on the CPU alone: elsewhere its place is taken by torch's own
-        return name == "uniform"
+    if namespace == "recsys":  # operators on the CPU alone: elsewhere their place is taken by torch's own
+        return name in ("uniform", "kept")
     if namespace != "aten":
         return namespace in ("c10d", "profiler") or bool(FBGEMM_ON_CUDA.fullmatch(name))
     full = name if overload == "default" else f"{name}.{overload}"
