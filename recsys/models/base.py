@@ -18,6 +18,7 @@ from recsys.config import Config, DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
+from recsys.models.halves import InParts
 from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator, by_label
 from recsys.models.metrics import Evaluator
@@ -68,7 +69,7 @@ def _softened_cross_entropy(
 _SUMS = {LabelLoss.binary: _cross_entropy, LabelLoss.squared: _squared_error}
 
 
-class Model(nn.Module):
+class Model(InParts, nn.Module):
     """The dense part of a model. A subclass is made as `Subclass(config.model, inputs)`, with a `DenseInputs`.
 
     It must not keep state that training changes outside its parameters (no BatchNorm), and must not draw random numbers
@@ -77,12 +78,10 @@ class Model(nn.Module):
     Attributes:
         Config: the dataclass of its section of a config, derived from ModelConfig.
         loss_by_rows: the loss of a batch is the sum of the losses of its parts.
-        num_parts: of the rows, one after the other, in which what reads its own parameters is called; see `in_parts`.
     """
 
     Config: ClassVar[type[ModelConfig]]
     loss_by_rows: ClassVar[bool] = True
-    num_parts = 1
 
     def __init__(self, inputs: DenseInputs) -> None:
         super().__init__()

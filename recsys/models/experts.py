@@ -9,19 +9,17 @@ from recsys.config.choices import Gate
 from recsys.config.experts import gate_inputs
 from recsys.config.features import model_features, with_experts
 from recsys.models.base import Vectors
-from recsys.models.halves import in_parts
+from recsys.models.halves import InParts, in_parts
 from recsys.tables.module_names import module_name
 
 GATES = "expert_gates"  # its name in a model
 
 
-class ExpertGate(nn.Module):
+class ExpertGate(InParts, nn.Module):
     """Factors of a feature's experts, [rows, experts]: 2 sigmoid(x), x a bias of each and a function of other vectors.
 
     Both are 0 at first, so that all factors are 1: the experts begin as a plain sum.
     """
-
-    num_parts = 1  # see `sum_in_halves`
 
     def __init__(self, num_experts: int, width: int) -> None:
         super().__init__()

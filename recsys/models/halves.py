@@ -16,8 +16,14 @@ _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
 _LONG = 512  # sums of so many products may be shared out over threads
 
 
+class InParts:
+    """A module that reads parameters of its own through `in_parts`; `sum_in_halves` sets in how many."""
+
+    num_parts = 1
+
+
 def sum_in_halves(model: nn.Module, world_size: int) -> None:
-    """Have one process sum gradients of a model's linear layers in halves, and those of what has `num_parts`.
+    """Have one process sum gradients of a model's linear layers in halves, and those of what is `InParts`.
 
     Several processes get layers that sum in the same order. All are to read rows in the order of the batch, in FP32, on
     a CPU. One process on one thread or two, and two processes on one thread each, then sum alike to the last bit.
@@ -25,8 +31,8 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
-        if hasattr(module, "num_parts"):
-            module.num_parts = 2 if world_size == 1 else 1  # type: ignore[assignment]
+        if isinstance(module, InParts):
+            module.num_parts = 2 if world_size == 1 else 1
 
 
 def in_parts(function: Callable[..., torch.Tensor], num_parts: int, *rows: torch.Tensor) -> torch.Tensor:
@@ -45,9 +51,7 @@ def in_parts(function: Callable[..., torch.Tensor], num_parts: int, *rows: torch
     return torch.cat([function(*first), function(*second)])
 
 
-class _Linear(nn.Linear):
-    num_parts = 1
-
+class _Linear(InParts, nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled() or x.dim() != 2:
             return super().forward(x)

@@ -141,7 +141,9 @@ def test_one_process_and_two_learn_the_same_to_the_last_bit(name: str, tmp_path:
     config = tmp_path / "config.yaml"
     config.write_text(f"base: {ROOT / CONFIG}\n{MODELS[name]}\n")
     one, two = (train(tmp_path / f"{nproc}", "train.max_steps=20", config=str(config), nproc=nproc) for nproc in (1, 2))
-    torch.testing.assert_close(one[0], two[0], rtol=3e-7, atol=3e-7)
+    # A loss is summed over the rows of a rank, which are as many on both in micro-batches alone.
+    tolerance = 0 if name == "micro-batches" else 3e-7
+    torch.testing.assert_close(one[0], two[0], rtol=tolerance, atol=tolerance)
     trained = [{name: each for name, each in state.items() if not name.startswith("ids/")} for _, state in (one, two)]
     assert_close(*trained, 0, 0)
 
