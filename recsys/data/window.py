@@ -61,6 +61,7 @@ class Columns:
         arrays = [self.scalars, self.floats]
         for part in ragged:
             arrays += [part.values, part.lengths, part.offsets]
+            arrays += [] if part.weights is None else [part.weights]
         return sum(array.nbytes for array in arrays)
 
 

@@ -152,12 +152,14 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
 def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:
     """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
     there are windows and steps, beside these, and what of that stays afterwards."""
-    threads, num_rows = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups.num_rows
+    threads, groups = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups
+    # Where lists differ in length, a row group counts as so many rows of average size as it takes memory.
+    num_rows = groups.num_bytes * (groups.num_rows.sum() / max(1, groups.num_bytes.sum()))
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
     found = []
     for numbers in inputs.loader(role).row_groups_by_rank():
-        read = np.sort(num_rows[numbers])[::-1]
+        read = np.ceil(np.sort(num_rows[numbers])[::-1]).astype(int)
         decoding = sum(map(sample.decoding_bytes, read[:threads].tolist()))
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept

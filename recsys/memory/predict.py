@@ -37,7 +37,6 @@ _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an element:
 _FILLED_BYTES = 33
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
-_BLAS_THREADS = 2  # the training thread, and autograd's for backward passes on a GPU
 _BATCHES_IN_PIPELINE = 3  # trained, its ids exchanged, copied; a single CPU rank has one at a time
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
@@ -188,11 +187,10 @@ class _Rank:
         """Return what is there from the first step on, beside the tables and parameters."""
         # DistributedDataParallel keeps gradients in its buckets; alone, they are dropped after each step.
         buckets = self._dense.gradient_bytes if self._topology.world_size > 1 else 0
-        blas = _BLAS_THREADS * self._topology.blas_bytes
         return {
             "dense_gradient": buckets,
             "dense_optimizer": self._dense.optimizer_bytes[self._rank],
-            "blas_workspaces": blas,
+            "blas_workspaces": self._topology.blas_bytes,
             "touched_rows": sum(p.size[0] for p in self._pieces) if self._config.train.publish.dir else 0,
         }
 

@@ -98,13 +98,13 @@ class Sample:
             part.name: self._length(part, columns) if isinstance(columns, Ragged) else (1.0, 0.0)
             for part, columns in zip(spec.ids, self.columns.ids, strict=True)
         }
-        id_bytes = spec.dtype.itemsize + 4 * spec.weighted
         more = sum(
-            self._lengths[name][0] - len(part.values) / self.rows
+            (self._lengths[name][0] - len(part.values) / self.rows)
+            * (spec.dtype.itemsize + (0 if part.weights is None else 4))
             for name, part in zip(self.names, self.columns.ids, strict=True)
             if isinstance(part, Ragged)
         )
-        self.row_bytes = self.columns.num_bytes / self.rows + id_bytes * more
+        self.row_bytes = self.columns.num_bytes / self.rows + more
         self.listed = sum(len(x.values) for x in self.columns.lists if isinstance(x, Ragged)) / self.rows * longer
 
     def _length(self, part: IdColumn, found: Ragged) -> tuple[float, float]:

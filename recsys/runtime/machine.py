@@ -9,11 +9,17 @@ import psutil
 import torch
 
 from recsys.config import Config, Device
+from recsys.config.choices import Autocast
 from recsys.config.topology import num_bytes
 from recsys.errors import UserError
 from recsys.runtime.environment import processor_name
+from recsys.runtime.threads import computing_threads
 from recsys.runtime.world import World
 
+_CUBLAS_THREADS = 2  # the training thread, and autograd's for backward passes
+# Parts of matrices that MKL has copied stay in each thread, for each kind of product: of inputs with weights, and of
+# gradients with either; the last is computed by two threads at most (models/halves.py). 2.2 to 3 MiB were measured.
+_PACKED_BYTES = 21 << 17
 UNLIMITED = 1 << 60  # bytes: what cgroup v1 says is more than this where there is no limit
 
 
@@ -28,7 +34,7 @@ class Topology:
         host_bytes: memory of one machine that its processes may use; UNLIMITED where it is not known.
         locked_bytes: host memory that a process may lock without privilege; None: any. CUDA's pinned memory is not
             bound by it, RDMA's and mlock's are.
-        blas_bytes: of a GPU: the workspace that torch's allocator gives cuBLAS for each thread that calls it.
+        blas_bytes: what matrix products keep of a rank's memory, where it computes.
         sources: where the two sizes come from, by `device_bytes` and `host_bytes`.
     """
 
@@ -96,7 +102,7 @@ def topology_of(config: Config, world: World | None = None) -> Topology:
         device_bytes,
         host_bytes,
         None if limit == resource.RLIM_INFINITY else limit,
-        _blas_bytes() if on_gpu else 0,
+        _cublas_bytes() if on_gpu else _mkl_bytes(config, local),
         {"device_bytes": device_source, "host_bytes": host_source},
     )
 
@@ -112,10 +118,18 @@ def _device_bytes(config: Config) -> tuple[int, str]:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory, "the GPU here"
 
 
-def _blas_bytes() -> int:
-    """Return torch's default for the GPU here, or for Hopper (ATen/cuda/CublasHandlePool.cpp)."""
+def _cublas_bytes() -> int:
+    """Return torch's default for the GPU here, or for Hopper, of each thread (ATen/cuda/CublasHandlePool.cpp)."""
     hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] >= 9
-    return (32 << 20) if hopper else (2 * 4096 + 8 * 16) << 10
+    return _CUBLAS_THREADS * ((32 << 20) if hopper else (2 * 4096 + 8 * 16) << 10)
+
+
+def _mkl_bytes(config: Config, local_world_size: int) -> int:
+    """Return what MKL keeps of a process; under autocast products are oneDNN's, which keeps compiled code instead."""
+    if config.precision.autocast is not Autocast.none:
+        return 0
+    threads = computing_threads(config.run.num_threads, torch.device("cpu"), local_world_size)
+    return _PACKED_BYTES * (2 * threads + min(2, threads))
 
 
 def _host_bytes(config: Config, here: bool) -> tuple[int, str]:

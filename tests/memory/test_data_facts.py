@@ -13,6 +13,7 @@ import yaml
 from recsys.config import load_config
 from recsys.data.decode import SegmentReader
 from recsys.data.inputs import open_inputs
+from recsys.data.window import convert_table
 from recsys.ids import statistics_bytes
 from recsys.memory import DataFacts
 from recsys.memory import sample as sample_module
@@ -83,6 +84,32 @@ def sample_of(folder: Path, feature: str) -> tuple[Sample, pa.Table]:
     with rehearse_world(1, 1, torch.device("cpu")) as world:
         inputs = open_inputs(load_config(folder / "config.yaml"), world)
         return Sample(inputs, "train"), SegmentReader(inputs.datasets["train"]).row_group(0)
+
+
+def test_lists_that_get_shorter_are_expected_with_their_weights(tmp_path: Path) -> None:
+    """Users who did most come first, as they do in logs: the first row group holds more than half of all ids."""
+    lengths = np.repeat([40, 10, 5, 2], 1000)
+    ends = np.r_[0, lengths.cumsum()].astype(np.int32)
+    lists = pa.ListArray.from_arrays(pa.array(ends), pa.array(np.arange(ends[-1]) % 999))
+    weights = pa.ListArray.from_arrays(pa.array(ends), pa.array(np.ones(ends[-1], np.float32)))
+    columns = {"ids": lists, "weights": weights, "label": pa.array(np.arange(4000) % 2)}
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=1000)
+    content = {
+        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label", "num_threads": 1},
+        "features": {"ids": {"table": "table", "weights": "weights"}},
+        "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
+        "model": {"name": "dlrm", "interaction": "dot_and_embeddings"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    config = load_config(tmp_path / "config.yaml")
+    with rehearse_world(1, 1, torch.device("cpu")) as world:
+        inputs = open_inputs(config, world)
+        tables = list(map(SegmentReader(inputs.datasets["train"]).row_group, range(4)))
+        taken = sum(convert_table(table, inputs.spec("train")).num_bytes for table in tables)
+        row_bytes, decoding = Sample(inputs, "train").row_bytes, data_facts(config, inputs, 1).decoding[0]
+    assert taken > 8 * ends[-1]  # of an id and its weight
+    assert row_bytes * 4000 == pytest.approx(taken, rel=0.05)
+    assert decoding.later > max(table.nbytes for table in tables)
 
 
 @pytest.mark.parametrize("alpha", [1.3, 1.05])
