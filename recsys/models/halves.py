@@ -13,7 +13,8 @@ from torch import nn
 
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
 _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
-_LONG = 512  # sums of so many products may be shared out over threads
+_LONG = 512  # sums of more products may be shared out over threads
+_CHUNKED_ELEMENTS = 1 << 22  # of products of chunks of rows, which are in memory side by side
 
 
 class InParts:
@@ -22,12 +23,25 @@ class InParts:
     num_parts = 1
 
 
+class PartByPart(InParts):
+    """A model that computes one part of a batch's rows after the other."""
+
+
 def sum_in_halves(model: nn.Module, world_size: int) -> None:
     """Have one process sum gradients of a model's linear layers in halves, and those of what is `InParts`.
 
     Several processes get layers that sum in the same order. All are to read rows in the order of the batch, in FP32, on
     a CPU. One process on one thread or two, and two processes on one thread each, then sum alike to the last bit.
+
+    A model that goes `PartByPart` has layers that know of one part only.
     """
+    if isinstance(model, PartByPart):
+        model.num_parts = 2 if world_size == 1 else 1
+        for module in model.modules():
+            module.__class__ = {nn.Linear: _LinearOfPart, nn.LayerNorm: _LayerNormOfPart}.get(
+                type(module), module.__class__
+            )
+        return
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
@@ -81,6 +95,77 @@ class _LinearInParts(torch.autograd.Function):
             gradients.sum(1).sum(0) if of_bias else None,
             None,
         )
+
+
+class _LinearOfPart(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        result: torch.Tensor = _LinearByChunks.apply(x, self.weight, self.bias)
+        return result
+
+
+class _LinearByChunks(torch.autograd.Function):
+    """`F.linear` of [rows, width]; the gradient by the weight is the same on one thread and on two."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad
+        return (
+            gradient @ weight if of_x else None,
+            product_over_rows(gradient, x) if of_weight else None,
+            gradient.sum(0) if of_bias else None,
+        )
+
+
+class _LayerNormOfPart(nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return super().forward(input)
+        result: torch.Tensor = _LayerNormByColumns.apply(input, self.weight, self.bias, self.eps)
+        return result
+
+
+class _LayerNormByColumns(torch.autograd.Function):
+    """`F.layer_norm` of [rows, width]; PyTorch's sums gradients by weight and bias for each thread."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        result, mean, scale = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, scale, weight, bias)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, mean, scale, weight, bias = ctx.saved_tensors
+        of_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+            gradient, x, weight.shape, mean, scale, weight, bias, [True, False, False]
+        )
+        return of_x, (x - mean).mul_(scale).mul_(gradient).sum(0), gradient.sum(0), None
+
+
+def product_over_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return one.T @ other, [p, q], of [rows, p] and [rows, q]; the same on one thread of a CPU and on two."""
+    whole = len(one) // _LONG * _LONG
+    result = one[whole:].T @ other[whole:]
+    at_once = max(1, _CHUNKED_ELEMENTS // max(1, result.numel()))
+    chunks = (each[:whole].reshape(-1, _LONG, each.shape[1]).split(at_once) for each in (one, other))
+    for some, others in zip(*chunks, strict=True):
+        result += torch.bmm(some.mT, others).sum(0)
+    return result
+
+
+def add_products(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Add one @ other, of [rows, n] and [n, width], to `total` and return it; the same on one thread and on two."""
+    for some, others in zip(one.split(_LONG, dim=1), other.split(_LONG), strict=True):
+        total.addmm_(some, others)
+    return total
 
 
 def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, num_parts: int) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Sequence models: the next item of a user by attention over the items before it, as SASRec and eSASRec have it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,6 +19,7 @@ from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp, row_of_each_id
 from recsys.models.columns import take_rows
+from recsys.models.halves import PartByPart, add_products, product_over_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
@@ -165,7 +168,7 @@ class HSTU(nn.Module):
         return torch.cat([attend(*part) for part in parts])
 
 
-class SASRec(RetrievalModel):
+class SASRec(RetrievalModel, PartByPart):
     """Attention over a user's items, trained to find the next one; a score is a dot product with an item's vector.
 
     Positions count from the end, so that the newest item is always at the same one.
@@ -192,24 +195,51 @@ class SASRec(RetrievalModel):
         of items, [rows, dim].
         """
         history, items = vectors[self.config.history], vectors[self.config.item_id]
-        lengths, num_ids = history.lengths(), history.values().shape[0]
+        lengths, values = history.lengths(), history.values()
+        lists: Lists | PaddedLists
         if torch.compiler.is_exporting():
-            lists: Lists | PaddedLists = PaddedLists(lengths, num_ids, self.config.max_length + 1)
+            lists = PaddedLists(lengths, values.shape[0], self.config.max_length + 1)
         else:
-            lists = Lists.of(host_lengths(lengths, num_ids), items.device)
-        if self.training:
-            self._spread_dropout(lists)
-        # The last id of a list is no input in training, and what would be its state is not used.
-        place = (lists.from_end - int(self.training)).clamp(0, self.config.max_length - 1)
-        x = self.dropout(history.values() + take_rows(self.positions, place))
-        for number in range(self.config.num_blocks):
-            x = self.blocks[0 if self.config.share_layers else number](x, lists)
-        states = self.norm(x)
-        if self.training:
-            return states, history.values(), items
+            on_host = host_lengths(lengths, values.shape[0])
+            if self.training:
+                parts = list(self._of_parts(values, on_host))
+                return parts[0] if len(parts) == 1 else torch.cat(parts), values, items
+            lists = Lists.of(on_host, items.device)
+        states = self._states(values, lists)
         # Of a list without ids the vector is 0.
         ends = torch.where(lengths > 0, lengths.cumsum(0), 0)
         return torch.cat([states.new_zeros(1, states.shape[1]), states])[ends], items
+
+    def _of_parts(self, values: torch.Tensor, lengths: np.ndarray) -> Iterator[torch.Tensor]:
+        """Yield the states after the ids of each part of the lists, [ids, dim] together.
+
+        Gradients are summed part by part, and lists padded with those of their part, as by processes with a part each.
+
+        Args:
+            values: vectors of the ids. lengths: of the lists, those of drawn items, which are empty, at the end.
+        """
+        dropouts = [module for module in self.modules() if isinstance(module, RowDropout) and module.p > 0]
+        rows = dropouts[0].rows if dropouts else None
+        parts = np.array_split(
+            lengths if self.num_parts == 1 else lengths[: -self.config.sampled_negatives], self.num_parts
+        )
+        first = 0
+        for part, of_part in zip(parts, values.split([int(part.sum()) for part in parts]), strict=True):
+            lists = Lists.of(part, values.device)
+            for module in dropouts:  # whose masks go by the place of an id in its list too, in place of rows alone
+                assert rows is not None
+                module.rows = rows[first + lists.row] * (self.config.max_length + 1) + lists.from_end
+            yield self._states(of_part, lists)
+            first += len(part)
+
+    def _states(self, values: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
+        # The last id of a list is no input in training, and what would be its state is not used.
+        place = (lists.from_end - int(self.training)).clamp(0, self.config.max_length - 1)
+        x = self.dropout(values + take_rows(self.positions, place))
+        for number in range(self.config.num_blocks):
+            x = self.blocks[0 if self.config.share_layers else number](x, lists)
+        states: torch.Tensor = self.norm(x)
+        return states
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
         states, vectors, items = outputs
@@ -225,7 +255,9 @@ class SASRec(RetrievalModel):
         listed = None
         if self.config.exclude_listed:
             listed = barred_scores(keys, jagged.values(), row_of_each_id(jagged), len(lengths))
-        settings = *self.pieces_of_loss(states.device), self._beta()
+        told_apart = np.array_split(lengths if self.num_parts == 1 else lengths[: drawn.start], self.num_parts)
+        counts = [int(np.maximum(part - 1, 0).sum()) for part in told_apart]
+        settings = counts, *self.pieces_of_loss(states.device), self._beta()
         loss = _LossOfDrawn.apply(
             take_rows(states, inputs), *positives, *negatives, batch.weights[rows], rows, listed, *settings
         )
@@ -234,14 +266,6 @@ class SASRec(RetrievalModel):
     def denominator(self, batch: Batch) -> torch.Tensor:
         lengths = batch.ids[self.config.history].lengths()
         return (batch.weights * (lengths - 1).clamp(min=0)).sum()
-
-    def _spread_dropout(self, lists: Lists | PaddedLists) -> None:
-        """Let masks go by the place of an id in its list too, in place of rows alone."""
-        dropouts = [module for module in self.modules() if isinstance(module, RowDropout) and module.p > 0]
-        if dropouts:
-            rows = dropouts[0].rows[lists.row] * (self.config.max_length + 1) + lists.from_end
-        for module in dropouts:
-            module.rows = rows
 
     def _beta(self) -> float | None:
         """Return what the cross-entropy of the next item is multiplied by, as of gBCE; None for the softmax."""
@@ -270,13 +294,15 @@ class _LossOfDrawn(torch.autograd.Function):
         weights: torch.Tensor,
         row: torch.Tensor,
         listed: torch.Tensor | None,
+        counts: list[int],
         num_scores: int,
         most_pieces: int | None,
         beta: float | None,
     ) -> torch.Tensor:
         losses, of_states, of_positives = torch.empty_like(weights), torch.empty_like(states), torch.empty_like(states)
-        of_negatives = torch.zeros_like(negatives)
-        for rows in pieces(len(states), max(1, num_scores // len(negatives)), most_pieces):
+        of_parts = [torch.zeros_like(negatives) for _ in counts]
+        at_once = max(1, num_scores // len(negatives))
+        for part, rows in _pieces_of_parts(counts, at_once, most_pieces):
             queries, own, weight = states[rows], positives[rows], weights[rows]
             barred = (negatives_keys == -1)[None, :] | (negatives_keys[None, :] == keys[rows, None])
             if listed is not None:
@@ -291,13 +317,21 @@ class _LossOfDrawn(torch.autograd.Function):
                 losses[rows] = (beta * F.softplus(-positive) + F.softplus(scores).sum(1)) * weight / number
                 by_positive, by_negatives = -beta * (-positive).sigmoid() / number, scores.sigmoid_().div_(number)
             by_positive, by_negatives = (by_positive * weight)[:, None], by_negatives.mul_(weight[:, None])
-            of_states[rows] = torch.addmm(by_positive * own, by_negatives, negatives)
+            of_states[rows] = add_products(by_positive * own, by_negatives, negatives)
             of_positives[rows] = by_positive * queries
-            of_negatives.addmm_(by_negatives.T, queries)
-        ctx.save_for_backward(of_states, of_positives, of_negatives)
-        return losses.sum()
+            of_parts[part] += product_over_rows(by_negatives, queries)
+        ctx.save_for_backward(of_states, of_positives, *of_parts)
+        sums = [each.sum() for each in losses.split(counts)]
+        return sum(sums[1:], sums[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_states, of_positives, of_negatives = (each * gradient for each in ctx.saved_tensors)
-        return of_states, of_positives, None, of_negatives, *[None] * 7
+        of_states, of_positives, *of_parts = (each * gradient for each in ctx.saved_tensors)
+        return of_states, of_positives, None, sum(of_parts[1:], of_parts[0]), *[None] * 8
+
+
+def _pieces_of_parts(counts: list[int], step: int, most: int | None) -> Iterator[tuple[int, slice]]:
+    """Yield the number of a part, and which positions a piece of it has, at most `most` of a part."""
+    for part, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        for rows in pieces(count, step, most):
+            yield part, slice(end - count + rows.start, min(end - count + rows.stop, end))

@@ -15,7 +15,8 @@ from recsys.config import Config
 from recsys.config.choices import Autocast
 from recsys.data.inputs import Inputs
 from recsys.errors import UserError
-from recsys.models.halves import sum_in_halves
+from recsys.models.base import Model
+from recsys.models.halves import PartByPart, sum_in_halves
 from recsys.runtime.live import Task
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
@@ -68,7 +69,7 @@ def build_model(inputs: Inputs) -> Built:
     with Task("planning where the tables go", is_shown=world.rank == 0):
         plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
-    if world.device.type == "cpu" and _is_in_one_pass(config) and dense.loss_by_rows:
+    if world.device.type == "cpu" and _is_in_halves(dense, config):
         sum_in_halves(dense, world.world_size)
 
     for table, weights in table_tensors(model).items():
@@ -98,10 +99,15 @@ def build_model(inputs: Inputs) -> Built:
     return Built(model, list(shards(plan, config, world.world_size)), optimizer, updates, tensors)
 
 
-def _is_in_one_pass(config: Config) -> bool:
-    """Return whether layers are called as they are, once for all rows of a rank."""
-    is_plain = config.precision.autocast is Autocast.none and not config.train.compile
-    return is_plain and not config.train.in_micro_batches
+def _is_in_halves(dense: Model, config: Config) -> bool:
+    """Return whether gradients can be summed in halves: layers are called as they are, for all rows of a rank.
+
+    What is computed again in the backward pass must not have changed meanwhile, as it does from part to part.
+    """
+    train = config.train
+    by_part = isinstance(dense, PartByPart) and not train.activation_checkpointing
+    is_plain = config.precision.autocast is Autocast.none and not train.compile and not train.in_micro_batches
+    return is_plain and (dense.loss_by_rows or by_part)
 
 
 def log_shares(inputs: Inputs) -> tuple[torch.Tensor, int]:

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recsys.models.columns import take_rows
 from recsys.models.dots import PairwiseDots
-from recsys.models.halves import in_parts, sum_in_halves
+from recsys.models.halves import PartByPart, add_products, in_parts, product_over_rows, sum_in_halves
 
 
 def gradients(layer: nn.Module, x: torch.Tensor, by_output: torch.Tensor) -> list[torch.Tensor]:
@@ -64,6 +64,57 @@ def test_few_rows_and_none(shape: tuple[int, ...]) -> None:
     expected = gradients(layer, x, by_output)
     sum_in_halves(layer, 1)
     torch.testing.assert_close(gradients(layer, x, by_output), expected)
+
+
+class OfOnePart(nn.Module, PartByPart):
+    """Layers over ids, of which a part may have any number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 96), nn.SiLU(), nn.Linear(96, 48, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+@pytest.mark.parametrize("num_ids", [0, 5, 512, 3000])
+def test_layers_of_a_part_sum_alike_on_any_threads(num_ids: int) -> None:
+    """A product of 1,024 rows and more is shared out over threads, and LayerNorm's gradients by its own always are."""
+    torch.manual_seed(0)
+    plain = OfOnePart()
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    x, by_output = torch.randn(num_ids, 48), torch.randn(num_ids, 48)
+    expected, own = gradients(plain, x, by_output), OfOnePart()
+    own.load_state_dict(plain.state_dict())
+    sum_in_halves(own, 1)
+    assert own.num_parts == 2
+    found, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(gradients(own, x, by_output))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(own(x), plain(x))
+
+
+def test_products_do_not_follow_the_number_of_threads() -> None:
+    torch.manual_seed(0)
+    one, other, long = torch.randn(2100, 40), torch.randn(2100, 16), torch.randn(30, 2100)
+    found, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append((product_over_rows(one, other), add_products(torch.ones(30, 16), long, other)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+    expected = (one.double().T @ other.double()).float(), (1 + long.double() @ other.double()).float()
+    torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_parts_of_a_function() -> None:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import load_tables
 from launch import evaluate, fork_train
 from retrieval import train
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -102,6 +103,20 @@ def test_it_learns_what_comes_next(one_process: tuple[dict[str, float], list[flo
     metrics, losses = one_process
     assert abs(losses[0] - np.log(1 + 16 * 29 / 30)) < 0.1, "a mean over positions, of 17 items less those barred"
     assert metrics["recall@5"] > 0.3 and metrics["users"] == 150
+
+
+@pytest.mark.parametrize("settings", [(), ("model.layer=ligr", "model.loss=gbce", "model.num_items=30")])
+def test_one_process_and_two_learn_the_same_to_the_last_bit(
+    settings: tuple[str, ...], config: Path, tmp_path: Path
+) -> None:
+    """One computes the first half of the lists, then the second; by a row more of 150 they would be cut otherwise."""
+    common = (*settings, "train.global_batch_size=30", "train.epochs=3", "train.keep_checkpoints=1")
+    one = train(config, tmp_path / "1", *common, "run.num_threads=2")
+    two = train(config, tmp_path / "2", *common, nproc=2)
+    assert one[1] == pytest.approx(two[1], rel=1e-6), "losses, which are added up otherwise"
+    weights = [load_tables(tmp_path / nproc / "checkpoints/step-000000015", "dense") for nproc in ("1", "2")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(found, weights[1][name]) for name, found in weights[0].items())
 
 
 @pytest.mark.slow
