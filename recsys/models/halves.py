@@ -24,7 +24,7 @@ class InParts:
 
 
 class PartByPart(InParts):
-    """A model that computes one part of a batch's rows after the other."""
+    """A model that computes one part of a batch's rows after the other, by layers of [rows, width]."""
 
 
 def sum_in_halves(model: nn.Module, world_size: int) -> None:
@@ -38,9 +38,10 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
     if isinstance(model, PartByPart):
         model.num_parts = 2 if world_size == 1 else 1
         for module in model.modules():
-            module.__class__ = {nn.Linear: _LinearOfPart, nn.LayerNorm: _LayerNormOfPart}.get(
-                type(module), module.__class__
-            )
+            if type(module) is nn.Linear:
+                module.__class__ = _LinearOfPart
+            elif type(module) is nn.LayerNorm and module.bias is not None and module.bias.dim() == 1:
+                module.__class__ = _LayerNormOfPart
         return
     for module in model.modules():
         if type(module) is nn.Linear:
@@ -152,6 +153,8 @@ class _LayerNormByColumns(torch.autograd.Function):
 
 def product_over_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return one.T @ other, [p, q], of [rows, p] and [rows, q]; the same on one thread of a CPU and on two."""
+    if one.device.type != "cpu":
+        return one.T @ other
     whole = len(one) // _LONG * _LONG
     result = one[whole:].T @ other[whole:]
     at_once = max(1, _CHUNKED_ELEMENTS // max(1, result.numel()))
@@ -163,7 +166,8 @@ def product_over_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def add_products(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Add one @ other, of [rows, n] and [n, width], to `total` and return it; the same on one thread and on two."""
-    for some, others in zip(one.split(_LONG, dim=1), other.split(_LONG), strict=True):
+    at_once = _LONG if one.device.type == "cpu" else max(1, len(other))
+    for some, others in zip(one.split(at_once, dim=1), other.split(at_once), strict=True):
         total.addmm_(some, others)
     return total
 
