@@ -159,10 +159,11 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
     streams, found = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     for numbers in inputs.loader(role).row_groups_by_rank():
-        # Streams are read one after another, and neighbours are often cut from one row group.
-        at_once = min(threads, 1 + math.ceil((threads - 1) * len(numbers) / streams))
         read = np.ceil(np.sort(num_rows[numbers])[::-1]).astype(int)
-        decoding = sum(map(sample.decoding_bytes, read[:at_once].tolist()))
+        # Streams are read one after another, and neighbours are often cut from one row group.
+        others = (threads - 1) * min(1.0, len(numbers) / streams)
+        sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
+        decoding = sum(sizes[:1]) + others * sum(sizes[1:]) / max(1, threads - 1)
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept
             kept = sum(map(sample.table_bytes, read.tolist()))
