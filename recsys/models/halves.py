@@ -14,6 +14,7 @@ from torch import nn
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
 _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
 _LONG = 512  # sums of more products may be shared out over threads
+_MOST_ROWS = 768  # of a sum over rows, which MKL shares out beyond that
 _CHUNKED_ELEMENTS = 1 << 22  # of products of chunks of rows, which are in memory side by side
 
 
@@ -24,7 +25,13 @@ class InParts:
 
 
 class PartByPart(InParts):
-    """A model that computes one part of a batch's rows after the other, by layers of [rows, width]."""
+    """A model that computes one part of a batch's rows after the other, by layers of [rows, width].
+
+    Attributes:
+        has_kinks: layers have, such as ReLU's. Without, roundings stay small, and parts are not worth a tenth of the time.
+    """
+
+    has_kinks = True
 
 
 def sum_in_halves(model: nn.Module, world_size: int) -> None:
@@ -153,12 +160,12 @@ class _LayerNormByColumns(torch.autograd.Function):
 
 def product_over_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return one.T @ other, [p, q], of [rows, p] and [rows, q]; the same on one thread of a CPU and on two."""
-    if one.device.type != "cpu":
+    if one.device.type != "cpu" or len(one) <= _MOST_ROWS:
         return one.T @ other
-    whole = len(one) // _LONG * _LONG
+    whole = len(one) // _MOST_ROWS * _MOST_ROWS
     result = one[whole:].T @ other[whole:]
     at_once = max(1, _CHUNKED_ELEMENTS // max(1, result.numel()))
-    chunks = (each[:whole].reshape(-1, _LONG, each.shape[1]).split(at_once) for each in (one, other))
+    chunks = (each[:whole].reshape(-1, _MOST_ROWS, each.shape[1]).split(at_once) for each in (one, other))
     for some, others in zip(*chunks, strict=True):
         result += torch.bmm(some.mT, others).sum(0)
     return result

@@ -181,6 +181,7 @@ class SASRec(RetrievalModel, PartByPart):
         self.config = config
         self.positions = nn.Parameter(torch.empty(config.max_length, config.dim))
         self.dropout = RowDropout(config.dropout)
+        self.has_kinks = config.layer is SequenceLayer.sasrec
         number, block = config.num_blocks, HSTU if config.layer is SequenceLayer.hstu else Block
         self.blocks = nn.ModuleList(block(config) for _ in range(min(1, number) if config.share_layers else number))
         self.norm = nn.LayerNorm(config.dim)

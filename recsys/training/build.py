@@ -105,7 +105,7 @@ def _is_in_halves(dense: Model, config: Config) -> bool:
     What is computed again in the backward pass must not have changed meanwhile, as it does from part to part.
     """
     train = config.train
-    by_part = isinstance(dense, PartByPart) and not train.activation_checkpointing
+    by_part = isinstance(dense, PartByPart) and dense.has_kinks and not train.activation_checkpointing
     is_plain = config.precision.autocast is Autocast.none and not train.compile and not train.in_micro_batches
     return is_plain and (dense.loss_by_rows or by_part)
 

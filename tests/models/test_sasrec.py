@@ -105,7 +105,7 @@ def test_it_learns_what_comes_next(one_process: tuple[dict[str, float], list[flo
     assert metrics["recall@5"] > 0.3 and metrics["users"] == 150
 
 
-@pytest.mark.parametrize("settings", [(), ("model.layer=ligr", "model.loss=gbce", "model.num_items=30")])
+@pytest.mark.parametrize("settings", [(), ("model.loss=gbce", "model.num_items=30")])
 def test_one_process_and_two_learn_the_same_to_the_last_bit(
     settings: tuple[str, ...], config: Path, tmp_path: Path
 ) -> None:
