@@ -28,7 +28,7 @@ class PartByPart(InParts):
     """A model that computes one part of a batch's rows after the other, by layers of [rows, width].
 
     Attributes:
-        has_kinks: layers have, such as ReLU's. Without, roundings stay small, and parts are not worth a tenth of the time.
+        has_kinks: layers have, such as ReLU's. Without, roundings stay small, and parts are not worth what they cost.
     """
 
     has_kinks = True
