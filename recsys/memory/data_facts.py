@@ -160,10 +160,9 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     streams, found = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     for numbers in inputs.loader(role).row_groups_by_rank():
         read = np.ceil(np.sort(num_rows[numbers])[::-1]).astype(int)
-        # Streams are read one after another, and neighbours are often cut from one row group.
-        others = (threads - 1) * min(1.0, len(numbers) / streams)
         sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
-        decoding = sum(sizes[:1]) + others * sum(sizes[1:]) / max(1, threads - 1)
+        # Streams are read one after another, and neighbours are often cut from one row group.
+        decoding = sum(sizes[:1]) + min(1.0, len(numbers) / streams) * sum(sizes[1:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept
             kept = sum(map(sample.table_bytes, read.tolist()))

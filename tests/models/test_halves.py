@@ -1,5 +1,7 @@
 """Gradients summed over halves of a batch."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,17 @@ def gradients(layer: nn.Module, x: torch.Tensor, by_output: torch.Tensor) -> lis
     outputs = layer(x)
     outputs.mul_(1)  # as the ReLU of an MLP, which changes what a layer gives in place
     return list(torch.autograd.grad(outputs, wanted, by_output))
+
+
+def on_one_thread_and_two(compute: Callable[[], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    found, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2):
+            torch.set_num_threads(number)
+            found.append(compute())
+    finally:
+        torch.set_num_threads(threads)
+    return found
 
 
 @pytest.mark.parametrize("shape", [(64, 33), (64, 1), (1, 64), (1, 3000), (700, 800), (1500, 600), (2, 300_000)])
@@ -89,13 +102,7 @@ def test_layers_of_a_part_sum_alike_on_any_threads(num_ids: int) -> None:
     own.load_state_dict(plain.state_dict())
     sum_in_halves(own, 1)
     assert own.num_parts == 2
-    found, threads = [], torch.get_num_threads()
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            found.append(gradients(own, x, by_output))
-    finally:
-        torch.set_num_threads(threads)
+    found = on_one_thread_and_two(lambda: gradients(own, x, by_output))
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-3)
     with torch.no_grad():
@@ -105,15 +112,11 @@ def test_layers_of_a_part_sum_alike_on_any_threads(num_ids: int) -> None:
 def test_products_do_not_follow_the_number_of_threads() -> None:
     torch.manual_seed(0)
     one, other, long = torch.randn(2100, 40), torch.randn(2100, 16), torch.randn(30, 2100)
-    found, threads = [], torch.get_num_threads()
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            found.append((product_over_rows(one, other), add_products(torch.ones(30, 16), long, other)))
-    finally:
-        torch.set_num_threads(threads)
+    found = on_one_thread_and_two(
+        lambda: [product_over_rows(one, other), add_products(torch.ones(30, 16), long, other)]
+    )
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
-    expected = (one.double().T @ other.double()).float(), (1 + long.double() @ other.double()).float()
+    expected = [(one.double().T @ other.double()).float(), (1 + long.double() @ other.double()).float()]
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-3)
 
 
