@@ -1,5 +1,6 @@
 """UltraGCN: vectors of users and items, trained as if graph convolutions had come to rest, without any."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -40,6 +41,10 @@ class UltraGCNConfig(ListConfig):
     negative_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # of an item that was drawn
     negative_weight: float = bounded(10.0, 0, LARGE)  # of the mean over the items that were drawn
     neighbour_weight: float = bounded(0.2, 0, LARGE)  # of the loss of neighbours
+    item_bias: bool = False  # the last column of an item's vector is added to its scores, with no other part in them
+    # Added to the loss of each user's item: drawn_l2 / 2 times the mean squared length of the items that were drawn.
+    # This holds all items back alike, and `l2` of their table does by how many users they have. Biases do not count.
+    drawn_l2: float = bounded(0.0, 0, LARGE)
 
     shapes: ClassVar = ("dim",)
 
@@ -76,6 +81,10 @@ class UltraGCN(RetrievalModel):
 
     The loss of a user's item i is w(u, i) · softplus(-s(u, i)), and negative_weight times the mean over the drawn items
     j that are not theirs of w(u, j) · softplus(s(u, j)); that of a neighbour k is its weight times softplus(-s(u, k)).
+
+    The logit s is the score less log(negative_weight), if that is above 1: the odds of an item before anything is known
+    of it. In the paper the logit is the score, and all vectors have to learn these odds first, which takes more steps
+    than the few of a row that is trained once an epoch.
     """
 
     Config = UltraGCNConfig
@@ -86,11 +95,14 @@ class UltraGCN(RetrievalModel):
         self.config = config
         assert inputs.log_shares is not None
         self.register_buffer("degrees", inputs.log_shares.exp() * inputs.num_counted, persistent=False)
+        self._logit_of_zero = -math.log(max(1.0, config.negative_weight))
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return vectors of users and of items, [rows, dim]; in training those of lists' items too, [ids, dim], and of
         their neighbours."""
         users, items = vectors[self.config.user_id], vectors[self.config.item_id]
+        if self.config.item_bias:
+            users = F.pad(users[:, :-1], (0, 1), value=1.0)
         if not self.training:
             return users, items
         neighbours = () if self.config.neighbours is None else (vectors[self.config.neighbours].values(),)
@@ -101,16 +113,18 @@ class UltraGCN(RetrievalModel):
         start = len(users) if batch.sampled is None else batch.sampled.start
         users, history = users[:start], batch.ids[config.history]
         row, lengths = row_of_each_id(history), history.lengths()[:start].float()
-        own = F.softplus(-(take_rows(users, row) * positives).sum(1)) * self._weights(
+        own = self._found(take_rows(users, row), positives) * self._weights(
             config.positive_weights, lengths[row], history.values()
         )
         negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, config.item_id)[start:])
         keys, order = keys.sort()
-        others = F.softplus(users @ take_rows(negatives, order).T) * self._weights(
+        negatives = take_rows(negatives, order)
+        others = F.softplus(users @ negatives.T + self._logit_of_zero) * self._weights(
             config.negative_weights, lengths[:, None], keys.clamp(min=0)
         )
         others = others.masked_fill(barred_scores(keys, history.values(), row, start), 0).sum(1)
-        others = config.negative_weight / config.sampled_negatives * others * lengths
+        squares = negatives[:, : config.dim - config.item_bias].square().sum(1) @ (keys >= 0).float()
+        others = (config.negative_weight * others + config.drawn_l2 / 2 * squares) / config.sampled_negatives * lengths
         by_row = others.index_add(0, row, own)
         if neighbours:
             by_row = by_row.index_add(0, *self._of_neighbours(users, neighbours[0], batch.ids[config.neighbours or ""]))
@@ -126,8 +140,12 @@ class UltraGCN(RetrievalModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the neighbours, and their losses, both [ids]."""
         row = row_of_each_id(ids)
-        scores = (take_rows(users, row) * vectors).sum(1)
-        return row, self.config.neighbour_weight * F.softplus(-scores) * ids.weights()
+        found = self._found(take_rows(users, row), vectors)
+        return row, self.config.neighbour_weight * found * ids.weights()
+
+    def _found(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """Return the losses of pairs of a user and an item that is to be found, [pairs]."""
+        return F.softplus(-self._logit_of_zero - (users * items).sum(1))
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         return (batch.weights * batch.ids[self.config.history].lengths()).sum()

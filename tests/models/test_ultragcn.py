@@ -1,5 +1,6 @@
 """UltraGCN: its loss by hand, the neighbours of items, and what data need no column of these."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -122,16 +123,22 @@ def test_the_loss_by_hand() -> None:
     def weight(length: int, item: int, of_all: float, by_degrees: float) -> float:
         return of_all + by_degrees / length * ((length + 1) / (float(degrees[item]) + 1)) ** 0.5
 
+    logit_of_zero = -math.log(5.0)
+    squares = sum(items[3 + i][:3].square().sum() for i in range(4)) / 4
     expected = torch.zeros(())
     for row, places, of_row in ((0, (0, 1, 2), 1), (2, (3, 4), 2)):
         has, length = [history[i] for i in places], len(places)
-        loss = sum(weight(length, history[i], 0.1, 2.0) * F.softplus(-users[row] @ found[i]) for i in places)
+        own = {i: F.softplus(-users[row] @ found[i] - logit_of_zero) for i in places}
+        loss = sum(weight(length, history[i], 0.1, 2.0) * own[i] for i in places)
         for i, item in enumerate(drawn):
             if item not in has:
-                negative = weight(length, item, 0.3, 4.0) * F.softplus(users[row] @ items[3 + i])
+                score = users[row] @ items[3 + i]
+                negative = weight(length, item, 0.3, 4.0) * F.softplus(score + logit_of_zero)
                 loss = loss + length * 5.0 * negative / 4
         for i in {0: [0], 2: [1, 2]}[row]:
-            loss = loss + 0.7 * float(ids["near"].weights()[i]) * F.softplus(-users[row] @ neighbours[i])
+            score = users[row] @ neighbours[i]
+            loss = loss + 0.7 * float(ids["near"].weights()[i]) * F.softplus(-score - logit_of_zero)
+        loss = loss + length * 0.06 / 2 * squares
         expected = expected + of_row * loss
 
     section = UltraGCNConfig(
@@ -145,6 +152,8 @@ def test_the_loss_by_hand() -> None:
         negative_weights=[0.3, 4.0],
         negative_weight=5.0,
         neighbour_weight=0.7,
+        item_bias=True,
+        drawn_l2=0.06,
     )
     shares = (degrees / 40).log()
     model = UltraGCN(section, DenseInputs({}, [], log_shares=shares, num_counted=40))
@@ -166,6 +175,15 @@ def test_training_alone_has_vectors_of_lists() -> None:
     assert len(model(vectors, torch.zeros(2, 0))) == 4
     users, items = model.eval()(vectors, torch.zeros(2, 0))
     torch.testing.assert_close((users, items), (vectors["user"], vectors["item"]))
+
+
+def test_a_bias_is_the_last_number_of_an_items_vector() -> None:
+    section = UltraGCNConfig(user_id="user", history="history", item_id="item", dim=4, item_bias=True)
+    model = UltraGCN(section, DenseInputs({}, [], log_shares=torch.zeros(1))).eval()
+    vectors = {"user": torch.randn(2, 4), "item": torch.randn(2, 4)}
+    outputs = model(vectors, torch.zeros(2, 0))
+    expected = (vectors["user"][:, :3] * vectors["item"][:, :3]).sum(1) + vectors["item"][:, 3]
+    torch.testing.assert_close(model.predictions(outputs)["score"], expected)
 
 
 def test_neighbours_are_those_of_the_definition() -> None:
