@@ -55,15 +55,20 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         "train": sample,
         **{role: Sample(inputs, role) if role_lists(config, role) else sample for role in roles},
     }
+    group_rows = max(1.0, inputs.datasets["train"].num_rows / max(1, len(inputs.datasets["train"].row_groups)))
+    at_once = max(
+        streams_of_a_rank(config, world_size), held / 2 / group_rows
+    )  # of two windows of a stream one is next
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted = _vocabularies(config, inputs, distinct)
     vocabularies += _drawn_bytes(inputs)
     return DataFacts(
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
-        most_ids=_mean_ids(config, sample.mean_ids(rank_rows(config, world_size)), world_size),
+        most_ids=_mean_ids(config, sample.most_ids(rank_rows(config, world_size), at_once), world_size),
         id_bytes=inputs.spec("train").dtype.itemsize,
         window_bytes=int(
-            sample.row_bytes * held + max((samples[r].row_bytes * rows for r, (rows, _) in others.items()), default=0)
+            sample.window_bytes(held, max(1.0, largest / group_rows))
+            + max((samples[r].row_bytes * rows for r, (rows, _) in others.items()), default=0)
         ),
         decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
         eval_rows=roles,

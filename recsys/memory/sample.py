@@ -93,9 +93,11 @@ class Sample:
         columns = zip(table.column_names, table.columns, strict=True)
         self._columns = {name: _Column.of(column, partial(self._distinct, name)) for name, column in columns}
         longer = _longer_lists(dataset, table)
+        self._num_groups = max(1, len(dataset.row_groups))
+        self._heaviest, self._spread = _by_row_group(dataset)
         self._times = {name: longer if pa.types.is_list(table.field(name).type) else 1.0 for name in table.column_names}
         self._lengths = {
-            part.name: self._length(part, columns) if isinstance(columns, Ragged) else (1.0, 0.0)
+            part.name: self._length(part, columns) if isinstance(columns, Ragged) else (1.0, 0.0, 0.0)
             for part, columns in zip(spec.ids, self.columns.ids, strict=True)
         }
         more = sum(
@@ -107,22 +109,38 @@ class Sample:
         self.row_bytes = self.columns.num_bytes / self.rows + more
         self.listed = sum(len(x.values) for x in self.columns.lists if isinstance(x, Ragged)) / self.rows * longer
 
-    def _length(self, part: IdColumn, found: Ragged) -> tuple[float, float]:
+    def _length(self, part: IdColumn, found: Ragged) -> tuple[float, float, float]:
         """Return the table rows of a feature of lists, of one row of data, as long as lists are in the whole data, and
-        their standard deviation as a share of that."""
+        as shares of that their standard deviation in a row group, and that of the means of row groups."""
         raw = None if part.column is None else self._table.column(part.column)
         most = part.max_length or math.inf
         if raw is None or not pa.types.is_list(raw.type):
-            return len(found.values) / self.rows, 0.0
+            return len(found.values) / self.rows, 0.0, 0.0
         lengths = pc.list_value_length(raw).fill_null(0).to_numpy()
         as_long = np.minimum(lengths * self._times.get(part.column or "", 1.0), most)
         longer = as_long.sum() / max(1, np.minimum(lengths, most).sum())
-        return float(len(found.values) / self.rows * longer), float(as_long.std() / max(1e-9, as_long.mean()))
+        mean, spread = float(len(found.values) / self.rows * longer), as_long.std() / max(1e-9, as_long.mean())
+        return mean, float(spread), self._spread
 
-    def mean_ids(self, of_rows: int | None = None) -> dict[str, float]:
-        """Return the table rows of each feature, of one row of data, or of the largest batches of so many rows."""
-        large = 0.0 if of_rows is None else _LARGE_BATCH / math.sqrt(of_rows)
-        return {name: mean * (1 + large * spread) for name, (mean, spread) in self._lengths.items()}
+    def mean_ids(self) -> dict[str, float]:
+        """Return the table rows of each feature, of one row of data."""
+        return {name: mean for name, (mean, *_) in self._lengths.items()}
+
+    def most_ids(self, of_rows: int, of_groups: float) -> dict[str, float]:
+        """Return the same of the largest batches of so many rows, which are drawn from so many row groups at once."""
+        of_mean = max(0.0, 1 / of_groups - 1 / self._num_groups)  # drawn without replacement: of all there is no spread
+        return {
+            name: mean * (1 + _LARGE_BATCH * math.sqrt((within**2 + between**2) / of_rows + between**2 * of_mean))
+            for name, (mean, within, between) in self._lengths.items()
+        }
+
+    def window_bytes(self, num_rows: int, of_groups: float) -> float:
+        """Return what windows of so many rows in all take, each made of so many row groups.
+
+        A block that has held a window of long lists keeps its pages when one of short lists comes to lie there; since
+        blocks are of powers of two bytes, that is half of what all would take if each had once held the largest.
+        """
+        return num_rows * self.row_bytes * (1 + (self._heaviest - 1) / 2 / math.sqrt(of_groups))
 
     def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
         """Return what columns of so many rows take in Arrow, all by default."""
@@ -148,6 +166,19 @@ class Sample:
         """Yield for each feature about how many distinct ids so many rows hold."""
         for name in self._sources:
             yield 0.0 if name is None else self._distinct(name).among(num_rows / self.rows)
+
+
+def _by_row_group(dataset: Dataset) -> tuple[float, float]:
+    """Return the bytes of a row in the row group where it has most, and their standard deviation, in units of the mean.
+
+    Where users are in the order of what they did, some row groups have longer lists than others.
+    """
+    groups = dataset.row_groups
+    total, rows = groups.num_bytes.sum(), groups.num_rows.sum()
+    if not total or not rows:
+        return 1.0, 0.0
+    of_mean = groups.num_bytes / groups.num_rows * (rows / total)
+    return float(of_mean.max()), math.sqrt(float(np.average((of_mean - 1) ** 2, weights=groups.num_rows)))
 
 
 def _longer_lists(dataset: Dataset, head: pa.Table) -> float:

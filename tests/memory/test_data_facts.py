@@ -95,10 +95,11 @@ def test_lists_that_get_shorter_are_expected_with_their_weights(tmp_path: Path) 
     columns = {"ids": lists, "weights": weights, "label": pa.array(np.arange(4000) % 2)}
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet", row_group_size=1000)
     content = {
-        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label", "num_threads": 1},
+        "data": {"train": str(tmp_path / "rows.parquet"), "label_column": "label", "num_threads": 1, "num_streams": 2},
         "features": {"ids": {"table": "table", "weights": "weights"}},
         "tables": {"table": {"num_embeddings": 1000, "embedding_dim": 8}},
         "model": {"name": "dlrm", "interaction": "dot_and_embeddings"},
+        "train": {"global_batch_size": 100, "epochs": 2},
     }
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     config = load_config(tmp_path / "config.yaml")
@@ -106,7 +107,12 @@ def test_lists_that_get_shorter_are_expected_with_their_weights(tmp_path: Path) 
         inputs = open_inputs(config, world)
         tables = list(map(SegmentReader(inputs.datasets["train"]).row_group, range(4)))
         taken = sum(convert_table(table, inputs.spec("train")).num_bytes for table in tables)
-        row_bytes, decoding = Sample(inputs, "train").row_bytes, data_facts(config, inputs, 1).decoding[0]
+        sample, facts = Sample(inputs, "train"), data_facts(config, inputs, 1)
+        row_bytes, decoding = sample.row_bytes, facts.decoding[0]
+        most = max(len(batch.ids.values()) for batch in inputs.loader("train").batches(num_epochs=30))
+    assert facts.most_ids["ids"] * 100 == pytest.approx(most, rel=0.1)
+    # Two windows of each of two streams hold all rows twice, and blocks keep the pages of the longest lists.
+    assert 2.2 * taken < facts.window_bytes < 2 * 4 * tables[0].nbytes
     assert taken > 8 * ends[-1]  # of an id and its weight
     assert row_bytes * 4000 == pytest.approx(taken, rel=0.05)
     assert decoding.later > max(table.nbytes for table in tables)
