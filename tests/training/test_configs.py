@@ -23,7 +23,6 @@ LEFT_OUT = {
     "dlrm_frappe_half",
     "dlrm_large",
     "dlrm_movielens_student",
-    "esasrec_movielens_1m",
     "sasrec_movielens_1m",
     "simplex_gowalla",
     "two_tower_movielens_1m",
