@@ -55,19 +55,15 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         "train": sample,
         **{role: Sample(inputs, role) if role_lists(config, role) else sample for role in roles},
     }
-    group_rows = max(1.0, inputs.datasets["train"].num_rows / max(1, len(inputs.datasets["train"].row_groups)))
-    at_once = max(
-        streams_of_a_rank(config, world_size), held / 2 / group_rows
-    )  # of two windows of a stream one is next
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted = _vocabularies(config, inputs, distinct)
     vocabularies += _drawn_bytes(inputs)
     return DataFacts(
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
-        most_ids=_mean_ids(config, sample.most_ids(rank_rows(config, world_size), at_once), world_size),
+        most_ids=_most_ids(config, sample, held, world_size),
         id_bytes=inputs.spec("train").dtype.itemsize,
         window_bytes=int(
-            sample.window_bytes(held, max(1.0, largest / group_rows))
+            sample.window_bytes(held, largest)
             + max((samples[r].row_bytes * rows for r, (rows, _) in others.items()), default=0)
         ),
         decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
@@ -80,6 +76,13 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         ranking_bytes=_ranking_bytes(inputs, max(samples[role].listed for role in samples)),
         eval_ids=_eval_ids(config, sample.mean_ids()),
     )
+
+
+def _most_ids(config: Config, sample: Sample, held: int, world_size: int) -> dict[str, float]:
+    """Return as `_mean_ids` those of the largest batches, where windows hold so many rows at once."""
+    # Of two windows of a stream one is the next.
+    at_once = max(streams_of_a_rank(config, world_size), held / 2 / sample.group_rows)
+    return _mean_ids(config, sample.most_ids(rank_rows(config, world_size), at_once), world_size)
 
 
 def _mean_ids(config: Config, means: Mapping[str, float], world_size: int) -> dict[str, float]:

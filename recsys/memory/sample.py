@@ -94,6 +94,7 @@ class Sample:
         self._columns = {name: _Column.of(column, partial(self._distinct, name)) for name, column in columns}
         longer = _longer_lists(dataset, table)
         self._num_groups = max(1, len(dataset.row_groups))
+        self.group_rows = max(1.0, dataset.row_groups.total_rows / self._num_groups)
         self._heaviest, self._spread = _by_row_group(dataset)
         self._times = {name: longer if pa.types.is_list(table.field(name).type) else 1.0 for name in table.column_names}
         self._lengths = {
@@ -134,12 +135,13 @@ class Sample:
             for name, (mean, within, between) in self._lengths.items()
         }
 
-    def window_bytes(self, num_rows: int, of_groups: float) -> float:
-        """Return what windows of so many rows in all take, each made of so many row groups.
+    def window_bytes(self, num_rows: int, largest: int) -> float:
+        """Return what windows of so many rows in all take, of which the largest has `largest`.
 
         A block that has held a window of long lists keeps its pages when one of short lists comes to lie there; since
         blocks are of powers of two bytes, that is half of what all would take if each had once held the largest.
         """
+        of_groups = max(1.0, largest / self.group_rows)
         return num_rows * self.row_bytes * (1 + (self._heaviest - 1) / 2 / math.sqrt(of_groups))
 
     def table_bytes(self, num_rows: int, columns: Iterable[str] | None = None) -> float:
