@@ -16,7 +16,7 @@ from recsys.data.parquet import read_head
 from recsys.data.wanted import column_of, role_features, role_lists, with_figures
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
-from recsys.memory.sample import SAMPLE_ROWS, Sample
+from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes
 from recsys.models.items import rows_at_once
 from recsys.runtime.threads import decoding_threads
 
@@ -161,8 +161,7 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
     there are windows and steps, beside these, and what of that stays afterwards."""
     threads, groups = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups
-    # Where lists differ in length, a row group counts as so many rows of average size as it takes memory.
-    num_rows = groups.num_bytes * (groups.num_rows.sum() / max(1, groups.num_bytes.sum()))
+    num_rows = rows_by_bytes(groups)
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
     streams, found = streams_of_a_rank(inputs.config, inputs.world.world_size), []

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from recsys.data.dataset import Dataset
 from recsys.data.inputs import Inputs
+from recsys.data.order import RowGroups
 from recsys.data.parquet import read_head
 from recsys.data.spec import IdColumn
 from recsys.data.window import Columns, Ragged, convert_table
@@ -176,11 +177,16 @@ def _by_row_group(dataset: Dataset) -> tuple[float, float]:
     Where users are in the order of what they did, some row groups have longer lists than others.
     """
     groups = dataset.row_groups
-    total, rows = groups.num_bytes.sum(), groups.num_rows.sum()
-    if not total or not rows:
+    of_mean = rows_by_bytes(groups) / groups.num_rows
+    if not of_mean.any():  # there are no rows, or no column of them is read
         return 1.0, 0.0
-    of_mean = groups.num_bytes / groups.num_rows * (rows / total)
     return float(of_mean.max()), math.sqrt(float(np.average((of_mean - 1) ** 2, weights=groups.num_rows)))
+
+
+def rows_by_bytes(groups: RowGroups) -> np.ndarray:
+    """Return for each row group as many rows of average size as take its memory, where lists differ in length."""
+    rows: np.ndarray = groups.num_bytes * (groups.total_rows / max(1, groups.num_bytes.sum()))
+    return rows
 
 
 def _longer_lists(dataset: Dataset, head: pa.Table) -> float:

@@ -145,7 +145,7 @@ class UltraGCN(RetrievalModel):
 
     def _found(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """Return the losses of pairs of a user and an item that is to be found, [pairs]."""
-        return F.softplus(-self._logit_of_zero - (users * items).sum(1))
+        return F.softplus(-((users * items).sum(1) + self._logit_of_zero))
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         return (batch.weights * batch.ids[self.config.history].lengths()).sum()
