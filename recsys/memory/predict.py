@@ -37,7 +37,7 @@ _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an element:
 _FILLED_BYTES = 33
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
-_BATCHES_IN_PIPELINE = 3  # trained, its ids exchanged, copied; a single CPU rank has one at a time
+_BATCHES_IN_PIPELINE = 3  # trained, its ids exchanged, copied; CPU ranks have one at a time
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
@@ -64,8 +64,7 @@ class _Rank:
         data = data.of_large_batches()
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
         self._pieces, self._rank, self._decoding = pieces, rank, data.decoding[rank]
-        alone = config.debug or (topology.world_size == 1 and not topology.on_gpu)
-        self._batches_in_pipeline = 1 if alone else _BATCHES_IN_PIPELINE
+        self._batches_in_pipeline = 1 if config.debug or not topology.on_gpu else _BATCHES_IN_PIPELINE
         self._unread_batches = 0 if config.train.check_every_step else 1  # trained, and kept until its sums are read
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._tables = rank_tables(config, pieces, rank)
@@ -185,7 +184,7 @@ class _Rank:
 
     def _trained(self) -> Bytes:
         """Return what is there from the first step on, beside the tables and parameters."""
-        # DistributedDataParallel keeps gradients in its buckets; alone, they are dropped after each step.
+        # Several ranks keep gradients as parts of what they exchange; alone, they are dropped after each step.
         buckets = self._dense.gradient_bytes if self._topology.world_size > 1 else 0
         return {
             "dense_gradient": buckets,

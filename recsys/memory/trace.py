@@ -110,7 +110,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), HEAP_BLOCK_BYTES)
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, [by_id], batch)
-    if dist.get_world_size() > 1:  # gradients live in DistributedDataParallel's buckets all the time
+    if dist.get_world_size() > 1:  # gradients live in what ranks exchange all the time
         return live.peak, live.heap_peak
     gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
     return max(0, live.highest - gradients), live.heap_peak

@@ -3,10 +3,10 @@
 lookup             ids to the ranks that hold the rows, vectors back       while the step before is computed
 factors of tasks   one sum for each task's weights                         only with several tasks
 dense part         forward and backward, micro-batch by micro-batch        nothing is exchanged
-gradients          of the dense part, in buckets, as they become ready     with the last micro-batch
-  └ totals         ride in the last bucket: see `Totals`, `LastInBackward`
-gradients          by looked-up vectors, to the ranks that hold the rows   while the last bucket is under way,
-                                                                           on GPUs while the host waits for the totals
+gradients          of the dense part, with totals among them: `Totals`     on GPUs in buckets, as they become ready with
+                                                                           the last micro-batch; on CPUs as one tensor
+gradients          by looked-up vectors, to the ranks that hold the rows   while those are under way, on GPUs while the
+                                                                           host waits for the totals
 totals are read (`agree`): is the step finite everywhere? Then, and on all ranks alike:
 updates            of the dense part, of replicated tables, of tables      nothing is exchanged but for the second
 
@@ -25,6 +25,7 @@ from recsys.data.batch import Batch
 from recsys.data.pool import Fence
 from recsys.models.base import Vectors
 
+_SMALL = 1 << 18  # numbers that a rank sends to all others together
 _DIGIT = 1 << 12  # a number of rows travels in two digits, since FP32 counts to 2^24
 
 
@@ -92,6 +93,68 @@ class Replica(nn.Module):
         return self.model(vectors, floats)
 
 
+class JoinedGradients:
+    """Gradients of parameters as parts of one tensor, which one message sums over the ranks of CPUs.
+
+    DistributedDataParallel has a hook on each parameter, and sends buckets while the backward pass goes on. That pays
+    where it takes none of the cores that compute; here one message behind the pass takes 5 % less of a step.
+
+    Args:
+        parameters: each rank then has the values of rank 0. Collective.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._wholes: list[torch.Tensor] = []
+        self._parts: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            own = [parameter for parameter in parameters if parameter.dtype == dtype]
+            self._wholes.append(own[0].new_zeros(sum(each.numel() for each in own)))
+            parts = self._wholes[-1].split([each.numel() for each in own])
+            self._parts += [(each, part.view(each.shape)) for each, part in zip(own, parts, strict=True)]
+        for parameter in parameters:
+            dist.broadcast(parameter.detach(), 0)
+
+    def clear(self) -> None:
+        """Set all gradients to 0; backward passes then add to them."""
+        torch._foreach_zero_(self._wholes)
+        for parameter, part in self._parts:
+            parameter.grad = part
+
+    def send(self) -> "list[SumOverRanks]":
+        """Let all become means over the ranks, once what is returned has been waited for; collective."""
+        torch._foreach_div_(self._wholes, dist.get_world_size())
+        return [SumOverRanks(whole) for whole in self._wholes]
+
+
+class SumOverRanks:
+    """The sum of a tensor over all ranks, on its way into its place. Collective.
+
+    gloo's all-reduce goes round the ranks by segments: 1.4 ms on two ranks and 6.6 on four, for a thousand numbers as
+    for a hundred thousand. A message from each to each takes .3 and 1.5, so few numbers go this way. They are added in
+    the order of the ranks: on all of them alike, and by one operation after the other, which each CPU does alike.
+
+    Args:
+        tensor: contiguous, of any device.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, ranks = tensor.view(-1), dist.get_world_size()
+        self._parts: torch.Tensor | None = None
+        if tensor.is_cuda or tensor.numel() * ranks > _SMALL:
+            self._work = dist.all_reduce(tensor, async_op=True)
+            return
+        self._parts = tensor.new_empty(ranks, tensor.numel())
+        self._work = dist.all_to_all_single(self._parts.view(-1), self._tensor.repeat(ranks), async_op=True)
+
+    def wait(self) -> None:
+        """Wait until the sum is in the place of the tensor."""
+        self._work.wait()
+        if self._parts is not None:
+            self._tensor.copy_(self._parts[0])
+            for part in self._parts[1:]:
+                self._tensor.add_(part)
+
+
 class Agreement:
     """The sums over all ranks of what `Totals.pack` gave, on their device and on their way to the host.
 
@@ -125,7 +188,7 @@ class Agreement:
 
 
 def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Agreement:
-    """Return the sums over all ranks, of which DistributedDataParallel has made means."""
+    """Return the sums over all ranks, of which means have been made."""
     assert sums.grad is not None
     return Agreement(sums.grad * dist.get_world_size(), dense_gradients)
 

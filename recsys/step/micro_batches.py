@@ -7,8 +7,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.autograd import Variable
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import LabelConfig
@@ -16,7 +14,7 @@ from recsys.config.choices import LabelNulls, RowCode
 from recsys.data.batch import Batch
 from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
 from recsys.models.columns import Columns
-from recsys.step.exchange import Totals, all_finite, filled
+from recsys.step.exchange import SumOverRanks, Totals, all_finite, filled
 from recsys.tables.row_codes import quantize_rows
 
 
@@ -192,7 +190,7 @@ def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tens
     Collective, before the loss, since each task has a denominator of its own.
     """
     sums = torch.stack([weight, *(batch.label_weights(task).sum() for task in range(len(weights)))])
-    dist.all_reduce(sums)
+    SumOverRanks(sums).wait()
     return torch.where(sums[1:] > 0, filled(list(weights.values()), sums) * sums[0] / sums[1:], 0.0)
 
 
@@ -242,7 +240,6 @@ class MicroBatches:
         micro-batch, for the gradient (GradCache: Gao et al. 2021, arXiv:2101.06983).
         """
         cached = self._gradients_by_outputs() if len(self._parts) > 1 and not self._dense.model.loss_by_rows else None
-        self._dense.sums.grad = None
         for part in self._parts:
             last = part is self._parts[-1]
             with self._dense.exchanging(last):
@@ -267,7 +264,7 @@ class MicroBatches:
     def _set_out(self, leaves: list[torch.Tensor]) -> torch.Tensor:
         """Return what this rank adds to the sums, when all else of the last backward pass is through.
 
-        After them DistributedDataParallel sends its last gradients; those by embeddings follow before it waits.
+        After them DistributedDataParallel sends its last gradients.
 
         Args:
             leaves: of the last micro-batch, which have their gradients; these are not kept.
@@ -286,8 +283,6 @@ class MicroBatches:
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}
             self._lookup.add_l2(self.gradients, factors, weights)
-        if not dense.late_exchange:
-            Variable._execution_engine.queue_callback(partial(self._lookup.backward, self.gradients))
         sums, asks = (self.loss.total, self.loss.weight), (dense.stop_requested, dense.publish_requested)
         return Totals.pack(*sums, self._batch, self.is_finite, *asks, self.loss.by_task)
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -66,8 +65,8 @@ class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):
 class PlainPipeline:
     """One batch at a time, nothing in flight: what the debugger shows is what runs.
 
-    It is for single CPU ranks too: they copy and exchange nothing, and keeping three batches under way takes a tenth of
-    a step of 2048 rows.
+    It is for CPUs too: they copy nothing, and the threads of an exchange want the cores that compute. Keeping three
+    batches under way takes 7 % of a step of 2048 rows on two ranks, and a tenth on one.
     """
 
     def __init__(self, model: DistributedModelParallel, optimizer: GatedOptimizer, device: torch.device) -> None:
@@ -96,8 +95,7 @@ def build_pipeline(
 ) -> Pipeline:
     """Return the pipeline for training or, with the model in eval mode, for evaluation."""
     gated = GatedOptimizer(optimizer, model.module.dense)
-    alone = device.type == "cpu" and dist.get_world_size() == 1
-    return (PlainPipeline if debug or alone else OverlappedPipeline)(model, gated, device)
+    return (PlainPipeline if debug or device.type == "cpu" else OverlappedPipeline)(model, gated, device)
 
 
 class TimedIterator(Iterator[Batch]):

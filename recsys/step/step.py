@@ -28,7 +28,7 @@ from recsys.config.features import averaged_features, id_features, quantized_fea
 from recsys.data.batch import Batch
 from recsys.models.base import Model, set_dropout_keys
 from recsys.step.dense_shards import DenseShards
-from recsys.step.exchange import Agreement, Replica, Totals, agree
+from recsys.step.exchange import Agreement, JoinedGradients, Replica, Totals, agree
 from recsys.step.int8 import Int8Linear
 from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
@@ -89,12 +89,17 @@ class DenseHalf(nn.Module):
         self.offload: Callable[[Iterable[torch.Tensor]], AbstractContextManager[Any]]
         self.offload = Offload if config.train.activation_offload else nullcontext
         self.shards: DenseShards | None = None
-        self._replica: DistributedDataParallel | None = None  # with several ranks
+        self._replica: DistributedDataParallel | None = None  # with several ranks of GPUs
+        self._joined: JoinedGradients | None = None  # with several ranks of CPUs
         self._under_way: Iterator[torch.Tensor] = iter(())
         self._norm: torch.Tensor | None = None  # where gradients are clipped
 
     def replicate(self, device: torch.device) -> None:
-        """Let gradients of the dense part be averaged over all ranks; every rank holds its weights."""
+        """Let gradients of the dense part be averaged over all ranks; every rank holds its weights. Collective."""
+        if not self.late_exchange:
+            parameters = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
+            self._joined = JoinedGradients([*parameters, self.sums])
+            return
         replica = DistributedDataParallel(
             Replica(self.model, self.sums),
             device_ids=[device.index] if device.type == "cuda" else None,
@@ -105,7 +110,10 @@ class DenseHalf(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the dense part."""
-        for parameter in self._dense_parameters:
+        if self._joined is not None:
+            self._joined.clear()
+            return
+        for parameter in (*self._dense_parameters, self.sums):
             parameter.grad = None
 
     def forward(
@@ -141,14 +149,19 @@ class DenseHalf(nn.Module):
         batch, scaled_by = output.batch, self.loss_scale.value
         passes = MicroBatches(self, lookup, batch, StepLoss(self.model, self._tasks, batch))
         passes.run()
+        sent = [] if self._joined is None else self._joined.send()
+        if not self.late_exchange:
+            lookup.backward(passes.gradients)
+        for each in sent:
+            each.wait()
         agreement = agree(self.sums, self._dense_gradients())
         if self.late_exchange:
             lookup.backward(passes.gradients)
         yield passes.loss.total
         self.enter_phase("backward")
         output.unread = partial(self._read, output, agreement, passes.is_finite)
-        # DistributedDataParallel and torchrec's backward divide by the number of ranks; the loss is the mean over
-        # the weights of the global batch, which is often 1 for each of its rows.
+        # The gradients' means and torchrec's backward divide by the number of ranks; the loss is the mean over the
+        # weights of the global batch, which is often 1 for each of its rows.
         ranks = dist.get_world_size()
         summands = ranks * len(batch.weights)
         scale: float | torch.Tensor

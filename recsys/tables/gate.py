@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -34,6 +35,11 @@ class UpdateGate:
     def __init__(self) -> None:
         # Edges in place of tensors: what was looked up for all ranks is large, and not read after its exchange.
         self._waiting: list[tuple[GradientEdge, list[torch.Tensor]]] = []
+        self._on_their_way: list[dist.Work] = []
+
+    def wait_for(self, exchange: dist.Work) -> None:
+        """Take note that gradients are not there before an exchange is done."""
+        self._on_their_way.append(exchange)
 
     def guard(self, kernels: nn.Module) -> None:
         """Hook the local lookups so that their output gradients are held until `open`."""
@@ -58,7 +64,9 @@ class UpdateGate:
 
     def close(self) -> None:
         """Forget the gradients that have come in."""
-        self._waiting = []
+        for exchange in self._on_their_way:
+            exchange.wait()
+        self._waiting, self._on_their_way = [], []
 
 
 def scaled(

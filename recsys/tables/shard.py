@@ -210,8 +210,8 @@ class _NoDraws(TorchFunctionMode):
 def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
     """Shard the tables of `step` by the plan, and move the rest to the device.
 
-    With several ranks the dense model has a DistributedDataParallel of its own; torchrec's wrapping of the whole dense
-    part is left out, because it would hook the tables' backward too. The tables' weights are not set.
+    With several ranks the dense model's gradients are exchanged by itself; torchrec's wrapping of the whole dense part
+    is left out, because it would hook the tables' backward too. The tables' weights are not set.
     """
     step.dense.to(world.device)
     attach_table_optimizers(_table_parameters(step), config, world.device.type == "cuda")
@@ -232,7 +232,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
-    model.module.local = local_lookup(model.module.embeddings, plan, world.world_size, world.device)
+    model.module.local = local_lookup(model.module.embeddings, plan, world.world_size, world.device, dense.gate)
     if world.world_size > 1:
         dense.replicate(world.device)
     return model

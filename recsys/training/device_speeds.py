@@ -15,6 +15,7 @@ from recsys.memory.speeds import BATCHED_SIDES, KINDS, MATMUL_SIDES, MOST_MATMUL
 from recsys.runtime.live import Task
 from recsys.runtime.uniform import uniform
 from recsys.runtime.world import World
+from recsys.step.exchange import SumOverRanks
 
 _BYTES = tuple(1 << power for power in (12, 16, 20, 23, 26))  # that operators move
 _SENT = tuple(1 << power for power in (10, 14, 18, 22, 25))  # that a rank sends
@@ -104,7 +105,7 @@ def _exchanged(name: str, world: World) -> Curve:
 
         def action(sent: torch.Tensor = sent, received: torch.Tensor = received) -> None:
             if name == "all_reduce":
-                dist.all_reduce(sent)
+                SumOverRanks(sent).wait()
             else:
                 dist.all_to_all_single(received, sent)
 

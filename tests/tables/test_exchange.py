@@ -1,0 +1,109 @@
+"""What ranks of CPUs send each other in a step: as torchrec's collection and all-reduce do, to the last bit."""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from checkpoints import load_tables
+from launch import fork_train
+
+from recsys.step import exchange
+from recsys.tables import local, shard
+
+ROWS = 480
+# Three tables on up to four ranks, where one has none and another looks up two features.
+CONFIG = """\
+data: {{train: {data}, label_column: label, shuffle: false}}
+features:
+  user: {{table: user}}
+  item: {{table: item}}
+  other: {{table: item}}
+  place: {{table: place}}
+tables:
+  user: {{num_embeddings: 50, embedding_dim: 8, sharding_type: table_wise, data_type: {dtype}}}
+  item: {{num_embeddings: 40, embedding_dim: 8, sharding_type: table_wise, data_type: {dtype}}}
+  place: {{num_embeddings: 30, embedding_dim: 8, sharding_type: table_wise, data_type: {dtype}}}
+model: {{name: fm}}
+train: {{global_batch_size: 48, epochs: 2, log_every_steps: 1}}
+run: {{num_threads: 1}}
+"""
+
+
+def write(folder: Path, kind: str) -> Path:
+    """Write a config and data whose rows have an id of each feature, or some have none, or the last one a list."""
+    dice = random.Random(0)
+
+    def drawn(row: int, feature: str) -> int | list[int] | None:
+        if kind == "gaps" and dice.random() < 0.3:
+            return None
+        if kind == "lists" and feature == "other":
+            return [dice.randrange(500) for _ in range(3 if row == ROWS - 1 else 1)]
+        return dice.randrange(500)
+
+    columns = {name: [drawn(row, name) for row in range(ROWS)] for name in ("user", "item", "other", "place")}
+    labels = [float(dice.random() < 0.5) for _ in range(ROWS)]
+    pq.write_table(pa.table({**columns, "label": labels}), folder / "data.parquet")
+    path = folder / "config.yaml"
+    path.write_text(CONFIG.format(data=folder / "data.parquet", dtype="FP16" if kind == "half" else "FP32"))
+    return path
+
+
+def by_torchrec() -> None:
+    """Leave the exchange of ids and vectors to torchrec's collection, and sums to all-reduce."""
+    shard.local_lookup = lambda *_: None  # type: ignore[assignment]
+    exchange._SMALL = 0
+
+
+def counted() -> None:
+    """Write how many batches were exchanged in one message, and how many left to the collection."""
+    found, exchanged = [0, 0], local.ExchangingLookup._exchanged
+
+    def counting(self: local.ExchangingLookup, ids: object) -> object:
+        received = exchanged(self, ids)  # type: ignore[arg-type]
+        found[received is None] += 1
+        (run_dir,) = (each.removeprefix("run.dir=") for each in sys.argv if each.startswith("run.dir="))
+        Path(run_dir, f"exchanges-{os.environ['RANK']}").write_text(json.dumps(found))
+        return received
+
+    local.ExchangingLookup._exchanged = counting  # type: ignore[assignment, method-assign]
+
+
+def train(
+    config: Path, run: str, nproc: int, before: Callable[[], None], *options: str
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return the losses of all steps, and all that is saved at the end."""
+    run_dir = config.parent / run
+    done = fork_train(str(config), f"run.dir={run_dir}", *options, nproc=nproc, before=before)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    found = load_tables(next((run_dir / "checkpoints").glob("step-*")), "")
+    return [line["loss"] for line in lines if "loss" in line], found
+
+
+# Of each kind of data: how many batches of 20 go in one message, and how many show that there are lists.
+@pytest.mark.parametrize(
+    ("kind", "exchanges"), [("whole", [20, 0]), ("half", [20, 0]), ("gaps", [20, 0]), ("lists", [9, 1])]
+)
+@pytest.mark.parametrize("nproc", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_same_as_torchrec(kind: str, exchanges: list[int], nproc: int, tmp_path: Path) -> None:
+    config = write(tmp_path, kind)
+    losses, state = train(config, "ours", nproc, counted)
+    expected, by_collection = train(config, "torchrec", nproc, by_torchrec)
+    for rank in range(nproc):
+        assert json.loads((tmp_path / "ours" / f"exchanges-{rank}").read_text()) == exchanges
+    assert len(losses) == 20
+    exact = (
+        {"rtol": 0, "atol": 0} if nproc == 2 else {"rtol": 0, "atol": 1e-6}
+    )  # all-reduce adds in an order of its own
+    torch.testing.assert_close(losses, expected, **exact)
+    assert state.keys() == by_collection.keys()
+    for name, value in state.items():
+        if value.is_floating_point():
+            torch.testing.assert_close(value, by_collection[name], **exact)
