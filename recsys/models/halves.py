@@ -14,6 +14,7 @@ from torch import nn
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
 _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
 _LONG = 512  # sums of more products may be shared out over threads
+_FEW_ROWS = 16  # fewer than that have on some processors a product of their own on two threads
 _MOST_ROWS = 768  # of a sum over rows, which MKL shares out beyond that
 _CHUNKED_ELEMENTS = 1 << 22  # of products of chunks of rows, which are in memory side by side
 
@@ -119,17 +120,23 @@ class _LinearByChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            gradient @ weight if of_x else None,
+            _linear(gradient, weight.T, None) if of_x else None,
             product_over_rows(gradient, x) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if len(x) >= _FEW_ROWS:
+        return F.linear(x, weight, bias)
+    return F.linear(F.pad(x, (0, 0, 0, _FEW_ROWS - len(x))), weight, bias)[: len(x)].clone()
 
 
 class _LayerNormOfPart(nn.LayerNorm):
