@@ -14,6 +14,8 @@ import torch
 from checkpoints import load_tables
 from launch import fork_train
 
+from recsys.config import Device
+from recsys.runtime.world import open_world
 from recsys.step import exchange
 from recsys.tables import local, shard
 
@@ -107,3 +109,17 @@ def test_the_same_as_torchrec(kind: str, exchanges: list[int], nproc: int, tmp_p
     for name, value in state.items():
         if value.is_floating_point():
             torch.testing.assert_close(value, by_collection[name], **exact)
+
+
+def test_joined_gradients_add_up_and_are_of_each_type() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4, dtype=torch.float64))]
+    with open_world(Device.cpu, 1):
+        joined = exchange.JoinedGradients(parameters)
+        for _ in range(2):  # what the first steps leave is forgotten
+            joined.clear()
+            for factor in (1, 2):
+                (factor * parameters[0].sum() + 10 * factor * parameters[1].sum()).backward()
+            for each in joined.send():
+                each.wait()
+            assert [each.grad.unique().tolist() for each in parameters if each.grad is not None] == [[3.0], [30.0]]
+            assert [each.grad.dtype for each in parameters if each.grad is not None] == [torch.float32, torch.float64]
