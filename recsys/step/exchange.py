@@ -97,7 +97,7 @@ class JoinedGradients:
     """Gradients of parameters as parts of one tensor, which one message sums over the ranks of CPUs.
 
     DistributedDataParallel has a hook on each parameter, and sends buckets while the backward pass goes on. That pays
-    where it takes none of the cores that compute; here one message behind the pass takes 5 % less of a step.
+    on GPUs. Here an exchange takes the cores that compute, and few numbers are better sent by `SumOverRanks`.
 
     Args:
         parameters: each rank then has the values of rank 0. Collective.

@@ -1,4 +1,4 @@
-"""torchrec's training pipeline with the step's two halves, and the same without overlap for debugging."""
+"""torchrec's training pipeline with the step's two halves, for GPUs, and the same without overlap."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -65,8 +65,8 @@ class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):
 class PlainPipeline:
     """One batch at a time, nothing in flight: what the debugger shows is what runs.
 
-    It is for CPUs too: they copy nothing, and the threads of an exchange want the cores that compute. Keeping three
-    batches under way takes 7 % of a step of 2048 rows on two ranks, and a tenth on one.
+    It is for CPUs too: they copy nothing, and the threads of an exchange want the cores that compute. There, keeping
+    three batches under way gains two ranks nothing, and takes a tenth of one rank's step of 2048 rows.
     """
 
     def __init__(self, model: DistributedModelParallel, optimizer: GatedOptimizer, device: torch.device) -> None:
