@@ -78,11 +78,11 @@ def counted() -> None:
 
 
 def train(
-    config: Path, run: str, nproc: int, before: Callable[[], None], *options: str
+    config: Path, run: str, nproc: int, before: Callable[[], None]
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of all steps, and all that is saved at the end."""
     run_dir = config.parent / run
-    done = fork_train(str(config), f"run.dir={run_dir}", *options, nproc=nproc, before=before)
+    done = fork_train(str(config), f"run.dir={run_dir}", nproc=nproc, before=before)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     found = load_tables(next((run_dir / "checkpoints").glob("step-*")), "")
@@ -101,14 +101,12 @@ def test_the_same_as_torchrec(kind: str, exchanges: list[int], nproc: int, tmp_p
     for rank in range(nproc):
         assert json.loads((tmp_path / "ours" / f"exchanges-{rank}").read_text()) == exchanges
     assert len(losses) == 20
-    exact = (
-        {"rtol": 0, "atol": 0} if nproc == 2 else {"rtol": 0, "atol": 1e-6}
-    )  # all-reduce adds in an order of its own
-    torch.testing.assert_close(losses, expected, **exact)
+    apart = 0 if nproc == 2 else 1e-6  # all-reduce adds in an order of its own
+    torch.testing.assert_close(losses, expected, rtol=0, atol=apart)
     assert state.keys() == by_collection.keys()
     for name, value in state.items():
         if value.is_floating_point():
-            torch.testing.assert_close(value, by_collection[name], **exact)
+            torch.testing.assert_close(value, by_collection[name], rtol=0, atol=apart)
 
 
 def test_joined_gradients_add_up_and_are_of_each_type() -> None:
