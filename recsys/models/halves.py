@@ -120,23 +120,17 @@ class _LinearByChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return _linear(x, weight, bias)
+        return _times(x, weight.T, bias, 1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            _linear(gradient, weight.T, None) if of_x else None,
+            _times(gradient, weight, None, 1) if of_x else None,
             product_over_rows(gradient, x) if of_weight else None,
             gradient.sum(0) if of_bias else None,
         )
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if len(x) >= _FEW_ROWS:
-        return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, _FEW_ROWS - len(x))), weight, bias)[: len(x)].clone()
 
 
 class _LayerNormOfPart(nn.LayerNorm):
@@ -190,7 +184,9 @@ def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, num
     """Return x times a matrix, plus a bias, with sums that are the same on one thread and on two."""
     width, outputs = matrix.shape
     if num_parts == 1 or width < _LONG or outputs == 1:
-        return F.linear(x, matrix.T, bias)
+        if len(x) >= _FEW_ROWS:
+            return F.linear(x, matrix.T, bias)
+        return F.linear(F.pad(x, (0, 0, 0, _FEW_ROWS - len(x))), matrix.T, bias)[: len(x)].clone()
     parts, matrices = x.reshape(num_parts, -1, width), matrix.expand(num_parts, width, outputs)
     result = x.new_empty(len(x), outputs)  # not a view of another, since what follows may change it in place
     of_parts = result.view(num_parts, -1, outputs)

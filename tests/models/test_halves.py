@@ -79,6 +79,18 @@ def test_few_rows_and_none(shape: tuple[int, ...]) -> None:
     torch.testing.assert_close(gradients(layer, x, by_output), expected)
 
 
+@pytest.mark.parametrize("num_rows", [2, 6, 10, 18, 22])
+def test_few_rows_are_multiplied_alike_on_any_threads(num_rows: int) -> None:
+    """MKL has products of 5 to 11 rows of their own on two threads, on some processors."""
+    torch.manual_seed(0)
+    layer, x, by_output = nn.Linear(48, 96), torch.randn(num_rows, 48), torch.randn(num_rows, 96)
+    expected = gradients(layer, x, by_output)
+    sum_in_halves(layer, 1)
+    one, two = on_one_thread_and_two(lambda: gradients(layer, x, by_output))
+    assert all(map(torch.equal, one, two))
+    torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+
+
 class OfOnePart(nn.Module, PartByPart):
     """Layers over ids, of which a part may have any number."""
 
