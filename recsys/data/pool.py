@@ -4,7 +4,6 @@ A block is used again when nothing views it any more, neither an array nor a ten
 done. So whoever keeps a batch keeps its values, and a loop that lets go of them runs in constant memory.
 """
 
-import math
 import mmap
 import sys
 import threading
@@ -44,10 +43,9 @@ class Block:
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return the next part of the block as an array of this shape and type, not initialised."""
-        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-        start, self._used = self._used, self._used + padded(num_bytes)
-        assert start + num_bytes <= len(self._memory)
-        return self._memory[start : start + num_bytes].view(dtype).reshape(shape)
+        array = np.ndarray(shape, dtype, self._memory, self._used)  # which refuses to go beyond the end
+        self._used += padded(array.nbytes)
+        return array
 
     @property
     def content(self) -> torch.Tensor:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
@@ -53,6 +54,11 @@ class Columns:
     lists: list[int | Ragged]
     floats: np.ndarray
     bad: np.ndarray | None
+
+    @cached_property
+    def single(self) -> dict[str, tuple[bool, ...]]:
+        """Of `ids` and of `lists`, which have one id in every row."""
+        return {name: tuple(isinstance(part, int) for part in getattr(self, name)) for name in ("ids", "lists")}
 
     @property
     def num_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """What a model is, its default losses and metrics, and layers that models share."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -211,17 +211,24 @@ class _Kept(torch.autograd.Function):
         return saved.to(gradient.dtype).mul_(gradient).div_(ctx.share), None, None, None
 
 
-def set_dropout_keys(model: nn.Module, seed: int, step: int, rows: torch.Tensor) -> None:
-    """Give every RowDropout of a model its key for some rows of a step.
+def dropouts(model: nn.Module) -> dict[str, RowDropout]:
+    """Return what drops elements of a model, by name."""
+    # As the layers were called once, so that earlier runs draw the same masks.
+    return {
+        f"module.{parameter_name(name)}": module
+        for name, module in model.named_modules()
+        if isinstance(module, RowDropout) and module.p > 0
+    }
+
+
+def set_dropout_keys(layers: Mapping[str, RowDropout], seed: int, step: int, rows: torch.Tensor) -> None:
+    """Give layers by their names, as of `dropouts`, their keys for some rows of a step.
 
     Args:
         step: any number that no two steps share. rows: their places in the global batch, int64.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, RowDropout) and module.p > 0:
-            # As the layer was called once, so that earlier runs draw the same masks.
-            layer = f"module.{parameter_name(name)}"
-            module.key, module.rows = make_key(seed, "dropout", step, layer), rows
+    for name, layer in layers.items():
+        layer.key, layer.rows = make_key(seed, "dropout", step, name), rows
 
 
 def checkpoint_mlps(model: nn.Module) -> None:

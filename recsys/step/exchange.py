@@ -163,9 +163,12 @@ class Agreement:
     """
 
     def __init__(self, totals: torch.Tensor, dense_gradients: list[torch.Tensor]) -> None:
-        gradients = dense_gradients or [totals.new_zeros(1)]  # of a dense part without parameters
+        is_bad = totals.new_zeros(1)
+        if dense_gradients:  # there may be none, of a dense part without parameters
+            # All of them in one operation, which a factor of 1 leaves as they are.
+            torch._amp_foreach_non_finite_check_and_unscale_(dense_gradients, is_bad, totals.new_ones(1))
         # One tensor, for one copy from the GPU into page-locked memory: what a GPU is given after it is not waited for.
-        self._sums = torch.cat([totals, (~all_finite(gradients)).float()[None]])
+        self._sums = torch.cat([totals, is_bad])
         self._copied, self._fence = self._sums.to("cpu", non_blocking=True), Fence()
         if totals.is_cuda:
             self._fence.record()

@@ -277,7 +277,7 @@ class MicroBatches:
             leaf.grad = None
         dense, weights = self._dense, self._batch.weights
         own = [gradient for gradient in self.gradients if gradient is not None]
-        self.is_finite = torch.isfinite(torch.stack([self.loss.total, self.loss.weight])).all() & all_finite(own)
+        self.is_finite = all_finite([self.loss.total, self.loss.weight, *own])
         if dense.loss_scale.value != 1:
             torch._foreach_div_(own, dense.loss_scale.value)  # a wire of FP16 takes no more than 65,504
         if dense.l2:

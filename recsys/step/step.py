@@ -26,7 +26,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from recsys.config import Autocast, Config
 from recsys.config.features import averaged_features, id_features, quantized_features
 from recsys.data.batch import Batch
-from recsys.models.base import Model, set_dropout_keys
+from recsys.models.base import Model, RowDropout, dropouts, set_dropout_keys
 from recsys.step.dense_shards import DenseShards
 from recsys.step.exchange import Agreement, JoinedGradients, Replica, Totals, agree
 from recsys.step.int8 import Int8Linear
@@ -204,6 +204,10 @@ class DenseHalf(nn.Module):
     def _dense_parameters(self) -> list[nn.Parameter]:
         return list(self.model.parameters())  # looking for them takes a tenth of a millisecond
 
+    @cached_property
+    def _dropouts(self) -> dict[str, RowDropout]:
+        return dropouts(self.model)
+
     def _dense_gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._dense_parameters if p.grad is not None]
 
@@ -217,7 +221,8 @@ class DenseHalf(nn.Module):
         Args:
             tensors: slices of `lookup.tensors` by the part.
         """
-        set_dropout_keys(self.model, self._seed, rows.position.num_rows, rows.row_numbers(*part.rows))
+        if self._dropouts:
+            set_dropout_keys(self._dropouts, self._seed, rows.position.num_rows, rows.row_numbers(*part.rows))
         with self.offload(self._dense_parameters):
             return self._outputs(lookup, part, tensors, rows)
 

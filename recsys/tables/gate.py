@@ -43,9 +43,10 @@ class UpdateGate:
 
     def guard(self, kernels: nn.Module) -> None:
         """Hook the local lookups so that their output gradients are held until `open`."""
-        kernels.register_forward_hook(self._cut)
+        kernels.register_forward_hook(lambda _, __, found: self.cut(found))
 
-    def _cut(self, _: nn.Module, __: object, found: torch.Tensor) -> torch.Tensor:
+    def cut(self, found: torch.Tensor) -> torch.Tensor:
+        """Return what a local lookup gives, with its gradient held until `open`."""
         if not (torch.is_grad_enabled() and found.requires_grad):
             return found
         gradients: list[torch.Tensor] = []

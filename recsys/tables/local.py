@@ -22,17 +22,23 @@ class LocalLookup:
     millisecond a step, 6 to 8 % of one of 2048 rows.
 
     Args:
-        sharded: the collection, of one sharding type.
+        sharded: the collection, of one sharding type. gate: where gradients by what was looked up wait.
     """
 
-    def __init__(self, sharded: Any) -> None:
-        (self._lookup,), (sharding,) = sharded._lookups, sharded._embedding_shardings
+    def __init__(self, sharded: Any, gate: UpdateGate) -> None:
+        (self._all,), (sharding,) = sharded._lookups, sharded._embedding_shardings
+        self._kernels, self._gate = self._all._emb_modules, gate
         self._features = sharding.feature_names()
         self._names, self._dims = sharding.embedding_names(), sharding.embedding_dims()
 
     def __call__(self, ids: KeyedJaggedTensor) -> KeyedTensor:
         """Return the sums of the rows of each list, by feature."""
         return KeyedTensor(self._names, self._dims, self._lookup(self._in_order(ids)))
+
+    def _lookup(self, ids: KeyedJaggedTensor) -> torch.Tensor:
+        """Return vectors, [rows, sum of dims]; one kernel for all needs nothing of what is done for several."""
+        vectors: torch.Tensor = self._all(ids) if len(self._kernels) != 1 else self._gate.cut(self._kernels[0](ids))
+        return vectors
 
     def _in_order(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
         keys = ids.keys()
@@ -50,13 +56,12 @@ class ExchangingLookup(LocalLookup):
     ranks know of a rank that has a list; from then on, all leave batches to the collection.
 
     Args:
-        sharded: the collection, of one sharding type.
-        gate: where gradients by what was looked up wait.
+        sharded, gate: as of LocalLookup.
     """
 
     def __init__(self, sharded: Any, gate: UpdateGate) -> None:
-        super().__init__(sharded)
-        self._sharded, self._gate, self._has_lists = sharded, gate, False
+        super().__init__(sharded, gate)
+        self._sharded, self._has_lists = sharded, False
         (sharding,) = sharded._embedding_shardings
         features = sharding.feature_names_per_rank()
         self._sent, self._own = list(map(len, features)), features[dist.get_rank()]
@@ -154,5 +159,5 @@ def local_lookup(
     if any(group.is_weighted for groups in sharding._grouped_embedding_configs_per_rank for group in groups):
         return None
     if world_size == 1:
-        return LocalLookup(sharded)
+        return LocalLookup(sharded, gate)
     return None if sharded._output_dists[0]._codecs else ExchangingLookup(sharded, gate)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from recsys.models import RowDropout
-from recsys.models.base import set_dropout_keys
+from recsys.models.base import dropouts, set_dropout_keys
 from recsys.runtime.uniform import kept, uniform
 
 ROWS, COLUMNS = 50, 40
@@ -16,7 +16,7 @@ def passed(p: float, relu: bool, dtype: torch.dtype = torch.float32) -> tuple[to
     torch.manual_seed(0)
     layer, numbers = nn.Linear(8, COLUMNS).to(dtype), torch.randn(ROWS, 8, dtype=dtype)
     model = nn.Sequential(RowDropout(p, relu)) if relu else nn.Sequential(RowDropout(p))
-    set_dropout_keys(model, seed=0, step=1, rows=torch.arange(ROWS))
+    set_dropout_keys(dropouts(model), seed=0, step=1, rows=torch.arange(ROWS))
     places: list[int] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

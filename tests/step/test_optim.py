@@ -1,5 +1,6 @@
 """Optimizers as the config asks for them, and the learning rate by the step alone."""
 
+import copy
 import inspect
 import math
 
@@ -19,7 +20,7 @@ from recsys.config.device import check_device
 from recsys.config.schema import ScheduleConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
-from recsys.step.optim import build_dense_optimizer, schedule_factor, set_learning_rate
+from recsys.step.optim import AdamOnCPU, build_dense_optimizer, schedule_factor, set_learning_rate
 from recsys.tables.updates import attach_table_optimizers
 
 
@@ -154,8 +155,8 @@ def test_weight_decay_that_nothing_reads_and_what_cannot_be_built_are_refused(se
 
 
 DENSE_OPTIMIZERS = {
-    DenseOptimizer.adam: torch.optim.Adam,
-    DenseOptimizer.adamw: torch.optim.AdamW,
+    DenseOptimizer.adam: AdamOnCPU,
+    DenseOptimizer.adamw: AdamOnCPU,
     DenseOptimizer.adagrad: torch.optim.Adagrad,
     DenseOptimizer.sgd: torch.optim.SGD,
     DenseOptimizer.adafactor: torch.optim.Adafactor,
@@ -176,3 +177,34 @@ def test_dense_optimizer(name):
     if name is DenseOptimizer.sgd:
         config.dense.momentum = 0.25
         assert build_dense_optimizer(model.parameters(), config).param_groups[0]["momentum"] == 0.25
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_on_a_cpu_gives_what_torch_gives(kind):
+    """Over steps with and without all gradients, a step that is left out, and a state that is loaded."""
+    config = OptimizerConfig()
+    config.dense.name, config.dense.weight_decay = DenseOptimizer[kind.__name__.lower()], 0.01
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 1))
+    other = copy.deepcopy(model)
+    own = build_dense_optimizer(model.parameters(), config)
+    theirs = kind(other.parameters(), config.dense.learning_rate, weight_decay=0.01, fused=True)
+    for step in range(12):
+        for parameters, optimizer in ((model.parameters(), own), (other.parameters(), theirs)):
+            torch.manual_seed(step)
+            for number, parameter in enumerate(parameters):
+                parameter.grad = None if step in (2, 7) and number == 1 else torch.randn(parameter.shape)
+            set_learning_rate(optimizer, 0.1 / (step + 1))
+            if step == 9:
+                optimizer.found_inf = torch.ones(())
+            optimizer.step()
+            if step == 9:
+                del optimizer.found_inf
+            if step == 5:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, another) and not torch.equal(one, torch.zeros_like(one))
+        assert own.state[one].keys() == theirs.state[another].keys()
+        for name, value in own.state[one].items():
+            assert torch.equal(value, theirs.state[another][name])
+    build_dense_optimizer([], config).step()  # of a dense part without parameters
