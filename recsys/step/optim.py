@@ -1,8 +1,7 @@
 """Optimizer of the dense part, and the schedule of the learning rates."""
 
 import math
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from recsys.config.schema import ScheduleConfig
 _ONE = torch.ones(())
 
 
-class AdamOnCPU(torch.optim.Adam):
-    """Adam of FP32 parameters in host memory, by one call of PyTorch's fused kernel.
+class Adam(torch.optim.Adam):
+    """Adam of FP32 parameters in host memory, by one call of PyTorch's fused kernel; AdamW has the same step.
 
     PyTorch's own step prepares that call anew each time: for the parameters of an MLP, in four times the kernel's time.
     """
@@ -38,6 +37,10 @@ class AdamOnCPU(torch.optim.Adam):
         return None
 
 
+class AdamW(Adam, torch.optim.AdamW):
+    """Adam whose weight decay does not go through the moments (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
+
+
 def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer of the dense part, or of what this rank trains of it, which may be nothing."""
     groups = [{"params": list(parameters)}]
@@ -49,7 +52,7 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
         from pytorch_optimizer import Lamb  # here, because it takes a second
 
         return Lamb(groups, **settings)
-    kinds: dict[DenseOptimizer, Callable[..., torch.optim.Optimizer]] = {
+    kinds: dict[DenseOptimizer, type[torch.optim.Optimizer]] = {
         DenseOptimizer.adam: torch.optim.Adam,
         DenseOptimizer.adamw: torch.optim.AdamW,
         DenseOptimizer.adagrad: torch.optim.Adagrad,
@@ -57,8 +60,7 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
         DenseOptimizer.adafactor: torch.optim.Adafactor,
     }
     if all((each.device.type, each.dtype) == ("cpu", torch.float32) for each in groups[0]["params"]):
-        kinds[DenseOptimizer.adam] = AdamOnCPU
-        kinds[DenseOptimizer.adamw] = partial(AdamOnCPU, decoupled_weight_decay=True)
+        kinds |= {DenseOptimizer.adam: Adam, DenseOptimizer.adamw: AdamW}  # checkpoints know them by these names
     on_gpu = any(parameter.is_cuda for parameter in groups[0]["params"])
     refused = dense.name is DenseOptimizer.adagrad and on_gpu and torch.__version__ < "2.13"  # by Adagrad itself
     if dense.name is not DenseOptimizer.adafactor and not refused:

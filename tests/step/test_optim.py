@@ -20,7 +20,7 @@ from recsys.config.device import check_device
 from recsys.config.schema import ScheduleConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
-from recsys.step.optim import AdamOnCPU, build_dense_optimizer, schedule_factor, set_learning_rate
+from recsys.step.optim import Adam, AdamW, build_dense_optimizer, schedule_factor, set_learning_rate
 from recsys.tables.updates import attach_table_optimizers
 
 
@@ -155,8 +155,8 @@ def test_weight_decay_that_nothing_reads_and_what_cannot_be_built_are_refused(se
 
 
 DENSE_OPTIMIZERS = {
-    DenseOptimizer.adam: AdamOnCPU,
-    DenseOptimizer.adamw: AdamOnCPU,
+    DenseOptimizer.adam: Adam,
+    DenseOptimizer.adamw: AdamW,
     DenseOptimizer.adagrad: torch.optim.Adagrad,
     DenseOptimizer.sgd: torch.optim.SGD,
     DenseOptimizer.adafactor: torch.optim.Adafactor,
@@ -189,6 +189,7 @@ def test_adam_on_a_cpu_gives_what_torch_gives(kind):
     other = copy.deepcopy(model)
     own = build_dense_optimizer(model.parameters(), config)
     theirs = kind(other.parameters(), config.dense.learning_rate, weight_decay=0.01, fused=True)
+    assert type(own).__name__ == kind.__name__  # which checkpoints say
     for step in range(12):
         for parameters, optimizer in ((model.parameters(), own), (other.parameters(), theirs)):
             torch.manual_seed(step)
