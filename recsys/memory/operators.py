@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from recsys.memory.speeds import Speeds
 
 # Operators by what an element costs; all others are `plain`: they read, add or multiply, and write.
+_FEW = 8  # matrices of a batch, that are multiplied as each by itself
 _KINDS = {
     "costly": (
         "sigmoid",
@@ -28,7 +29,7 @@ _KINDS = {
         "entropy",
     ),
     "indexed": ("index", "gather", "scatter", "embedding", "sort", "cumsum", "jagged", "topk"),
-    "drawn": ("uniform", "bernoulli", "dropout", "rand"),
+    "drawn": ("kept", "uniform", "bernoulli", "dropout", "rand"),
 }
 
 
@@ -83,7 +84,10 @@ class OperatorTrace(TorchDispatchMode):
             self.work.matmuls[(dtype_name(a.dtype), a.shape[0], a.shape[1], b.shape[1])] += 1
         elif name.strip("_") in ("bmm", "baddbmm"):
             a, b = [each for each in args if isinstance(each, torch.Tensor)][-2:]
-            self.work.batched[(dtype_name(a.dtype), 2.0 * math.prod(a.shape[1:]) * b.shape[2], a.shape[0])] += 1
+            if len(a) <= _FEW:
+                self.work.matmuls[(dtype_name(a.dtype), a.shape[1], a.shape[2], b.shape[2])] += len(a)
+            else:
+                self.work.batched[(dtype_name(a.dtype), 2.0 * math.prod(a.shape[1:]) * b.shape[2], len(a))] += 1
         elif "attention" in name:
             query, key = args[:2]
             flops = 4.0 * query.shape[-2] * key.shape[-2] * query.shape[-1] * (2.5 if "backward" in name else 1)

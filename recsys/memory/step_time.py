@@ -15,6 +15,7 @@ from recsys.memory.facts import DataFacts, DenseFacts
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.operators import OperatorTrace, Work
 from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
+from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.runtime.live import clock
 from recsys.runtime.machine import Topology
 from recsys.tables.spec import Shard
@@ -188,10 +189,13 @@ def _dense_work(config: Config, data: DataFacts, rows: int, topology: Topology) 
     """Return the work of a part of the rows, and how many such parts there are."""
     with fake_tensors():
         step = fake_step(config).train()
+        model = step.dense.model
         if topology.on_gpu:  # a rehearsal on CPU leaves out what is like what came before
-            step.dense.model.rehearse(topology.device)
+            model.rehearse(topology.device)
+        elif is_in_halves(model, config):
+            sum_in_halves(model, topology.world_size)
         micro = min(rows, config.train.micro_batch_size or rows)
-        traced = min(micro, _TRACED_ROWS) if step.dense.model.loss_by_rows else micro
+        traced = min(micro, _TRACED_ROWS) if model.loss_by_rows else micro
         drawn = sampled_rows(config, topology.world_size)
         pooled, by_id, batch = fake_inputs(config, data, traced, (0, traced), drawn)
         with OperatorTrace() as trace:

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from recsys.config import Config
+from recsys.config.choices import Autocast
+
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
 _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
 _LONG = 512  # sums of more products may be shared out over threads
@@ -33,6 +36,17 @@ class PartByPart(InParts):
     """
 
     has_kinks = True
+
+
+def is_in_halves(model: Any, config: Config) -> bool:
+    """Return whether gradients can be summed in halves on a CPU: layers are called as they are, for all of a rank's rows.
+
+    What is computed again in the backward pass must not have changed meanwhile, as it does from part to part.
+    """
+    train = config.train
+    by_part = isinstance(model, PartByPart) and model.has_kinks and not train.activation_checkpointing
+    is_plain = config.precision.autocast is Autocast.none and not train.compile and not train.in_micro_batches
+    return is_plain and (model.loss_by_rows or by_part)
 
 
 def sum_in_halves(model: nn.Module, world_size: int) -> None:

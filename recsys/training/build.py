@@ -11,12 +11,9 @@ import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from recsys.checkpoint import Tensors
-from recsys.config import Config
-from recsys.config.choices import Autocast
 from recsys.data.inputs import Inputs
 from recsys.errors import UserError
-from recsys.models.base import Model
-from recsys.models.halves import PartByPart, sum_in_halves
+from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.runtime.live import Task
 from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
@@ -69,7 +66,7 @@ def build_model(inputs: Inputs) -> Built:
     with Task("planning where the tables go", is_shown=world.rank == 0):
         plan = world.from_rank_zero(lambda: plan_tables(step, config, topology_of(config, world)))
     model = shard_model(step, plan, config, world)
-    if world.device.type == "cpu" and _is_in_halves(dense, config):
+    if world.device.type == "cpu" and is_in_halves(dense, config):
         sum_in_halves(dense, world.world_size)
 
     for table, weights in table_tensors(model).items():
@@ -97,17 +94,6 @@ def build_model(inputs: Inputs) -> Built:
         after_load=updates.forget_caches,
     )
     return Built(model, list(shards(plan, config, world.world_size)), optimizer, updates, tensors)
-
-
-def _is_in_halves(dense: Model, config: Config) -> bool:
-    """Return whether gradients can be summed in halves: layers are called as they are, for all rows of a rank.
-
-    What is computed again in the backward pass must not have changed meanwhile, as it does from part to part.
-    """
-    train = config.train
-    by_part = isinstance(dense, PartByPart) and dense.has_kinks and not train.activation_checkpointing
-    is_plain = config.precision.autocast is Autocast.none and not train.compile and not train.in_micro_batches
-    return is_plain and (dense.loss_by_rows or by_part)
 
 
 def log_shares(inputs: Inputs) -> tuple[torch.Tensor, int]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from recsys.memory.operators import dtype_name
 from recsys.memory.speeds import BATCHED_SIDES, KINDS, MATMUL_SIDES, MOST_MATMUL_FLOPS, Curve
 from recsys.runtime.live import Task
-from recsys.runtime.uniform import uniform
+from recsys.runtime.uniform import kept
 from recsys.runtime.world import World
 from recsys.step.exchange import SumOverRanks
 
@@ -87,8 +87,8 @@ def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[tor
         return partial(torch.index_select, dim=0, index=torch.randperm(rows, device=device)), torch.ones(
             rows, 16, device=device
         )
-    columns = torch.arange(16, device=device)
-    return lambda each: uniform(1, each, columns), torch.arange(max(1, size // 64), device=device)
+    columns = torch.arange(128, device=device)  # a byte of each, and eight of a row's number
+    return lambda each: kept(1, each, columns, 0.5), torch.arange(max(1, size // 136), device=device)
 
 
 def _moved(kind: str, world: World) -> Curve:
