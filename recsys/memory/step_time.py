@@ -1,6 +1,6 @@
 """How long a step takes on devices whose speeds were measured: what a rank has to do, times what that takes there."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from recsys.runtime.machine import Topology
 from recsys.tables.spec import Shard
 
 PARTS = ("data", "dense", "tables", "exchange", "rest")
-_OF_TABLES, _OF_DENSE = ("feature", "id", "element"), ("operator", "parameter")
+_OF_TABLES, _OF_DENSE = ("feature", "id", "element", "sharding", "routed"), ("operator", "parameter")
 _TRACED_ROWS = 8192  # at most, of a loss that does not compare all rows; more take as much time a row
 
 
@@ -149,6 +149,7 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
     work, repeats = _dense_work(config, data, rows, topology)
     ids = rows * sum(data.mean_ids[name] for name in dims)
     elements, vectors = [0.0] * ranks, [0.0] * ranks
+    pieces = list(pieces)
     for piece in pieces:
         everywhere = 1 if piece.sharding_type == "data_parallel" else ranks
         split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
@@ -159,17 +160,44 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
             if everywhere > 1:
                 found = count * share if name in by_id else rows * everywhere
                 vectors[piece.rank] += found * piece.size[1]
+    shardings, routed = _routed(config, data, topology, pieces)
     amounts = {
         "step": 1.0,
         "feature": float(len(dims)),
         "id": ids,
         "element": max(elements),
+        "sharding": float(shardings),
+        "routed": rows * routed,
         "row": float(rows),
         "float": float(rows * len(float_features(config))),
         "operator": repeats * work.num_operators,
         "parameter": dense.parameter_bytes / 4,
     }
     return Load(amounts, work, repeats, _sent(data, dense, ids, max(vectors), ranks, work))
+
+
+def _routed(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> tuple[int, float]:
+    """Return in how many ways torchrec shards what it looks up, and the ids of a row that it takes to their ranks.
+
+    What `recsys.tables.local` looks up is not among them.
+    """
+    by_id = config.unpooled_tables()
+    names: dict[tuple[bool, str], set[str]] = {}
+    for piece in pieces:
+        of_table = {name for name in dims_of(config) if config.features[name].table == piece.table}
+        names.setdefault((piece.table in by_id, piece.sharding_type), set()).update(of_table)
+    pooled = [kind for kind in names if not kind[0]]
+    features = [config.features[name] for kind in pooled for name in names[kind]]
+    has_lists = any(data.mean_ids[name] > 1 for kind in pooled for name in names[kind])
+    is_local = (
+        not topology.on_gpu
+        and pooled == [(False, ShardingChoice.table_wise.value)]
+        and not any(feature.weights is not None for feature in features)
+        and (topology.world_size == 1 or not has_lists)
+    )
+    if is_local:
+        del names[pooled[0]]
+    return len(names), sum(data.mean_ids[name] for kind in names for name in names[kind])
 
 
 def _sent(

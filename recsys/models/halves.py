@@ -39,7 +39,7 @@ class PartByPart(InParts):
 
 
 def is_in_halves(model: Any, config: Config) -> bool:
-    """Return whether gradients can be summed in halves on a CPU: layers are called as they are, for all of a rank's rows.
+    """Return whether gradients can be summed in halves on a CPU: layers are called as they are, for all rows of a rank.
 
     What is computed again in the backward pass must not have changed meanwhile, as it does from part to part.
     """

@@ -39,7 +39,7 @@ from recsys.training.trainer import Trainer
 
 _TRAINED_S = 0.8  # of a training, after the warm-up
 _WARM_STEPS, _LINES = 12, 5  # of a training; lines that it tells
-_ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e8
+_ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e6
 
 
 def main(arguments: Sequence[str], prog: str, about: str) -> int:
@@ -81,30 +81,34 @@ def measure(world: World, num_threads: int | None = None) -> Speeds:
 
 def _references(data: Path) -> Iterator[Config]:
     """Yield configs that differ in what `DATA_AMOUNTS` and `STEP_AMOUNTS` count."""
-    for batch, num_ids, num_lists, dim, num_floats, layers in _REFERENCES:
+    for batch, num_ids, num_lists, dim, num_floats, layers, num_split in _REFERENCES:
         ids, lists = [f"id_{i}" for i in range(num_ids)], [f"list_{i}" for i in range(num_lists)]
         floats = [f"float_{i}" for i in range(num_floats)]
         named = [f"features.{name}={{table: {name}}}" for name in ids]
         named += [f"features.{name}={{table: {name}, max_length: {2 * _LENGTH}}}" for name in lists]
         named += [f"features.{name}={{type: float}}" for name in floats]
         named += [f"tables.{name}={{num_embeddings: 100000, embedding_dim: {dim}}}" for name in (*ids, *lists)]
+        named += [f"tables.{name}.sharding_type=row_wise" for name in ids[:num_split]]
         named += [f"model.bottom_mlp={[layers[0]] if floats else []}", f"model.top_mlp={list(layers)}"]
         yield load_config(data / "base.yaml", [*named, f"train.global_batch_size={batch}"])
 
 
-# Rows of a rank, features of one id, of lists, their dimension, floats, layers.
+# Rows of a rank, features of one id, of lists, their dimension, floats, layers, features whose table is split by rows.
 _REFERENCES = (
-    (256, 2, 0, 16, 0, (16,)),
-    (256, 16, 0, 16, 0, (16,)),
-    (128, 2, 0, 8, 0, (16,) * 10),
-    (2048, 8, 0, 16, 4, (64, 32)),
-    (2048, 4, 0, 64, 0, (256, 128)),
-    (1024, 2, 2, 32, 0, (64,)),
-    (512, 0, 4, 16, 8, (128, 64)),
-    (8192, 8, 0, 16, 4, (64, 32)),
-    (8192, 2, 0, 8, 16, (16,)),
-    (1024, 2, 0, 64, 0, (256,) * 5),
-    (4096, 16, 2, 8, 0, (32,)),
+    (256, 2, 0, 16, 0, (16,), 0),
+    (256, 16, 0, 16, 0, (16,), 0),
+    (128, 2, 0, 8, 0, (16,) * 10, 0),
+    (2048, 8, 0, 16, 4, (64, 32), 0),
+    (2048, 4, 0, 64, 0, (256, 128), 0),
+    (1024, 2, 2, 32, 0, (64,), 0),
+    (512, 0, 4, 16, 8, (128, 64), 0),
+    (8192, 8, 0, 16, 4, (64, 32), 0),
+    (8192, 2, 0, 8, 16, (16,), 0),
+    (1024, 2, 0, 64, 0, (256,) * 5, 0),
+    (4096, 16, 2, 8, 0, (32,), 0),
+    (1024, 4, 1, 16, 0, (64,), 1),
+    (512, 8, 0, 16, 0, (32,), 8),
+    (2048, 8, 1, 16, 0, (32,), 4),
 )
 
 
