@@ -15,7 +15,7 @@ from recsys.runtime.files import replace_file
 
 SCHEMA_VERSION = 2  # from 2 on a step has `sharding` and `routed`
 KINDS = ("plain", "costly", "indexed", "drawn")  # of operators that are no products
-MATMUL_SIDES = (16, 64, 256, 1024, 4096, 16384)  # rows, inner and outer columns of the products that are measured
+MATMUL_SIDES = (1, 4, 16, 64, 256, 1024, 4096, 16384)  # rows, inner and outer columns of the products that are measured
 BATCHED_SIDES = (4, 8, 16, 32, 64, 128)  # of the square matrices of a batch
 MOST_MATMUL_FLOPS = 1 << 30  # of one; larger ones are as fast
 # What a batch takes to make, and a step beside its operators and exchanges, in proportion to.
