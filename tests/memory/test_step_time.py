@@ -87,8 +87,10 @@ def test_operators_of_a_layer() -> None:
     assert trace.work.matmuls == shapes and not trace.work.batched
     assert trace.work.moved[("costly", 2 * 32 * 5 * 4)] == 1
     with OperatorTrace() as trace:
-        torch.bmm(torch.zeros(7, 2, 3), torch.zeros(7, 3, 4)).view(-1)
-    assert trace.work.batched == {("float32", 2.0 * 2 * 3 * 4, 7): 1} and trace.work.num_operators >= 2
+        torch.bmm(torch.zeros(17, 2, 3), torch.zeros(17, 3, 4)).view(-1)
+        torch.bmm(torch.zeros(2, 32, 6), torch.zeros(2, 6, 5))
+    assert trace.work.batched == {("float32", 2.0 * 2 * 3 * 4, 17): 1} and trace.work.num_operators >= 3
+    assert trace.work.matmuls == {("float32", 32, 6, 5): 2}  # each by itself
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
@@ -119,6 +121,49 @@ def test_load_of_two_ranks(tmp_path: Path, kind: str) -> None:
     assert load.parts(of) == pytest.approx(
         {"data": 0, "dense": 0, "tables": 0, "exchange": 8e-3, "rest": 0.01}, abs=1e-9
     )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ranks", "changes", "shardings", "routed"),
+    [
+        (("table_wise", "table_wise"), 1, [], 0, 0),
+        (("table_wise", "table_wise"), 2, [], 1, 32 * 6),  # b has lists, which go torchrec's way
+        (("table_wise", "table_wise"), 2, ["features.b.max_length=1"], 0, 0),
+        (("row_wise", "table_wise"), 1, [], 2, 32 * 6),
+        (("row_wise", "row_wise"), 2, [], 1, 32 * 6),
+        (("table_wise", "table_wise"), 1, ["features.b.weights=w"], 1, 32 * 6),
+    ],
+)
+def test_what_torchrec_takes_to_the_ranks(
+    tmp_path: Path, kinds: tuple[str, str], ranks: int, changes: list[str], shardings: int, routed: int
+) -> None:
+    """Ids that `LocalLookup` and `ExchangingLookup` look up are not among them."""
+    config = load_config(config_file(tmp_path), [f"topology.world_size={ranks}", *changes])
+    config.train.global_batch_size = 32 * ranks
+    pieces = [
+        Shard("a", 0, (0, 0), (100, 4), kinds[0], "fused"),
+        Shard("b", ranks - 1, (0, 0), (60, 4), kinds[1], "fused"),
+    ]
+    topology = topology_of(config)
+    with rehearse_world(ranks, ranks, topology.device):
+        data = data_facts(config, None, ranks)
+        dense = rehearse(config, data, 32, topology.device)
+        load = step_load(config, data, dense, topology, pieces)
+    assert (load.amounts["sharding"], load.amounts["routed"]) == (shardings, routed)
+
+
+def test_a_step_is_traced_as_it_is_computed(tmp_path: Path) -> None:
+    """On a CPU one rank multiplies gradients by inputs in halves, and draws the masks of dropout itself."""
+    config = load_config(config_file(tmp_path), ["model.dropout=0.5", "model.bottom_mlp=[40]", "model.top_mlp=[24]"])
+    with rehearse_world(1, 1, topology_of(config).device):
+        data = data_facts(config, None, 1)
+        dense = rehearse(config, data, 64, topology_of(config).device)
+        load = step_load(config, data, dense, topology_of(config), [])
+    width = 4 + 3  # the vector of floats, and three pairs
+    assert load.work.matmuls["float32", 24, 32, width] == 2 and ("float32", 24, 64, width) not in load.work.matmuls
+    drawn = {size for kind, size in load.work.moved if kind == "drawn"}
+    # Places of rows and columns, and a byte of each element, of both MLPs.
+    assert drawn == {64 * 8 + width * 8 + 64 * width for width in (24, 40)}
 
 
 def test_rows_beyond_those_traced_take_as_long(tmp_path: Path) -> None:
