@@ -129,6 +129,22 @@ def test_a_window_is_its_segments_in_its_order(seed, cached, joined, monkeypatch
     assert columns.bad is None
 
 
+@pytest.mark.parametrize(("filled", "with_lists"), [(6, False), (5, False), (6, True), (0, False)])
+def test_lists_begin_where_their_lengths_say(filled, with_lists):
+    """Of one id each, of none in rows that nothing fills, of any number."""
+    spec = WINDOW_SPEC if with_lists else BatchSpec([WINDOW_SPEC.ids[0], IdColumn("price", "price", IDENTITY)], [])
+    table = pa.table(
+        {**{name: window_table(0, 6)[name] for name in ("user", "history", "seldom", "label")}, "price": range(6)}
+    )
+    columns = convert_table(table, spec)
+    pieces = [Piece(columns, 0, 2, 0), Piece(columns, 2, filled, 2)] if filled else []
+    batch = collate_into(pieces, 6, spec, Position(), BlockPool(), MicroBatches())
+    lengths, offsets = batch.ids.lengths(), batch.ids.offsets()
+    assert offsets.dtype == lengths.dtype and offsets.tolist() == [0, *lengths.cumsum(0).tolist()]
+    assert batch.ids.length_per_key() == lengths.view(len(spec.ids), 6).sum(1).tolist()
+    assert offsets[-1] == len(batch.ids.values()) and (not filled or offsets[-1] > 0)
+
+
 def test_dictionaries_of_joined_segments():
     spec = BatchSpec([IdColumn("name", "name", HashMapping(1 << 30, 0))], [])
     texts = [[f"{letter}{i}" for i in range(100)] for letter in "abc"]  # with 8 bits, an index counts to 127
