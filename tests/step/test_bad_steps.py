@@ -15,6 +15,7 @@ from launch import ROOT, fork_train
 
 from recsys.config import load_config
 from recsys.errors import UserError
+from recsys.step.exchange import Agreement
 from recsys.step.pipeline import GatedOptimizer
 
 CONFIG = "configs/dlrm_sample.yaml"
@@ -165,3 +166,20 @@ def test_steps_read_later_train_the_same(tmp_path: Path) -> None:
 def test_what_would_change_with_a_bad_step_is_refused(option: str, named: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"'train.check_every_step' must be true with {named}"):
         load_config(CONFIG, ["train.check_every_step=false", option])
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3.4e38])
+def test_gradients_of_the_dense_part_are_looked_at_and_left_as_they_are(value: float) -> None:
+    """Of all ranks, after their exchange, in which sums may overflow though each is finite."""
+    torch.manual_seed(0)
+    gradients = [torch.randn(3, 5), torch.randn(7), torch.randn(2)]
+    gradients[1][4] = value
+    before = [each.clone() for each in gradients]
+    totals = torch.tensor([2.5, 4.0, 0.0, 0.0, 0.0, 4.0, 0.0, 0.0])
+    agreement = Agreement(totals, gradients)
+    is_bad = not math.isfinite(value)
+    assert agreement.wait().num_bad == is_bad and bool(agreement.is_bad()) == is_bad
+    assert all(torch.equal(*each) or is_bad for each in zip(gradients, before, strict=True))
+    assert agreement.wait().weight == 4 and agreement.wait().num_rows == 4
+    nothing = Agreement(totals, [])
+    assert nothing.wait().num_bad == 0 and not nothing.is_bad()
