@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from recsys.memory.speeds import Speeds
 
+_FEW = 8  # matrices of a batch, which are multiplied as each by itself
 # Operators by what an element costs; all others are `plain`: they read, add or multiply, and write.
-_FEW = 8  # matrices of a batch, that are multiplied as each by itself
 _KINDS = {
     "costly": (
         "sigmoid",

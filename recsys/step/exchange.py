@@ -164,8 +164,10 @@ class Agreement:
 
     def __init__(self, totals: torch.Tensor, dense_gradients: list[torch.Tensor]) -> None:
         is_bad = totals.new_zeros(1)
-        if dense_gradients:  # there may be none, of a dense part without parameters
-            # All of them in one operation, which a factor of 1 leaves as they are.
+        if totals.is_cuda and dense_gradients:  # there may be none, of a dense part without parameters
+            is_bad = (~all_finite(dense_gradients)).float()[None]
+        elif dense_gradients:
+            # All of them in one operation, which a factor of 1 leaves as they are. CUDA's has no BF16.
             torch._amp_foreach_non_finite_check_and_unscale_(dense_gradients, is_bad, totals.new_ones(1))
         # One tensor, for one copy from the GPU into page-locked memory: what a GPU is given after it is not waited for.
         self._sums = torch.cat([totals, is_bad])
