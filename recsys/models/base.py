@@ -18,7 +18,7 @@ from recsys.config import Config, DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.halves import InParts
+from recsys.models.halves import MLP, InParts
 from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator, by_label
 from recsys.models.metrics import Evaluator
@@ -243,7 +243,7 @@ def checkpoint_mlps(model: nn.Module) -> None:
     )
 
 
-def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float) -> nn.Sequential:
+def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float) -> MLP:
     """Return Linear-ReLU-Dropout layers of the hidden widths, then a plain Linear if there is an output width."""
     layers: list[nn.Module] = []
     for width in hidden:
@@ -252,7 +252,7 @@ def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: 
         input_dim = width
     if output_dim is not None:
         layers.append(nn.Linear(input_dim, output_dim))
-    return nn.Sequential(*layers)
+    return MLP(layers, output_dim is None, dropout)
 
 
 def check_equal_widths(config: Config, why: str) -> None:

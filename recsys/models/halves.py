@@ -4,7 +4,7 @@ Sums of floats follow their order. One process that adds up all rows at once is 
 half each; optimizers that divide by a gradient's size, and layers with a kink, make 1e-4 of it within 100 steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,14 @@ class PartByPart(InParts):
     has_kinks = True
 
 
+class MLP(nn.Sequential):
+    """Linear layers with a ReLU, and what drops elements, between them; also behind the last if `relu_last`."""
+
+    def __init__(self, layers: Sequence[nn.Module], relu_last: bool, dropout: float) -> None:
+        super().__init__(*layers)
+        self.relu_last, self.dropout = relu_last, dropout
+
+
 def is_in_halves(model: Any, config: Config) -> bool:
     """Return whether gradients can be summed in halves on a CPU: layers are called as they are, for all rows of a rank.
 
@@ -68,6 +76,8 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
+        elif type(module) is MLP and module.dropout == 0:
+            module.__class__ = _MLP
         if isinstance(module, InParts):
             module.num_parts = 2 if world_size == 1 else 1
 
@@ -118,6 +128,57 @@ class _LinearInParts(torch.autograd.Function):
             gradients.sum(1).sum(0) if of_bias else None,
             None,
         )
+
+
+class _MLP(InParts, MLP):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() or input.dim() != 2:
+            return super().forward(input)
+        layers = [each for each in self._modules.values() if isinstance(each, nn.Linear)]
+        parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
+        result: torch.Tensor = _MLPInParts.apply(input, self.num_parts, self.relu_last, *parameters)
+        return result
+
+
+class _MLPInParts(torch.autograd.Function):
+    """The layers of an MLP, each as `_LinearInParts`, and the gradient behind a ReLU in the memory of that before it.
+
+    On a CPU, new memory for it takes longer than what is computed there; and a step of a thousand rows waits for
+    autograd to go from layer to layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, num_parts: int, relu_last: bool, *parameters: torch.Tensor) -> torch.Tensor:
+        """Return what the last layer gives; `parameters` are a weight and a bias for each layer."""
+        ctx.num_parts = num_parts if len(x) % num_parts == 0 else 1
+        weights, biases = parameters[::2], parameters[1::2]
+        ctx.num_relus = len(weights) - (not relu_last)
+        read = [x]
+        for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+            x = _times(x, weight.T, bias, ctx.num_parts)
+            if number < ctx.num_relus:
+                read.append(x.relu_())
+        ctx.save_for_backward(*weights, *read)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        number = (len(ctx.needs_input_grad) - 3) // 2
+        weights, read = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
+        of_x, _, _, *wanted = ctx.needs_input_grad
+        found: list[torch.Tensor | None] = []
+        for i in reversed(range(number)):
+            if i < ctx.num_relus:
+                memory = gradient if i < number - 1 else torch.empty_like(gradient)  # the first is not ours to change
+                torch.ops.aten.threshold_backward.grad_input(gradient, read[i + 1], 0, grad_input=memory)
+                gradient = memory
+            gradients, inputs = (each.reshape(ctx.num_parts, -1, each.shape[-1]) for each in (gradient, read[i]))
+            of_weight, of_bias = wanted[2 * i : 2 * i + 2]
+            found += [gradients.sum(1).sum(0) if of_bias else None, _products(gradients, inputs) if of_weight else None]
+            if not (of_x or any(wanted[: 2 * i])):
+                return None, None, None, *[None] * (2 * i), *reversed(found)
+            gradient = _times(gradient, weights[i], None, ctx.num_parts)
+        return gradient, None, None, *reversed(found)
 
 
 class _LinearOfPart(nn.Linear):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from recsys.models.base import mlp
 from recsys.models.columns import take_rows
 from recsys.models.dots import PairwiseDots
 from recsys.models.halves import PartByPart, add_products, in_parts, product_over_rows, sum_in_halves
@@ -68,6 +69,33 @@ def test_odd_rows_frozen_weights_and_checkpoints() -> None:
     again = checkpoint(layers, x, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(again, wanted, by_output), expected)
     assert isinstance(layers[0], nn.Linear) and list(layers.state_dict()) == ["0.weight", "1.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("rows", [64, 63, 5])
+@pytest.mark.parametrize("last", [1, None])
+@pytest.mark.parametrize("frozen", [[], ["0.weight"], ["0.weight", "0.bias", "3.bias"], ["6.weight", "6.bias"]])
+def test_an_mlp_is_its_layers_one_by_one(rows: int, last: int | None, frozen: list[str]) -> None:
+    """To the last bit, whatever is trained; what it is given, and the gradient by what it gives, stay as they were."""
+    torch.manual_seed(0)
+    layers, other = (mlp(12, [32, 700, 16], last, dropout=0.0) for _ in range(2))
+    other.load_state_dict(layers.state_dict())
+    for module in (layers, other):
+        sum_in_halves(module, 1)
+        for name in frozen:
+            module.get_parameter(name).requires_grad_(False)
+    one_by_one = nn.Sequential(*other)
+    for x_is_wanted in (True, False):
+        x = torch.randn(rows, 12).requires_grad_(x_is_wanted)
+        by_output = torch.randn(rows, last or 16)
+        found = []
+        for module in (one_by_one, layers):
+            given, gradient = x.detach().clone().requires_grad_(x_is_wanted), by_output.clone()
+            outputs = module(given)
+            wanted = [each for each in (given, *module.parameters()) if each.requires_grad]
+            found.append([outputs.detach().clone(), *torch.autograd.grad(outputs, wanted, gradient)])
+            assert torch.equal(given, x) and torch.equal(gradient, by_output)
+        assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+    assert type(outputs.grad_fn).__name__ == "_MLPInPartsBackward"
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4,), (1, 4), (2, 0, 4)])
