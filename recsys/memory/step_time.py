@@ -18,6 +18,7 @@ from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
 from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.runtime.live import clock
 from recsys.runtime.machine import Topology
+from recsys.tables.local import is_local
 from recsys.tables.spec import Shard
 
 PARTS = ("data", "dense", "tables", "exchange", "rest")
@@ -187,15 +188,11 @@ def _routed(config: Config, data: DataFacts, topology: Topology, pieces: Sequenc
         of_table = {name for name in dims_of(config) if config.features[name].table == piece.table}
         names.setdefault((piece.table in by_id, piece.sharding_type), set()).update(of_table)
     pooled = [kind for kind in names if not kind[0]]
-    features = [config.features[name] for kind in pooled for name in names[kind]]
     has_lists = any(data.mean_ids[name] > 1 for kind in pooled for name in names[kind])
-    is_local = (
-        not topology.on_gpu
-        and pooled == [(False, ShardingChoice.table_wise.value)]
-        and not any(feature.weights is not None for feature in features)
-        and (topology.world_size == 1 or not has_lists)
-    )
-    if is_local:
+    # Lists of several ranks are left to torchrec there too.
+    if is_local(config, [kind for _, kind in pooled], topology.world_size, topology.on_gpu) and (
+        topology.world_size == 1 or not has_lists
+    ):
         del names[pooled[0]]
     return len(names), sum(data.mean_ids[name] for kind in names for name in names[kind])
 

@@ -1,14 +1,16 @@
 """Lookup in pooled tables that lie whole on their ranks, of a CPU, without the ways of torchrec's other shardings."""
 
+from collections.abc import Collection
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from recsys.config import ShardingChoice
+from recsys.config import Config, ShardingChoice
+from recsys.config.choices import FloatType
+from recsys.runtime.world import World
 from recsys.tables.gate import UpdateGate
 
 _NOTHING = -1  # in the place of the id of an empty list
@@ -144,20 +146,24 @@ def _ones(number: int) -> dict[str, torch.Tensor]:
     return {"lengths": torch.ones(number, dtype=torch.int32), "offsets": torch.arange(number + 1, dtype=torch.int32)}
 
 
-def local_lookup(
-    sharded: Any, plan: ShardingPlan, world_size: int, device: torch.device, gate: UpdateGate
-) -> LocalLookup | None:
-    """Return the lookup of a sharded collection on CPU ranks that hold each of its tables whole; None elsewhere.
+def is_local(config: Config, sharding_types: Collection[str], world_size: int, on_gpu: bool) -> bool:
+    """Return whether ranks look up pooled tables, of some sharding types, as `LocalLookup` does.
 
-    The weights of ids are left to torchrec, which changes them on their way, and so are vectors that are sent in
-    another type than the tables give.
+    That is on CPU ranks that hold each table whole. The weights of ids are left to torchrec, which changes them on
+    their way, and so are vectors that are sent in another type than the tables give.
     """
-    kinds = {table.sharding_type for module in plan.plan.values() for table in module.values()}
-    if sharded is None or device.type != "cpu" or kinds != {ShardingChoice.table_wise.value}:
+    wires = {config.precision.forward_wire, config.precision.backward_wire}
+    is_changed = any(feature.weights is not None for feature in config.features.values()) or (
+        world_size > 1 and wires != {FloatType.FP32}
+    )
+    return not on_gpu and set(sharding_types) == {ShardingChoice.table_wise.value} and not is_changed
+
+
+def local_lookup(sharded: Any, config: Config, world: World, gate: UpdateGate) -> LocalLookup | None:
+    """Return the lookup of a sharded collection of pooled tables, if there is one, where `is_local` holds."""
+    if sharded is None:
         return None
-    (sharding,) = sharded._embedding_shardings
-    if any(group.is_weighted for groups in sharding._grouped_embedding_configs_per_rank for group in groups):
+    sharding_types = {table.sharding_type for table in sharded.module_sharding_plan.values()}
+    if not is_local(config, sharding_types, world.world_size, world.device.type == "cuda"):
         return None
-    if world_size == 1:
-        return LocalLookup(sharded, gate)
-    return None if sharded._output_dists[0]._codecs else ExchangingLookup(sharded, gate)
+    return (LocalLookup if world.world_size == 1 else ExchangingLookup)(sharded, gate)

@@ -232,7 +232,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
-    model.module.local = local_lookup(model.module.embeddings, plan, world.world_size, world.device, dense.gate)
+    model.module.local = local_lookup(model.module.embeddings, config, world, dense.gate)
     if world.world_size > 1:
         dense.replicate(world.device)
     return model
