@@ -264,10 +264,11 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
 
 
 def measure_apart(arguments: argparse.Namespace, data: Path, batch_size: int) -> dict[str, Any]:
-    """Measure ours and the bare loop in processes of their own, in turn, each with the allocator that its user has:
-    ours as train.py starts itself, the bare loop with glibc's own settings, without huge pages."""
+    """Measure ours and the bare loop in processes of their own, in turn, each with the settings that its user has:
+    ours as train.py starts itself, the bare loop with those of glibc and libgomp, without huge pages."""
     of_glibc = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}  # as it comes to have
-    settings = {"ours": MALLOC_SETTINGS, "bare": {"GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0", **of_glibc}}
+    of_gnu = of_glibc | {"GOMP_SPINCOUNT": str(300_000)}  # as libgomp has it
+    settings = {"ours": MALLOC_SETTINGS, "bare": {"GLIBC_TUNABLES": "", "THP_MEM_ALLOC_ENABLE": "0", **of_gnu}}
     pairs: list[dict[str, float]] = []
     for _ in range(arguments.repeats):
         pairs.append({})

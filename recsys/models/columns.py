@@ -8,22 +8,26 @@ import torch
 
 def beside(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors, [rows, width] each, where neighbours lie beside each other in memory as one; under no_grad."""
-    joined: list[torch.Tensor] = []
+    if torch.compiler.is_compiling():
+        return list(tensors)
+    first: list[torch.Tensor] = []
+    widths: list[int] = []
+    before: tuple[Any, ...] | None = None
+    end: int | torch.SymInt = 0
     for tensor in tensors:
-        if joined and not torch.compiler.is_compiling() and _continues(joined[-1], tensor):
-            rows, width = joined[-1].shape
-            joined[-1] = joined[-1].as_strided((rows, width + tensor.shape[1]), tensor.stride())
+        stride, offset, width = tensor.stride(), tensor.storage_offset(), tensor.shape[1]
+        lies = tensor.untyped_storage()._cdata, stride, tensor.dtype
+        if stride[1] == 1 and offset == end and lies == before:
+            widths[-1] += width
         else:
-            joined.append(tensor)
-    return joined
-
-
-def _continues(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
-        and (one.stride(), one.dtype, one.stride(1)) == (other.stride(), other.dtype, 1)
-        and one.storage_offset() + one.shape[1] == other.storage_offset()
-    )
+            first.append(tensor)
+            widths.append(width)
+            before = lies
+        end = offset + width
+    return [
+        tensor if width == tensor.shape[1] else tensor.as_strided((len(tensor), width), tensor.stride())
+        for tensor, width in zip(first, widths, strict=True)
+    ]
 
 
 class Columns(torch.autograd.Function):

@@ -82,6 +82,12 @@ def prepare_environment() -> None:
     # all lengths through layers in BF16 took a gigabyte. Ten layers have some 30 products, of batches of one size.
     os.environ.setdefault("LRU_CACHE_CAPACITY", "32")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+    # A thread of libgomp that has done its part waits for the next by 300,000 turns of a loop, four milliseconds on a
+    # processor where a step takes five, and meanwhile no thread that decodes has its core. After a fifteenth of it, it
+    # lets go: two threads on two cores that others use too took 1.1 to 1.5 times the time. After none of it, waking it
+    # up each time doubles a step.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # What torch warns of in C++ are twenty lines of addresses, as where a rank has ended and others still ask it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # CUDA's allocator then grows the block that it has, where it would cut batches of other sizes out of new ones.

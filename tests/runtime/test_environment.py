@@ -82,6 +82,20 @@ def test_the_allocator_of_gpus_grows_its_blocks_unless_told_otherwise(monkeypatc
             assert os.environ.get(names[0]) == expected and before.keys() <= os.environ.keys()
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "20000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+    ids=["default", "chosen", "by policy"],
+)
+def test_threads_let_go_of_their_cores_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: str | None
+) -> None:
+    unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    monkeypatch.setattr(os, "environ", unset | given)
+    prepare_environment()
+    assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
 PRODUCTS = """\
 from recsys.runtime.environment import prepare_environment
 prepare_environment()
