@@ -91,6 +91,12 @@ def test_operators_of_a_layer() -> None:
         torch.bmm(torch.zeros(2, 32, 6), torch.zeros(2, 6, 5))
     assert trace.work.batched == {("float32", 2.0 * 2 * 3 * 4, 17): 1} and trace.work.num_operators >= 3
     assert trace.work.matmuls == {("float32", 32, 6, 5): 2}  # each by itself
+    numbers, other = torch.zeros(7), torch.zeros(7)
+    with OperatorTrace() as trace:
+        torch.mul(numbers, other)
+        torch.mul(numbers, other, out=other)
+        numbers.mul_(other)
+    assert trace.work.moved == {("plain", 3 * 7 * 4): 3}
 
 
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
