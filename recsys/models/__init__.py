@@ -1,3 +1,4 @@
 """Models, one a file: the dense part over looked-up vectors, with its config, its loss and its metrics."""
 
-from recsys.models.base import DenseInputs, Model, RowDropout, Vectors, mlp
+from recsys.models.base import DenseInputs, Model, Vectors, mlp
+from recsys.models.dropout import RowDropout

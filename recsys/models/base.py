@@ -1,6 +1,6 @@
 """What a model is, its default losses and metrics, and layers that models share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -18,13 +18,11 @@ from recsys.config import Config, DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.halves import MLP, InParts
+from recsys.models.dropout import RowDropout
+from recsys.models.halves import InParts
 from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator, by_label
 from recsys.models.metrics import Evaluator
-from recsys.runtime.counter_random import make_key
-from recsys.runtime.uniform import kept
-from recsys.tables.module_names import parameter_name
 
 # By feature a vector for each row, [rows, width], or for each id of each row's list.
 Vectors = dict[str, Any]
@@ -159,78 +157,6 @@ class Model(InParts, nn.Module):
 WIDEST = 2**24  # of a layer
 
 
-class RowDropout(nn.Module):
-    """Dropout whose mask is a function of (seed, step, layer, row of the global batch, column).
-
-    torch's own draws from the rank's generator, so that the number of ranks would change what is learned.
-    `set_dropout_keys` must be called before each training step.
-
-    Args:
-        p: the share of elements that are dropped. relu: negative ones become 0 too; in training, x may be changed.
-    """
-
-    def __init__(self, p: float, relu: bool = False) -> None:
-        super().__init__()
-        self.p, self._relu = p, relu
-        self.key = 0
-        self.rows = torch.zeros(0)  # their places in the global batch, int64
-
-    def forward(self, x: torch.Tensor, row: torch.Tensor | None = None) -> torch.Tensor:
-        """Zero elements of x, [rows, columns], with probability p, and scale the rest by 1 / (1 - p).
-
-        Args:
-            row: which row each of x is dropped like, [len(x)]; default: x has all rows, in order.
-        """
-        if not self.training or self.p == 0:
-            return nn.functional.relu(x, inplace=self.training) if self._relu else x
-        mask = kept(self.key, self.rows, torch.arange(x.shape[1], device=x.device), self.p)
-        scaled: torch.Tensor = _Kept.apply(x, mask if row is None else mask[row], 1 - self.p, self._relu)
-        return scaled
-
-
-class _Kept(torch.autograd.Function):
-    """The elements of a mask divided by their share, and 0 elsewhere; with `relu` also in place of negative ones.
-
-    A product of numbers and a mask makes numbers of the mask first: here the result lies where these are. With `relu`
-    that result, which the next layer keeps too, is all that the gradient needs.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
-        result = kept.to(x.dtype).mul_(x)
-        result = (result.relu_() if relu else result).div_(share)
-        ctx.save_for_backward(result if relu else kept)
-        ctx.share, ctx.relu = share, relu
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (saved,) = ctx.saved_tensors
-        if ctx.relu:
-            return torch.ops.aten.threshold_backward(gradient, saved, 0).div_(ctx.share), None, None, None
-        return saved.to(gradient.dtype).mul_(gradient).div_(ctx.share), None, None, None
-
-
-def dropouts(model: nn.Module) -> dict[str, RowDropout]:
-    """Return what drops elements of a model, by name."""
-    # As the layers were called once, so that earlier runs draw the same masks.
-    return {
-        f"module.{parameter_name(name)}": module
-        for name, module in model.named_modules()
-        if isinstance(module, RowDropout) and module.p > 0
-    }
-
-
-def set_dropout_keys(layers: Mapping[str, RowDropout], seed: int, step: int, rows: torch.Tensor) -> None:
-    """Give layers by their names, as of `dropouts`, their keys for some rows of a step.
-
-    Args:
-        step: any number that no two steps share. rows: their places in the global batch, int64.
-    """
-    for name, layer in layers.items():
-        layer.key, layer.rows = make_key(seed, "dropout", step, name), rows
-
-
 def checkpoint_mlps(model: nn.Module) -> None:
     """Let every MLP keep its input alone, and compute its layers again in the backward pass.
 
@@ -243,7 +169,7 @@ def checkpoint_mlps(model: nn.Module) -> None:
     )
 
 
-def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float) -> MLP:
+def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float) -> nn.Sequential:
     """Return Linear-ReLU-Dropout layers of the hidden widths, then a plain Linear if there is an output width."""
     layers: list[nn.Module] = []
     for width in hidden:
@@ -252,7 +178,7 @@ def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: 
         input_dim = width
     if output_dim is not None:
         layers.append(nn.Linear(input_dim, output_dim))
-    return MLP(layers, output_dim is None, dropout)
+    return nn.Sequential(*layers)
 
 
 def check_equal_widths(config: Config, why: str) -> None:

@@ -10,7 +10,8 @@ from torchrec.modules.crossnet import CrossNet, LowRankCrossNet
 from recsys.config import ModelConfig
 from recsys.config.bounds import bounded
 from recsys.config.choices import CrossStructure
-from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
+from recsys.models.dropout import RowDropout
 from recsys.models.halves import in_parts
 
 

@@ -10,7 +10,8 @@ from recsys.config import Config, FeatureType, ModelConfig
 from recsys.config.bounds import bounded
 from recsys.config.names import one_of
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, mlp
+from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp
+from recsys.models.dropout import RowDropout
 from recsys.models.halves import in_parts
 
 

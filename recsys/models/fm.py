@@ -9,7 +9,8 @@ from torch import nn
 from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Model, RowDropout, Vectors, check_equal_widths, mlp
+from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, check_equal_widths, mlp
+from recsys.models.dropout import RowDropout
 from recsys.models.halves import in_parts
 
 

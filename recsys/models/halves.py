@@ -4,7 +4,7 @@ Sums of floats follow their order. One process that adds up all rows at once is 
 half each; optimizers that divide by a gradient's size, and layers with a kink, make 1e-4 of it within 100 steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from recsys.config import Config
 from recsys.config.choices import Autocast
+from recsys.models.dropout import RowDropout
 
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
 _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
@@ -36,14 +37,6 @@ class PartByPart(InParts):
     """
 
     has_kinks = True
-
-
-class MLP(nn.Sequential):
-    """Linear layers with a ReLU, and what drops elements, between them; also behind the last if `relu_last`."""
-
-    def __init__(self, layers: Sequence[nn.Module], relu_last: bool, dropout: float) -> None:
-        super().__init__(*layers)
-        self.relu_last, self.dropout = relu_last, dropout
 
 
 def is_in_halves(model: Any, config: Config) -> bool:
@@ -76,7 +69,7 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
-        elif type(module) is MLP and module.dropout == 0:
+        elif type(module) is nn.Sequential and _is_mlp(module):
             module.__class__ = _MLP
         if isinstance(module, InParts):
             module.num_parts = 2 if world_size == 1 else 1
@@ -130,13 +123,26 @@ class _LinearInParts(torch.autograd.Function):
         )
 
 
-class _MLP(InParts, MLP):
+def _is_mlp(module: nn.Sequential) -> bool:
+    """Return whether these are layers as of `models.base.mlp`, of which no element is dropped."""
+    layers = list(module)
+    hidden = [layers[i : i + 3] for i in range(0, len(layers) - len(layers) % 3, 3)]
+    return (
+        len(layers) > 1
+        and all(isinstance(each, nn.Linear) for each in layers[::3])
+        and all(isinstance(each, nn.Identity) for _, each, _ in hidden)
+        and all(isinstance(each, RowDropout) and each.relu and each.p == 0 for _, _, each in hidden)
+        and len(layers) % 3 < 2
+    )
+
+
+class _MLP(InParts, nn.Sequential):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled() or input.dim() != 2:
             return super().forward(input)
         layers = [each for each in self._modules.values() if isinstance(each, nn.Linear)]
         parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-        result: torch.Tensor = _MLPInParts.apply(input, self.num_parts, self.relu_last, *parameters)
+        result: torch.Tensor = _MLPInParts.apply(input, self.num_parts, len(self._modules) // 3, *parameters)
         return result
 
 
@@ -148,11 +154,10 @@ class _MLPInParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, num_parts: int, relu_last: bool, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, num_parts: int, num_relus: int, *parameters: torch.Tensor) -> torch.Tensor:
         """Return what the last layer gives; `parameters` are a weight and a bias for each layer."""
-        ctx.num_parts = num_parts if len(x) % num_parts == 0 else 1
+        ctx.num_parts, ctx.num_relus = num_parts if len(x) % num_parts == 0 else 1, num_relus
         weights, biases = parameters[::2], parameters[1::2]
-        ctx.num_relus = len(weights) - (not relu_last)
         read = [x]
         for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             x = _times(x, weight.T, bias, ctx.num_parts)
@@ -163,9 +168,9 @@ class _MLPInParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        number = (len(ctx.needs_input_grad) - 3) // 2
-        weights, read = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
         of_x, _, _, *wanted = ctx.needs_input_grad
+        number, saved = len(wanted) // 2, ctx.saved_tensors  # to be read once: checkpoints compute them at that
+        weights, read = saved[:number], saved[number:]
         found: list[torch.Tensor | None] = []
         for i in reversed(range(number)):
             if i < ctx.num_relus:

@@ -17,8 +17,9 @@ from recsys.config.choices import SequenceLayer, SequenceLoss
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, RowDropout, Vectors, mlp, row_of_each_id
+from recsys.models.base import WIDEST, DenseInputs, Vectors, mlp, row_of_each_id
 from recsys.models.columns import take_rows
+from recsys.models.dropout import RowDropout
 from recsys.models.halves import PartByPart, add_products, product_over_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths

@@ -14,8 +14,9 @@ from recsys.config.choices import RetrievalLoss
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import DenseInputs, RowDropout, Vectors, row_of_each_id, sum_by_row
+from recsys.models.base import DenseInputs, Vectors, row_of_each_id, sum_by_row
 from recsys.models.columns import take_rows
+from recsys.models.dropout import RowDropout
 from recsys.models.items import barred_scores, gather
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 

@@ -26,7 +26,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 from recsys.config import Autocast, Config
 from recsys.config.features import averaged_features, id_features, quantized_features
 from recsys.data.batch import Batch
-from recsys.models.base import Model, RowDropout, dropouts, set_dropout_keys
+from recsys.models.base import Model
+from recsys.models.dropout import RowDropout, dropouts, set_dropout_keys
 from recsys.step.dense_shards import DenseShards
 from recsys.step.exchange import Agreement, JoinedGradients, Replica, Totals, agree
 from recsys.step.int8 import Int8Linear

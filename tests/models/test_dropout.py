@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from recsys.models import RowDropout
-from recsys.models.base import dropouts, set_dropout_keys
+from recsys.models.dropout import dropouts, set_dropout_keys
 from recsys.runtime.uniform import kept, uniform
 
 ROWS, COLUMNS = 50, 40

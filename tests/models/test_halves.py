@@ -98,6 +98,26 @@ def test_an_mlp_is_its_layers_one_by_one(rows: int, last: int | None, frozen: li
     assert type(outputs.grad_fn).__name__ == "_MLPInPartsBackward"
 
 
+@pytest.mark.parametrize(
+    "layers",
+    [
+        mlp(4, [3], 1, dropout=0.5),
+        mlp(4, [3], 1, dropout=0.0)[:2],
+        mlp(4, [3], None, dropout=0.0).append(nn.Tanh()),
+        nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)),
+    ],
+    ids=["dropout", "no ReLU", "further", "linear"],
+)
+def test_other_layers_are_called_one_by_one(layers: nn.Sequential) -> None:
+    layers.eval()
+    x = torch.randn(32, 4)
+    expected = layers(x)
+    sum_in_halves(layers, 1)
+    found = layers(x)
+    torch.testing.assert_close(found, expected)
+    assert type(found.grad_fn).__name__ != "_MLPInPartsBackward" and type(layers) is nn.Sequential
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (4,), (1, 4), (2, 0, 4)])
 def test_few_rows_and_none(shape: tuple[int, ...]) -> None:
     layer = nn.Linear(4, 3)
