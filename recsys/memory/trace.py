@@ -18,6 +18,7 @@ from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_de
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import storage_bytes
+from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.report.text import size as shown
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
@@ -40,6 +41,8 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
     with fake_tensors():
         step = fake_step(config)
         step.dense.model.rehearse(device)
+        if device.type == "cpu" and is_in_halves(step.dense.model, config) and step.dense.model.loss_by_rows:
+            sum_in_halves(step.dense.model, dist.get_world_size())
         offloaded: list[int] = []
         if config.train.activation_offload:
             step.dense.offload = partial(_Counted, sizes=offloaded)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from recsys.config import Config
 from recsys.config.choices import Autocast
@@ -66,10 +67,12 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
             elif type(module) is nn.LayerNorm and module.bias is not None and module.bias.dim() == 1:
                 module.__class__ = _LayerNormOfPart
         return
+    # What is computed again keeps what a function of autograd saves, and nothing else that one holds.
+    again = {id(each._checkpoint_wrapped_module) for each in model.modules() if isinstance(each, CheckpointWrapper)}
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
-        elif type(module) is nn.Sequential and _is_mlp(module):
+        elif type(module) is nn.Sequential and id(module) not in again and _is_mlp(module):
             module.__class__ = _MLP
         if isinstance(module, InParts):
             module.num_parts = 2 if world_size == 1 else 1
@@ -158,31 +161,35 @@ class _MLPInParts(torch.autograd.Function):
         """Return what the last layer gives; `parameters` are a weight and a bias for each layer."""
         ctx.num_parts, ctx.num_relus = num_parts if len(x) % num_parts == 0 else 1, num_relus
         weights, biases = parameters[::2], parameters[1::2]
-        read = [x]
-        for number, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
-            x = _times(x, weight.T, bias, ctx.num_parts)
-            if number < ctx.num_relus:
-                read.append(x.relu_())
-        ctx.save_for_backward(*weights, *read)
-        return x
+        passed, ctx.hidden = x, []  # not among what is saved for all of the backward pass: each goes when it is used
+        for number, (weight, bias) in enumerate(zip(weights, biases, strict=True), start=1):
+            passed = _times(passed, weight.T, bias, ctx.num_parts)
+            if number <= num_relus:
+                passed.relu_()
+            if number < len(weights):
+                ctx.hidden.append(passed)
+        ctx.save_for_backward(*weights, x, *[passed] * (num_relus == len(weights)))
+        return passed
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_x, _, _, *wanted = ctx.needs_input_grad
-        number, saved = len(wanted) // 2, ctx.saved_tensors  # to be read once: checkpoints compute them at that
-        weights, read = saved[:number], saved[number:]
+        last = len(wanted) // 2 - 1
+        *weights, x, result = (*ctx.saved_tensors, None)[: last + 3]
         found: list[torch.Tensor | None] = []
-        for i in reversed(range(number)):
+        for i in range(last, -1, -1):
             if i < ctx.num_relus:
-                memory = gradient if i < number - 1 else torch.empty_like(gradient)  # the first is not ours to change
-                torch.ops.aten.threshold_backward.grad_input(gradient, read[i + 1], 0, grad_input=memory)
+                memory = gradient if i < last else torch.empty_like(gradient)  # the first is not ours to change
+                torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=memory)
                 gradient = memory
-            gradients, inputs = (each.reshape(ctx.num_parts, -1, each.shape[-1]) for each in (gradient, read[i]))
+            result = ctx.hidden.pop() if i else x
+            gradients, inputs = (each.reshape(ctx.num_parts, -1, each.shape[-1]) for each in (gradient, result))
             of_weight, of_bias = wanted[2 * i : 2 * i + 2]
             found += [gradients.sum(1).sum(0) if of_bias else None, _products(gradients, inputs) if of_weight else None]
             if not (of_x or any(wanted[: 2 * i])):
                 return None, None, None, *[None] * (2 * i), *reversed(found)
             gradient = _times(gradient, weights[i], None, ctx.num_parts)
+            del gradients, inputs
         return gradient, None, None, *reversed(found)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from recsys.memory.trace import LivePeak
 from recsys.models.base import mlp
 from recsys.models.columns import take_rows
 from recsys.models.dots import PairwiseDots
@@ -96,6 +97,20 @@ def test_an_mlp_is_its_layers_one_by_one(rows: int, last: int | None, frozen: li
             assert torch.equal(given, x) and torch.equal(gradient, by_output)
         assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
     assert type(outputs.grad_fn).__name__ == "_MLPInPartsBackward"
+
+
+@pytest.mark.parametrize("hidden", [[256], [256, 256, 256, 256], [512, 256, 64], [64, 512, 64, 512]])
+def test_an_mlp_takes_less_than_its_layers(hidden: list[int]) -> None:
+    """What a layer gave goes when its gradient is there, and a gradient lies where the one behind the ReLU was."""
+    peaks = []
+    for one_by_one in (False, True):
+        layers: nn.Module = mlp(8, hidden, 1, dropout=0.0)
+        sum_in_halves(layers, 1)
+        layers = nn.Sequential(*layers) if one_by_one else layers
+        with LivePeak(layers.parameters()) as live:
+            layers(torch.randn(4096, 8, requires_grad=True)).sum().backward()
+        peaks.append(live.highest)
+    assert peaks[0] <= peaks[1] - 4096 * 64 * 4
 
 
 @pytest.mark.parametrize(
