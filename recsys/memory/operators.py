@@ -71,11 +71,10 @@ class OperatorTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         space, name = func.namespace, func._schema.name.partition("::")[2]
-        results = tree_leaves(result)
-        read = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        if func._schema.is_mutable:  # what an `out` names is written, and named once more as the result
-            read = read[: len(read) - sum(each.is_out for each in func._schema.arguments)]
-        tensors = [*read, *(each for each in results if isinstance(each, torch.Tensor))]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        num_outs = sum(each.is_out for each in func._schema.arguments)  # the last; each is a result too
+        results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        tensors = given[: len(given) - num_outs] + results
         num_bytes = sum(each.numel() * each.element_size() for each in tensors)
         if space == "prim":
             return result

@@ -41,6 +41,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
     with fake_tensors():
         step = fake_step(config)
         step.dense.model.rehearse(device)
+        # As CPUs compute layers. Models that go part by part are not among them: their peaks agree without.
         if device.type == "cpu" and is_in_halves(step.dense.model, config) and step.dense.model.loss_by_rows:
             sum_in_halves(step.dense.model, dist.get_world_size())
         offloaded: list[int] = []

@@ -116,26 +116,20 @@ class _LinearInParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        of_x, of_weight, of_bias, _ = ctx.needs_input_grad
-        gradients, inputs = (each.reshape(ctx.num_parts, -1, each.shape[-1]) for each in (gradient, x))
-        return (
-            _times(gradient, weight, None, ctx.num_parts) if of_x else None,
-            _products(gradients, inputs) if of_weight else None,
-            gradients.sum(1).sum(0) if of_bias else None,
-            None,
-        )
+        of_x, *wanted, _ = ctx.needs_input_grad
+        by_x = _times(gradient, weight, None, ctx.num_parts) if of_x else None
+        return by_x, *_by_parameters(gradient, x, ctx.num_parts, *wanted), None
 
 
 def _is_mlp(module: nn.Sequential) -> bool:
     """Return whether these are layers as of `models.base.mlp`, of which no element is dropped."""
     layers = list(module)
-    hidden = [layers[i : i + 3] for i in range(0, len(layers) - len(layers) % 3, 3)]
     return (
-        len(layers) > 1
-        and all(isinstance(each, nn.Linear) for each in layers[::3])
-        and all(isinstance(each, nn.Identity) for _, each, _ in hidden)
-        and all(isinstance(each, RowDropout) and each.relu and each.p == 0 for _, _, each in hidden)
+        len(layers) > 2
         and len(layers) % 3 < 2
+        and all(isinstance(each, nn.Linear) for each in layers[::3])
+        and all(isinstance(each, nn.Identity) for each in layers[1::3])
+        and all(isinstance(each, RowDropout) and each.relu and each.p == 0 for each in layers[2::3])
     )
 
 
@@ -183,13 +177,10 @@ class _MLPInParts(torch.autograd.Function):
                 torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=memory)
                 gradient = memory
             result = ctx.hidden.pop() if i else x
-            gradients, inputs = (each.reshape(ctx.num_parts, -1, each.shape[-1]) for each in (gradient, result))
-            of_weight, of_bias = wanted[2 * i : 2 * i + 2]
-            found += [gradients.sum(1).sum(0) if of_bias else None, _products(gradients, inputs) if of_weight else None]
+            found += reversed(_by_parameters(gradient, result, ctx.num_parts, *wanted[2 * i : 2 * i + 2]))
             if not (of_x or any(wanted[: 2 * i])):
                 return None, None, None, *[None] * (2 * i), *reversed(found)
             gradient = _times(gradient, weights[i], None, ctx.num_parts)
-            del gradients, inputs
         return gradient, None, None, *reversed(found)
 
 
@@ -282,6 +273,14 @@ def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, num
     else:
         torch.baddbmm(bias, parts, matrices, out=of_parts)
     return result
+
+
+def _by_parameters(
+    gradient: torch.Tensor, x: torch.Tensor, num_parts: int, of_weight: bool, of_bias: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of a layer's weight and bias, those wanted, by that of what it gives and what it reads."""
+    gradients, inputs = (each.reshape(num_parts, -1, each.shape[-1]) for each in (gradient, x))
+    return _products(gradients, inputs) if of_weight else None, gradients.sum(1).sum(0) if of_bias else None
 
 
 def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
