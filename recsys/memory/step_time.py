@@ -18,7 +18,7 @@ from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
 from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.runtime.live import clock
 from recsys.runtime.machine import Topology
-from recsys.tables.local import is_local
+from recsys.tables.lookup import is_local
 from recsys.tables.spec import Shard
 
 PARTS = ("data", "dense", "tables", "exchange", "rest")
@@ -180,7 +180,7 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
 def _routed(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> tuple[int, float]:
     """Return in how many ways torchrec shards what it looks up, and the ids of a row that it takes to their ranks.
 
-    What `recsys.tables.local` looks up is not among them.
+    What `recsys.tables.lookup` looks up is not among them.
     """
     by_id = config.unpooled_tables()
     names: dict[tuple[bool, str], set[str]] = {}

@@ -1,9 +1,14 @@
-"""Columns of tensors that lie beside each other in memory, and rows that are picked out of tensors."""
+"""Columns of tensors that lie beside each other in memory, rows picked out of tensors, and dot products of vectors."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+
+_ELEMENTS_AT_ONCE = 1 << 18  # of vectors, on CPUs: with their products they stay in a core's own cache
+_LANES = 16  # a CPU multiplies by as many columns in the time of one
 
 
 def beside(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,3 +55,146 @@ def take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     On a CPU an index has its gradient summed by several threads in the order of chance, in seven times the time.
     """
     return tensor.index_select(0, rows) if tensor.device.type == "cpu" else tensor[rows]
+
+
+class PairwiseDots:
+    """Computes the dot products, on CPUs a block of rows after the other.
+
+    Attributes:
+        like: computes as on a device of this type, of several blocks the first alone, for fake tensors; None: as suits
+            the device of the vectors.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[tuple[int, int, torch.device], _Pairs] = {}
+        self.like: str | None = None
+
+    def __call__(self, vectors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the products below the diagonal of a row's vectors with each other, [rows, pairs].
+
+        Args:
+            vectors: [rows, dim] each. dtype: to multiply in; default: theirs.
+        """
+        number, (rows, dim), device = len(vectors), vectors[0].shape, vectors[0].device
+        if torch.compiler.is_exporting():
+            below, others = torch.tril_indices(number, number, offset=-1)
+            stacked = torch.stack(list(vectors), dim=1)
+            return torch.bmm(stacked, stacked.mT)[:, below, others]
+        whole = (self.like or device.type) != "cpu" or torch.compiler.is_compiling()
+        key = number, number if whole else -(-number // _LANES) * _LANES, device
+        if key not in self._pairs:
+            self._pairs[key] = _Pairs.of(*key)
+        num_blocks = 1 if whole else max(1, -(-rows * number * dim // _ELEMENTS_AT_ONCE))
+        how = -(-rows // num_blocks), dtype or vectors[-1].dtype, bool(self.like), whole
+        blocks = _Blocks(self._pairs[key].columns, *how)
+        products: torch.Tensor = _PairwiseDots.apply(self._pairs[key], blocks, *vectors)
+        return products
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Where the pairs of n vectors are in their matrix of products, of n rows and `columns`.
+
+    Attributes:
+        below: the places below the diagonal, [pairs] int64.
+        both: the pair of each place of the matrix without further columns; the diagonal's is none, [n * n].
+        but_first: the same without the first column, [n * (n - 1)].
+    """
+
+    columns: int
+    below: torch.Tensor
+    both: torch.Tensor
+    but_first: torch.Tensor
+
+    @staticmethod
+    def of(n: int, columns: int, device: torch.device) -> "_Pairs":
+        """Return the places on a device."""
+        rows, others = torch.tril_indices(n, n, offset=-1)
+        both = torch.full((n, n), len(rows))
+        both[rows, others] = both[others, rows] = torch.arange(len(rows))
+        below, but_first = rows * columns + others, both[:, 1:]
+        return _Pairs(columns, *(each.flatten().to(device) for each in (below, both, but_first)))
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """How vectors are stacked: of `at_once` rows, `places` vectors each, the last of them 0; `whole`: of all rows."""
+
+    places: int
+    at_once: int
+    dtype: torch.dtype
+    only_first: bool
+    whole: bool
+
+    def starts(self, rows: int) -> Sequence[int]:
+        """Return the first rows of the blocks."""
+        starts = range(0, rows, self.at_once) if self.at_once < rows else (0,)
+        return starts[:1] if self.only_first else starts
+
+    def but_first(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the rows of a block and their vectors but the first, [rows, vectors - 1, dim], where they lie.
+
+        Those that do not lie beside each other, or are of another type, are copied as `of` does.
+        """
+        n, (rows, dim), others = len(vectors), vectors[0].shape, beside(vectors[1:])
+        if len(others) == 1 and others[0].stride(1) == 1 and all(each.dtype is self.dtype for each in vectors):
+            for start in self.starts(rows):
+                some = slice(start, start + self.at_once)
+                yield some, others[0][some].view(-1, n - 1, dim)
+            return
+        yield from ((some, stacked[:, 1:n]) for some, stacked in self.of(vectors))
+
+    def of(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield the rows of a block and their vectors, [rows, places, dim], in the memory of the block before."""
+        tensors, (rows, dim) = beside(vectors), vectors[0].shape
+        memory = vectors[0].new_empty(self.at_once, self.places * dim, dtype=self.dtype)
+        memory[:, len(vectors) * dim :] = 0
+        for start in self.starts(rows):
+            block, column = memory[: rows - start], 0
+            for tensor in tensors:
+                block[:, column : column + tensor.shape[1]] = tensor[start : start + self.at_once]
+                column += tensor.shape[1]
+            yield slice(start, start + self.at_once), block.view(-1, self.places, dim)
+
+
+class _PairwiseDots(torch.autograd.Function):
+    """The dot products of all pairs of a row's vectors, below the diagonal.
+
+    Autograd's own backward takes two batched products where one is enough, since the products are symmetric; and what
+    it stacks, multiplies and picks goes through memory, which takes a CPU longer than to compute it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, pairs: _Pairs, blocks: _Blocks, *vectors: torch.Tensor) -> torch.Tensor:
+        """Return the products, [rows, pairs]."""
+        ctx.pairs, ctx.blocks, n, result = pairs, blocks, len(vectors), None
+        ctx.save_for_backward(*vectors)
+        for rows, stacked in blocks.of(vectors):
+            products = torch.bmm(stacked[:, :n], stacked.mT).flatten(1).index_select(1, pairs.below)
+            result = products.new_empty(len(vectors[0]), len(pairs.below)) if result is None else result
+            result[rows] = products
+        assert result is not None
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        vectors, pairs, blocks = ctx.saved_tensors, ctx.pairs, ctx.blocks
+        n, (rows, dim) = len(vectors), vectors[0].shape
+        if n == 1:  # and no pairs
+            return None, None, torch.zeros_like(vectors[0])
+        if blocks.whole:
+            ((_, stacked),) = blocks.of(vectors)
+            padded = F.pad(gradient.to(blocks.dtype), (0, 1))  # with what the diagonal takes
+            by_vectors = torch.bmm(padded.index_select(1, pairs.both).view(-1, n, n), stacked[:, :n])
+            return None, None, *by_vectors.to(vectors[0].dtype).unbind(1)
+        of_first, of_others = vectors[0].new_empty(rows, dim), vectors[-1].new_empty(rows, (n - 1) * dim)
+        for some, others in blocks.but_first(vectors):
+            padded = F.pad(gradient[some].to(blocks.dtype), (0, 1))
+            factors = padded.index_select(1, pairs.but_first).view(-1, n, n - 1)
+            block = torch.bmm(factors, others)
+            of_first[some] = block[:, 0]
+            # What the first vector adds comes last, whether the others had to be copied or not: sums do not depend on
+            # how vectors lie, which is for the plan to decide.
+            by_first = factors[:, 0, :, None], vectors[0][some, None].to(blocks.dtype)
+            torch.addcmul(block[:, 1:], *by_first, out=of_others[some].view(-1, n - 1, dim))
+        return None, None, of_first, *of_others.split(dim, 1)

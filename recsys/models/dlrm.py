@@ -15,8 +15,7 @@ from recsys.config.model import ModelConfig, Needs
 from recsys.config.names import one_of
 from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, mlp, row_of_each_id, sum_by_row
-from recsys.models.columns import take_rows
-from recsys.models.dots import PairwiseDots
+from recsys.models.columns import PairwiseDots, take_rows
 from recsys.models.dropout import RowDropout
 from recsys.tables.module_names import module_name
 

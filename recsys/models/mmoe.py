@@ -9,7 +9,7 @@ from torch import nn
 from recsys.config import Config, ModelConfig
 from recsys.config.bounds import bounded
 from recsys.models.base import WIDEST, DenseInputs, Model, Vectors, check_equal_widths, mlp
-from recsys.models.dots import PairwiseDots
+from recsys.models.columns import PairwiseDots
 
 
 @dataclass

@@ -35,8 +35,7 @@ from recsys.step.loss_scale import LossScale
 from recsys.step.micro_batches import Lookup, MicroBatches, Outputs, Part, StepLoss, task_weights
 from recsys.step.offload import Offload
 from recsys.step.output import StepOutput
-from recsys.tables.gate import UpdateGate, scaled
-from recsys.tables.local import LocalLookup
+from recsys.tables.lookup import LocalLookup, UpdateGate, scaled
 from recsys.tables.replicated import ReplicatedTables
 
 _DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}

@@ -33,7 +33,7 @@ from recsys.errors import UserError
 from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology
 from recsys.runtime.world import World
-from recsys.tables.local import local_lookup
+from recsys.tables.lookup import local_lookup
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.plan import make_plan, output_dtype, table_constraints
 from recsys.tables.spec import Shard

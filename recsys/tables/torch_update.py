@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import SparsityConfig, TableOptimizerConfig
 from recsys.tables import rules
-from recsys.tables.gate import Cut
+from recsys.tables.lookup import Cut
 from recsys.tables.rules import Touched
 
 # Of rows that are updated: on CPU so few that what it takes besides stays in the cache.

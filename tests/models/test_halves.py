@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from recsys.memory.trace import LivePeak
 from recsys.models.base import mlp
-from recsys.models.columns import take_rows
-from recsys.models.dots import PairwiseDots
+from recsys.models.columns import PairwiseDots, take_rows
 from recsys.models.halves import PartByPart, add_products, in_parts, product_over_rows, sum_in_halves
 
 

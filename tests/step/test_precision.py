@@ -21,9 +21,8 @@ from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.models import DenseInputs, Model
 from recsys.models.base import Vectors, checkpoint_mlps
-from recsys.models.columns import Columns, beside
+from recsys.models.columns import Columns, PairwiseDots, beside
 from recsys.models.dlrm import DLRM, DLRMConfig
-from recsys.models.dots import PairwiseDots
 from recsys.models.two_tower import TwoTower, TwoTowerConfig
 from recsys.runtime.world import open_world
 from recsys.step.loss_scale import LossScale
@@ -313,7 +312,7 @@ def test_a_gradient_that_only_tables_would_see_is_found_in_any_micro_batch(
 def test_dots_of_pairs_and_their_gradient(lie: str, device: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of vectors that are columns of one tensor, or copies of them; in blocks of three rows."""
     torch.manual_seed(1)
-    monkeypatch.setattr("recsys.models.dots._ELEMENTS_AT_ONCE", 60)
+    monkeypatch.setattr("recsys.models.columns._ELEMENTS_AT_ONCE", 60)
     vectors, first = (torch.randn(7, width, dtype=torch.double, requires_grad=True) for width in (16, 4))
     split = [each.clone() for each in vectors.split(4, 1)] if lie == "none" else Columns.apply(vectors, [4] * 4)
     if lie == "all":
