@@ -33,11 +33,35 @@ class RowDropout(nn.Module):
         Args:
             row: which row each of x is dropped like, [len(x)]; default: x has all rows, in order.
         """
-        if not self.training or self.p == 0:
+        mask = self._mask(x)
+        if mask is None:
             return nn.functional.relu(x, inplace=self.training) if self.relu else x
-        mask = kept(self.key, self.rows, torch.arange(x.shape[1], device=x.device), self.p)
-        scaled: torch.Tensor = _Kept.apply(x, mask if row is None else mask[row], 1 - self.p, self.relu)
+        scaled: torch.Tensor = _Kept.apply(x, mask if row is None else mask[row], self.share, self.relu)
         return scaled
+
+    @property
+    def share(self) -> float:
+        """What elements that are kept are divided by."""
+        return 1 - self.p if self.training else 1.0
+
+    def without_autograd(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what `forward` gives with `relu`, for a function whose gradient is written by hand; x may be changed.
+
+        That gradient goes through where the result is above 0, divided by `share`.
+        """
+        mask = self._mask(x)
+        return x.relu_() if mask is None else _dropped(x, mask, self.share, relu=True)
+
+    def _mask(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return which elements of x are kept, [rows, columns] bool; None: all."""
+        if self.share == 1:
+            return None
+        return kept(self.key, self.rows, torch.arange(x.shape[1], device=x.device), self.p)
+
+
+def _dropped(x: torch.Tensor, kept: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
+    result = kept.to(x.dtype).mul_(x)
+    return (result.relu_() if relu else result).div_(share)
 
 
 class _Kept(torch.autograd.Function):
@@ -49,8 +73,7 @@ class _Kept(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
-        result = kept.to(x.dtype).mul_(x)
-        result = (result.relu_() if relu else result).div_(share)
+        result = _dropped(x, kept, share, relu)
         ctx.save_for_backward(result if relu else kept)
         ctx.share, ctx.relu = share, relu
         return result

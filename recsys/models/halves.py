@@ -4,7 +4,9 @@ Sums of floats follow their order. One process that adds up all rows at once is 
 half each; optimizers that divide by a gradient's size, and layers with a kink, make 1e-4 of it within 100 steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -67,13 +69,13 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
             elif type(module) is nn.LayerNorm and module.bias is not None and module.bias.dim() == 1:
                 module.__class__ = _LayerNormOfPart
         return
-    # What is computed again keeps what a function of autograd saves, and nothing else that one holds.
-    again = {id(each._checkpoint_wrapped_module) for each in model.modules() if isinstance(each, CheckpointWrapper)}
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
-        elif type(module) is nn.Sequential and id(module) not in again and _is_mlp(module):
+        elif type(module) is nn.Sequential and _is_mlp(module):
             module.__class__ = _MLP
+        elif isinstance(module, CheckpointWrapper) and _is_mlp(module._checkpoint_wrapped_module):
+            module.checkpoint_fn = partial(_computed_again, module.checkpoint_fn)
         if isinstance(module, InParts):
             module.num_parts = 2 if world_size == 1 else 1
 
@@ -121,26 +123,32 @@ class _LinearInParts(torch.autograd.Function):
         return by_x, *_by_parameters(gradient, x, ctx.num_parts, *wanted), None
 
 
-def _is_mlp(module: nn.Sequential) -> bool:
-    """Return whether these are layers as of `models.base.mlp`, of which no element is dropped."""
-    layers = list(module)
+def _is_mlp(module: nn.Module) -> bool:
+    """Return whether these are layers as of `models.base.mlp`."""
+    layers = list(module.children())
     return (
-        len(layers) > 2
+        isinstance(module, nn.Sequential)
+        and len(layers) > 2
         and len(layers) % 3 < 2
         and all(isinstance(each, nn.Linear) for each in layers[::3])
         and all(isinstance(each, nn.Identity) for each in layers[1::3])
-        and all(isinstance(each, RowDropout) and each.relu and each.p == 0 for each in layers[2::3])
+        and all(isinstance(each, RowDropout) and each.relu for each in layers[2::3])
     )
 
 
 class _MLP(InParts, nn.Sequential):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, keep: bool = True) -> torch.Tensor:
         if not torch.is_grad_enabled() or input.dim() != 2:
             return super().forward(input)
-        layers = [each for each in self._modules.values() if isinstance(each, nn.Linear)]
-        parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-        result: torch.Tensor = _MLPInParts.apply(input, self.num_parts, len(self._modules) // 3, *parameters)
+        layers = list(self._modules.values())
+        parameters = [parameter for layer in layers[::3] for parameter in (layer.weight, layer.bias)]
+        result: torch.Tensor = _MLPInParts.apply(input, self.num_parts, keep, layers[2::3], *parameters)
         return result
+
+
+def _computed_again(checkpoint: Callable[..., torch.Tensor], layers: _MLP, input: torch.Tensor) -> torch.Tensor:
+    """Return what layers give; they keep their input alone, and by themselves where `checkpoint` would have them."""
+    return layers(input, keep=False) if input.dim() == 2 else checkpoint(layers, input)
 
 
 class _MLPInParts(torch.autograd.Function):
@@ -151,37 +159,50 @@ class _MLPInParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, num_parts: int, num_relus: int, *parameters: torch.Tensor) -> torch.Tensor:
-        """Return what the last layer gives; `parameters` are a weight and a bias for each layer."""
-        ctx.num_parts, ctx.num_relus = num_parts if len(x) % num_parts == 0 else 1, num_relus
-        weights, biases = parameters[::2], parameters[1::2]
-        passed, ctx.hidden = x, []  # not among what is saved for all of the backward pass: each goes when it is used
-        for number, (weight, bias) in enumerate(zip(weights, biases, strict=True), start=1):
-            passed = _times(passed, weight.T, bias, ctx.num_parts)
-            if number <= num_relus:
-                passed.relu_()
-            if number < len(weights):
-                ctx.hidden.append(passed)
-        ctx.save_for_backward(*weights, x, *[passed] * (num_relus == len(weights)))
+    def forward(
+        ctx: Any, x: torch.Tensor, num_parts: int, keep: bool, relus: list[RowDropout], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        """Return what the last layer gives.
+
+        Args:
+            keep: what the others give, for the backward pass. parameters: a weight and a bias for each layer.
+        """
+        ctx.num_parts, ctx.relus = num_parts if len(x) % num_parts == 0 else 1, relus
+        ctx.hidden = []  # not among what is saved for all of the backward pass: each goes when it is used
+        for passed in _passed(x, ctx.num_parts, relus, parameters):
+            ctx.hidden += [passed] * keep
+        ctx.hidden = ctx.hidden[:-1]
+        ctx.save_for_backward(*parameters, x, *[passed] * (2 * len(relus) == len(parameters)))
         return passed
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_x, _, _, *wanted = ctx.needs_input_grad
+        of_x, _, _, _, *wanted = ctx.needs_input_grad
+        *parameters, x, result = (*ctx.saved_tensors, None)[: len(wanted) + 2]
         last = len(wanted) // 2 - 1
-        *weights, x, result = (*ctx.saved_tensors, None)[: last + 3]
+        hidden = ctx.hidden or list(islice(_passed(x, ctx.num_parts, ctx.relus, parameters), last))
         found: list[torch.Tensor | None] = []
         for i in range(last, -1, -1):
-            if i < ctx.num_relus:
+            if i < len(ctx.relus):
                 memory = gradient if i < last else torch.empty_like(gradient)  # the first is not ours to change
                 torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=memory)
-                gradient = memory
-            result = ctx.hidden.pop() if i else x
+                gradient = memory if ctx.relus[i].share == 1 else memory.div_(ctx.relus[i].share)
+            result = hidden.pop() if i else x
             found += reversed(_by_parameters(gradient, result, ctx.num_parts, *wanted[2 * i : 2 * i + 2]))
             if not (of_x or any(wanted[: 2 * i])):
-                return None, None, None, *[None] * (2 * i), *reversed(found)
-            gradient = _times(gradient, weights[i], None, ctx.num_parts)
-        return gradient, None, None, *reversed(found)
+                return None, None, None, None, *[None] * (2 * i), *reversed(found)
+            gradient = _times(gradient, parameters[2 * i], None, ctx.num_parts)
+        return gradient, None, None, None, *reversed(found)
+
+
+def _passed(
+    x: torch.Tensor, num_parts: int, relus: list[RowDropout], parameters: Sequence[torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yield what each layer of an MLP gives, behind its ReLU if it has one."""
+    for weight, bias, relu in zip_longest(parameters[::2], parameters[1::2], relus):
+        x = _times(x, weight.T, bias, num_parts)
+        x = x if relu is None else relu.without_autograd(x)
+        yield x
 
 
 class _LinearOfPart(nn.Linear):

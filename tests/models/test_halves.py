@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from recsys.memory.trace import LivePeak
-from recsys.models.base import mlp
+from recsys.models.base import checkpoint_mlps, mlp
 from recsys.models.columns import PairwiseDots, take_rows
+from recsys.models.dropout import dropouts, set_dropout_keys
 from recsys.models.halves import PartByPart, add_products, in_parts, product_over_rows, sum_in_halves
 
 
@@ -73,13 +74,15 @@ def test_odd_rows_frozen_weights_and_checkpoints() -> None:
 
 @pytest.mark.parametrize("rows", [64, 63, 5])
 @pytest.mark.parametrize("last", [1, None])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("frozen", [[], ["0.weight"], ["0.weight", "0.bias", "3.bias"], ["6.weight", "6.bias"]])
-def test_an_mlp_is_its_layers_one_by_one(rows: int, last: int | None, frozen: list[str]) -> None:
+def test_an_mlp_is_its_layers_one_by_one(rows: int, last: int | None, dropout: float, frozen: list[str]) -> None:
     """To the last bit, whatever is trained; what it is given, and the gradient by what it gives, stay as they were."""
     torch.manual_seed(0)
-    layers, other = (mlp(12, [32, 700, 16], last, dropout=0.0) for _ in range(2))
+    layers, other = (mlp(12, [32, 700, 16], last, dropout) for _ in range(2))
     other.load_state_dict(layers.state_dict())
     for module in (layers, other):
+        set_dropout_keys(dropouts(module), seed=1, step=2, rows=torch.arange(rows))
         sum_in_halves(module, 1)
         for name in frozen:
             module.get_parameter(name).requires_grad_(False)
@@ -99,11 +102,13 @@ def test_an_mlp_is_its_layers_one_by_one(rows: int, last: int | None, frozen: li
 
 
 @pytest.mark.parametrize("hidden", [[256], [256, 256, 256, 256], [512, 256, 64], [64, 512, 64, 512]])
-def test_an_mlp_takes_less_than_its_layers(hidden: list[int]) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_an_mlp_takes_less_than_its_layers(hidden: list[int], dropout: float) -> None:
     """What a layer gave goes when its gradient is there, and a gradient lies where the one behind the ReLU was."""
     peaks = []
     for one_by_one in (False, True):
-        layers: nn.Module = mlp(8, hidden, 1, dropout=0.0)
+        layers: nn.Module = mlp(8, hidden, 1, dropout)
+        set_dropout_keys(dropouts(layers), seed=1, step=2, rows=torch.arange(4096))
         sum_in_halves(layers, 1)
         layers = nn.Sequential(*layers) if one_by_one else layers
         with LivePeak(layers.parameters()) as live:
@@ -112,15 +117,37 @@ def test_an_mlp_takes_less_than_its_layers(hidden: list[int]) -> None:
     assert peaks[0] <= peaks[1] - 4096 * 64 * 4
 
 
+@pytest.mark.parametrize("last", [16, None])
+@pytest.mark.parametrize(("shape", "dropout"), [((4096,), 0.0), ((4096,), 0.3), ((64, 64), 0.0)])
+def test_mlps_that_are_computed_again_give_the_same_and_take_less(
+    last: int | None, shape: tuple[int, ...], dropout: float
+) -> None:
+    torch.manual_seed(0)
+    kept, again = (nn.ModuleList(mlp(16, [256, 128, 16], last, dropout) for _ in range(3)) for _ in range(2))
+    again.load_state_dict(kept.state_dict())
+    checkpoint_mlps(again)
+    x, by_output, found, peaks = torch.randn(*shape, 16), torch.randn(*shape, 16), [], []
+    for module in (kept, again):
+        set_dropout_keys(dropouts(module), seed=1, step=2, rows=torch.arange(shape[0]))
+        sum_in_halves(module, 1)
+        with LivePeak(module.parameters()) as live:
+            outputs = x
+            for each in module:
+                outputs = each(outputs)
+            found.append(torch.autograd.grad(outputs, list(module.parameters()), by_output))
+        peaks.append(live.highest)
+    assert all(map(torch.equal, *found))
+    assert peaks[1] < 0.7 * peaks[0]
+
+
 @pytest.mark.parametrize(
     "layers",
     [
-        mlp(4, [3], 1, dropout=0.5),
         mlp(4, [3], 1, dropout=0.0)[:2],
         mlp(4, [3], None, dropout=0.0).append(nn.Tanh()),
         nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)),
     ],
-    ids=["dropout", "no ReLU", "further", "linear"],
+    ids=["no ReLU", "further", "linear"],
 )
 def test_other_layers_are_called_one_by_one(layers: nn.Sequential) -> None:
     layers.eval()
