@@ -15,7 +15,7 @@ A room may import from those above it:
     memory/      will it fit, how long will a step take, what was taken: a traced step, prediction, reports, --dry-run
     training/    a run from its config to its result: the loop, evaluation, resume
     serving/     what is done with a finished run
-    datasets/    public and synthetic data to Parquet; for scripts only
+    datasets/    public, synthetic and delimited data to Parquet, for `recsys prepare`
 
 A batch travels: data/loader → data/decode → data/window → data/batch → step/pipeline → step/step → models/… → its loss.
 """

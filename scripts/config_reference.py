@@ -152,7 +152,7 @@ def _bounds(least: float, most: float, below: float | None) -> str:
     if below is not None and below < LARGE:
         return f", {least:,} to below {below:,}"
     if most < _OPEN:
-        return f", {least:,} to {most:,}"
+        return f", {least:,} to {int(most) if most == int(most) else most:,}"
     return f", at least {least:,}" if least > -LARGE else ""
 
 

@@ -11,7 +11,6 @@ from recsys.config.choices import (
     DataType,
     FeatureType,
     IdMappingType,
-    LabelLoss,
     NullPolicy,
     ShardingChoice,
 )
@@ -149,7 +148,7 @@ def _check_model(config: Config) -> None:
             f"config key 'data.{key}': model {model.name} takes every row for a positive and reads no label; "
             f"keep the positive rows in data.train, and drop data.{key}"
         )
-    if config.data.keep_negatives is not None and not any(x.loss is LabelLoss.binary for x in config.labels().values()):
+    if config.data.keep_negatives is not None and not any(x.loss.is_binary for x in config.labels().values()):
         raise UserError(
             "config key 'data.keep_negatives' needs a label with loss: binary, and there is none; remove it"
         )

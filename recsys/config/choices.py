@@ -37,7 +37,7 @@ class IdMappingType(Enum):
 
 
 class DataType(Enum):
-    """Storage type of a table's weights; optimizer state stays FP32. FP8 (e4m3, FBGEMM's NFP8) trains on GPUs only."""
+    """Storage type of a table's weights, not of optimizer state. FP8 (e4m3, FBGEMM's NFP8) trains on GPUs only."""
 
     FP32, FP16, FP8 = "FP32", "FP16", "FP8"
 
@@ -69,6 +69,11 @@ class LabelLoss(Enum):
 
     binary, squared = "binary", "squared"
 
+    @property
+    def is_binary(self) -> bool:
+        """Whether a label is 0 or 1, and what a model gives a logit; else both are any numbers."""
+        return self is not LabelLoss.squared
+
 
 class SequenceLayer(Enum):
     """Layer of a sequence model.
@@ -92,7 +97,7 @@ class SequenceLoss(Enum):
 
 
 class RetrievalLoss(Enum):
-    """Loss of a user's item against items that are drawn, by cosines.
+    """Loss of a user's item against items that are drawn, by the scores of the model: cosines, or dot products.
 
     `softmax`: the cross-entropy among them all. `contrastive`: one less the item's cosine, and the mean of what
     negatives' cosines exceed a margin by (Mao et al. 2021, arXiv:2109.12613). `binary`: binary cross-entropies. `bpr`:

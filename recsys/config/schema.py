@@ -123,7 +123,7 @@ class FeatureConfig:
     keep: Keep = Keep.last  # which end of a longer list
     weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
     boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
-    nulls: NullPolicy = NullPolicy.reserved  # (`null` itself would be no name in YAML, but the null)
+    nulls: NullPolicy = NullPolicy.reserved  # what a null id or number becomes
     fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
     # float: least and greatest value, null: none. First clip, then log1p, then standardise
     clip: list[float | None] | None = None
@@ -148,7 +148,7 @@ class TableOptimizerConfig:
     l1: float = bounded(0.0, 0, LARGE)  # of ftrl: elements whose gradients add up to no more are exactly 0
     beta1: float = bounded(0.9, 0, 1)  # of adam and lamb
     beta2: float = bounded(0.999, 0, 1)  # likewise
-    weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, of all but sgd and adagrad; times the rate, as AdamW's
+    weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, not of sgd, adagrad and ftrl; times the rate, as AdamW's
     state_dtype: StateType = StateType.FP32  # FP16: of partial_rowwise_adam, its first moment
     allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
 

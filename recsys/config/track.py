@@ -1,4 +1,4 @@
-"""Section of a config for where figures go while a run goes on."""
+"""Section `track` of a config: which services get the figures of a run."""
 
 from dataclasses import dataclass
 

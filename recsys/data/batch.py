@@ -1,5 +1,4 @@
-"""The batch that travels from the loader to the model, and how it is made: every value of the windows is copied once,
-into one block of memory that is used again."""
+"""The batch that travels from the loader to the model, copied out of windows into one block of memory."""
 
 import io
 from collections.abc import Sequence

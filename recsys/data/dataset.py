@@ -1,4 +1,4 @@
-"""What is known of the Parquet files of one role: found by `recsys.data.parquet.open_dataset`, read by its readers."""
+"""The Parquet files of one role, opened: their footers, types, partitions and what identifies them."""
 
 import hashlib
 from collections.abc import Mapping

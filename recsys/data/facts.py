@@ -1,4 +1,4 @@
-"""What has to be known of the training data before a model is built: vocabularies, means, counts of table rows.
+"""Vocabularies, means and counts of table rows of the training data, measured in one pass before a model is built.
 
 One pass over the columns concerned, each rank over its share of the row groups; kept with the run.
 """

@@ -1,4 +1,4 @@
-"""From a config to datasets, what is known of them, and loaders."""
+"""The datasets of a run, opened by its config, with the loaders and the facts that a model needs of them."""
 
 from collections.abc import Sequence
 from copy import copy

@@ -1,4 +1,4 @@
-"""What a batch is made of: which columns become ids, numbers and labels, and how."""
+"""The columns of a batch: which become ids, numbers and labels, and how."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

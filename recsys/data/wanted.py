@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 
 from recsys.config import Config, FeatureConfig, NullPolicy
-from recsys.config.choices import LabelLoss, LabelNulls
+from recsys.config.choices import LabelNulls
 from recsys.config.features import float_features, with_experts
 from recsys.data.conditions import KEY as FILTER_KEY
 from recsys.data.conditions import Condition
@@ -128,7 +128,7 @@ def label_column(config: Config, name: str, finite: bool, schema: pa.Schema | No
         with _of_label(config, name):
             condition = condition.bind(schema)
             condition.mask(schema.empty_table())  # refuses what only a filter may say
-    unknown, binary = label.nulls is LabelNulls.unknown, label.loss is LabelLoss.binary
+    unknown, binary = label.nulls is LabelNulls.unknown, label.loss.is_binary
     column = None if condition else label.column or name
     fill = 0.0 if unknown else None
     key = _label_key(config, name)
@@ -139,7 +139,7 @@ def taught_columns(config: Config, finite: bool, role: str) -> list[FloatColumn]
     """Return how a teacher's scores of the labels become numbers; none without a teacher, and of other data."""
     labels, key = config.labels(), "train.distill.column"
     return [
-        FloatColumn(key, column, None, finite=finite, probability=labels[name].loss is LabelLoss.binary)
+        FloatColumn(key, column, None, finite=finite, probability=labels[name].loss.is_binary)
         for name, column in (config.taught_columns().items() if role == "train" else ())
     ]
 
@@ -153,7 +153,7 @@ def row_filter(config: Config, role: str) -> str | None:
         given = None
     if role != "train" or config.data.keep_negatives is None:
         return given
-    labels = {name: label for name, label in config.labels().items() if label.loss is LabelLoss.binary}
+    labels = {name: label for name, label in config.labels().items() if label.loss.is_binary}
     positives = [label.expression or f"col({label.column or name!r}) > 0" for name, label in labels.items()]
     kept = " or ".join([*(f"({each})" for each in positives), f"sampled({config.data.keep_negatives}, {config.seed})"])
     return kept if given is None else f"({given}) and ({kept})"

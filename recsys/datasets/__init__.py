@@ -1,1 +1,1 @@
-"""PUBLIC AND SYNTHETIC DATA to Parquet; used by scripts only."""
+"""Public, synthetic and delimited data to Parquet, for `recsys prepare`."""

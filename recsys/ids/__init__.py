@@ -1,4 +1,4 @@
-"""Raw ids to table rows: hashes, vocabularies, and what the ids of a dataset were.
+"""Raw ids to table rows: hashes, vocabularies, statistics.
 
 Every mapping works on whole Arrow columns, and gives an id the same row on every version, machine and number of ranks.
 """

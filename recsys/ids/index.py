@@ -1,5 +1,4 @@
-"""Numbers of ids in a list of distinct ids, by a hash table that is built once and looked up in whole columns; and
-mappings by such a list."""
+"""Places of ids in a list of distinct ids, by a hash table, and mappings by such a list."""
 
 import numpy as np
 import pyarrow as pa

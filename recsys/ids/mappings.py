@@ -1,4 +1,4 @@
-"""Raw ids to table rows, whole columns at a time, and what ids these were.
+"""Raw ids to table rows, whole columns at a time, and statistics of the ids: how many, and how many distinct.
 
 Distinct ids are counted by their 64-bit hashes. While these are few, all are kept, and the count is exact. Beyond that,
 only those below a limit are kept, which are a uniform sample of the distinct ids: n of them below the limit L make

@@ -1,4 +1,4 @@
-"""What is known of the data before anything is trained: ids a row, windows, decoding, vocabularies."""
+"""What a prediction of memory knows of the data: ids a row, windows, decoding, vocabularies."""
 
 import math
 from collections.abc import Collection, Mapping

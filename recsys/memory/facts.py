@@ -1,4 +1,4 @@
-"""What a prediction of memory is made of, facts of the data and of the dense part, and what it is: a rank's memory."""
+"""What a prediction of memory goes by, facts of data and dense part, and its result: a rank's bytes by kind."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -117,7 +117,7 @@ class Model(InParts, nn.Module):
     def _taught(self, i: int, column: torch.Tensor, batch: Batch, temperature: float) -> torch.Tensor:
         """Return the sum of weight times loss by a teacher of a label, by its number."""
         scores, weights = batch.labels[:, len(self.labels) + i], batch.label_weights(i)
-        if list(self.labels.values())[i].loss is LabelLoss.binary:
+        if list(self.labels.values())[i].loss.is_binary:
             return _softened_cross_entropy(column, scores, weights, temperature)
         return _squared_error(column, scores, weights)
 
@@ -136,7 +136,7 @@ class Model(InParts, nn.Module):
         """
         columns = by_label(outputs, self.labels, len(outputs))
         names = [f"score_{name}" for name in self.labels] if len(self.labels) > 1 else ["score"]
-        is_binary = [label.loss is LabelLoss.binary for label in self.labels.values()]
+        is_binary = [label.loss.is_binary for label in self.labels.values()]
         return {
             name: column.float().sigmoid() if binary else column.float()
             for name, column, binary in zip(names, columns, is_binary, strict=True)

@@ -1,4 +1,4 @@
-"""DLRM ranker with binary cross-entropy."""
+"""DLRM: a ranker by dot products of vectors, with attention over lists if wanted."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field

@@ -78,7 +78,7 @@ def label_metrics(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weig
     Args:
         labels: 0 or 1, or a number; outputs: logits, or numbers; weights: 0 or more. All [rows].
     """
-    order = {"auc": auc(labels, outputs, weights)} if loss is LabelLoss.binary else {}
+    order = {"auc": auc(labels, outputs, weights)} if loss.is_binary else {}
     return order | _from_sums(loss, _sums(loss, labels, outputs, weights))
 
 
@@ -93,7 +93,7 @@ def influences(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights
     """
     of_rows = np.array(_of_rows(loss, labels, outputs, weights))
     sums = of_rows.sum(1)
-    found = {"auc": _auc_influences(labels, outputs, weights)} if loss is LabelLoss.binary else {}
+    found = {"auc": _auc_influences(labels, outputs, weights)} if loss.is_binary else {}
     slopes: dict[str, np.ndarray] = {name: np.zeros(len(sums)) for name in _from_sums(loss, sums)}
     for i, step in enumerate(np.diag(1e-5 * sums)):
         above, below = _from_sums(loss, sums + step), _from_sums(loss, sums - step)
@@ -123,7 +123,7 @@ def _sums(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.
 
 def _of_rows(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> list[np.ndarray]:
     """Return what rows add to each of `_sums`, [rows] each."""
-    if loss is LabelLoss.binary:
+    if loss.is_binary:
         losses = np.logaddexp(0, outputs) - labels * outputs
         rates = np.exp(-np.logaddexp(0, -outputs))  # 1 / (1 + exp(-x)) without an overflow
         return [weights, weights * labels, weights * losses, weights * rates]
@@ -134,7 +134,7 @@ def _of_rows(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: 
 def _from_sums(loss: LabelLoss, sums: np.ndarray) -> dict[str, float]:
     with np.errstate(divide="ignore", invalid="ignore"):
         means = sums[1:] / sums[0]
-        if loss is LabelLoss.squared:
+        if not loss.is_binary:
             return {"rmse": float(np.sqrt(means[0])), "mae": float(means[1])}
         rate, log_loss, predicted = means
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))  # NaN where one class is missing
@@ -192,7 +192,7 @@ class LabelEvaluator:
             for start in range(0, values.shape[1], _ROWS_AT_ONCE):
                 piece = values[:, start : start + _ROWS_AT_ONCE].astype(np.float64)
                 self._sums[i] += np.r_[piece.shape[1], _sums(loss, *piece)]
-            if loss is LabelLoss.binary:
+            if loss.is_binary:
                 self._packed[i].add(pack(*values))
             elif units is not None:
                 self._numbers[i].append(values)
@@ -203,7 +203,7 @@ class LabelEvaluator:
         metrics: dict[str, float] = {}
         for prefix, loss, i in self._prefixed():
             found = {}
-            if loss is LabelLoss.binary:
+            if loss.is_binary:
                 rows = self._packed[i].joined()
                 found["auc"] = _auc_of_ranks(world, rows.copy() if self._units[i] else rows)
             num_rows, *sums = world.sum(torch.from_numpy(self._sums[i])).numpy()
@@ -216,7 +216,7 @@ class LabelEvaluator:
         return {
             f"{prefix}gauc": grouped_auc(units, *values)
             for prefix, loss, values, units in self._of_all(world)
-            if loss is LabelLoss.binary
+            if loss.is_binary
         }
 
     def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool) -> dict[str, list[float]]:
@@ -226,7 +226,7 @@ class LabelEvaluator:
         for prefix, loss, values, units in self._of_all(world):
             order = np.argsort(values[1], kind="stable")  # sorting them again then takes one pass
             rows, units = values[:, order], units[order]
-            with_groups = grouped and loss is LabelLoss.binary
+            with_groups = grouped and loss.is_binary
             names = [*label_metrics(loss, *np.zeros((3, 0))), *(["gauc"] if with_groups else [])]
             measure = partial(_drawn, loss, rows, units if with_groups else None)
             found |= bootstrap.intervals(world, units, [prefix + name for name in names], measure)
@@ -252,7 +252,7 @@ class LabelEvaluator:
         """Yield of each label the prefix of its metrics, its loss, the rows of all ranks, float64 [3, rows], and their
         units, uint64 [rows]."""
         for prefix, loss, i in self._prefixed():
-            if loss is LabelLoss.binary:
+            if loss.is_binary:
                 rows = unpack(self._packed[i].joined())
             else:
                 rows = np.concatenate([np.zeros((3, 0), np.float32), *self._numbers[i]], axis=1)

@@ -1,4 +1,4 @@
-"""Sequence models: the next item of a user by attention over the items before it, as SASRec and eSASRec have it."""
+"""Sequence models SASRec, eSASRec and HSTU: the next item of a user by attention over the items before it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

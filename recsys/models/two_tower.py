@@ -1,4 +1,4 @@
-"""Two-tower retrieval, trained by the items of the batch and by such as are drawn."""
+"""Two-tower retrieval: users and items as vectors, against the other items of the batch and drawn ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -35,10 +35,10 @@ class UltraGCNConfig(ListConfig):
     # Feature with the items that often come with those of the user, and their weights; null: there is no such loss.
     # Data that are not trained on need no column of it.
     neighbours: str | None = None
-    # The weight in the loss of a user with n items and an item that m users have: the first, and the second times
-    # sqrt((n + 1) / (m + 1)) / n.
-    positive_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # of a user's item
-    negative_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # of an item that was drawn
+    # The weight in the loss of an item of the user's: the first number, plus the second times
+    # sqrt((n + 1) / (m + 1)) / n for a user with n items and an item that m users have.
+    positive_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)
+    negative_weights: list[float] = bounded([1e-6, 1.0], 0, LARGE)  # the same of an item that was drawn
     negative_weight: float = bounded(10.0, 0, LARGE)  # of the mean over the items that were drawn
     neighbour_weight: float = bounded(0.2, 0, LARGE)  # of the loss of neighbours
     item_bias: bool = False  # the last column of an item's vector is added to its scores, with no other part in them

@@ -1,5 +1,7 @@
-"""Where the figures of a run go while it goes on: metrics.jsonl, and TensorBoard, W&B and MLflow, which rank 0 alone
-imports, and not before they are asked for."""
+"""Writers of the figures of a run while it goes on: metrics.jsonl, TensorBoard, W&B and MLflow.
+
+Rank 0 alone imports the last three, and not before they are asked for.
+"""
 
 import hashlib
 import json

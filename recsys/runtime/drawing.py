@@ -1,4 +1,4 @@
-"""Bars as a drawing, for reports."""
+"""Bar charts as SVG, for reports."""
 
 import html
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""World: rank, device and collectives of this process; the only module that reads rank variables."""
+"""World: rank, device and collectives of this process."""
 
 import contextlib
 import gc

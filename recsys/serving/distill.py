@@ -1,4 +1,4 @@
-"""A student of a run that is compressed: the teacher scores data.train once, and the ordinary trainer does the rest."""
+"""Distillation within `recsys compress`: a smaller student of a finished run."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""ONE STEP: look up, compute, agree, update."""
+"""One training step, from the lookup of vectors to the update of tables."""

@@ -1,4 +1,4 @@
-"""One training step: look up, compute, agree, update.
+"""The step itself: look up, compute, agree, update.
 
 The model runs on detached vectors, forward and backward by itself. At its end, two exchanges are under way together:
 the gradients of the dense part with a few sums over all ranks behind them, and the gradients by vectors on their way to

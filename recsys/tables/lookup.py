@@ -1,4 +1,4 @@
-"""What tables on a rank give and take: lookups on CPUs without torchrec's exchanges, and the gate before updates."""
+"""Lookups of CPU ranks without torchrec's exchanges, and the gate where gradients wait before they update tables."""
 
 from collections.abc import Callable, Collection
 from functools import lru_cache

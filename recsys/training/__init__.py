@@ -1,1 +1,1 @@
-"""A run from its config to its result, with training loop, evaluation and resume."""
+"""The training loop and all around it: the run directory, evaluation, resume, a sweep of runs."""

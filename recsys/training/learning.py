@@ -1,4 +1,4 @@
-"""Facts of the training data that a model needs before it is built: learned, or taken from where it starts."""
+"""Vocabularies and other facts of a run: measured on its training data, or taken from the run that it starts from."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A run from its config to its result: the run directory, training, the reports."""
+"""A run from its config to its result: makes the run directory, trains, evaluates, reports."""
 
 import math
 import shutil

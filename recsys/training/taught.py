@@ -1,4 +1,4 @@
-"""Scores of a teacher, made before a run that learns of it begins."""
+"""Scores of a teacher on data.train, written before a run that learns from them begins."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -17,7 +17,7 @@ from launch import fork_train
 from recsys.config import Device
 from recsys.runtime.world import open_world
 from recsys.step import exchange
-from recsys.tables import local, shard
+from recsys.tables import lookup, shard
 
 ROWS = 470  # the last batch of an epoch has fill
 # Three tables on up to four ranks, where one has none and another looks up two features.
@@ -65,16 +65,16 @@ def by_torchrec() -> None:
 
 def counted() -> None:
     """Write how many batches were exchanged in one message, and how many left to the collection."""
-    found, exchanged = [0, 0], local.ExchangingLookup._exchanged
+    found, exchanged = [0, 0], lookup.ExchangingLookup._exchanged
 
-    def counting(self: local.ExchangingLookup, ids: object) -> object:
+    def counting(self: lookup.ExchangingLookup, ids: object) -> object:
         received = exchanged(self, ids)  # type: ignore[arg-type]
         found[received is None] += 1
         (run_dir,) = (each.removeprefix("run.dir=") for each in sys.argv if each.startswith("run.dir="))
         Path(run_dir, f"exchanges-{os.environ['RANK']}").write_text(json.dumps(found))
         return received
 
-    local.ExchangingLookup._exchanged = counting  # type: ignore[assignment, method-assign]
+    lookup.ExchangingLookup._exchanged = counting  # type: ignore[assignment, method-assign]
 
 
 def train(
