@@ -4,7 +4,7 @@ import pyarrow as pa
 
 from recsys.config import Config
 from recsys.config.features import id_features, model_features
-from recsys.data.wanted import column_of, role_features
+from recsys.data.wanted import column_of, crosses, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
 
@@ -16,8 +16,8 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
         schemas: by the key that names the data.
 
     Raises:
-        UserError: a table has integers in one column and texts in another, which hash to different rows; or a feature
-            has one id a row in some data and lists in others.
+        UserError: a table, or a column of a cross, has integers in one place and texts in another, which hash to
+            different rows; or a feature has one id a row in some data and lists in others.
     """
     for table in config.tables:
         kinds: dict[str, pa.DataType] = {}  # of the ids; of a list or dictionary, its values
@@ -28,15 +28,24 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             found = {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
             _check_lists(config, name, column, found)
             kinds |= {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in found.items()}
-        known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
-        texts = [place for place, kind in known.items() if is_text(kind)]
-        numbers = [place for place in known if place not in texts]
-        if texts and numbers:
-            raise UserError(
-                f"config key 'tables.{table}': its ids are {known[texts[0]]} in column {texts[0]} and "
-                f"{known[numbers[0]]} in column {numbers[0]}; write both with one type (a list: "
-                f"`python -m recsys prepare csv --list 'NAME=SEPARATOR:int64'`)"
-            )
+        _check_kinds(f"tables.{table}", kinds)
+    for name, columns in crosses(config, "train").items():
+        for column in columns:
+            found = {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
+            _check_kinds(f"features.{name}.cross", {f"'{column}' of {key}": kind for key, kind in found.items()})
+
+
+def _check_kinds(asks: str, kinds: dict[str, pa.DataType]) -> None:
+    """Refuse ids that are numbers in some places and texts in others; `asks` is the config key that they are of."""
+    known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
+    texts = [place for place, kind in known.items() if is_text(kind)]
+    numbers = [place for place in known if place not in texts]
+    if texts and numbers:
+        raise UserError(
+            f"config key '{asks}': its ids are {known[texts[0]]} in column {texts[0]} and {known[numbers[0]]} in "
+            f"column {numbers[0]}; write both with one type (a list: `python -m recsys prepare csv --list "
+            f"'NAME=SEPARATOR:int64'`; a partition key in paths is a number where all its values are digits)"
+        )
 
 
 def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:

@@ -17,7 +17,7 @@ from recsys.runtime.files import replacing
 
 logger = logging.getLogger("recsys")
 
-_VERSION = 3
+_VERSION = 4
 _FACTS = {
     "layout": pa.int64(),
     "digest": pa.int64(),
@@ -30,11 +30,17 @@ _SCHEMA = pa.schema({"name": pa.string(), "size": pa.int64(), "time": pa.int64()
 
 @dataclass(frozen=True)
 class Known:
-    """What an earlier run found: footers of files that had this (name, size, time), and the types of the filter."""
+    """What an earlier run found.
+
+    Attributes:
+        footers: of files that had this (name, size, time). layouts: of these, see `FooterParser.layouts`.
+        filter_schema, schema: as of a `Dataset`.
+    """
 
     footers: Mapping[FileKey, Footer] = field(default_factory=dict)
     layouts: Sequence[pa.Schema] = ()
     filter_schema: pa.Schema | None = None
+    schema: pa.Schema | None = None
 
 
 def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
@@ -53,7 +59,7 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
             key = (row.pop("name"), row.pop("size"), row.pop("time"))
             if 0 <= row["layout"] < len(layouts) and (row["matching"] is not None or text is None):
                 footers[key] = Footer(**row)
-        return Known(footers, layouts, _decoded(header["filter_schema"]))
+        return Known(footers, layouts, _decoded(header["filter_schema"]), _decoded(header["schema"]))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         if not isinstance(error, FileNotFoundError):
             logger.warning("'%s' is damaged; the footers of the data are read again", path)
@@ -61,11 +67,14 @@ def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
 
 
 def kept_schema(path: Path) -> pa.Schema:
-    """Return the columns of the files whose footers `save_footers` wrote; none if there is no such file."""
+    """Return the columns of the files whose footers `save_footers` wrote, and partition keys that were among those
+    read; none if there is no such file."""
     try:
         header = json.loads((pq.read_schema(path).metadata or {})[b"footers"])
         layouts = [_decoded(each).remove_metadata() for each in header["layouts"]]
-        return pa.unify_schemas(layouts, promote_options="permissive")
+        of_files = pa.unify_schemas(layouts, promote_options="permissive")
+        read = _decoded(header["schema"]) if "schema" in header else pa.schema([])
+        return pa.schema([*of_files, *(field for field in read if field.name not in of_files.names)])
     except (pa.ArrowException, OSError, ValueError, KeyError):
         return pa.schema([])
 
@@ -76,6 +85,7 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Kn
         "made_for": [_VERSION, list(columns), text],
         "layouts": list(map(_encoded, found.layouts)),
         "filter_schema": _encoded(found.filter_schema or pa.schema([])),
+        "schema": _encoded(found.schema or pa.schema([])),
     }
     rows = [
         {"name": name, "size": size, "time": time, **{each: getattr(footer, each) for each in _FACTS}}

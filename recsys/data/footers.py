@@ -82,7 +82,7 @@ class FooterParser:
     Args:
         key: config key that names the files.
         columns: column that is needed → config key that asks for it. filtered: the same of the filter's columns.
-        layouts: those that an earlier run found.
+        layouts: those that an earlier run found. like: columns of other files, whose types partition keys have.
 
     Attributes:
         layouts: schemas of the columns wanted that files have, with plain types (see `plain_type`). The metadata of a
@@ -91,9 +91,14 @@ class FooterParser:
     """
 
     def __init__(
-        self, key: str, columns: Mapping[str, str], filtered: Mapping[str, str], layouts: Sequence[pa.Schema] = ()
+        self,
+        key: str,
+        columns: Mapping[str, str],
+        filtered: Mapping[str, str],
+        layouts: Sequence[pa.Schema] = (),
+        like: pa.Schema | None = None,
     ) -> None:
-        self.key, self.layouts = key, list(layouts)
+        self.key, self.layouts, self.like = key, list(layouts), like or pa.schema([])
         self.wanted = {**filtered, **columns}
         self.columns, self.filtered = columns, filtered
         self._schemas: list[_Schema] = []

@@ -235,25 +235,25 @@ def _read(
     options = ReadOptions(data.verify_checksums, data.retries, data.max_bad_files)
     if cache is not None and known is not None:
         copy_files(known, cache)
-    datasets = {
-        role: open_dataset(
-            f"data.{role}",
-            getattr(data, role),
-            needed_columns(config, role),
-            data.max_rows,
-            row_filter(config, role),
-            options,
-            cache=cache and cache / f"{role}.footers",
-        )
-        for role in roles
-        if getattr(data, role) is not None
-    }
-    datasets |= {rows.role: _opened(config, rows, options) for rows in given}
+    train = kept_schema(known / "train.footers") if known is not None and "train" not in roles else pa.schema([])
+    datasets: dict[str, Dataset] = {}
+    for role in roles:
+        if getattr(data, role) is not None:
+            datasets[role] = open_dataset(
+                f"data.{role}",
+                getattr(data, role),
+                needed_columns(config, role),
+                data.max_rows,
+                row_filter(config, role),
+                options,
+                cache=cache and cache / f"{role}.footers",
+                like=datasets["train"].schema if "train" in datasets else train,
+            )
+    like = datasets["train"].schema if "train" in datasets else train
+    datasets |= {rows.role: _opened(config, rows, options, like) for rows in given}
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
     together = {**(beside.datasets if beside else {}), **datasets}
-    schemas = {dataset.key: dataset.schema for dataset in together.values()}
-    if "train" not in roles and known is not None:
-        schemas["data.train"] = kept_schema(known / "train.footers")
+    schemas = {"data.train": train} | {dataset.key: dataset.schema for dataset in together.values()}
     check_types(config, schemas)
     if "train" in datasets:
         _check_rows(config, datasets["train"])
@@ -264,10 +264,10 @@ def _read(
     return datasets, corpus
 
 
-def _opened(config: Config, rows: Given, options: ReadOptions) -> Dataset:
+def _opened(config: Config, rows: Given, options: ReadOptions, like: pa.Schema) -> Dataset:
     needed = needed_columns(config, rows.role)
     columns = {**dict.fromkeys(rows.kept, rows.asks), **needed}
-    opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options)
+    opened = open_dataset(rows.key, rows.paths, columns, rows.max_rows, rows.filter, options, like=like)
     return replace(opened, columns=tuple(needed))
 
 

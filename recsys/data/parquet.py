@@ -34,6 +34,7 @@ def open_dataset(
     filter: str | None = None,
     options: ReadOptions | None = None,
     cache: Path | None = None,
+    like: pa.Schema | None = None,
 ) -> Dataset:
     """Find files, read their footers, and count the rows that match the filter.
 
@@ -45,6 +46,7 @@ def open_dataset(
         max_rows: use the first rows only, of those that match the filter.
         filter: expression that rows must match; see `parse_filter`. options: how to read.
         cache: file that keeps what footers say and counts, for a resumed run to read only files that have changed.
+        like: columns of the data that these go with: a partition key that is text there is so here.
 
     Raises:
         UserError: no file, no rows (that match), a missing column, types or a filter that do not go together.
@@ -55,7 +57,7 @@ def open_dataset(
     shown = paths if isinstance(paths, str) else ", ".join(paths)
     known = Known() if cache is None else load_footers(cache, list(columns), filter)
     of_filter = dict.fromkeys(sorted(condition.columns()), f"{KEY} (for {key})") if condition else {}
-    parser = FooterParser(key, columns, of_filter, known.layouts)
+    parser = FooterParser(key, columns, of_filter, known.layouts, like)
     files, footers, dataset = _read(find_files(key, paths, options.retries), parser, condition, options, known)
     dataset = replace(dataset, filter=filter)
     matching = dataset.stored_rows
@@ -66,8 +68,8 @@ def open_dataset(
     if condition is not None:
         matching, footers = _counted(condition, dataset, files, footers)
     found = dict(zip(file_keys(files), footers, strict=True))
-    if cache is not None and found != known.footers:
-        save_footers(cache, list(columns), filter, Known(found, dataset.layouts, dataset.filter_schema))
+    if cache is not None and (found != known.footers or dataset.schema != known.schema):
+        save_footers(cache, list(columns), filter, Known(found, dataset.layouts, dataset.filter_schema, dataset.schema))
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
     return narrowed(dataset, matching, max_rows)
@@ -145,7 +147,7 @@ def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterP
     for number, name in first.items():
         layout = parser.layouts[number]
         for column in parser.wanted:
-            kind = layout.field(column).type if column in layout.names else files.partition_type(column)
+            kind = layout.field(column).type if column in layout.names else files.partition_type(column, parser.like)
             before = types.setdefault(column, kind)
             pair = [pa.schema([(column, each)]) for each in (before, kind)]
             try:

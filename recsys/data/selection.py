@@ -36,9 +36,8 @@ def prune_by_path(
     except (pa.ArrowException, OSError, UnicodeDecodeError):  # told by whoever reads all of them
         return files, footers
     candidates -= set(parser.layouts[footers[first].layout].names)
-    schema = pa.schema(
-        [(name, files.partition_type(name) if name in candidates else pa.null()) for name in condition.columns()]
-    )
+    of_path = {name: files.partition_type(name, parser.like) for name in candidates}
+    schema = pa.schema([(name, of_path.get(name, pa.null())) for name in condition.columns()])
     # A file counts as one row, of whose columns only the keys are known.
     each = Footer(0, [1], [0], 0)
     rows = certain_rows(condition.bind(schema), schema, files, [each] * len(files.names), [pa.schema([])])

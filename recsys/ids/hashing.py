@@ -23,6 +23,7 @@ _ROUNDS = tuple(
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 )
 _LAST_SHIFT = np.array(31, np.uint64)
+_NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 _TEXTS = {kind.id for kind in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1))}
 _NO_NUMBERS = np.zeros(0, np.int64)
@@ -77,7 +78,8 @@ class IdKeys:
 def read_keys(ids: pa.Array) -> IdKeys:
     """Return the keys of ids.
 
-    Integers, booleans, dates, times and whole floats are numbers, a time by its integer value in the unit of its type.
+    Integers, booleans, dates, times and whole floats are numbers, a time by its nanoseconds (modulo 2**64), so that it
+    is the same in whatever unit a file holds it.
     A decimal is a number where it is whole and fits int64, else the text of its digits. Of a dictionary, only entries
     in use count.
 
@@ -211,7 +213,8 @@ def _numbers(ids: pa.Array) -> np.ndarray:
     if pa.types.is_boolean(kind):
         return ids.cast(pa.uint8()).to_numpy()
     if pa.types.is_temporal(kind):
-        return ids.view(pa.int32() if kind.bit_width == 32 else pa.int64()).to_numpy()
+        numbers = ids.view(pa.int32() if kind.bit_width == 32 else pa.int64()).to_numpy()
+        return numbers.astype(np.int64) * _NANOSECONDS[getattr(kind, "unit", str(kind))]
     return _whole(ids.to_numpy(), kind)
 
 

@@ -19,7 +19,7 @@ from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.dropout import RowDropout
-from recsys.models.halves import InParts
+from recsys.models.halves import InParts, sum_of_rows
 from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator, by_label
 from recsys.models.metrics import Evaluator
@@ -126,7 +126,7 @@ class Model(InParts, nn.Module):
 
         A model whose losses have another number of terms in each row adds up the weights of these.
         """
-        return batch.weights.sum()
+        return sum_of_rows(batch.weights, self.num_parts)
 
     def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
         """Return what a finished run tells of rows, by the name of its column: each [rows] float32.

@@ -80,6 +80,12 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
             module.num_parts = 2 if world_size == 1 else 1
 
 
+def sum_of_rows(values: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """Return the sum of numbers of rows, [rows], added up part by part as so many ranks would."""
+    first, *others = (part.sum() for part in values.tensor_split(num_parts))
+    return sum(others, start=first)
+
+
 def in_parts(function: Callable[..., torch.Tensor], num_parts: int, *rows: torch.Tensor) -> torch.Tensor:
     """Return what a function of rows gives, called for one part of them after the other.
 
@@ -181,6 +187,7 @@ class _MLPInParts(torch.autograd.Function):
         *parameters, x, result = (*ctx.saved_tensors, None)[: len(wanted) + 2]
         last = len(wanted) // 2 - 1
         hidden = ctx.hidden or list(islice(_passed(x, ctx.num_parts, ctx.relus, parameters), last))
+        ctx.hidden = []
         found: list[torch.Tensor | None] = []
         for i in range(last, -1, -1):
             if i < len(ctx.relus):

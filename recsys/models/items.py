@@ -71,8 +71,9 @@ class ItemVectors:
             answer = torch.empty_like(sent)
             dist.all_to_all_single(answer, sent)
             answers.append(answer.transpose(0, 1).reshape(most, -1)[: len(users)])
-        scores, places = answers[0].topk(k, dim=1)
-        return scores, answers[1].gather(1, places)
+        positions, order = answers[1].sort(dim=1)
+        scores, places = _best(answers[0].gather(1, order), k)
+        return scores, positions.gather(1, places)
 
     def _best_of_own(
         self, users: torch.Tensor, k: int, lists: Mapping[str, torch.Tensor]
@@ -97,7 +98,7 @@ class ItemVectors:
                 of_rows.masked_fill_(barred, -torch.inf)
             if "seen" in listed:
                 of_rows[listed["seen"]] = -torch.inf
-            scores[rows, :own], places = of_rows.topk(own, dim=1)
+            scores[rows, :own], places = _best(of_rows, own)
             positions[rows, :own] = self._positions[places]
             del of_rows  # before those of the next users
         return scores, positions
@@ -108,6 +109,24 @@ class ItemVectors:
             return pairs[:0]
         places = torch.searchsorted(self._positions, pairs[:, 1].contiguous()).clamp(max=len(self._positions) - 1)
         return torch.stack([pairs[:, 0], places], dim=1)[self._positions[places] == pairs[:, 1]]
+
+
+def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the k highest of each row, and their places, [rows, k]; of equal ones the first, whatever else there is.
+
+    `topk` takes any of them: items whose ids share a table row would be other ones on another number of ranks.
+    """
+    found, places = scores.topk(min(k + 1, scores.shape[1]), dim=1)
+    last, next, places = found[:, k - 1 : k], found[:, k:], places[:, :k]
+    tied = ((last == next) & (last > -torch.inf)).any(1).nonzero().flatten()
+    if len(tied):
+        lower, equal = scores[tied] < last[tied], scores[tied] == last[tied]
+        room = k - (~(lower | equal)).sum(1, keepdim=True)
+        chosen = ~lower & ~(equal & (equal.cumsum(1, dtype=torch.int32) > room))
+        places[tied] = chosen.nonzero()[:, 1].view(len(tied), k)
+    places = places.sort(dim=1).values
+    ordered, order = scores.gather(1, places).sort(dim=1, descending=True, stable=True)
+    return ordered, places.gather(1, order)
 
 
 def pairs_of(batch: Batch, key: str, rows: slice = slice(0, None)) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from recsys.errors import UserError
 from recsys.models.base import WIDEST, DenseInputs, Vectors, mlp, row_of_each_id
 from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
-from recsys.models.halves import PartByPart, add_products, product_over_rows
+from recsys.models.halves import PartByPart, add_products, product_over_rows, sum_of_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
@@ -267,7 +267,7 @@ class SASRec(RetrievalModel, PartByPart):
 
     def denominator(self, batch: Batch) -> torch.Tensor:
         lengths = batch.ids[self.config.history].lengths()
-        return (batch.weights * (lengths - 1).clamp(min=0)).sum()
+        return sum_of_rows(batch.weights * (lengths - 1).clamp(min=0), self.num_parts)
 
     def _beta(self) -> float | None:
         """Return what the cross-entropy of the next item is multiplied by, as of gBCE; None for the softmax."""

@@ -17,6 +17,7 @@ from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Vectors, row_of_each_id, sum_by_row
 from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
+from recsys.models.halves import sum_of_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
 
@@ -149,7 +150,7 @@ class SimpleX(RetrievalModel):
         return own + config.negative_weight * take_rows(others, row)
 
     def denominator(self, batch: Batch) -> torch.Tensor:
-        return (batch.weights * batch.ids[self.config.history].lengths()).sum()
+        return sum_of_rows(batch.weights * batch.ids[self.config.history].lengths(), self.num_parts)
 
 
 class _LossOfPairs(torch.autograd.Function):

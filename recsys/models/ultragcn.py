@@ -16,6 +16,7 @@ from recsys.data.batch import Batch
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Vectors, row_of_each_id
 from recsys.models.columns import take_rows
+from recsys.models.halves import sum_of_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows
 from recsys.models.simplex import check_user_items
@@ -148,4 +149,4 @@ class UltraGCN(RetrievalModel):
         return F.softplus(-((users * items).sum(1) + self._logit_of_zero))
 
     def denominator(self, batch: Batch) -> torch.Tensor:
-        return (batch.weights * batch.ids[self.config.history].lengths()).sum()
+        return sum_of_rows(batch.weights * batch.ids[self.config.history].lengths(), self.num_parts)

@@ -41,6 +41,7 @@ VERIFIED_BYTES = 64 << 20  # larger files of vectors are read by row, and verifi
 SCORES_AT_ONCE = 1 << 24  # of users with items
 PAIRS_AT_ONCE = 1 << 22  # of ids in a list, which attention takes several numbers for
 BITS, LOW = 2**64 - 1, 2**32 - 1
+NANOSECONDS = {"day": 86_400 * 10**9, "ms": 10**6, "us": 10**3, "ns": 1}  # of dates and times
 
 
 class ExportError(Exception):
@@ -237,9 +238,9 @@ def read_keys(ids: pa.Array) -> Keys:
         return decimal_keys(ids)
     if not is_number(kind):
         raise ExportError(f"ids must be integers or strings, found {kind}")
-    if pa.types.is_boolean(kind):
-        return Keys(ids.cast(pa.uint8()).to_numpy(), none, None, kind)
-    numbers = raw_times(ids) if pa.types.is_temporal(kind) else ids.to_numpy()
+    if pa.types.is_temporal(kind):
+        return Keys(raw_times(ids) * np.int64(NANOSECONDS[getattr(kind, "unit", "day")]), none, None, kind)
+    numbers = (ids.cast(pa.uint8()) if pa.types.is_boolean(kind) else ids).to_numpy()
     if numbers.dtype.kind == "f":
         bits = np.finfo(numbers.dtype).nmant + 1
         wrong = (numbers != np.rint(numbers)) | ~(np.abs(numbers) <= 2**bits)
@@ -271,7 +272,7 @@ def numbers_of(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     if pa.types.is_date32(kind):
         return raw_times(array) * 86400.0, valid
     if pa.types.is_temporal(kind):
-        return raw_times(array) / float({"ms": 10**3, "us": 10**6, "ns": 10**9}[kind.unit]), valid
+        return raw_times(array) / float(10**9 // NANOSECONDS[kind.unit]), valid
     return array.to_numpy(zero_copy_only=False), valid
 
 
@@ -821,9 +822,9 @@ class Scorer:
 
 
 def best_places(scores: np.ndarray, k: int) -> np.ndarray:
-    """Return where the best `k` scores are, best first, without those of -inf."""
-    places = np.argpartition(-scores, k - 1)[:k] if k < len(scores) else np.arange(len(scores))
-    places = places[np.argsort(-scores[places], kind="stable")]
+    """Return where the best `k` scores are, best first, of equal ones the first, without those of -inf."""
+    places = np.flatnonzero(scores >= np.partition(scores, -k)[-k]) if k < len(scores) else np.arange(len(scores))
+    places = places[np.argsort(-scores[places], kind="stable")[:k]]
     return places[scores[places] > -np.inf]
 
 

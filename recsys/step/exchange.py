@@ -26,6 +26,7 @@ from recsys.data.pool import Fence
 from recsys.models.base import Vectors
 
 _SMALL = 1 << 18  # numbers that a rank sends to all others together
+LEAST_WEIGHT = 1e-27  # of a step: a mean over less, of as many rows as there may be, is beyond FP32
 _DIGIT = 1 << 12  # a number of rows travels in two digits, since FP32 counts to 2^24
 
 
@@ -183,8 +184,10 @@ class Agreement:
         return replace(unpacked, num_bad=unpacked.num_bad + is_bad)
 
     def is_bad(self) -> torch.Tensor:
-        """Return whether something is not finite on some rank, as a bool tensor of no dimensions on the device."""
-        return self._sums[Totals.NUM_BAD] + self._sums[-1] > 0
+        """Return whether a step is to be left out, as a bool tensor of no dimensions on the device: something is not
+        finite on some rank, or its weights add up to too little."""
+        weight = self._sums[Totals.WEIGHT]
+        return (self._sums[Totals.NUM_BAD] + self._sums[-1] > 0) | ((weight > 0) & (weight < LEAST_WEIGHT))
 
     def over_weight(self, number: float) -> torch.Tensor:
         """Return a number over the sum of weights, 0 where that is 0, of no dimensions on the device."""

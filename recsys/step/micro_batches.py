@@ -14,8 +14,11 @@ from recsys.config.choices import LabelNulls, RowCode
 from recsys.data.batch import Batch
 from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
 from recsys.models.columns import Columns
+from recsys.models.halves import sum_of_rows
 from recsys.step.exchange import SumOverRanks, Totals, all_finite, filled
 from recsys.tables.row_codes import quantize_rows
+
+_MOST_IN_FP16 = 32752  # half of the largest number: what follows multiplies by 1.4 at the most
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class StepLoss:
     def __init__(self, model: Model, weights: Mapping[str, float], batch: Batch) -> None:
         self._model = model
         self.weight = model.denominator(batch)
-        self._factors = _task_factors(weights, batch, self.weight) if weights else None
+        self._factors = _task_factors(weights, batch, self.weight, model.num_parts) if weights else None
         self.total = batch.weights.new_zeros(())
         self.by_task = batch.weights.new_zeros(len(weights))
 
@@ -184,12 +187,13 @@ class StepLoss:
 
 
 @torch.no_grad()
-def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tensor) -> torch.Tensor:
+def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tensor, num_parts: int) -> torch.Tensor:
     """Return the factors of the tasks' sums of losses, [tasks], so that over the sum of `weight` they become means.
 
     Collective, before the loss, since each task has a denominator of its own.
     """
-    sums = torch.stack([weight, *(batch.label_weights(task).sum() for task in range(len(weights)))])
+    by_task = (sum_of_rows(batch.label_weights(task), num_parts) for task in range(len(weights)))
+    sums = torch.stack([weight, *by_task])
     SumOverRanks(sums).wait()
     return torch.where(sums[1:] > 0, filled(list(weights.values()), sums) * sums[0] / sums[1:], 0.0)
 
@@ -212,6 +216,18 @@ class LastInBackward(torch.autograd.Function):
         return ctx.gradient(), None
 
 
+@torch.no_grad()
+def _lift(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the power of two that brings the mean weight of a row to between 0.7 and 1.4; collective.
+
+    Gradients have the weights in them until they are divided by their sum, behind the exchange. In FP16, those of small
+    weights would be 0.
+    """
+    sums = torch.stack([weight, *filled([num_rows], weight[None])])
+    SumOverRanks(sums).wait()
+    return torch.where(sums[0] > 0, (sums[1] / sums[0]).log2().round().exp2(), 1.0)
+
+
 class MicroBatches:
     """The passes of one step, and what they leave.
 
@@ -221,14 +237,16 @@ class MicroBatches:
     Attributes:
         loss: of this rank's rows.
         gradients: by `Lookup.tensors`, FP32, of this rank's rows; None where the model does not read a tensor.
-        is_finite: whether the loss and `gradients` are, a bool tensor of no dimensions.
+        lift: what gradients are multiplied by beside the loss scale.
+        is_finite: whether the loss and `gradients` are, in the type that these travel in; a bool of no dimensions.
     """
 
     def __init__(self, dense: Any, lookup: Lookup, batch: Batch, loss: StepLoss) -> None:
         self._dense, self._lookup, self._batch, self.loss = dense, lookup, batch, loss
         self._parts = list(lookup.parts(batch.micro_batches, batch.id_bounds))
+        self.lift: float | torch.Tensor = _lift(loss.weight, len(batch.weights)) if dense.travels_in_fp16 else 1.0
         # The loss is a sum over rows, and the gradients exchanged are of the mean, but for weights and rows left out.
-        self._factor = dense.loss_scale.value / len(batch.weights)
+        self._factor = self.lift * (dense.loss_scale.value / len(batch.weights))
         self._by_part: list[list[torch.Tensor | None]] = []
         self.gradients: list[torch.Tensor | None] = []
         self.is_finite = torch.zeros(())
@@ -277,12 +295,14 @@ class MicroBatches:
             leaf.grad = None
         dense, weights = self._dense, self._batch.weights
         own = [gradient for gradient in self.gradients if gradient is not None]
-        self.is_finite = all_finite([self.loss.total, self.loss.weight, *own])
         if dense.loss_scale.value != 1:
-            torch._foreach_div_(own, dense.loss_scale.value)  # a wire of FP16 takes no more than 65,504
+            torch._foreach_div_(own, dense.loss_scale.value)
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}
-            self._lookup.add_l2(self.gradients, factors, weights)
+            self._lookup.add_l2(self.gradients, factors, weights * self.lift)
+        self.is_finite = all_finite([self.loss.total, self.loss.weight, *own])
+        if dense.travels_in_fp16 and own:
+            self.is_finite &= torch.stack(torch._foreach_norm(own, torch.inf)).amax() < _MOST_IN_FP16
         sums, asks = (self.loss.total, self.loss.weight), (dense.stop_requested, dense.publish_requested)
         return Totals.pack(*sums, self._batch, self.is_finite, *asks, self.loss.by_task)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from recsys.data.batch import Batch
-from recsys.step.exchange import Totals
+from recsys.step.exchange import LEAST_WEIGHT, Totals
 
 
 @dataclass
@@ -20,9 +20,11 @@ class StepOutput:
         weight: of the global batch, what the sum of losses is divided by.
         losses: of several tasks, by name, the mean over the rows that count for it; without the task's weight.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
-        skipped: on some rank the loss or a gradient is not finite, and no rank has changed a table or a weight.
+        skipped: on some rank the loss or a gradient is not finite, or the step `is_weightless`, and no rank has changed
+            a table or a weight.
         overflowed: it was skipped because the gradient, though not the loss, is too large for FP16; the loss scale has
             been halved.
+        is_weightless: it was skipped because the weights of its rows add up to too little to divide by.
         finite_here: it is not this rank's rows that are to blame.
     """
 
@@ -37,6 +39,7 @@ class StepOutput:
     num_bad_rows: int = 0
     skipped: bool = False
     overflowed: bool = False
+    is_weightless: bool = False
     finite_here: bool = True
     unread: Callable[[], None] | None = None
 
@@ -52,6 +55,7 @@ class StepOutput:
         self.loss = totals.loss / weight if weight else 0.0
         self.stop, self.publish = totals.num_stops > 0, totals.num_publishes > 0
         self.num_rows, self.num_bad_rows = totals.num_rows, totals.num_bad_rows
-        self.skipped = totals.num_bad > 0
+        self.is_weightless = 0 < weight < LEAST_WEIGHT
+        self.skipped = totals.num_bad > 0 or self.is_weightless
         shares = zip(tasks.items(), totals.task_losses, strict=True)
         self.losses = {name: loss / weight / factor for (name, factor), loss in shares if weight and factor}

@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from recsys.config import Autocast, Config
+from recsys.config.choices import FloatType
 from recsys.config.features import averaged_features, id_features, quantized_features
 from recsys.data.batch import Batch
 from recsys.models.base import Model
@@ -55,7 +56,7 @@ class DenseHalf(nn.Module):
         sums: a parameter whose gradient is what a step sums over the ranks. So it goes with the others, and costs no
             message of its own.
         replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
-        loss_scale: 1 unless the model computes in FP16.
+        loss_scale: 1 unless the model computes in FP16. travels_in_fp16: gradients by vectors do, or may.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
         codes: by feature, what its vectors are quantised to. in_int8: linear layers are, but in training.
         late_exchange: gradients by vectors set out behind the sums, and not before these are waited for. A GPU queues
@@ -78,6 +79,8 @@ class DenseHalf(nn.Module):
         self.loss_scale = LossScale()
         if config.precision.autocast is Autocast.fp16:
             self.loss_scale = LossScale(config.precision.loss_scale, config.precision.loss_scale_growth_steps)
+        types = {config.precision.output_dtype, config.precision.backward_wire}
+        self.travels_in_fp16 = types != {FloatType.FP32}  # gloo sends FP16 for BF16
         self._tasks = task_weights(model.labels)
         self.sums = nn.Parameter(torch.zeros(Totals.SIZE + len(self._tasks)))
         self.gate = UpdateGate()
@@ -176,6 +179,7 @@ class DenseHalf(nn.Module):
             scale = summands / output.weight if output.weight else 0.0
         else:
             self.is_bad, scale = agreement.is_bad(), agreement.over_weight(summands)
+        scale = scale / passes.lift
         self._scale_dense_gradients(scale / scaled_by)
         pooled_gradient = passes.gradients[0] if lookup.pooled is not None else None
         if self.replicated.tables and pooled_gradient is not None:
@@ -187,7 +191,7 @@ class DenseHalf(nn.Module):
 
     def _read(self, output: StepOutput, agreement: Agreement, is_finite: torch.Tensor) -> None:
         output.take(agreement.wait(), self._tasks)
-        output.finite_here = not output.skipped or bool(is_finite)
+        output.finite_here = not output.skipped or (bool(is_finite) and not output.is_weightless)
 
     def _scale_dense_gradients(self, factor: float | torch.Tensor) -> None:
         gradients = self._dense_gradients()

@@ -15,6 +15,7 @@ from recsys.config.experts import experts_with
 from recsys.config.features import id_features
 from recsys.config.initial import Take
 from recsys.config.meaning import meaning
+from recsys.data.checks import check_types
 from recsys.data.facts import (
     FLOATS_FILE,
     Facts,
@@ -25,6 +26,7 @@ from recsys.data.facts import (
     measure,
     vocabulary_file,
 )
+from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs
 from recsys.data.wanted import column_of, float_column, role_features, with_figures
 from recsys.errors import UserError
@@ -42,9 +44,12 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
         source: what the run starts from; facts go with the tensors that are taken of it.
 
     Raises:
-        UserError: on every rank, for vocabularies that are not those of the source, or too long for their table.
+        UserError: on every rank, for vocabularies that are not those of the source, or too long for their table; for
+            ids of another kind than the source's.
     """
     config, world = inputs.config, inputs.world
+    if source is not None and source.init is not None and source.init.tables is not Take.none:
+        world.from_rank_zero(lambda: _check_ids(inputs, source))
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
     pruned = {name: table for name, table in config.tables.items() if table.kept_rows is not None}
     goes_on = source is not None and source.goes_on
@@ -66,6 +71,13 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     world.from_rank_zero(lambda: new.save(run_dir / FACTS))
     give_unused_back()  # what counting and looking at the first rows took is never wanted again
     return known_inputs
+
+
+def _check_ids(inputs: Inputs, source: Source) -> None:
+    """Refuse ids that are numbers here and were texts in the run whose tables are taken, or the reverse."""
+    there = kept_schema(source.path.parent.parent / "footers" / "train.footers")
+    here = {dataset.key: dataset.schema for dataset in inputs.datasets.values()}
+    check_types(inputs.config, {**here, f"data.train of '{source.path}', which train.init_from takes": there})
 
 
 def _row_counter(inputs: Inputs, inherited: Facts) -> RowCounter | None:

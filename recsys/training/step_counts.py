@@ -74,10 +74,14 @@ class StepCounts:
             output.batch.save(path)
             logger.warning("step %d is not finite and is skipped on all ranks; its rows are in %s", step, path)
         if self._state.bad_steps > most:
+            what, advice = "the loss or its gradient is not finite", "optimizer.tables.learning_rate"
+            advice = f"lower optimizer.dense.learning_rate or {advice}"
+            if output.is_weightless:
+                what = f"the weights of its rows, of data.weight_column, add up to {output.weight:g}"
+                advice = "multiply all weights by a number, or write 0 for what is next to nothing"
             raise UserError(
-                f"step {step}: the loss or its gradient is not finite, and config key 'train.max_bad_steps' "
-                f"allows {most} such steps; look at the rows in '{self._folder}', lower "
-                f"optimizer.dense.learning_rate or optimizer.tables.learning_rate, or raise it"
+                f"step {step}: {what}, and config key 'train.max_bad_steps' allows {most} such steps; look at the rows "
+                f"in '{self._folder}', {advice}, or raise it"
             )
 
     def _check_bad_rows(self, step: int, num_bad: int) -> None:

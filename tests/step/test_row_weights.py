@@ -1,0 +1,94 @@
+"""Weights of rows: what is learned depends on their proportions alone, and is the same on one process and on two."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from checkpoints import load_tables
+from launch import ROOT, fork_train
+
+TABLES = [
+    f"tables.{name}.{key}"
+    for name in ("user", "item", "category", "device", "hour")
+    for key in ("data_type=FP32", "sharding_type=table_wise")
+]
+OPTIONS = (
+    "data.label_column=null",
+    "data.valid=null",
+    "data.test=null",
+    "train.max_steps=6",
+    "train.log_every_steps=1",
+)
+
+
+def write(path: Path, scale: float, label_scale: float = 1.0) -> Path:
+    """Write the sample's training rows with weights from 1/4 to 2 times `scale`, and the labels times a number."""
+    rows = pq.read_table(ROOT / "data/sample/train")
+    weights = np.random.default_rng(0).uniform(0.25, 2, rows.num_rows).astype(np.float32) * np.float32(scale)
+    rows = rows.append_column("row_weight", pa.array(weights))
+    labels = rows.column("label").to_numpy().astype(np.float32) * label_scale
+    path.mkdir()
+    pq.write_table(rows.append_column("value", pa.array(labels)), path / "rows.parquet")
+    return path
+
+
+def train(run_dir: Path, data: Path, *overrides: str, loss: str = "binary", nproc: int = 1) -> Any:
+    return fork_train(
+        "configs/dlrm_sample.yaml", f"run.dir={run_dir}", f"data.train={data}", "data.weight_column=row_weight", *OPTIONS,
+        f"data.labels={{value: {{loss: {loss}}}}}", *TABLES, "run.num_threads=1", *overrides, nproc=nproc,
+    )  # fmt: skip
+
+
+def learned(run_dir: Path, *arguments: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of the steps, and what the last checkpoint holds of tables and dense part."""
+    done = train(run_dir, *arguments, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
+    saved = load_tables(checkpoint, "")
+    found = {name: value for name, value in saved.items() if name.startswith(("tables/", "dense/"))}
+    return [line["loss"] for line in lines if line["kind"] == "train"], found
+
+
+@pytest.mark.parametrize(
+    ("nproc", "narrow"), [(1, "precision.output_dtype=FP16"), (2, "precision.backward_wire=FP16")], ids=str
+)
+def test_small_weights_teach_what_large_ones_do(nproc: int, narrow: str, tmp_path: Path) -> None:
+    """Gradients that travel in FP16 have the weights in them, and those of 2**-20 would be 0 there."""
+    runs = [
+        learned(tmp_path / f"run-{power}", write(tmp_path / f"data-{power}", 2.0**power), narrow, nproc=nproc)
+        for power in (0, -20)
+    ]
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+
+
+def test_weights_teach_one_process_what_they_teach_two(tmp_path: Path) -> None:
+    data = write(tmp_path / "data", 1.0)
+    one, two = (learned(tmp_path / f"run-{nproc}", data, nproc=nproc)[1] for nproc in (1, 2))
+    assert [name for name, value in one.items() if not torch.equal(value, two[name])] == []
+
+
+@pytest.mark.parametrize(("nproc", "narrow"), [(1, "output_dtype=FP16"), (2, "backward_wire=FP16")], ids=str)
+def test_a_gradient_beyond_fp16_changes_nothing(nproc: int, narrow: str, tmp_path: Path) -> None:
+    data = write(tmp_path / "data", 1.0, label_scale=1e9)
+    options = ("train.max_bad_steps=6", f"precision.{narrow}")
+    before = learned(tmp_path / "one", data, *options, "train.max_steps=1", loss="squared", nproc=nproc)[1]
+    after = learned(tmp_path / "six", data, *options, loss="squared", nproc=nproc)[1]
+    result = json.loads((tmp_path / "six/result.json").read_text())
+    assert result["bad_steps"] == 6
+    assert [name for name, value in before.items() if not torch.equal(value, after[name])] == []
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_weights_too_small_to_divide_by_are_named(check: bool, tmp_path: Path) -> None:
+    data = write(tmp_path / "data", 2.0**-130)
+    done = train(tmp_path / "run", data, f"train.check_every_step={check}")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "step 1: the weights of its rows, of data.weight_column, add up to " in done.stderr
+    assert "multiply all weights by a number" in done.stderr and not list((tmp_path / "run/checkpoints").glob("step-*"))
