@@ -4,7 +4,7 @@ import pyarrow as pa
 
 from recsys.config import Config
 from recsys.config.features import id_features, model_features
-from recsys.data.wanted import column_of, crosses, role_features
+from recsys.data.wanted import column_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
 
@@ -29,8 +29,8 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             _check_lists(config, name, column, found)
             kinds |= {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in found.items()}
         _check_kinds(f"tables.{table}", kinds)
-    for name, columns in crosses(config, "train").items():
-        for column in columns:
+    for name in id_features(config):
+        for column in config.features[name].cross or ():
             found = {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
             _check_kinds(f"features.{name}.cross", {f"'{column}' of {key}": kind for key, kind in found.items()})
 

@@ -78,8 +78,8 @@ class IdKeys:
 def read_keys(ids: pa.Array) -> IdKeys:
     """Return the keys of ids.
 
-    Integers, booleans, dates, times and whole floats are numbers, a time by its nanoseconds (modulo 2**64), so that it
-    is the same in whatever unit a file holds it.
+    Integers, booleans, dates, times and whole floats are numbers, a date or time by its nanoseconds (modulo 2**64), so
+    that it is the same in whatever unit a file holds it.
     A decimal is a number where it is whole and fits int64, else the text of its digits. Of a dictionary, only entries
     in use count.
 
@@ -214,6 +214,8 @@ def _numbers(ids: pa.Array) -> np.ndarray:
         return ids.cast(pa.uint8()).to_numpy()
     if pa.types.is_temporal(kind):
         numbers = ids.view(pa.int32() if kind.bit_width == 32 else pa.int64()).to_numpy()
+        if pa.types.is_duration(kind):  # Parquet files hold it as an integer, without its unit
+            return numbers
         return numbers.astype(np.int64) * _NANOSECONDS[getattr(kind, "unit", str(kind))]
     return _whole(ids.to_numpy(), kind)
 

@@ -20,7 +20,9 @@ from recsys.ids import (
     build_mapping,
     hash_column,
     hash_integers,
+    read_keys,
 )
+from recsys.serving import score
 
 SIGNED = [pa.int8(), pa.int16(), pa.int32(), pa.int64()]
 UNSIGNED = [pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()]
@@ -135,10 +137,10 @@ DAY = 86_400
 @pytest.mark.parametrize(
     ("column", "numbers"),
     [
-        (pa.array([0, -3, 19_000], pa.int32()).view(pa.date32()), [0, -3, 19_000]),
-        (pa.array([DAY * 1000], pa.int64()).view(pa.date64()), [DAY * 1000]),
-        (pa.array([5], pa.int32()).view(pa.time32("s")), [5]),
-        (pa.array([2**53 + 1], pa.int64()).view(pa.timestamp("us", "UTC")), [2**53 + 1]),
+        (pa.array([0, -3, 19_000], pa.int32()).view(pa.date32()), [0, -3 * DAY * 10**9, 19_000 * DAY * 10**9]),
+        (pa.array([DAY * 1000], pa.int64()).view(pa.date64()), [DAY * 10**9]),
+        (pa.array([5], pa.int32()).view(pa.time32("s")), [5 * 10**9]),
+        (pa.array([2**53 + 1], pa.int64()).view(pa.timestamp("us", "UTC")), [(2**53 + 1) * 1000]),
         (pa.array([-7], pa.int64()).view(pa.duration("ms")), [-7]),
         (pa.array([3.0, -0.0, 2.0**53], pa.float64()), [3, 0, 2**53]),
         (pa.array([3.0, 2.0**24], pa.float32()), [3, 2**24]),
@@ -368,3 +370,23 @@ def test_build_mapping_of_a_vocabulary():
     assert rows_of(mapping, pa.array([5, 7])).tolist() == [2, 1]
     with pytest.raises(UserError, match=r"vocabulary of 4 ids with num_buckets: 2 takes 7 rows, .* 6 is less"):
         build_mapping(table, pa.array([1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        (pa.date32(), [pa.date64(), *(pa.timestamp(unit) for unit in ("s", "ms", "us", "ns"))]),
+        (pa.timestamp("s"), [pa.timestamp("ms", "Europe/Berlin"), pa.timestamp("us"), pa.timestamp("ns", "UTC")]),
+        (pa.time32("s"), [pa.time32("ms"), pa.time64("us"), pa.time64("ns")]),
+    ],
+    ids=str,
+)
+def test_a_time_is_one_id_in_whatever_unit(kind: pa.DataType, others: list[pa.DataType]) -> None:
+    """Spark writes microseconds, pandas nanoseconds. An export, which has code of its own, says the same."""
+    numbers = [0, 1, 86_399] if pa.types.is_time(kind) else [0, 1, 20_454, -7]
+    times = pa.array(numbers, pa.int32() if kind.bit_width == 32 else pa.int64()).view(kind)
+    expected = read_keys(times).numbers
+    assert expected.tolist() == [each * 10**9 * (86_400 if kind == pa.date32() else 1) for each in numbers]
+    for other in others:
+        assert np.array_equal(read_keys(times.cast(other)).numbers, expected), other
+        assert np.array_equal(score.read_keys(score.stored(times.cast(other))).numbers, expected), other

@@ -14,8 +14,9 @@ from launch import fork_train
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from recsys.config import Device
-from recsys.models.items import ItemVectors
+from recsys.models.items import ItemVectors, _best
 from recsys.runtime.world import open_world
+from recsys.serving.score import best_places
 
 ITEMS, USERS, DIM = 50, 23, 8
 
@@ -37,8 +38,8 @@ CASES = [(k, keys) for k in (7, 60) for keys in (["seen"], ["candidates", "seen"
 def best(rank: int, ranks: int) -> list[list[list[list[float]]]]:
     """Return by case scores and positions of the best items of this rank's users, who are not as many on each."""
     rng, shares = np.random.default_rng(5), np.random.default_rng(6)
-    items = torch.from_numpy(rng.normal(size=(ITEMS, DIM)).astype(np.float32))
-    users = torch.from_numpy(rng.normal(size=(USERS, DIM)).astype(np.float32))
+    # Small integers, whose products are exact: many are equal, as of ids that share a table row.
+    items, users = (torch.from_numpy(rng.integers(-2, 3, (n, DIM)).astype(np.float32)) for n in (ITEMS, USERS))
     listed = {
         key: [rng.integers(-1, ITEMS, rng.integers(0, 30)).tolist() for _ in range(USERS)]
         for key in ("seen", "candidates")
@@ -72,3 +73,17 @@ def test_ranks_find_the_best_of_all_items(ranks: int, tmp_path: Path) -> None:
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(best(rank, int(os.environ["WORLD_SIZE"]))))
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_of_equal_scores_the_first_comes_first(k: int) -> None:
+    """In `recommend` and in exports, by sorting whole rows."""
+    scores = torch.randint(0, 4, (500, 6), generator=torch.Generator().manual_seed(k)).float()
+    scores[scores == 0] = -torch.inf
+    found, places = _best(scores, k)
+    order = scores.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(found, order.values[:, :k])
+    known = found > -torch.inf
+    assert torch.equal(places[known], order.indices[:, :k][known])
+    for row, best in zip(scores.numpy(), places, strict=True):
+        assert best_places(row, k).tolist() == [place for place in best.tolist() if row[place] > -np.inf]

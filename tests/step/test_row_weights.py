@@ -39,8 +39,8 @@ def write(path: Path, scale: float, label_scale: float = 1.0) -> Path:
 
 def train(run_dir: Path, data: Path, *overrides: str, loss: str = "binary", nproc: int = 1) -> Any:
     return fork_train(
-        "configs/dlrm_sample.yaml", f"run.dir={run_dir}", f"data.train={data}", "data.weight_column=row_weight", *OPTIONS,
-        f"data.labels={{value: {{loss: {loss}}}}}", *TABLES, "run.num_threads=1", *overrides, nproc=nproc,
+        "configs/dlrm_sample.yaml", f"run.dir={run_dir}", f"data.train={data}", "data.weight_column=row_weight",
+        *OPTIONS, f"data.labels={{value: {{loss: {loss}}}}}", *TABLES, "run.num_threads=1", *overrides, nproc=nproc,
     )  # fmt: skip
 
 

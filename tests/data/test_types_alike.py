@@ -1,0 +1,89 @@
+"""Columns of one kind in all data sets: what is told apart is refused, and what is the same gets the same rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import fork_train
+
+from recsys.config import Config, Device, load_config
+from recsys.data.footer_cache import kept_schema
+from recsys.data.inputs import open_inputs
+from recsys.errors import UserError
+from recsys.runtime.world import open_world
+
+CONFIG = """
+data: {{train: {folder}/train, valid: {folder}/valid, label_column: label, num_streams: 2}}
+features: {{user: {{table: user}}, region: {{table: region}}, pair: {{cross: [user, color], table: pair}}}}
+tables:
+  user: {{num_embeddings: 100, embedding_dim: 4}}
+  region: {{num_embeddings: 100, embedding_dim: 4}}
+  pair: {{num_embeddings: 100, embedding_dim: 4}}
+model: {{name: logistic_regression}}
+train: {{global_batch_size: 20, max_steps: 2}}
+"""
+
+
+def write(folder: Path, regions: list[str], **types: pa.DataType) -> None:
+    """Write 40 rows for each region, a key in the paths, with columns of other types than integers."""
+    numbers = np.random.default_rng(0).integers(0, 9, (3, 40))
+    for region in regions:
+        columns = {name: pa.array(numbers[i]) for i, name in enumerate(("user", "color", "label"))}
+        columns["label"] = pa.array(numbers[2] % 2)
+        table = pa.table({name: column.cast(types.get(name, column.type)) for name, column in columns.items()})
+        (folder / f"region={region}").mkdir(parents=True)
+        pq.write_table(table, folder / f"region={region}" / "a.parquet")
+
+
+def config_of(folder: Path) -> Config:
+    (folder / "c.yaml").write_text(CONFIG.format(folder=folder))
+    return load_config(folder / "c.yaml")
+
+
+def test_a_partition_key_is_text_wherever_it_is_so_in_training(tmp_path: Path) -> None:
+    """Digits alone would be numbers, and `01` of data.valid another id than `01` of data.train."""
+    write(tmp_path / "train", ["01", "A"])
+    write(tmp_path / "valid", ["01"])
+    with open_world(Device.cpu) as world:
+        config = config_of(tmp_path)
+        inputs = open_inputs(config, world, tmp_path / "footers")
+        assert inputs.datasets["valid"].schema.field("region").type == pa.string()
+        assert kept_schema(tmp_path / "footers/train.footers").field("region").type == pa.string()
+        later = open_inputs(config, world, known=tmp_path / "footers", roles=["valid"])  # as of a finished run
+        assert later.datasets["valid"].schema.field("region").type == pa.string()
+
+
+def test_a_partition_key_that_is_a_number_in_training_alone_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "train", ["01"])
+    write(tmp_path / "valid", ["01", "A"])
+    with open_world(Device.cpu) as world, pytest.raises(UserError, match=r"'tables.region'.* a partition key in paths"):
+        open_inputs(config_of(tmp_path), world)
+
+
+def test_columns_of_a_cross_are_of_one_kind_too(tmp_path: Path) -> None:
+    write(tmp_path / "train", ["1"])
+    write(tmp_path / "valid", ["1"], color=pa.string())
+    message = (
+        r"'features.pair.cross': its ids are string in column 'color' of data.valid and int64 in column 'color' of "
+        r"data.train"
+    )
+    with open_world(Device.cpu) as world, pytest.raises(UserError, match=message):
+        open_inputs(config_of(tmp_path), world)
+
+
+def test_tables_are_not_taken_for_ids_of_another_kind(tmp_path: Path) -> None:
+    write(tmp_path / "train", ["1"])
+    write(tmp_path / "valid", ["1"])
+    config_of(tmp_path)
+    config, first = str(tmp_path / "c.yaml"), tmp_path / "first"
+    done = fork_train(config, f"run.dir={first}")
+    assert done.returncode == 0, done.stderr
+    write(tmp_path / "texts", ["1"], user=pa.string())
+    options = (f"data.train={tmp_path}/texts", "data.valid=null", f"train.init_from={first}")
+    done = fork_train(config, *options, f"run.dir={tmp_path}/second")
+    assert done.returncode != 0 and "config key 'tables.user': its ids are string in column 'user' of " in done.stderr
+    assert "which train.init_from takes; write both with one type" in done.stderr
+    done = fork_train(config, *options, f"run.dir={tmp_path}/third", "train.init.tables=none")
+    assert done.returncode == 0, done.stderr
