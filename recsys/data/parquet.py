@@ -62,9 +62,7 @@ def open_dataset(
     dataset = replace(dataset, filter=filter)
     matching = dataset.stored_rows
     if not matching.any():
-        some = "" if filter is None else f" that can match '{filter}' (data.filter) by their path"
-        advice = "" if filter is None else f"; {BY_DATASET}"
-        raise UserError(f"config key '{key}': the Parquet files of '{shown}'{some} hold no rows{advice}")
+        raise UserError(_no_rows(key, shown, filter))
     if condition is not None:
         matching, footers = _counted(condition, dataset, files, footers)
     found = dict(zip(file_keys(files), footers, strict=True))
@@ -73,6 +71,12 @@ def open_dataset(
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
     return narrowed(dataset, matching, max_rows)
+
+
+def _no_rows(key: str, shown: str, filter: str | None) -> str:
+    some = "" if filter is None else f" that can match '{filter}' (data.filter) by their path"
+    advice = "" if filter is None else f"; {BY_DATASET}"
+    return f"config key '{key}': the Parquet files of '{shown}'{some} hold no rows{advice}"
 
 
 def _counted(
