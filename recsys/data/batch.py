@@ -195,7 +195,7 @@ def collate(
         fence=block.fence,
         id_bounds=_id_bounds(lengths, bounds) if len(bounds) > 2 else (),
         first_row=first_row,
-        content=block.content,
+        content=torch.from_numpy(block.used),
     )
 
 

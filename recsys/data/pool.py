@@ -48,9 +48,9 @@ class Block:
         return array
 
     @property
-    def content(self) -> torch.Tensor:
-        """What has been cut out so far, [bytes] uint8."""
-        return torch.from_numpy(self._memory[: self._used])
+    def used(self) -> np.ndarray:
+        """The memory of all arrays so far, [bytes] uint8."""
+        return self._memory[: self._used]
 
 
 def padded(num_bytes: int) -> int:

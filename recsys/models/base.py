@@ -18,10 +18,11 @@ from recsys.config import Config, DistillConfig, LabelConfig, ModelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
 from recsys.errors import UserError
+from recsys.models.columns import by_label
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import InParts, sum_of_rows
 from recsys.models.items import ItemVectors
-from recsys.models.label_metrics import LabelEvaluator, by_label
+from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator
 
 # By feature a vector for each row, [rows, width], or for each id of each row's list.

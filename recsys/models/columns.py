@@ -1,11 +1,13 @@
-"""Columns of tensors that lie beside each other in memory, rows picked out of tensors, and dot products of vectors."""
+"""Columns of tensors, beside each other in memory or by label; rows picked out of tensors; dot products of vectors."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from recsys.errors import UserError
 
 _ELEMENTS_AT_ONCE = 1 << 18  # of vectors, on CPUs: with their products they stay in a core's own cache
 _LANES = 16  # a CPU multiplies by as many columns in the time of one
@@ -55,6 +57,29 @@ def take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     On a CPU an index has its gradient summed by several threads in the order of chance, in seven times the time.
     """
     return tensor.index_select(0, rows) if tensor.device.type == "cpu" else tensor[rows]
+
+
+def by_label(
+    outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: Collection[str], num_rows: int
+) -> tuple[torch.Tensor, ...]:
+    """Return a model's outputs for each label, [rows] each.
+
+    Args:
+        outputs: [rows, labels], or of one label [rows].
+
+    Raises:
+        UserError: they are something else, as a model of one's own may give them.
+    """
+    shapes = [[num_rows], [num_rows, 1]] if len(labels) == 1 else [[num_rows, len(labels)]]
+    if not isinstance(outputs, torch.Tensor) or list(outputs.shape) not in shapes:
+        found = list(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        wanted = "[rows]" if len(labels) == 1 else f"[rows, {len(labels)}]"
+        raise UserError(
+            f"config key 'model.name': for {num_rows} rows the model's forward gave {found}, and data.labels takes a "
+            f"number for each row and label, {wanted}; return that, or give the model losses, evaluator and "
+            f"predictions of its own"
+        )
+    return outputs.view(num_rows, len(labels)).unbind(1)
 
 
 class PairwiseDots:

@@ -33,9 +33,9 @@ class RowDropout(nn.Module):
         Args:
             row: which row each of x is dropped like, [len(x)]; default: x has all rows, in order.
         """
-        mask = self._mask(x)
-        if mask is None:
+        if self.share == 1:
             return nn.functional.relu(x, inplace=self.training) if self.relu else x
+        mask = self._mask(x)
         scaled: torch.Tensor = _Kept.apply(x, mask if row is None else mask[row], self.share, self.relu)
         return scaled
 
@@ -45,17 +45,12 @@ class RowDropout(nn.Module):
         return 1 - self.p if self.training else 1.0
 
     def without_autograd(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` gives with `relu`, for a function whose gradient is written by hand; x may be changed.
+        """Return what `forward` gives with `relu` where elements are dropped, for a function whose gradient is written by
+        hand: it goes through where the result is above 0, divided by `share`."""
+        return _dropped(x, self._mask(x), self.share, relu=True)
 
-        That gradient goes through where the result is above 0, divided by `share`.
-        """
-        mask = self._mask(x)
-        return x.relu_() if mask is None else _dropped(x, mask, self.share, relu=True)
-
-    def _mask(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return which elements of x are kept, [rows, columns] bool; None: all."""
-        if self.share == 1:
-            return None
+    def _mask(self, x: torch.Tensor) -> torch.Tensor:
+        """Return which elements of x are kept, [rows, columns] bool."""
         return kept(self.key, self.rows, torch.arange(x.shape[1], device=x.device), self.p)
 
 

@@ -208,7 +208,8 @@ def _passed(
     """Yield what each layer of an MLP gives, behind its ReLU if it has one."""
     for weight, bias, relu in zip_longest(parameters[::2], parameters[1::2], relus):
         x = _times(x, weight.T, bias, num_parts)
-        x = x if relu is None else relu.without_autograd(x)
+        if relu is not None:
+            x = x.relu_() if relu.share == 1 else relu.without_autograd(x)
         yield x
 
 

@@ -1,6 +1,6 @@
 """Metrics of labels over all ranks, each of which keeps its own rows: AUC, exactly, and what follows from sums."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -9,8 +9,8 @@ import torch
 from recsys.config import LabelConfig
 from recsys.config.choices import LabelLoss
 from recsys.data.batch import Batch
-from recsys.errors import UserError
 from recsys.models.bootstrap import Bootstrap
+from recsys.models.columns import by_label
 from recsys.models.packed_rows import PackedRows, pack, unpack
 from recsys.runtime.world import World
 
@@ -140,29 +140,6 @@ def _from_sums(loss: LabelLoss, sums: np.ndarray) -> dict[str, float]:
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))  # NaN where one class is missing
         found = log_loss, log_loss / entropy, predicted / rate if rate > 0 else np.nan
     return dict(zip(("log_loss", "normalized_entropy", "calibration"), map(float, found), strict=True))
-
-
-def by_label(
-    outputs: torch.Tensor | tuple[torch.Tensor, ...], labels: Collection[str], num_rows: int
-) -> tuple[torch.Tensor, ...]:
-    """Return a model's outputs for each label, [rows] each.
-
-    Args:
-        outputs: [rows, labels], or of one label [rows].
-
-    Raises:
-        UserError: they are something else, as a model of one's own may give them.
-    """
-    shapes = [[num_rows], [num_rows, 1]] if len(labels) == 1 else [[num_rows, len(labels)]]
-    if not isinstance(outputs, torch.Tensor) or list(outputs.shape) not in shapes:
-        found = list(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
-        wanted = "[rows]" if len(labels) == 1 else f"[rows, {len(labels)}]"
-        raise UserError(
-            f"config key 'model.name': for {num_rows} rows the model's forward gave {found}, and data.labels takes a "
-            f"number for each row and label, {wanted}; return that, or give the model losses, evaluator and "
-            f"predictions of its own"
-        )
-    return outputs.view(num_rows, len(labels)).unbind(1)
 
 
 class LabelEvaluator:
