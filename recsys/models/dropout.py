@@ -45,8 +45,10 @@ class RowDropout(nn.Module):
         return 1 - self.p if self.training else 1.0
 
     def without_autograd(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` gives with `relu` where elements are dropped, for a function whose gradient is written by
-        hand: it goes through where the result is above 0, divided by `share`."""
+        """Return what `forward` gives with `relu` where elements are dropped, for a function with a gradient of its own.
+
+        That goes through where the result is above 0, divided by `share`.
+        """
         return _dropped(x, self._mask(x), self.share, relu=True)
 
     def _mask(self, x: torch.Tensor) -> torch.Tensor:
