@@ -45,7 +45,7 @@ class RowDropout(nn.Module):
         return 1 - self.p if self.training else 1.0
 
     def without_autograd(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` gives with `relu` where elements are dropped, for a function with a gradient of its own.
+        """Return what `forward` gives with `relu` where elements are dropped, without its gradient.
 
         That goes through where the result is above 0, divided by `share`.
         """
