@@ -187,14 +187,19 @@ def _names(axis: Axis) -> list[str]:
 
 
 def _ticks(low: float, high: float, base: int = 1) -> list[float]:
-    """Return about five round numbers from at most `low` to at least `high`, round in units of `base` ** n."""
+    """Return about five round numbers from at most `low` to at least `high`, round in units of `base` ** n.
+
+    With a base there are no parts of a byte; what is 0 everywhere lies on the lower edge, since most things that are
+    drawn cannot be less.
+    """
     if high <= low:
         gap = abs(high) * 0.1 or 1.0
-        low, high = low - gap, high + gap
+        low, high = low - gap if low else low, high + gap
     unit = float(base ** int(math.log(max(abs(low), abs(high), 1), base))) if base > 1 else 1.0
     rough = (high - low) / unit / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = unit * power * next(factor for factor in (1, 2, 2.5, 5, 10) if rough <= factor * power * 1.0001)
+    step = max(step, 1.0) if base > 1 else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [i * step for i in range(first, last + 1)]
 

@@ -17,7 +17,7 @@ from recsys.runtime.files import replace_file
 PAGE = "report.html"
 _MOST_RANKS = 8  # that are drawn, the fullest
 _MOST_WARNINGS = 50
-_ENDS = {"done": "good", "failed": "bad", "out of memory": "bad", "killed": "bad"}
+_ENDS = {"done": "good", "compressed": "good", "failed": "bad", "out of memory": "bad", "killed": "bad"}
 
 
 def write_report(folder: Path, out: Path | None = None, error: str | None = None) -> Path:

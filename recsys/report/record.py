@@ -1,6 +1,7 @@
 """What a run directory tells of its run, whether that is done, failed, was killed or still goes on."""
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -14,8 +15,9 @@ from omegaconf import OmegaConf
 
 from recsys.errors import UserError
 from recsys.report.text import duration, number, size
+from recsys.runtime.run_lock import is_locked
 
-_LOCK, _STALE_S = ".lock", 120.0  # as of recsys.runtime.run_lock, which imports torch
+_CHECKPOINT = "checkpoint.json"  # as of recsys.checkpoint.state, a room behind this one
 _LOG_TAIL = 1 << 20  # bytes of a log that are read
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 _LOG_LINE = re.compile(rf"({_TIME}),\d+ (WARNING|ERROR|CRITICAL) [\w.]+: (?:error: )?(.*)", re.DOTALL)
@@ -42,6 +44,11 @@ class Record:
         """result.json of a run that has ended in order, and of no earlier start of it; else empty."""
         identity = self.memory[0]["identity"] if self.memory else {}
         return self._json("result.json") if identity.get("status") in ("done", "stopped") else {}
+
+    @cached_property
+    def compression(self) -> dict[str, Any]:
+        """compression.json of a run that `recsys compress` has written; else empty."""
+        return self._json("compression.json")
 
     @cached_property
     def memory(self) -> list[dict[str, Any]]:
@@ -71,14 +78,15 @@ class Record:
 
     @property
     def status(self) -> str:
-        """One of done, stopped, failed, out of memory, running and killed."""
+        """One of done, stopped, failed, out of memory, running, compressed and killed."""
         known = str(self.memory[0]["identity"]["status"]) if self.memory else ""
         if self.error or self._failed_since():
             return known if known == "out of memory" else "failed"
         if known:
             return known
-        lock = self.folder / _LOCK
-        return "running" if lock.exists() and time.time() - lock.stat().st_mtime < _STALE_S else "killed"
+        if is_locked(self.folder):
+            return "running"
+        return "compressed" if self.compression and not self.lines else "killed"
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
@@ -107,6 +115,9 @@ class Record:
         if "metrics" in self.result:
             return self.result["metrics"]
         last = {line["kind"]: line for line in self.lines if line["kind"] in ("valid", "test")}
+        if self.compression and not last:
+            stage = self.compression["stages"][-1]  # a step that was left out repeats the one before it
+            return {self.compression["data"]: stage["metrics"]} | ({"test": stage["test"]} if stage["test"] else {})
         return {kind: dict(figures(line)) for kind, line in last.items()}
 
     @property
@@ -131,7 +142,8 @@ class Record:
     @cached_property
     def step(self) -> int:
         last = self.memory[0]["identity"].get("step", 0) if self.memory else 0
-        return max([last, *(line["step"] for line in self.lines)])
+        saved = (int(name.removeprefix("step-")) for name, _, _ in self.checkpoints)
+        return max([last, *(line["step"] for line in self.lines), *saved])
 
     @cached_property
     def log(self) -> list[tuple[str, str, str]]:
@@ -148,7 +160,7 @@ class Record:
     def checkpoints(self) -> list[tuple[str, float, int]]:
         """Name, time and bytes of each checkpoint, the oldest first."""
         found = []
-        for path in sorted(self.folder.glob("checkpoints/step-*/checkpoint.json")):
+        for path in sorted(self.folder.glob(f"checkpoints/step-*[0-9]/{_CHECKPOINT}")):
             num_bytes = sum(file.stat().st_size for file in path.parent.iterdir())
             found.append((path.parent.name, path.stat().st_mtime, num_bytes))
         return found
@@ -180,6 +192,10 @@ def open_record(path: Path, error: str | None = None) -> Record:
     Raises:
         UserError: it is none.
     """
+    if (path / _CHECKPOINT).exists():
+        above = os.path.normpath(path / ".." / "..")
+        hint = f"'{above}'" if (Path(above) / "config.yaml").exists() else "the folder that its run has written to"
+        raise UserError(f"'{path}' is a checkpoint, and a run directory is asked for; name {hint}")
     if not (path / "config.yaml").exists():
         raise UserError(f"'{path}' holds no run; name a folder that a run has written to, such as runs/NAME-TIME")
     return Record(path, error)

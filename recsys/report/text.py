@@ -10,9 +10,10 @@ def size(num_bytes: float | None) -> str:
     """Return bytes with three digits in the unit that suits; a dash for None."""
     if not num_bytes:
         return "–" if num_bytes is None else "0"
-    power = min(len(_UNITS) - 1, (int(abs(num_bytes)).bit_length() - 1) // 10)
+    power = min(len(_UNITS) - 1, max(0, int(abs(num_bytes)).bit_length() - 1) // 10)
     number = num_bytes / 1024**power
-    digits = 0 if power == 0 or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
+    is_whole = power == 0 and number == int(number)  # means of bytes may not be
+    digits = 0 if is_whole or abs(number) >= 99.95 else 1 if abs(number) >= 9.995 else 2
     return f"{number:,.{digits}f} {_UNITS[power]}"
 
 

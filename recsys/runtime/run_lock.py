@@ -167,13 +167,37 @@ def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any]) -> None:
                 f"config key 'run.dir': another run writes to '{path.parent}' ({_described(holder)}, last alive "
                 f"{max(0.0, age):.0f} s ago); wait for its end, stop it, or name another run.dir"
             )
-        if own or (held is False and mine["boot"] and mine["boot"] == holder.get("boot")) or age >= _STALE_S:
+        if own or _has_ended_here(held, holder) or age >= _STALE_S:
             return
         if not waits:
             text = "'%s' may be in use (%s, last alive %.0f s ago); waiting for a sign of that run, for up to %.0f s"
             logger.warning(text, path.parent, _described(holder), age, _STALE_S - age)
         waits = True
         time.sleep(_BEAT_S / 10)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a run that is alive holds the lock of a folder, as far as this machine can tell."""
+    path = folder / LOCK_FILE
+    try:
+        with path.open("rb") as file:
+            held = _is_held(file)
+            if held or _has_ended_here(held, _parsed(file.read())):
+                return bool(held)
+        age = _age_s(path) if os.access(folder, os.W_OK) else time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return False
+    return age < _STALE_S
+
+
+def _has_ended_here(held: bool | None, holder: dict[str, Any]) -> bool:
+    """Return whether the run of a lock is known to have ended, since it was one of this machine.
+
+    Args:
+        held: as of `_is_held`.
+    """
+    boot = _identity()["boot"]
+    return held is False and bool(boot) and boot == holder.get("boot")
 
 
 def _is_held(file: IO[bytes]) -> bool | None:

@@ -8,15 +8,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from launch import fork_train
+from launch import ROOT, fork_train
 
 from recsys.__main__ import main
+from recsys.errors import UserError
 from recsys.report.charts import Axis, line_chart, stacked_bars
 from recsys.report.compare import differing_keys, names_of
 from recsys.report.html import Html, table
 from recsys.report.page import report_page
-from recsys.report.record import Record
-from recsys.report.text import number
+from recsys.report.record import Record, open_record
+from recsys.report.text import number, size
 
 CONFIG = "configs/dlrm_sample.yaml"
 _VOID = ("meta", "link", "path", "rect", "circle", "polyline", "polygon", "br")
@@ -112,6 +113,18 @@ def test_the_page_of_a_killed_run(runs: Path, capsys: pytest.CaptureFixture[str]
     (runs / "killed" / ".lock").unlink()
 
 
+def test_a_killed_run_is_known_at_once_on_its_own_machine(runs: Path) -> None:
+    code = "import sys, time; from pathlib import Path; from recsys.runtime.run_lock import RunLock; "
+    code += "lock = RunLock(); lock.take(Path(sys.argv[1])); print('taken', flush=True); time.sleep(600)"
+    command = [sys.executable, "-c", code, str(runs / "killed")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"taken\n"
+        assert Record(runs / "killed").status == "running"
+        holder.kill()
+    assert Record(runs / "killed").status == "killed" and (runs / "killed" / ".lock").exists()
+    (runs / "killed" / ".lock").unlink()
+
+
 def test_names_are_no_html(runs: Path, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text('run: {name: "</style><script>x\'"}\n')
     (tmp_path / "logs").mkdir()
@@ -156,6 +169,37 @@ def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "recsys", "report", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith(f"error: '{tmp_path}' holds no run")
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_a_checkpoint_is_refused(command: str, runs: Path) -> None:
+    [checkpoint] = (runs / "two" / "checkpoints").glob("step-*")
+    before = sorted(checkpoint.iterdir())
+    with pytest.raises(UserError, match=rf"^'{checkpoint}' is a checkpoint, .*; name '{runs}/two'$"):
+        open_record(checkpoint)
+    done = subprocess.run([sys.executable, "-m", "recsys", command, str(checkpoint)], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and sorted(checkpoint.iterdir()) == before
+
+
+def test_checkpoints_that_are_aside_are_none_of_the_run(runs: Path) -> None:
+    [checkpoint] = (runs / "two" / "checkpoints").glob("step-*")
+    aside = checkpoint.with_name("step-000009999.refused")
+    aside.mkdir()
+    (aside / "checkpoint.json").touch()
+    assert checkpoint.name.endswith(str(Record(runs / "two").step)) and report_page(Record(runs / "two"))
+    (aside / "checkpoint.json").unlink()
+    aside.rmdir()
+
+
+def test_bytes_of_any_size() -> None:
+    sizes = {0: "0", 0.5: "0.50 bytes", 3: "3 bytes", 12.5: "12.5 bytes", 1023: "1,023 bytes", 1536: "1.50 KiB"}
+    assert {num_bytes: size(num_bytes) for num_bytes in sizes} == sizes and size(-2048) == "-2.00 KiB"
+    axis = Axis("Memory", show=size, base=1024, least=0)
+    for most, ticks in ((0, ["0", "1 bytes"]), (3, ["0", "1 bytes", "2 bytes", "3 bytes"])):
+        drawn = line_chart(axis, {"a": [(1, 0), (2, most)]})
+        assert re.findall(r"text-anchor=end>([^<]*)<", drawn) == [*ticks, "step"]
+    drawn = line_chart(Axis("Colliding ids", show=lambda value: f"{value:.0%}"), {"a": [(1, 0.0), (2, 0.0)]})
+    assert re.findall(r"text-anchor=end>([^<]*)<", drawn) == ["0%", "25%", "50%", "75%", "100%", "step"]
 
 
 def test_a_curve_has_round_ticks_gaps_and_a_band() -> None:

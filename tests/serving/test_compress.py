@@ -1,6 +1,7 @@
 """`recsys compress`: what is accepted is a run as any other, of fewer bytes, and of the metric that was reported."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from checkpoints import load_tables
 from launch import evaluate, fork_train
 from retrieval import write_retrieval
 
+from recsys.__main__ import main
 from recsys.ids import KeptRows
+from recsys.report.record import open_record
 
 # A list with weights of its own to be averaged, a vocabulary, several rows an id, and rows by number.
 CONFIG = (
@@ -95,6 +98,18 @@ def test_rows_are_gone_and_those_kept_are_as_they_were(runs: tuple[Path, Path]) 
     sizes = [sum(path.stat().st_size for path in run.glob("checkpoints/*/*.bin")) for run in runs]
     states = [sum(v.numel() * v.element_size() for v in tables(run, "table").values()) for run in runs]
     assert sizes[0] - sizes[1] == states[0] - states[1] > 500 * 4 * 8
+
+
+def test_its_page_tells_what_was_accepted(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    record, last = open_record(runs[1]), report(runs[1])["stages"][-1]
+    assert (record.status, record.step) == ("compressed", 24)
+    assert record.metrics == {"valid": last["metrics"], "test": last["test"]}
+    assert main(["compare", *map(str, runs), "--out", str(runs[1].parent / "compare.html")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^status +done +compressed$", said, re.M) and re.search(r"^steps +24 +24$", said, re.M)
+    assert re.search(rf"^valid auc +[\d.]+ +{last['metrics']['auc']:.4f}$", said, re.M)
+    assert main(["report", str(runs[1])]) == 0
+    assert "status good'>compressed</span> at step 24" in (runs[1] / "report.html").read_text()
 
 
 def test_it_predicts_and_exports(runs: tuple[Path, Path], tmp_path: Path) -> None:
