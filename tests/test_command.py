@@ -28,6 +28,12 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
         (["evaluate", "nowhere"], 1, "'nowhere' does not exist"),
         (["prepare", "csv"], 2, "recsys prepare csv: the following arguments are required: INPUT, --out"),
         (["tables", "export", "a"], 1, "required: TABLE, OUT.parquet; recsys tables export --help tells the rest"),
+        (
+            ["tables", "export", "configs", "item", "x"],
+            1,
+            "RUN_OR_CHECKPOINT: 'configs' holds no checkpoint; name a run",
+        ),
+        (["evaluate", "a", "data.test=b", "c"], 1, "is named twice, by 'data.test=b' and by 'c'; name all of it as"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -38,7 +38,7 @@ def export_table(source: Path, table: str, out: Path) -> int:
     Raises:
         UserError: there is no such checkpoint, it is corrupt, or it has no such table.
     """
-    path = find_checkpoint(source)
+    path = find_checkpoint(source, "RUN_OR_CHECKPOINT")
     marker = Marker.read(path)
     problems = [text for name, entry in marker.files.items() if (text := file_problem(path / name, *entry))]
     if problems:

@@ -53,9 +53,19 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
 
 
 def with_data(words: list[str]) -> list[str]:
-    """Return changes of a config with the words that are none, which are paths, as data.test."""
+    """Return changes of a config with the words that are none, which are paths, as data.test.
+
+    Raises:
+        UserError: data.test is among the changes too.
+    """
     paths = [word for word in words if "=" not in word or "/" in word.partition("=")[0]]
     changes = [word for word in words if word not in paths]
+    named = [word for word in changes if word.partition("=")[0].strip() == "data.test"]
+    if named and paths:
+        raise UserError(
+            f"the data to evaluate is named twice, by '{named[0]}' and by '{paths[0]}'; name all of it as paths, or "
+            f"all of it by data.test=[…]"
+        )
     return [*changes, f"data.test={json.dumps(paths)}"] if paths else changes
 
 
