@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from recsys.models.metrics import is_higher_better
 from recsys.runtime.launch import environment_of_one_process
 from recsys.runtime.logs import logger
 from recsys.tables.row_codes import row_bytes
+from recsys.training.sweep_processes import PROCESS, StoppedError, StopSignal, counted, end, joined, put_back
 from recsys.training.sweep_report import Tried, write_report
 from recsys.training.sweep_space import Space
 
 _STUDY = "sweep"
 _POLL_S = 0.2
+_NOT_ENDED = "not ended"  # of a trial that another process still trains
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Sweep:
         config: YAML file; overrides: `key=value` over it, in all trials.
         trials: how many there are to be, of all processes that share `out`; seeds: how often each is trained.
         metric: of data.valid. by_bytes: the bytes of tables are to be small beside it; no trial is then ended early.
+        stop: the signal that ends the search, once it came.
     """
 
     config: str
@@ -50,21 +54,29 @@ class Sweep:
     jobs: int
     metric: str
     by_bytes: bool
+    stop: StopSignal = field(default_factory=StopSignal, init=False)
 
     def run(self) -> int:
-        """Try until there are as many trials as asked for, and write sweep.json, .md and .svg; return exit status, 0.
+        """Try until there are as many trials as asked for, and write sweep.json, .md and .svg; return the exit status.
+
+        It is 0, or 130 or 143 where SIGINT or SIGTERM came before.
 
         Raises:
             UserError: `out` holds another sweep, or every trial failed.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         study = self._study()
-        with ThreadPoolExecutor(self.jobs) as pool:
-            for done in [pool.submit(self._work) for _ in range(self.jobs)]:
+        with self.stop.caught(), joined(study, self.out) as process, ThreadPoolExecutor(self.jobs) as pool:
+            for done in [pool.submit(self._work, process) for _ in range(self.jobs)]:
                 done.result()
-        tried = [_tried(each) for each in study.get_trials(deepcopy=False) if each.number < self.trials]
-        write_report(self.out, tried, self.metric, is_higher_better(self.metric), self.by_bytes, self._command())
-        if not any(each.values for each in tried):
+        begun = [each for each in counted(study.get_trials(deepcopy=False)) if each.state.name != "WAITING"]
+        tried = [_tried(each) for each in begun[: self.trials]]
+        if tried:
+            write_report(self.out, tried, self.metric, is_higher_better(self.metric), self.by_bytes, self._command())
+        if self.stop.number:
+            logger.info("stopped by %s; the same command goes on with it", signal.Signals(self.stop.number).name)
+            return 128 + self.stop.number
+        if not any(each.values or each.remark == _NOT_ENDED for each in tried):
             raise UserError(f"every trial of {self.out} failed, the first with: {tried[0].remark}")
         return 0
 
@@ -94,11 +106,13 @@ class Sweep:
         study.set_user_attr("asked", asked)
         return study
 
-    def _work(self) -> None:
+    def _work(self, process: str) -> None:
         study, distributions = self._study(), self.space.distributions()
-        while True:
+        while not self.stop.number:
             trial = study.ask(distributions)
-            if trial.number >= self.trials:
+            trial.set_user_attr(PROCESS, process)
+            earlier = [each for each in study.get_trials(deepcopy=False) if each.number < trial.number]
+            if len(counted(earlier)) >= self.trials:
                 study.tell(trial, state=_optuna().trial.TrialState.FAIL)  # one too many, which no report shows
                 return
             self._try(study, trial)
@@ -120,6 +134,8 @@ class Sweep:
             trial.set_user_attr("seconds", time.monotonic() - start)
             study.tell(trial, state=optuna.trial.TrialState.PRUNED)
             logger.info("trial %d: ended early, below the median of the others", trial.number)
+        except StoppedError:
+            put_back(study, trial)
         except UserError as error:
             trial.set_user_attr("error", str(error))
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -129,8 +145,9 @@ class Sweep:
         """Train once; return the metric.
 
         Raises:
-            UserError: the process failed. TrialPruned: it was ended early.
+            UserError: the process failed. TrialPruned: it was ended early. StoppedError: so is the search.
         """
+        self.stop.check()
         of_sweep = [f"seed={seed}", f"run.dir={run_dir}", "run.overwrite=true", "data.test=null"]
         if self.jobs > 1 and not any(word.startswith("run.num_threads=") for word in self.overrides):
             of_sweep.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
@@ -148,17 +165,22 @@ class Sweep:
             finally:
                 process.kill()  # it has ended, is pruned, or this process is about to end
                 process.wait()
+                shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        self.stop.check_after(process)
         if process.returncode:
             *_, last = log.read_text().strip().splitlines() or [f"it ended with status {process.returncode}"]
             raise UserError(last.removeprefix("error: "))
-        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         result = json.loads((run_dir / "result.json").read_text())["metrics"].get("valid", {})
         if result.get(self.metric) is None:
             raise UserError(f"the run tells no {self.metric} of data.valid")
         return float(result[self.metric])
 
     def _evaluations(self, process: "subprocess.Popen[bytes]", metrics: Path) -> Iterator[tuple[int, float]]:
-        """Yield step and metric of each evaluation of data.valid, until a process has ended."""
+        """Yield step and metric of each evaluation of data.valid, until a process has ended.
+
+        Raises:
+            StoppedError: the search is to end, and the process has.
+        """
         at = 0
         while True:
             is_over = process.poll() is not None
@@ -173,6 +195,9 @@ class Sweep:
                             yield record["step"], record[self.metric]
             if is_over:
                 return
+            if self.stop.number:
+                end(process)
+                raise StoppedError
             time.sleep(_POLL_S)
 
 
@@ -220,7 +245,7 @@ def open_sweep(
 
 def _tried(trial: Any) -> Tried:
     known, state = trial.user_attrs, trial.state.name.lower()
-    texts = {"complete": "", "pruned": "ended early", "running": "not ended", "fail": known.get("error", "failed")}
+    texts = {"complete": "", "pruned": "ended early", "running": _NOT_ENDED, "fail": known.get("error", "failed")}
     return Tried(
         trial.number,
         {key: str(value) for key, value in trial.params.items()},

@@ -1,0 +1,116 @@
+"""Processes that share a search: signals that end one, and how the trials that a process leaves are tried again."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from recsys.runtime.run_lock import RunLock, is_locked
+
+PROCESS = "process"  # attribute of a trial: the name of the process that tries it
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENDED_BY_SIGNAL = {*(128 + number for number in _SIGNALS), *(-number for number in _SIGNALS)}
+_GRACE_S, _POLL_S, _NAMELESS_S = 5.0, 0.02, 60.0
+
+
+class StoppedError(Exception):
+    """A signal has asked this process to stop."""
+
+
+@dataclass
+class StopSignal:
+    """Keeps the signal that asks for the end, where all threads look for it.
+
+    Attributes:
+        number: of the last one; 0: none came. It is a plain number, since a handler must not wait for a lock.
+    """
+
+    number: int = 0
+
+    @contextmanager
+    def caught(self) -> Iterator[None]:
+        """Keep SIGINT and SIGTERM, which then do not end this process."""
+        before = {number: signal.signal(number, self._keep) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raise StoppedError if a signal came."""
+        if self.number:
+            raise StoppedError
+
+    def check_after(self, process: "subprocess.Popen[bytes]") -> None:
+        """Raise StoppedError if a process, which has ended, did so by a signal that came here too.
+
+        Ctrl-C and schedulers signal all processes at once, so that this one's may still be on its way.
+        """
+        until = time.monotonic() + (1.0 if process.returncode in _ENDED_BY_SIGNAL else 0.0)
+        while not self.number and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        if process.returncode:
+            self.check()
+
+    def _keep(self, number: int, frame: Any) -> None:
+        self.number = number
+
+
+def end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process by SIGTERM, and one that takes longer than some seconds by SIGKILL."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
+    process.kill()
+    process.wait()
+
+
+@contextmanager
+def joined(study: Any, out: Path) -> Iterator[str]:
+    """Put back what processes that have died left unfinished; yield the name of this one, locked while it lives."""
+    processes = out / "processes"
+    for trial in study.get_trials(deepcopy=False):
+        if trial.state.name == "RUNNING" and _is_left(trial, processes):
+            put_back(study, trial)
+    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"  # process numbers come again
+    (processes / name).mkdir(parents=True)
+    try:
+        with RunLock() as lock:
+            lock.take(processes / name)
+            yield name
+    finally:
+        shutil.rmtree(processes / name, ignore_errors=True)
+
+
+def _is_left(trial: Any, processes: Path) -> bool:
+    """Return whether the process of a trial has died; its folder, which tells so, is then removed."""
+    if (name := trial.user_attrs.get(PROCESS)) is None:  # it has only just begun, or died before it said its name
+        return time.time() - trial.datetime_start.timestamp() > _NAMELESS_S
+    if is_locked(processes / name):
+        return False
+    shutil.rmtree(processes / name, ignore_errors=True)
+    return True
+
+
+def put_back(study: Any, trial: Any) -> None:
+    """Give up a trial that was cut short and queue its settings, unless another process has done so."""
+    from optuna.exceptions import UpdateFinishedTrialError
+    from optuna.trial import TrialState
+
+    with suppress(ValueError, UpdateFinishedTrialError):
+        study.tell(trial.number, state=TrialState.FAIL)
+        study.enqueue_trial(trial.params)
+
+
+def counted(trials: Iterable[Any]) -> list[Any]:
+    """Return the trials that count: those that failed without an error were cut short, or were one too many."""
+    return [trial for trial in trials if trial.state.name != "FAIL" or "error" in trial.user_attrs]
