@@ -147,6 +147,8 @@ class Condition:
     def _test(self, values: pa.Array) -> pa.Array:
         if self.operator != "in":
             return KERNELS[self.operator](values, self.value)
+        if pa.types.is_decimal(values.type):  # the literals' own types differ, and no one type may hold them all
+            return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
         kinds = {scalar.type for scalar in self.value}
         literals = pa.array([scalar.as_py() for scalar in self.value], kinds.pop() if len(kinds) == 1 else pa.int64())
         # The kernel says false for null, and `not in` would take it.
@@ -191,7 +193,7 @@ def _check_pair(operator: str, left: str, left_kind: pa.DataType, right: str, ri
     try:
         if len(kinds) == 2 and not all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in kinds):
             raise pa.ArrowInvalid
-        KERNELS[operator](pa.array([], left_kind), pa.array([], right_kind))
+        KERNELS[operator](*(_comparable(pa.array([], kind)) for kind in (left_kind, right_kind)))
     except pa.ArrowException as error:
         raise UserError(
             f"{KEY}: columns '{left}' ({left_kind}) and '{right}' ({right_kind}) cannot be compared with each other; "
@@ -201,6 +203,7 @@ def _check_pair(operator: str, left: str, left_kind: pa.DataType, right: str, ri
 
 def _bound(column: str, kind: pa.DataType, operator: str, literal: Any) -> tuple[str, pa.Scalar]:
     """Return a comparison with a literal as one with a scalar of the column's type."""
+    given = literal
     if pa.types.is_integer(kind) and isinstance(literal, float):  # Arrow refuses to compare large ids with it
         if not math.isfinite(literal) or (operator in ("==", "!=") and not literal.is_integer()):
             raise UserError(
@@ -214,17 +217,19 @@ def _bound(column: str, kind: pa.DataType, operator: str, literal: Any) -> tuple
         if type(literal) not in types or (pa.types.is_boolean(kind) and literal not in (0, 1)):
             raise TypeError(kind)
         scalar = _scalar(kind, literal)
-        KERNELS[operator](pa.array([], kind), scalar)
+        KERNELS[operator](_comparable(pa.array([], kind)), scalar)
         return operator, scalar
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise UserError(
-            f"{KEY}: column '{column}' is {kind}, and cannot be compared with {literal!r}; {advice}"
+            f"{KEY}: column '{column}' is {kind}, and cannot be compared with {given!r}; {advice}"
         ) from error
 
 
 def _scalar(kind: pa.DataType, literal: Any) -> pa.Scalar:
-    if pa.types.is_null(kind) or pa.types.is_boolean(kind):
-        return pa.scalar(literal if pa.types.is_null(kind) else bool(literal))
+    if pa.types.is_null(kind):  # equal to nothing, whatever the literal; Arrow compares no null with an untyped one
+        return pa.scalar(None, pa.int64())
+    if pa.types.is_boolean(kind):
+        return pa.scalar(bool(literal))
     if pa.types.is_decimal(kind):
         return pa.scalar(Decimal(repr(literal)))
     if pa.types.is_integer(kind) and kind.bit_width < 64 and not _fits(kind, literal):
@@ -236,7 +241,14 @@ def _scalar(kind: pa.DataType, literal: Any) -> pa.Scalar:
             return pa.scalar(literal).cast(pa.timestamp(kind.unit)).cast(kind)
     if pa.types.is_temporal(kind):
         return pa.scalar(literal).cast(kind)
+    if pa.types.is_floating(kind):  # of an integer Arrow refuses those that the type has to round
+        return _comparable(pa.scalar(float(literal), kind))
     return pa.scalar(literal, kind)
+
+
+def _comparable(values: Any) -> Any:
+    """Return an array or scalar in a type that Arrow's kernels compare: halves as float32, others as they are."""
+    return values.cast(pa.float32()) if pa.types.is_float16(values.type) else values
 
 
 def _fits(kind: pa.DataType, literal: int) -> bool:
@@ -248,7 +260,9 @@ def _of_values(column: pa.ChunkedArray, test: Callable[[pa.Array], pa.Array]) ->
     """Apply `test` to each chunk; of a dictionary-encoded one to each distinct value once."""
     chunks = column.chunks or [pa.array([], column.type)]
     return pa.chunked_array(
-        pc.take(test(chunk.dictionary), chunk.indices) if pa.types.is_dictionary(chunk.type) else test(chunk)
+        pc.take(test(chunk.dictionary), chunk.indices)
+        if pa.types.is_dictionary(chunk.type)
+        else test(_comparable(chunk))
         for chunk in chunks
     )
 
@@ -257,6 +271,8 @@ def _may_hold(operator: str, known: Bounds, literal: pa.Scalar) -> np.ndarray:
     """Return in which row groups some value may compare so."""
     if operator == "==":
         return _may_hold("<=", known, literal) & _may_hold(">=", known, literal)
-    least, most = (pc.fill_null(KERNELS[operator](end, literal), True) for end in (known.least, known.most))
+    least, most = (
+        pc.fill_null(KERNELS[operator](_comparable(end), literal), True) for end in (known.least, known.most)
+    )
     ends = {"<": least, "<=": least, ">": most, ">=": most, "!=": pc.or_(least, most)}
     return ends[operator].to_numpy(zero_copy_only=False)

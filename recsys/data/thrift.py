@@ -203,6 +203,6 @@ def _plain_encoding(kind: pa.DataType) -> np.dtype | None:
         return np.dtype(f"<{'i' if pa.types.is_signed_integer(kind) else 'u'}{8 if kind.bit_width == 64 else 4}")
     if pa.types.is_date32(kind) or pa.types.is_timestamp(kind):
         return np.dtype(f"<i{kind.bit_width // 8}")
-    if pa.types.is_float32(kind) or pa.types.is_float64(kind):
+    if pa.types.is_floating(kind):
         return np.dtype(f"<f{kind.bit_width // 8}")
     return np.dtype(bool) if pa.types.is_boolean(kind) else None

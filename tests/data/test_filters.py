@@ -36,6 +36,7 @@ TABLE = pa.table(
         "big": pa.array([2**60 + 1, 2**60, -(2**60), 0, 1, None]),
         "bytes": pa.array([b"a", b"b", None, b"c", b"d", b"e"]),
         "null": pa.nulls(6),
+        "h": pa.array([0.1, -2, None, 2, NAN, 7], pa.float16()),
         "a2": pa.array([1, 2, 2, 9, None, 4], pa.int64()),
     }
 )
@@ -80,6 +81,14 @@ CASES = [
     ("z == '2026-11-02T13:00:00+01:00'", [1]),
     ("n > 1.5", [1, 5]),
     ("n == 1.5", [0]),
+    ("n in [2, 9.99]", [1, 5]),
+    ("n not in [2, 1.5, 100000000000000000000000000000, 0.0000000000001]", [3, 4, 5]),
+    ("h > 0", [0, 3, 5]),
+    ("h == 0.1", [0]),
+    ("h in [-2, 7]", [1, 5]),
+    ("h != 7", [0, 1, 3, 4]),
+    ("h <= f", [0, 1, 5]),
+    ("f < 1180591620717411303424", [0, 1, 4, 5]),
     ("l is None", [1]),
     ("l is not None and a == 3", [2]),
     ("col('odd name') >= 4", [4, 5]),
@@ -139,7 +148,7 @@ def test_row_groups_of_one_row_are_decided_by_statistics(tmp_path, monkeypatch):
     write(tmp_path / "a.parquet", TABLE, row_group_rows=1)
     for text, _ in CASES:
         columns = parse_filter(text).columns()
-        if columns & {"f", "l", "n", "null", "a2"}:
+        if columns & {"f", "l", "n", "null", "a2", "h"}:
             continue
 
         def none(*_) -> int:
@@ -187,6 +196,8 @@ BAD = [
     ("a == 2.5", "2.5 is no integer"),
     ("big == 9223372036854775808", "'big' is int64, and cannot be compared with 9223372036854775808"),
     ("u > -1", "'u' is uint64"),
+    ("a < 1e300", "cannot be compared with 1e+300; write an integer"),
+    ("h == 'x'", "'h' is halffloat, and cannot be compared with 'x'; write a number"),
     ("a == True", "'a' is int32, and cannot be compared with True"),
     ("s == 5", "write a value in quotes"),
     ("b == 5", "write True or False"),
@@ -362,6 +373,24 @@ def test_partitions_and_columns_in_one_filter(tmp_path):
     assert rows(open_filtered(tmp_path, "hour != 1")) == [0, 1, 20, 21]
     assert read_column(open_filtered(tmp_path, "hour == 2", "hour"), "hour").to_pylist() == [2, 2]
     assert "'hour' is int32" in refusal(lambda: open_filtered(tmp_path, "hour == '02'"))
+
+
+def test_a_partition_key_and_literals_that_only_the_columns_type_holds(tmp_path):
+    """Before the footers are read, the types of columns that are no keys are not known."""
+    big = 2**63
+    for day in (1, 2):
+        u = pa.array([big, big + day], pa.uint64())
+        write(tmp_path / f"day={day}" / "a.parquet", {"row": [10 * day, 10 * day + 1], "u": u})
+    assert rows(open_filtered(tmp_path, f"day == 2 and u > {big}")) == [21]
+    assert rows(open_filtered(tmp_path, f"day == 1 or u in [{big + 2}, 7]")) == [10, 11, 21]
+    assert rows(open_filtered(tmp_path, f"day >= 1 and u == {big}")) == [10, 20]
+
+
+def test_row_groups_of_halves_without_a_match_are_not_counted(tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet", {"row": range(4), "h": pa.array([1, 2, 3.5, 4], pa.float16())}, row_group_rows=2)
+    counted, count = [], SegmentReader.count
+    monkeypatch.setattr(SegmentReader, "count", lambda self, number: counted.append(number) or count(self, number))
+    assert rows(open_filtered(tmp_path, "h >= 3.5")) == [2, 3] and counted == [1]
 
 
 def test_filters_change_the_fingerprint(tmp_path):
