@@ -298,10 +298,10 @@ class _Splitter:
     def _times(self, column: pa.Array) -> np.ndarray:
         if column.null_count:
             raise UserError(f"column {self.column!r} holds nulls, so rows cannot be split by it as time")
-        if pa.types.is_timestamp(column.type):
-            column = column.cast(pa.int64())
+        if pa.types.is_temporal(column.type):
+            column = column.view(pa.int32() if column.type.bit_width == 32 else pa.int64())
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-            raise UserError(f"column {self.column!r} is {column.type}; to split by time it must be a number")
+            raise UserError(f"column {self.column!r} is {column.type}; to split by time it must be a number or a time")
         return column.to_numpy(zero_copy_only=False)
 
     def _time_cuts(self, reader: _Reader) -> np.ndarray:

@@ -11,10 +11,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recsys.data.footers import footer_of, parsed_footer, read_footer
+from recsys.data.sources import find_files
+from recsys.data.storage import Files, partition_column, partition_keys, reason
 from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval
 from recsys.datasets.tokens import TOKENS_HELP, tokenize
 from recsys.datasets.writer import (
     WHERE_HELP,
+    check_bounds,
     check_column,
     columns_where,
     is_true,
@@ -22,6 +26,7 @@ from recsys.datasets.writer import (
     option,
     replacing,
     rows_where,
+    told_of,
 )
 from recsys.errors import UserError, nearest
 
@@ -70,7 +75,7 @@ class LogOptions:
 
 
 def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrite: bool = False) -> None:
-    """Write the interactions of Parquet files, or folders of them, below ``out`` as `write_retrieval` does.
+    """Write the interactions of Parquet files, globs or folders of them, below ``out`` as `write_retrieval` does.
 
     Of a user's rows with one item the first counts, unless users are the rows of train; of an existing split, the first
     of the first part. Features are those of the user's, or item's, last row. The columns are held in memory, histories
@@ -79,9 +84,10 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     Raises:
         UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
     """
-    wheres = [options.valid_where, options.test_where]
+    check_bounds(options)
+    wheres = {"--valid-where": options.valid_where, "--test-where": options.test_where}
     given = [options.valid or options.test, options.split_column, options.hold_out != LogOptions().hold_out]
-    if sum(map(bool, [*given, any(wheres)])) > 1:
+    if sum(map(bool, [*given, any(wheres.values())])) > 1:
         raise UserError(
             "--valid and --test are a split by themselves, as are --valid-where and --test-where, --split-column, and "
             "--hold-out; give one of them"
@@ -94,10 +100,12 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
     wanted = list(dict.fromkeys([*wanted, *filter(None, [options.split_column])]))
-    wanted = list(dict.fromkeys([*wanted, *(name for each in wheres for name in columns_where(each))]))
+    wanted = list(
+        dict.fromkeys([*wanted, *(name for flag, each in wheres.items() for name in columns_where(each, flag))])
+    )
     parts = [
-        _one_item_a_row(_read(paths, wanted, options.where), options.item)
-        for paths in (inputs, options.valid, options.test)
+        _one_item_a_row(_read(flag, paths, wanted, options.where), options.item)
+        for flag, paths in (("INPUT", inputs), ("--valid", options.valid), ("--test", options.test))
         if paths
     ]
     table = _joined(parts)
@@ -154,32 +162,44 @@ def _given_split(table: pa.Table, options: LogOptions, sizes: Sequence[int]) -> 
     return split.astype(np.int8)
 
 
-def _read(inputs: Sequence[Path], names: list[str], where: str | None) -> pa.Table:
-    files = [file for path in inputs for file in (sorted(path.rglob("*.parquet")) if path.is_dir() else [path])]
-    if not files:
-        raise UserError(f"there is no .parquet file in {', '.join(map(str, inputs))}")
+def _read(flag: str, inputs: Sequence[Path], names: list[str], where: str | None) -> pa.Table:
+    """Return columns of the rows of files that match, as training reads them: see `find_files` and `parsed_footer`."""
+    wanted = list(dict.fromkeys([*names, *columns_where(where)]))
+    with told_of(flag, f"config key '{flag}'"):
+        files = find_files(flag, list(map(str, inputs)))
     tables = []
-    for file in files:
+    for name, size in zip(files.names, files.sizes.tolist(), strict=True):
         try:
-            with pq.ParquetFile(file, page_checksum_verification=True) as opened:
-                present = opened.schema_arrow.names
-                wanted = list(dict.fromkeys([*names, *columns_where(where)]))
-                missing = [name for name in wanted if name not in present]
-                if missing:
-                    others = f"only {', '.join(present)}{nearest(missing[0], present)}"
-                    raise UserError(f"{file} has no column {missing[0]!r}, {others}")
-                table = opened.read(wanted)
-        except (OSError, pa.ArrowInvalid) as error:
+            table = _columns(files, name, size, wanted)
+        except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
             hint = "; `python -m recsys prepare csv` makes Parquet of delimited files"
-            raise UserError(f"{file} cannot be read as Parquet ({error}){hint}") from None
+            raise UserError(f"{name} cannot be read as Parquet ({reason(error)}){hint}") from None
         tables.append((table if where is None else rows_where(table, where)).select(names))
     return _joined(tables)
+
+
+def _columns(files: Files, name: str, size: int, wanted: list[str]) -> pa.Table:
+    """Return columns of a file, in the types that Parquet itself has for them, and of the keys in its path."""
+    keys, footer = partition_keys(name), parsed_footer(footer_of(read_footer(files.storage, name, size)))
+    with pq.ParquetFile(name, metadata=footer, page_checksum_verification=True) as opened:
+        stored = opened.schema_arrow.names
+        present = list(dict.fromkeys([*stored, *keys]))
+        missing = [column for column in wanted if column not in present]
+        if missing:
+            others = f"only {', '.join(present)}{nearest(missing[0], present)}"
+            raise UserError(f"{name} has no column {missing[0]!r}, {others}")
+        table = opened.read([column for column in wanted if column in stored])
+    for column in wanted:
+        if column not in stored:
+            kind = files.partition_type(column, pa.schema([]))
+            table = table.append_column(column, partition_column(keys[column], kind, footer.num_rows).cast(kind))
+    return table.select(wanted)
 
 
 def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
     """Return the rows of a log, one for each item where the items of a user, or a session, are a list."""
     column = table[item]
-    if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
+    if not pa.types.is_list(column.type):
         return table
     rows = table.drop_columns([item]).take(pc.list_parent_indices(column))
     return rows.append_column(item, pc.list_flatten(column))
@@ -219,7 +239,7 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
 
 def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
     """Return for each row the number of its id, int64, and the ids in the order in which they come."""
-    kinds = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)
+    kinds = (pa.types.is_integer, pa.types.is_string)
     column = _whole_column(table, name, kinds, "an id", "an integer or a string")
     encoded = column.combine_chunks().dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), [encoded.dictionary]

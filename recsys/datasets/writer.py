@@ -174,9 +174,9 @@ def check_column(name: str, names: list[str]) -> None:
         raise UserError(f"there is no column {name!r}, only {', '.join(names)}{nearest(name, names)}")
 
 
-def columns_where(where: str | None) -> list[str]:
-    """The columns that --where names, sorted. Raises UserError for what is no filter (see ``parse_filter``)."""
-    with _told_of("--where"):
+def columns_where(where: str | None, flag: str = "--where") -> list[str]:
+    """The columns that a filter names, sorted. Raises UserError, by flag, for what is none (see ``parse_filter``)."""
+    with told_of(flag):
         return sorted(parse_filter(where).columns()) if where is not None else []
 
 
@@ -187,7 +187,7 @@ def rows_where(rows: pa.Table | pa.RecordBatch, where: str) -> pa.Table | pa.Rec
 
 def is_true(rows: pa.Table | pa.RecordBatch, condition: str, flag: str) -> pa.BooleanArray:
     """What a condition, written as a filter, is for each row; null as in SQL. Errors as of ``rows_where``, by flag."""
-    with _told_of(flag):
+    with told_of(flag):
         parsed = parse_filter(condition)
         for name in sorted(parsed.columns()):
             check_column(name, rows.schema.names)
@@ -196,11 +196,12 @@ def is_true(rows: pa.Table | pa.RecordBatch, condition: str, flag: str) -> pa.Bo
 
 
 @contextmanager
-def _told_of(flag: str) -> Iterator[None]:
+def told_of(flag: str, key: str = KEY) -> Iterator[None]:
+    """Let errors inside the block name what was given on the command line in place of a config key."""
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace(KEY, flag)) from None
+        raise UserError(str(error).replace(key, flag)) from None
 
 
 def hash_uniform(keys: np.ndarray, seed: int) -> np.ndarray:

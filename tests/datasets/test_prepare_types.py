@@ -1,0 +1,112 @@
+"""Logs of columns and files however they are held: types that writers add to Parquet's own, times, folders, globs."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.datasets.delimited import CsvOptions, convert_csv
+from recsys.datasets.interactions import LogOptions, convert_log
+from recsys.datasets.prepare import prepare
+from recsys.errors import UserError
+
+USERS = [f"u{i % 7}" for i in range(60)]
+ITEMS = [f"i{i * 5 % 11}" for i in range(60)]
+
+
+def write(path: Path, **columns: pa.Array | list) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def read(folder: Path) -> dict[str, list]:
+    parts = ("train", "valid", "test", "items")
+    return {part: pa.concat_tables(map(pq.read_table, sorted((folder / part).glob("*")))).to_pylist() for part in parts}
+
+
+def converted(source: Path, out: Path, **options) -> dict[str, list]:
+    convert_log([source], out, LogOptions(**options))
+    return read(out)
+
+
+@pytest.mark.parametrize("kind", [pa.dictionary(pa.int8(), pa.string()), pa.string_view(), pa.large_string()], ids=str)
+def test_texts_however_they_are_held(kind: pa.DataType, tmp_path: Path) -> None:
+    titles = [f"the {item}" for item in ITEMS]
+    options = {"item_features": ["title"], "tokens": ["title"], "where": "title != 'the i3'"}
+    plain = {"user_id": pa.array(USERS), "item_id": pa.array(ITEMS), "title": pa.array(titles)}
+    held = {name: column.cast(kind) for name, column in plain.items()}
+    expected = converted(write(tmp_path / "plain/a.parquet", **plain), tmp_path / "expected", **options)
+    assert expected["items"][0]["title"] == ["i0"]
+    assert converted(write(tmp_path / "held/a.parquet", **held), tmp_path / "found", **options) == expected
+    for name, columns in (("a", plain), ("b", held)):  # both in one log
+        pq.write_table(pa.table(columns).slice(30 * (name == "b"), 30), tmp_path / "held" / f"{name}.parquet")
+    assert converted(tmp_path / "held", tmp_path / "both", **options) == expected
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pa.list_(pa.int64(), 4), pa.list_view(pa.int64()), pa.large_list(pa.int64())],
+    ids=["fixed size", "view", "large"],
+)
+def test_lists_however_they_are_held(kind: pa.DataType, tmp_path: Path) -> None:
+    lists = np.random.default_rng(0).permuted(np.tile(np.arange(9), (20, 1)), axis=1)[:, :4].tolist()
+    plain, held = pa.array(lists, pa.list_(pa.int64())), pa.array(lists, kind)
+    users = [*range(20)]
+    expected = converted(write(tmp_path / "plain.parquet", user_id=users, item_id=plain), tmp_path / "expected")
+    assert len(expected["test"]) == 20
+    assert converted(write(tmp_path / "held.parquet", user_id=users, item_id=held), tmp_path / "found") == expected
+
+
+def test_folders_are_read_as_training_reads_them(tmp_path: Path) -> None:
+    """Without what begins with a dot or _, with the keys in paths as columns, and by globs."""
+    for part in range(2):
+        here = slice(30 * part, 30 * part + 30)
+        write(tmp_path / f"log/day={1 + part}/a.parquet", user_id=USERS[here], item_id=ITEMS[here])
+    write(tmp_path / "log/_delta_log/1.checkpoint.parquet", other=[1])
+    write(tmp_path / "log/day=1/_temporary/b.parquet", user_id=["x"], item_id=["y"])
+    write(tmp_path / "log/.hidden/c.parquet", user_id=["x"], item_id=["y"])
+    whole = write(tmp_path / "whole.parquet", user_id=USERS, item_id=ITEMS, day=[1] * 30 + [2] * 30)
+    expected = converted(whole, tmp_path / "expected", time="day")
+    assert {row["day"] for row in expected["train"]} == {1, 2}
+    assert converted(tmp_path / "log", tmp_path / "found", time="day") == expected
+    second = converted(tmp_path / "log", tmp_path / "second", where="day == 1")
+    assert second == converted(tmp_path / "log/*=1/*.parquet", tmp_path / "glob")
+    with pytest.raises(UserError, match=r"^INPUT: no file matches '.*/log/x\*'$"):
+        convert_log([tmp_path / "log/x*"], tmp_path / "none", LogOptions())
+    with pytest.raises(UserError, match=r"^--test: '.*/nowhere' does not exist"):
+        convert_log([tmp_path / "log"], tmp_path / "none", LogOptions(test=[tmp_path / "nowhere"]))
+    with pytest.raises(UserError, match="has no column 'dya', only user_id, item_id, day; did you mean 'day'"):
+        convert_log([tmp_path / "log"], tmp_path / "none", LogOptions(time="dya"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--history", "-3"], "--history must be at least 1, got -3"),
+        (["--history", "0"], "--history must be at least 1, got 0"),
+        (["--neighbours", "-2", "--train-rows", "users"], "--neighbours must be at least 0, got -2"),
+        (["--valid-where", "item_id =="], "--valid-where: 'item_id ==' cannot be understood"),
+        (["--test-where", "item_id > 3"], "--test-where: column 'item_id' is string"),
+    ],
+)
+def test_options_that_are_refused(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "a.parquet", user_id=USERS, item_id=ITEMS)
+    assert prepare(["retrieval", str(source), "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "written", ["2026-11-{:02}", "12:00:{:02}", "2026-11-{:02} 12:00", "2026-11-{:02} 12:00:00.5Z", "1.{:02}"]
+)
+def test_rows_of_a_csv_are_split_by_any_time(written: str, tmp_path: Path) -> None:
+    days = np.random.default_rng(0).permutation(20) + 1
+    lines = [f"{day},{written.format(day)}" for day in days]
+    (tmp_path / "a.csv").write_text("\n".join(["day,at", *lines]))
+    convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(split=(0.5, 0.5), split_by="time:at"))
+    first, second = (pq.read_table(tmp_path / "out" / part) for part in ("train", "valid"))
+    assert sorted(first["day"].to_pylist()) == [*range(1, 11)] and sorted(second["day"].to_pylist()) == [*range(11, 21)]
