@@ -212,6 +212,8 @@ def _field(column: str, kind: pa.DataType, leaves: range, paths: list[str]) -> p
 
 
 def _names(path: str, column: str) -> list[str]:
+    if path == column:  # a repeated field that is no part of a list's group
+        return [column]
     # The column's name may hold a dot itself; those of its parts are the writer's.
     return [column, *path.removeprefix(f"{column}.").split(".")]
 

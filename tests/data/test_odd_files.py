@@ -12,8 +12,10 @@ import pytest
 
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
+from recsys.data.footers import footer_of
 from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.data.storage import BadDataError
+from recsys.data.thrift import schema_end
 from recsys.errors import UserError
 
 ROWS = 500
@@ -178,6 +180,24 @@ def test_types_of_all_kinds(tmp_path):
     assert read_column(open_all(tmp_path, "category"), "category").to_pylist() == [7, 8]
     # Two rows of 12 columns, and of 4 with lists: their lengths and 3 + 2 + 2 + 4 elements, where an empty list is one.
     assert dataset.row_groups.num_bytes.tolist() == [4 * (2 * 12 + 2 * 4 + 3 + 2 + 2 + 4)]
+
+
+def test_a_repeated_field_without_a_group_is_a_list(tmp_path):
+    """As Protocol Buffers are written. Arrow writes none; its lists without nulls differ from these in the footer."""
+    lists = pa.array([[1, 2], [], [3]], pa.list_(pa.field("element", pa.int32(), nullable=False)))
+    table = pa.Table.from_arrays([lists], schema=pa.schema([pa.field("x", lists.type, nullable=False)]))
+    file = tmp_path / "a.parquet"
+    pq.write_table(table, file, store_schema=False)
+    content = file.read_bytes()
+    footer = footer_of(content)
+    schema = b"\x15\x04\x19\x2c\x48\x06schema\x15\x02\x00\x15\x02\x25\x04\x18\x01x\x00"  # repeated int32 x
+    rest = footer[schema_end(footer) :].replace(b"\x38\x01x\x04list\x07element", b"\x18\x01x")
+    data = content[: -8 - len(footer)]
+    file.write_bytes(data + schema + rest + (len(schema) + len(rest)).to_bytes(4, "little") + b"PAR1")
+    assert "repeated int32 field_id=-1 x" in str(pq.read_metadata(file).schema)
+    dataset = open_all(file, "x")
+    assert read_all(dataset)["x"].to_pylist() == [[1, 2], [], [3]]
+    assert dataset.row_groups.num_bytes.tolist() == [4 * (3 + 4)]  # lengths, and a value of the empty list too
 
 
 # Encryption
