@@ -288,7 +288,7 @@ def _type_of(key: str, model: type) -> Any:
     expected: Any = Config
     for name in key.replace("[", ".[").split("."):
         fields = _fields(expected, model)
-        expected = fields.get(name) if fields else next(reversed(typing.get_args(expected)), None)
+        expected = fields.get(name) if fields else next(reversed(typing.get_args(_required(expected))), None)
         if expected is None:
             return None
     return expected

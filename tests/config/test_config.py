@@ -1,5 +1,6 @@
 """Configs load, and what a run saves loads back to the same."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,19 @@ def test_ranges_that_are_none(change: tuple[str, str], said: str, tmp_path: Path
     with pytest.raises(UserError) as refused:
         load_config(path)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("boundaries: [1, null]", "'features.a.boundaries[1]' must be a number, found null"),
+        ("boundaries: [1, x]", "'features.a.boundaries[1]' must be a number, found 'x'"),
+        ("type: float, clip: [x, 1]", "'features.a.clip[0]' must be a number or null, found 'x'"),
+        ("cross: [b, null]", "'features.a.cross[1]' must be text, found null"),
+    ],
+)
+def test_elements_of_lists_that_may_be_null(given: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"{{model: {{name: fm}}, features: {{a: {{table: t, {given}}}}}, data: {{train: x}}}}")
+    with pytest.raises(UserError, match=re.escape(said)):
+        load_config(path)
