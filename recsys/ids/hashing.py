@@ -222,11 +222,11 @@ def _numbers(ids: pa.Array) -> np.ndarray:
 
 def _whole(values: np.ndarray, kind: pa.DataType) -> np.ndarray:
     bits = np.finfo(values.dtype).nmant + 1
-    wrong = (values != np.rint(values)) | ~(np.abs(values) <= 2**bits)  # of NaN, both are so
+    wrong = (values != np.rint(values)) | ~(np.abs(values) < 2**bits)  # of NaN, both are so
     if wrong.any():
         raise UserError(
-            f"ids must be whole numbers, found {values[wrong][0]}, and {kind} holds these exactly up to 2**{bits} "
-            f"only; write ids as integers or strings"
+            f"ids must be whole numbers, found {values[wrong][0]}, and {kind} tells these apart below 2**{bits} only; "
+            f"write ids as integers or strings"
         )
     return values.astype(np.int64)
 

@@ -243,9 +243,9 @@ def read_keys(ids: pa.Array) -> Keys:
     numbers = (ids.cast(pa.uint8()) if pa.types.is_boolean(kind) else ids).to_numpy()
     if numbers.dtype.kind == "f":
         bits = np.finfo(numbers.dtype).nmant + 1
-        wrong = (numbers != np.rint(numbers)) | ~(np.abs(numbers) <= 2**bits)
+        wrong = (numbers != np.rint(numbers)) | ~(np.abs(numbers) < 2**bits)
         if wrong.any():
-            raise ExportError(f"ids must be whole numbers up to 2**{bits}, found {numbers[wrong][0]}")
+            raise ExportError(f"ids must be whole numbers below 2**{bits}, found {numbers[wrong][0]}")
         numbers = numbers.astype(np.int64)
     return Keys(numbers, none, None, kind)
 

@@ -237,6 +237,7 @@ def test_large_files_of_vectors_are_verified_on_request(
     [
         ("user_id", "x", "ids were numbers in training, and are string"),
         ("user_id", 0.5, "ids must be whole numbers"),
+        ("user_id", 2.0**53, "ids must be whole numbers below 2**53, found 9007199254740992.0"),
         ("hour", 99, "id 99 is outside 0 … 23"),
         ("price", "1", "must hold numbers"),
         ("price", np.nan, "only finite"),
