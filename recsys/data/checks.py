@@ -1,9 +1,13 @@
-"""Checks of columns over several data sets: they have to be of one kind."""
+"""Checks of columns: over several data sets they have to be of one kind, and some need a value that counts."""
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recsys.config import Config
 from recsys.config.features import id_features, model_features
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
+from recsys.data.spec import FloatColumn
 from recsys.data.wanted import column_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
@@ -81,3 +85,31 @@ def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.
             f"config key 'features.{feature}': column '{column}' has lists of ids in {lists[0]} and one id a row in "
             f"{single[0]}; write both alike"
         )
+
+
+def check_weights(dataset: Dataset, column: str) -> None:
+    """Refuse a column of weights that is 0 in every row. Raises UserError, or as `SegmentReader.read`."""
+    reader = SegmentReader(dataset, [column])
+    for i in range(len(dataset.row_groups)):  # the first one ends the search, as a rule
+        weights = reader.read(dataset.row_groups.segment(i)).column(column)
+        if pc.any(pc.greater(weights, 0)).as_py():
+            return
+    raise UserError(
+        f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
+    )
+
+
+def check_known(dataset: Dataset, label: FloatColumn) -> None:
+    """Refuse a label that may be unknown and is so in every row. Raises UserError, or as `SegmentReader.read`."""
+    if not label.may_be_unknown:
+        return
+    reader = SegmentReader(dataset, sorted(label.columns()))
+    for i in range(len(dataset.row_groups)):  # the first one ends the search, as a rule
+        table = reader.read(dataset.row_groups.segment(i))
+        values = table.column(label.column or "") if label.condition is None else label.condition.mask(table)
+        if values.null_count < len(values):
+            return
+    raise UserError(
+        f"config key '{dataset.key}': {label.title} is null in every row, so nothing is learned of it; remove the "
+        f"label, or take in rows that have it"
+    )

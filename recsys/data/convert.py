@@ -69,7 +69,7 @@ def convert_ids(
             given = weights if present is None else select(decoded(weights), present)
             numbers = convert_floats(given, FloatColumn("weights of its ids", part.weights, fill=None))
     except (UserError, TypeError) as error:
-        raise UserError(f"column '{part.column}' (feature '{part.name}'): {error}") from error
+        raise UserError(f"{part.title}: {error}") from error
     if present is not None:
         lengths = _count(present, lengths)
     if k > 1:
@@ -91,7 +91,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     if not is_number(array.type):
         raise UserError(f"{part.title} must hold numbers, found {array.type}{_remedy(array.type, part)}")
     if array.null_count and part.fill is None:
-        raise UserError(f"{part.title} holds {array.null_count} nulls, and may hold none; drop such rows")
+        raise UserError(f"{part.title} holds {array.null_count} nulls, and may hold none; {part.without_nulls}")
     numbers = to_numbers(array)
     nulls = np.flatnonzero(~valid(array)) if array.null_count else None
     if out is None:

@@ -83,6 +83,15 @@ class Dataset:
         keys = {key: value for key, value in partition_keys(path).items() if key in self._of_paths}
         return "/".join([*(f"{key}={value}" for key, value in keys.items()), path.rsplit("/", 1)[-1]])
 
+    def file_of_floats(self, column: str) -> str | None:
+        """Return the first file that has floats in a column where others have integers, which are then read as such."""
+        kinds = [layout.field(column).type if column in layout.names else pa.null() for layout in self.layouts]
+        kinds = [getattr(kind, "value_type", kind) for kind in kinds]
+        if not (any(map(pa.types.is_integer, kinds)) and any(map(pa.types.is_floating, kinds))):
+            return None
+        files = zip(self.row_groups.paths, self.file_layouts.tolist(), strict=True)
+        return next((path for path, layout in files if pa.types.is_floating(kinds[layout])), None)
+
     @cached_property
     def _of_paths(self) -> set[str]:
         """The columns that are read and that some file does not have itself."""

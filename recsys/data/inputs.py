@@ -11,10 +11,9 @@ import pyarrow as pa
 from recsys.config import Config, IdMappingType, NullPolicy
 from recsys.config.features import float_features, id_features
 from recsys.data.batch import MicroBatches
-from recsys.data.checks import check_types
+from recsys.data.checks import check_known, check_types, check_weights
 from recsys.data.convert import convert_ids
 from recsys.data.dataset import Dataset, ReadOptions
-from recsys.data.decode import SegmentReader
 from recsys.data.facts import Facts
 from recsys.data.footer_cache import kept_schema
 from recsys.data.loader import Loader, LoaderOptions
@@ -29,6 +28,7 @@ from recsys.data.wanted import (
     has_labels,
     label_column,
     needed_columns,
+    of_row_filter,
     role_features,
     role_lists,
     row_filter,
@@ -182,6 +182,7 @@ class Inputs:
             None if feature.boundaries is None else tuple(feature.boundaries),
             self.statistics[name] if role == "train" else None,
             self._routes.get(feature.table or ""),
+            self.datasets[role].file_of_floats(column_of(self.config, name)) if role in self.datasets else None,
         )
 
     def id_report(self, num_rows: int) -> dict[str, dict[str, object]]:
@@ -237,8 +238,8 @@ def _read(
         copy_files(known, cache)
     train = kept_schema(known / "train.footers") if known is not None and "train" not in roles else pa.schema([])
     datasets: dict[str, Dataset] = {}
-    for role in roles:
-        if getattr(data, role) is not None:
+    for role in (role for role in roles if getattr(data, role) is not None):
+        with of_row_filter(config, role):
             datasets[role] = open_dataset(
                 f"data.{role}",
                 getattr(data, role),
@@ -300,24 +301,15 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
     except UserError as error:
         raise UserError(f"config key '{dataset.key}': {error} (in {dataset.row_groups.segment(0).path})") from error
     if spec.weight is not None:
-        _check_weights(dataset, spec.weight.column or "")
+        check_weights(dataset, spec.weight.column or "")
+    for label in spec.labels if role == "train" else ():
+        check_known(dataset, label)
     for part, found in zip(spec.lists, columns.lists, strict=True):
         if part.name == "targets" and isinstance(found, Ragged) and not (found.values >= 0).any():
             raise UserError(
                 f"config key '{dataset.key}': column '{part.column}' has in its first {columns.num_rows} rows no id "
                 f"that is in column '{column_of(config, config.model.item_id)}' of data.items"
             )
-
-
-def _check_weights(dataset: Dataset, column: str) -> None:
-    reader = SegmentReader(dataset, [column])
-    for i in range(len(dataset.row_groups)):  # the first one ends the search, as a rule
-        weights = reader.read(dataset.row_groups.segment(i)).column(column)
-        if pa.compute.any(pa.compute.greater(weights, 0)).as_py():
-            return
-    raise UserError(
-        f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
-    )
 
 
 def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:

@@ -26,6 +26,7 @@ class IdColumn:
         boundaries: ascending; the column holds numbers, and the id of x is how many boundaries are <= x. NaN is null.
         statistics: counts the ids that are mapped, and the nulls.
         route: which ids are mapped, of an expert that is not looked up for all; the others have no row.
+        file_of_floats: which makes floats of integers in other files, for messages: large ones are not what they were.
     """
 
     name: str
@@ -38,6 +39,13 @@ class IdColumn:
     boundaries: tuple[float, ...] | None = None
     statistics: IdStatistics | None = None
     route: Route | None = None
+    file_of_floats: str | None = None
+
+    @property
+    def title(self) -> str:
+        """How messages name it."""
+        floats = "" if self.file_of_floats is None else f", with floats in {self.file_of_floats}"
+        return f"column '{self.column}' (feature '{self.name}'{floats})"
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,13 @@ class FloatColumn:
     @property
     def title(self) -> str:
         """How messages name it."""
-        return f"column '{self.column}' ({self.name})"
+        return f"column '{self.column}' ({self.name})" if self.condition is None else f"the condition of {self.name}"
+
+    @property
+    def without_nulls(self) -> str:
+        """What to do where it may hold no null and does."""
+        is_label = self.name.startswith("data.labels.")
+        return "drop such rows" + (f", or set {self.name}.nulls=unknown" if is_label else "")
 
     def columns(self) -> set[str]:
         """Return the columns to read."""

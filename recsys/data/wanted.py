@@ -159,6 +159,19 @@ def row_filter(config: Config, role: str) -> str | None:
     return kept if given is None else f"({given}) and ({kept})"
 
 
+@contextmanager
+def of_row_filter(config: Config, role: str) -> Iterator[None]:
+    """Let errors of `row_filter` name data.keep_negatives where it made the filter, or a part of it."""
+    try:
+        yield
+    except UserError as error:
+        if role != "train" or config.data.keep_negatives is None or FILTER_KEY not in str(error):
+            raise
+        given = config.data.filter.get(role) if isinstance(config.data.filter, dict) else config.data.filter
+        also = "key 'data.keep_negatives'" if given is None else "keys 'data.filter' and 'data.keep_negatives'"
+        raise UserError(str(error).replace(FILTER_KEY, f"config {also}")) from error
+
+
 def with_figures(config: Config) -> list[str]:
     """Return the float features that need figures of data.train: mean and deviation."""
     features = ((name, config.features[name]) for name in float_features(config))

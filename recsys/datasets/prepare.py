@@ -87,7 +87,7 @@ def _parser(prog: str) -> _Parser:
     _add_converter(
         commands,
         "retrieval",
-        ".parquet files, or folders of them",
+        ".parquet files, or globs or folders of them",
         interactions.LogOptions,
         interactions.convert_log,
         help="a Parquet log of interactions, for two towers",

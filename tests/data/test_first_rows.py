@@ -1,0 +1,120 @@
+"""What is refused before training of the columns that a config names: the sentence names them, and what to do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.config import Device, load_config
+from recsys.data.inputs import open_inputs
+from recsys.errors import UserError
+from recsys.runtime.world import World, open_world
+
+ROWS = 60
+CONFIG = """
+data: {{train: {folder}/train, valid: {folder}/valid, num_streams: 2}}
+features: {{user: {{table: user}}}}
+tables: {{user: {{num_embeddings: 100, embedding_dim: 4}}}}
+model: {{name: logistic_regression}}
+train: {{global_batch_size: 20, max_steps: 2}}
+"""
+COLUMNS = {
+    "user": pa.array(range(ROWS)),
+    "label": pa.array([i % 2 for i in range(ROWS)]),
+    "half": pa.array(np.arange(ROWS) % 2, pa.float16()),
+    "text": pa.array(["yes"] * ROWS),
+    "seconds": pa.array([None if i % 3 else i for i in range(ROWS)], pa.float64()),
+    "late": pa.array([None] * (ROWS - 1) + [1]),
+    "never": pa.nulls(ROWS, pa.int64()),
+    "untyped": pa.nulls(ROWS),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for role in ("train", "valid"):
+        (tmp_path / role).mkdir()
+        pq.write_table(pa.table(COLUMNS), tmp_path / role / "a.parquet", row_group_size=20)
+    (tmp_path / "c.yaml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with open_world(Device.cpu) as world:
+        yield world
+
+
+def rows_of(world: World, folder: Path, *options: str) -> int:
+    return open_inputs(load_config(folder / "c.yaml", options), world).datasets["train"].num_rows
+
+
+def refusal(world: World, folder: Path, *options: str) -> str:
+    with pytest.raises(UserError) as caught:
+        rows_of(world, folder, *options)
+    return str(caught.value)
+
+
+# Labels
+
+
+@pytest.mark.parametrize("label", ["{column: never}", "{column: untyped}", "{expression: never > 1}"])
+def test_a_label_that_is_never_known_is_refused(label: str, world: World, folder: Path) -> None:
+    known = "data.labels={a: label, b: " + label[:-1] + ", nulls: unknown}}"
+    named = "the condition of data.labels.b" if "expression" in label else f"column '{label[9:-1]}' (data.labels.b)"
+    said = f"config key 'data.train': {named} is null in every row, so nothing is learned of it; remove the label"
+    assert said in refusal(world, folder, known)
+
+
+def test_a_label_that_is_known_of_some_rows_is_taken(world: World, folder: Path) -> None:
+    """Of one in the last row group; and data.valid need not have it."""
+    valid = pa.table({**COLUMNS, "late": pa.nulls(ROWS, pa.int64())})
+    pq.write_table(valid, folder / "valid/a.parquet")
+    assert rows_of(world, folder, "data.labels={a: label, b: {column: late, nulls: unknown}}") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ("seconds > 5", "the condition of data.labels.b holds 13 nulls, and may hold none; "),
+        ("seconds", "column 'seconds' (data.labels.b) holds 13 nulls, and may hold none; "),
+    ],
+)
+def test_nulls_of_a_label_are_told_with_what_allows_them(label: str, said: str, world: World, folder: Path) -> None:
+    assert said + "drop such rows, or set data.labels.b.nulls=unknown" in refusal(
+        world, folder, f"data.labels={{b: {label}}}"
+    )
+
+
+def test_negatives_are_left_out_by_a_label_of_halves(world: World, folder: Path) -> None:
+    assert ROWS / 2 <= rows_of(world, folder, "data.label_column=half", "data.keep_negatives=0.2") < ROWS * 0.8
+
+
+def test_what_is_wrong_with_the_filter_of_negatives_names_its_key(world: World, folder: Path) -> None:
+    options = "data.label_column=text", "data.keep_negatives=0.2"
+    said = "column 'text' is string, and cannot be compared with 0"
+    assert refusal(world, folder, *options).startswith(f"config key 'data.keep_negatives': {said}")
+    both = refusal(world, folder, *options, "data.filter=user > 3")
+    assert both.startswith(f"config keys 'data.filter' and 'data.keep_negatives': {said}")
+    alone = refusal(world, folder, "data.label_column=text", "data.filter=text > 0")
+    assert alone.startswith("config key 'data.filter': column 'text' is string")
+
+
+# Ids
+
+
+def test_large_integers_beside_floats_are_no_ids(world: World, folder: Path) -> None:
+    """As float64, 2**53 + 1 is 2**53: another user's row. The file that makes floats of all is named."""
+    pq.write_table(pa.table(COLUMNS | {"user": pa.array([2**53 + 1] * ROWS)}), folder / "train/a.parquet")
+    floats = pa.table(COLUMNS | {"user": pa.array([None, *map(float, range(ROWS - 1))])})
+    pq.write_table(floats, folder / "train/b.parquet")
+    message = refusal(world, folder, "data.label_column=label", "data.valid=null")
+    assert message.startswith(
+        f"config key 'data.train': column 'user' (feature 'user', with floats in {folder}/train/b.parquet): ids "
+        "must be whole numbers, found 9007199254740992.0, and double tells these apart below 2**53 only"
+    )
+    pq.write_table(pa.table(COLUMNS), folder / "train/a.parquet")
+    assert rows_of(world, folder, "data.label_column=label", "data.valid=null") == 2 * ROWS
