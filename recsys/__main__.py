@@ -37,7 +37,9 @@ from typing import Any
 
 from recsys.runtime.arguments import (
     Parser,
+    add_changes,
     add_evaluation,
+    add_out,
     mistakes_told,
     positive,
     price,
@@ -45,7 +47,8 @@ from recsys.runtime.arguments import (
     with_data,
 )
 from recsys.runtime.environment import prepare_environment, restart_with_malloc_settings
-from recsys.runtime.versions import check_versions, exit_unless_installed
+from recsys.runtime.files import make_folder
+from recsys.runtime.versions import check_versions, exit_unless_installed, own_version
 
 _COMMANDS = {
     "train": "train a model from a YAML config",
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit status, or end the process with a mistake of the user in one sentence."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = Parser("recsys", description="Distributed training of recommender models.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, about in _COMMANDS.items():
         commands.add_parser(name, help=about, add_help=False)
@@ -148,12 +152,12 @@ def predict(arguments: Sequence[str], command: str) -> int:
         parser.add_argument("--queries", metavar="USERS", help="Parquet: users to measure the index's recall on")
     else:
         parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
-    _add_out(parser, "folder to write; an unfinished one is gone on with", "data.filter")
+    add_out(parser, "folder to write; an unfinished one is gone on with", "data.filter")
     about = "columns to write beside, with commas; default: ids that it reads"
     parser.add_argument("--keep", metavar="COLUMNS", help=about)
     if command == "recommend":
         parser.add_argument("--k", type=positive, default=20, help="items for each row (20)")
-    with mistakes_told():
+    with mistakes_told(goes_on=True):
         words, run = _found(parser, arguments)
         from recsys.serving.embeddings import embeddings
         from recsys.serving.predict import predict as score
@@ -170,7 +174,7 @@ def predict(arguments: Sequence[str], command: str) -> int:
 def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     """Compress a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     parser = _parser_of_run(prog, "compress")
-    _add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
+    add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
     parser.add_argument(
         "--steps", default="quantize,prune", help="of quantize, prune, neurons, distill, in this order (quantize,prune)"
     )
@@ -205,7 +209,7 @@ def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
     """Search over settings; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     parser = Parser(prog, description=_description("sweep"))
     parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config, in every trial")
+    add_changes(parser, "changes to the config, in every trial")
     about = "what is searched: key=LOW..HIGH[:log|:STEP], key=[a, b], or a YAML file of such"
     parser.add_argument("--space", metavar="FILE|key=…", nargs="+", action="extend", required=True, help=about)
     about = "folder of the sweep; processes with one folder share its trials"
@@ -226,6 +230,7 @@ def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
         quiet_libraries()
         numbers = {"trials": words.trials, "seeds": words.seeds, "jobs": words.jobs}
         found = open_sweep(words.config, words.overrides, words.space, words.out, numbers, words.metric, words.bytes)
+        make_folder(words.out, "--out")
         start_logging(words.out / "logs", 0)
         return found.run()
 
@@ -247,7 +252,7 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
     from recsys.config.choices import TableEncoding
 
     parser = _parser_of_run(prog, "export")
-    _add_out(parser, "folder to write, which is not there or empty", "data.items")
+    add_out(parser, "folder to write, which is not there or empty", "data.items")
     encodings, about = [each.name for each in TableEncoding], "how rows of tables are written (fp32)"
     parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
     with mistakes_told():
@@ -279,12 +284,6 @@ def _parser_of_run(prog: str, command: str) -> Parser:
     parser.add_argument("run", metavar="RUN", help="run directory, or one of its checkpoints")
     parser.add_argument("--trust-code", action="store_true", help="import the class that the run names as its model")
     return parser
-
-
-def _add_out(parser: Parser, about: str, key: str) -> None:
-    """Add what is written, and changes to the config, such as one of `key`."""
-    parser.add_argument("out", metavar="OUT", type=Path, help=about)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help=f"changes to the run's config, as {key}")
 
 
 def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
@@ -322,7 +321,7 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
         parser.add_argument("config", metavar="RUN", help="run directory, or one of its checkpoints")
     else:
         parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="changes to the config")
+    add_changes(parser, "changes to the config")
     parser.set_defaults(command=command, debug=False, trust_code=False)
     if command != "dry-run":
         add_evaluation(parser)

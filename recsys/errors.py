@@ -38,6 +38,10 @@ class UserError(Exception):
         return "\n  ".join(_plain(str(line)) for line in self.args)
 
 
+class TerminatedError(KeyboardInterrupt):
+    """SIGTERM, which a command takes as it takes Ctrl-C."""
+
+
 class EchoError(UserError):
     """A mistake that another rank has found too, and reports."""
 
@@ -142,9 +146,32 @@ def end_run(error: Exception) -> NoReturn:
         log.error(text, exc_info=error if isinstance(error, LostPeerError) else None)
     with contextlib.suppress(OSError):  # any of these may go to a disk that is full
         write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
+    _end_process(1)
+
+
+def end_interrupted(error: KeyboardInterrupt, advice: str, is_teller: bool) -> NoReturn:
+    """Print in one line that a signal has ended the command, and end this process with the status that shells give it.
+
+    Args:
+        advice: what may be done now, or empty. is_teller: of several ranks the one that prints.
+    """
+    number, text = (
+        (signal.SIGTERM, "ended by SIGTERM") if isinstance(error, TerminatedError) else (signal.SIGINT, "interrupted")
+    )
+    text += f"; {advice}" if advice else ""
+    if is_teller:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr)
+    log = logging.getLogger("recsys")
+    if log.level:
+        log.error(text)
+    _end_process(128 + number)
+
+
+def _end_process(status: int) -> NoReturn:
     logging.shutdown()
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     # At once: with collectives broken, an orderly end of the process group can hang, or abort with another status.
-    os._exit(1)
+    os._exit(status)

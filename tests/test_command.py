@@ -1,6 +1,7 @@
 """`recsys` and `python -m recsys`: what is a command, how mistakes are told, and what it imports."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     [
         ([], 1, "required: COMMAND; recsys --help tells the rest"),
         (["trian"], 1, "'trian' (choose from"),
-        (["train"], 1, "required: CONFIG"),
+        (["train"], 1, "required: CONFIG; changes are written key=value, and recsys train --help"),
+        (["predict"], 1, "required: RUN, DATA, OUT; changes are written key=value, and recsys predict --help"),
         (["train", SAMPLE, "--epochs=3"], 1, "--epochs=3; changes are written key=value, and recsys train --help"),
         (["dry-run", SAMPLE, "--debug"], 1, "unrecognized arguments: --debug"),
         (["evaluate", "nowhere"], 1, "'nowhere' does not exist"),
@@ -47,6 +49,11 @@ def test_help_takes_no_library(script: str) -> None:
     done = run("-X", "importtime", *script.split())
     assert done.returncode == 0 and "usage: " in done.stdout
     assert not any(f"| {' ' * depth}{name}\n" in done.stderr for name in ("torch", "numpy") for depth in range(40))
+
+
+def test_the_version() -> None:
+    done = run("-m", "recsys", "--version")
+    assert done.returncode == 0 and re.fullmatch(r"recsys \d+\.\d+\.\d+\n", done.stdout), done.stdout + done.stderr
 
 
 def test_a_dry_run(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
-from recsys.errors import EchoError, UserError, end_run
+from recsys.errors import EchoError, UserError, end_interrupted, end_run
 from recsys.runtime.environment import is_first_rank
 
 
@@ -52,6 +53,18 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trust-code", action="store_true", help=about)
 
 
+def add_out(parser: argparse.ArgumentParser, about: str, key: str) -> None:
+    """Add what is written, and changes to a run's config, such as one of `key`."""
+    parser.add_argument("out", metavar="OUT", type=Path, help=about)
+    add_changes(parser, f"changes to the run's config, as {key}")
+
+
+def add_changes(parser: argparse.ArgumentParser, about: str) -> None:
+    """Add changes to a config, of which there may be none."""
+    # With a default: without one argparse counts them among what is required.
+    parser.add_argument("overrides", metavar="key=value", nargs="*", default=[], help=about)
+
+
 def with_data(words: list[str]) -> list[str]:
     """Return changes of a config with the words that are none, which are paths, as data.test.
 
@@ -81,13 +94,19 @@ def told_by_first_rank() -> Iterator[None]:
 
 
 @contextmanager
-def mistakes_told(debug: bool = False) -> Iterator[None]:
-    """End the process with what went wrong, in one sentence where it is the user's to mend.
+def mistakes_told(debug: bool = False, goes_on: bool = False) -> Iterator[None]:
+    """End the process with what went wrong, in one sentence where it is the user's to mend; with Ctrl-C in a line.
 
-    With `debug`, an error of the program itself goes on to the debugger.
+    Args:
+        debug: an error of the program itself, and Ctrl-C, go on to the debugger.
+        goes_on: the command, given once more, goes on with what an earlier one has written.
     """
     try:
         yield
+    except KeyboardInterrupt as error:
+        if debug:
+            raise
+        end_interrupted(error, "the same command goes on with OUT" if goes_on else "", is_first_rank())
     except Exception as error:
         if debug and not isinstance(error, UserError):
             raise

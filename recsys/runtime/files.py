@@ -52,8 +52,8 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder that the user names as OUT, and those above it, unless they are there.
+def make_folder(path: Path, argument: str = "OUT") -> None:
+    """Make a folder that the user names by an argument, and those above it, unless they are there.
 
     Raises:
         UserError: it cannot be made.
@@ -62,8 +62,21 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"OUT: '{path}' cannot be made ('{error.filename}': {why(error)}); name another folder"
+            f"{argument}: '{path}' cannot be made ('{error.filename}': {why(error)}); name another folder"
         ) from error
+
+
+def prepare_output(path: Path, argument: str = "OUT") -> None:
+    """Refuse a folder where the user has to name a file by an argument, and make the folder that the file goes to.
+
+    It is called before any work, which would be lost.
+
+    Raises:
+        UserError: it is a folder, or its own folder cannot be made.
+    """
+    if path.is_dir():
+        raise UserError(f"{argument}: '{path}' is a folder; name a file")
+    make_folder(path.parent, argument)
 
 
 def unused_folder(path: Path) -> Path:

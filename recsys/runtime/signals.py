@@ -7,10 +7,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from recsys.errors import TerminatedError
 from recsys.runtime.logs import logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _POLL_SECONDS = 1.0
+
+
+@contextmanager
+def ending_orderly() -> Iterator[None]:
+    """Let SIGTERM raise an exception, so that what is half written is removed; for the main thread."""
+
+    def end(number: int, frame: Any) -> None:
+        raise TerminatedError
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequests:

@@ -4,6 +4,7 @@ import platform
 import re
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from recsys.errors import UserError
 
@@ -24,6 +25,13 @@ def installed_versions() -> dict[str, str]:
         if version := _version(name):
             versions[name] = version
     return versions
+
+
+def own_version() -> str:
+    """Return the version of this program: of the clone that it is run from, else as it was installed."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    found = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE) if project.exists() else None
+    return found[1] if found else _version("recsys") or "of unknown version"
 
 
 def check_versions() -> None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from recsys.errors import UserError
 from recsys.runtime.arguments import Parser, positive
-from recsys.runtime.files import replacing
+from recsys.runtime.files import prepare_output, replacing
 
 _AT_ONCE = 1 << 22  # distances, of vectors and centres
 _MOST_ROUNDS = 50
@@ -96,8 +96,9 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         source: folder of `recsys embeddings RUN item`, or Parquet with a column `vector`.
 
     Raises:
-        UserError: there are no such vectors.
+        UserError: there are no such vectors, or `out` is a folder, or cannot lie where it is to.
     """
+    prepare_output(out)
     try:
         table = pq.read_table(source)
     except (OSError, pa.ArrowInvalid) as error:

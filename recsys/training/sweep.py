@@ -64,7 +64,6 @@ class Sweep:
         Raises:
             UserError: `out` holds another sweep, or every trial failed.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
         study = self._study()
         with self.stop.caught(), joined(study, self.out) as process, ThreadPoolExecutor(self.jobs) as pool:
             for done in [pool.submit(self._work, process) for _ in range(self.jobs)]:

@@ -1,0 +1,27 @@
+"""Files that the user names to be written: what cannot be one is refused before any work."""
+
+from pathlib import Path
+
+import pytest
+
+from recsys.errors import UserError
+from recsys.runtime.files import make_folder, prepare_output
+
+
+def test_the_folder_of_an_output_is_made(tmp_path: Path) -> None:
+    prepare_output(tmp_path / "a" / "b" / "page.html")
+    prepare_output(tmp_path / "a" / "page.html")
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "b"]
+
+
+def test_what_can_be_no_output_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=f"^--out: '{tmp_path}' is a folder; name a file$"):
+        prepare_output(tmp_path, "--out")
+    for path in ("file/page.html", "file/deeper/page.html"):
+        with pytest.raises(
+            UserError, match=f"^OUT: '{(tmp_path / path).parent}' cannot be made .*; name another folder$"
+        ):
+            prepare_output(tmp_path / path)
+    with pytest.raises(UserError, match=f"^--out: '{tmp_path}/file' cannot be made .*File exists"):
+        make_folder(tmp_path / "file", "--out")
