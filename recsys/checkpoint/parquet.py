@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
@@ -22,6 +23,7 @@ from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, read_vocabulary
 from recsys.runtime.arguments import Parser
+from recsys.runtime.files import prepare_output
 from recsys.runtime.parquet import ROW_GROUP_ROWS, write_parquet
 
 VECTOR = "vector"
@@ -36,10 +38,12 @@ def export_table(source: Path, table: str, out: Path) -> int:
         out: replaced once it is complete.
 
     Raises:
-        UserError: there is no such checkpoint, it is corrupt, or it has no such table.
+        UserError: there is no such checkpoint, it is corrupt, or it has no such table; or `out` is a folder, or cannot
+            lie where it is to.
     """
     path = find_checkpoint(source, "RUN_OR_CHECKPOINT")
     marker = Marker.read(path)
+    prepare_output(out)
     problems = [text for name, entry in marker.files.items() if (text := file_problem(path / name, *entry))]
     if problems:
         raise UserError(f"checkpoint '{path}' is corrupt: {problems[0]}; take another one")
@@ -168,12 +172,22 @@ def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:
 
 
 def _from_arrow(key: str, name: str, column: pa.Array, pieces: Pieces) -> torch.Tensor:
-    width = torch.Size(pieces.size[1:]).numel()
-    nested = pa.types.is_nested(column.type)
-    values = column.flatten() if nested else column
-    if len(values) != len(column) * width or values.null_count or column.null_count or nested != (len(pieces.size) > 1):
+    width, kind = torch.Size(pieces.size[1:]).numel(), column.type
+    in_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    values = column.flatten() if in_lists else column
+    # Of each row: lists of other lengths may have the same sum.
+    fits = not in_lists or pc.all(pc.equal(pc.list_value_length(column), width), min_count=0).as_py()
+    if in_lists != (len(pieces.size) > 1) or column.null_count or values.null_count or not fits:
         raise UserError(f"{key}: column '{name}' must have {width} numbers a row, and no null")
-    return torch.from_numpy(values.cast(pa.float32()).to_numpy().reshape(len(column), *pieces.size[1:]).copy())
+    numbers = torch.from_numpy(values.cast(pa.float32()).to_numpy().copy())
+    finite = numbers.to(pieces.dtype).isfinite()
+    if not finite.all():
+        most = f"{torch.finfo(pieces.dtype).max:.5g} for {str(pieces.dtype).removeprefix('torch.')}"
+        raise UserError(
+            f"{key}: column '{name}' holds {numbers[~finite][0]:.5g}, and must hold finite numbers up to what the "
+            f"table can have, {most}; write others"
+        )
+    return numbers.view(len(column), *pieces.size[1:])
 
 
 def _scatter(pieces: Pieces, rows: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """A start from another run: what may differ and what is said of it; single tables out to Parquet and in again."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,7 +18,15 @@ import torch
 from checkpoints import load_tables
 from launch import ROOT, fork_train
 
-from recsys.checkpoint import Checkpoints, TableRows, TrainState, export_table, load_tensors, tensor_files
+from recsys.checkpoint import (
+    Checkpoints,
+    TableRows,
+    TrainState,
+    export_table,
+    import_table,
+    load_tensors,
+    tensor_files,
+)
 from recsys.checkpoint.tensor_files import Piece, Pieces
 from recsys.config import IdMappingType, TableConfig, load_config
 from recsys.config.schema import Device
@@ -213,6 +222,35 @@ def test_tables_go_out_and_in(tmp_path: Path) -> None:
     assert listed["step"] == 5 and listed["kept"]["tables/hour"] == "train.init.tables=none"
     assert any(name.startswith("dense/") for name in listed["loaded"])
     assert re.search(r"^kept: tables/.*train.init.tables=none", said, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("vectors", "dtype", "said"),
+    [
+        ([[1.0, 2.0, 3.0], [4.0]], torch.float32, "column 'vector' must have 2 numbers a row, and no null"),
+        ([{"a": 1.0, "b": 2.0}] * 2, torch.float32, "column 'vector' must have 2 numbers a row, and no null"),
+        ([[1.0, 2.0], [3.0, math.nan]], torch.float32, "holds nan, and must hold finite numbers up to what the table"),
+        ([[1.0, 2.0], [-math.inf, 4.0]], torch.float32, "column 'vector' holds -inf"),
+        ([[1.0, 2.0], [1e5, 4.0]], torch.float16, "holds 1e+05, and .* can have, 65504 for float16; write others"),
+    ],
+)
+def test_vectors_that_a_table_cannot_have_are_refused(
+    vectors: list[Any], dtype: torch.dtype, said: str, tmp_path: Path
+) -> None:
+    pq.write_table(pa.table({"row": [0, 1], "vector": vectors}), tmp_path / "t.parquet")
+    table, tensor = TableConfig(num_embeddings=2, embedding_dim=2), torch.zeros(2, 2, dtype=dtype)
+    with pytest.raises(UserError, match=f"'train.init.from_parquet.t': file '.*t.parquet'.*{said.replace('+', '[+]')}"):
+        import_table(tmp_path / "t.parquet", "t", table, TableRows(table, None), {"tables/t": Pieces.of(tensor)})
+    assert not tensor.any()
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.large_list(pa.float16()), pa.list_(pa.float32(), 2)])
+def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType, tmp_path: Path) -> None:
+    vectors = np.array([[1, 2], [3, 4]], np.float16 if pa.types.is_large_list(kind) else np.float64)
+    pq.write_table(pa.table({"row": [1, 0], "vector": pa.array(list(vectors), kind)}), tmp_path / "t.parquet")
+    table, tensor = TableConfig(num_embeddings=2, embedding_dim=2), torch.zeros(2, 2)
+    found = import_table(tmp_path / "t.parquet", "t", table, TableRows(table, None), {"tables/t": Pieces.of(tensor)})
+    assert found == 2 and tensor.tolist() == [[3, 4], [1, 2]]
 
 
 def test_rows_are_found_by_id() -> None:
