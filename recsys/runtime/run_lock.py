@@ -1,4 +1,4 @@
-"""The lock of a run directory: one run at a time, and a stale lock is taken over.
+"""The lock of a folder that is written to: one run at a time, and a stale lock is taken over.
 
 The lock of a run that has ended without releasing it is taken over: on the same machine the kernel tells at once, since
 the file is locked by `flock` too; from another machine the file's time has to stand still for a while; and runs that
@@ -29,9 +29,14 @@ _STALE_S = 120.0  # NFS may show times of other machines a minute late
 
 
 class RunLock:
-    """Lock of a run directory, kept alive by a thread; before `take`, and on ranks that take none, it does nothing."""
+    """Lock of a folder, kept alive by a thread; before `take`, and on ranks that take none, it does nothing.
 
-    def __init__(self) -> None:
+    Args:
+        argument: by which the user names the folder. writer: what the user starts, and would write to it.
+    """
+
+    def __init__(self, argument: str = "config key 'run.dir'", writer: str = "run") -> None:
+        self._argument, self._writer = argument, writer
         self._path: Path | None = None
         self._content, self._lost = b"", ""
         self._descriptor = -1
@@ -52,7 +57,7 @@ class RunLock:
         os.close(self._descriptor)
 
     def take(self, folder: Path, earlier: str | None = None) -> None:
-        """Lock a run directory, and keep the lock alive.
+        """Lock a folder, and keep the lock alive.
 
         Args:
             earlier: the `id` of the lock of an earlier start of this run, which has ended.
@@ -67,7 +72,7 @@ class RunLock:
                 self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
                 break
             except FileExistsError:
-                _remove_stale(path, earlier)
+                _remove_stale(path, earlier, (self._argument, self._writer))
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self._content = json.dumps(_identity(), indent=1).encode()
@@ -107,13 +112,15 @@ class RunLock:
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
-            self._lost = f"'{self._path.parent}' or its lock was removed while this run wrote to it; start it again"
+            self._lost = (
+                f"'{self._path.parent}' or its lock was removed while this {self._writer} wrote to it; start it again"
+            )
         except OSError:
             pass
         else:
             if content != self._content:
                 who = _described(_parsed(content))
-                self._lost = f"'{self._path.parent}' was taken over by another run ({who}), so this one ends"
+                self._lost = f"'{self._path.parent}' was taken over by another {self._writer} ({who}), so this one ends"
 
 
 def _identity() -> dict[str, Any]:
@@ -131,8 +138,11 @@ def _identity() -> dict[str, Any]:
     return {**about, "boot": boot, "id": uuid.uuid4().hex, **launch_identity()}
 
 
-def _remove_stale(path: Path, earlier: str | None) -> None:
+def _remove_stale(path: Path, earlier: str | None, names: tuple[str, str]) -> None:
     """Remove a lock whose run has ended.
+
+    Args:
+        names: of the argument, and of who writes, for the message.
 
     Raises:
         UserError: the run is alive.
@@ -142,7 +152,7 @@ def _remove_stale(path: Path, earlier: str | None) -> None:
             content = file.read()
             holder = _parsed(content)
             if earlier is None or holder.get("id") != earlier:
-                _await_end(path, file, holder)
+                _await_end(path, file, holder, names)
             aside = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
             path.rename(aside)
         if aside.read_bytes() == content:
@@ -153,7 +163,7 @@ def _remove_stale(path: Path, earlier: str | None) -> None:
         return
 
 
-def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any]) -> None:
+def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], names: tuple[str, str]) -> None:
     """Return once the run of a lock is known to have ended, at once where that can be known."""
     mine, first, waits = _identity(), path.stat().st_mtime, False
     same_job = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
@@ -164,8 +174,8 @@ def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any]) -> None:
         held, age = _is_held(file), _age_s(path)
         if held or path.stat().st_mtime != first:
             raise UserError(
-                f"config key 'run.dir': another run writes to '{path.parent}' ({_described(holder)}, last alive "
-                f"{max(0.0, age):.0f} s ago); wait for its end, stop it, or name another run.dir"
+                f"{names[0]}: another {names[1]} writes to '{path.parent}' ({_described(holder)}, last alive "
+                f"{max(0.0, age):.0f} s ago); wait for its end, stop it, or name another folder"
             )
         if own or _has_ended_here(held, holder) or age >= _STALE_S:
             return

@@ -24,7 +24,7 @@ from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.world import World, open_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.index import build_index, faiss
-from recsys.serving.parts import BLOCK_ROWS, Parts
+from recsys.serving.parts import BLOCK_ROWS, Parts, lock_of_parts
 from recsys.serving.predict import Results, naming_data, scored, write_results
 from recsys.step.output import StepOutput
 
@@ -76,18 +76,19 @@ def embeddings(
 
 def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | None) -> int:
     quiet_libraries()
-    with open_world(run.config.run.device, run.config.run.num_threads) as world, naming_data():
+    config = run.config.run
+    with open_world(config.device, config.num_threads) as world, naming_data(), lock_of_parts() as lock:
         vectors = open_table(run, verify_checkpoint(run.checkpoint, world), world, table, data)
         starts = range(0, vectors.num_ids, BLOCK_ROWS)
         rows = [min(BLOCK_ROWS, vectors.num_ids - start) for start in starts]
-        parts = world.from_rank_zero(lambda: Parts.begin(out, vectors.task, rows))
+        parts = world.from_rank_zero(lambda: Parts.begin(out, vectors.task, rows, lock))
         start_logging(out / "_logs", world.rank)
 
         def tables_of(number: int) -> Iterator[pa.Table]:
             ends = [starts[number] + rows[number] * rank // world.world_size for rank in (world.rank, world.rank + 1)]
             return vectors.tables(*ends)
 
-        parts.write(world, tables_of)
+        parts.write(world, lock, tables_of)
     return 0
 
 

@@ -19,10 +19,16 @@ from recsys.runtime.files import make_folder, replace_file
 from recsys.runtime.live import Task
 from recsys.runtime.logs import logger
 from recsys.runtime.parquet import write_parquet
+from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.runtime.world import World
 
 BLOCK_ROWS = 1 << 20  # about, which an interruption costs
 _STATE = "_state.json"  # readers of Parquet folders leave out what begins so
+
+
+def lock_of_parts() -> RunLock:
+    """Return the lock of a folder that `Parts` writes to, which is not taken yet."""
+    return RunLock("OUT", "process")
 
 
 @dataclass
@@ -41,18 +47,22 @@ class Parts:
     progress: Task | None = None
 
     @classmethod
-    def begin(cls, folder: Path, task: dict[str, Any], rows: list[int]) -> "Parts":
+    def begin(cls, folder: Path, task: dict[str, Any], rows: list[int], lock: RunLock) -> "Parts":
         """Make or take a folder, and remove of an interrupted attempt what its blocks were not finished of.
 
+        Args:
+            lock: is taken before anything in the folder is looked at, which another process may be writing.
+
         Raises:
-            UserError: it holds something else.
+            UserError: it holds something else, or another process writes to it.
         """
         parts = cls(folder, json.loads(json.dumps(task)), rows)
         if folder.exists() and not folder.is_dir():
             raise UserError(f"'{folder}' is a file; name a folder to write to")
-        if folder.exists() and any(folder.iterdir()):
-            parts.done = parts._done_before()
         make_folder(folder)
+        lock.take(folder)
+        if any(not path.name.startswith(LOCK_FILE) for path in folder.iterdir()):
+            parts.done = parts._done_before()
         for path in folder.glob("part-*"):
             if int(path.name.split("-")[1]) >= parts.done:
                 path.unlink()
@@ -65,17 +75,22 @@ class Parts:
     def is_done(self) -> bool:
         return self.done == len(self.rows)
 
-    def write(self, world: World, tables_of: Callable[[int], Iterator[pa.Table]]) -> None:
+    def write(self, world: World, lock: RunLock, tables_of: Callable[[int], Iterator[pa.Table]]) -> None:
         """Write the blocks that are not done; collective.
 
         Args:
+            lock: of the folder, on the rank that has taken it.
             tables_of: gives this rank's rows of a block, in order.
+
+        Raises:
+            UserError: another process has taken the folder over.
         """
         with Task("writing", sum(self.rows), "rows", world.rank == 0) as self.progress:
             while not self.is_done:
                 write_parquet(self.folder / f"part-{self.done:05d}-{world.rank:05d}.parquet", tables_of(self.done))
                 give_unused_back()  # a block's loader and pipeline leave holes, that those of the next do not fit into
                 world.barrier()
+                lock.check(now=True)
                 self.done += 1
                 if world.rank == 0:
                     self._save()

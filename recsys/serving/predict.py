@@ -21,7 +21,7 @@ from recsys.errors import UserError
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.world import open_world
 from recsys.serving.finished import Finished, OpenRun
-from recsys.serving.parts import BLOCK_ROWS, Parts
+from recsys.serving.parts import BLOCK_ROWS, Parts, lock_of_parts
 from recsys.step.output import StepOutput
 from recsys.training.evaluation import outputs_of
 
@@ -93,32 +93,38 @@ def write_results(
             "columns": kept,
             **settings,
         }
-        write_blocks(opened, out, given.role, task, results_of)
-        then(opened)
+        write_blocks(opened, out, given.role, task, results_of, then)
         del opened
     return 0
 
 
 def write_blocks(
-    opened: OpenRun, out: Path, role: str, task: dict[str, Any], results_of: Callable[[OpenRun], Results]
+    opened: OpenRun,
+    out: Path,
+    role: str,
+    task: dict[str, Any],
+    results_of: Callable[[OpenRun], Results],
+    then: Callable[[OpenRun], None] = lambda opened: None,
 ) -> None:
     """Write what a model gives for the rows of a role, without those that are there; collective.
 
     Args:
-        task: what is written, with the `columns` that are kept.
+        task: what is written, with the `columns` that are kept. then: called at the end, while the folder is locked.
     """
     inputs, world = opened.inputs, opened.world
     blocks = _blocks(inputs.datasets[role])
-    parts = world.from_rank_zero(lambda: Parts.begin(out, task, [block.num_rows for block in blocks]))
-    start_logging(out / "_logs", world.rank)
-    opened.introduce()
-    if not parts.is_done:
-        results = results_of(opened)
+    with lock_of_parts() as lock:
+        parts = world.from_rank_zero(lambda: Parts.begin(out, task, [block.num_rows for block in blocks], lock))
+        start_logging(out / "_logs", world.rank)
+        opened.introduce()
+        if not parts.is_done:
+            results = results_of(opened)
 
-    def tables_of(number: int) -> Iterator[pa.Table]:
-        return scored(opened, inputs.loader(role, blocks[number]), task["columns"], results, parts.show)
+        def tables_of(number: int) -> Iterator[pa.Table]:
+            return scored(opened, inputs.loader(role, blocks[number]), task["columns"], results, parts.show)
 
-    parts.write(world, tables_of)
+        parts.write(world, lock, tables_of)
+        then(opened)
 
 
 def kept_columns(keep: Sequence[str] | None, inputs: Inputs, role: str) -> list[str]:
