@@ -25,7 +25,7 @@ from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.world import World, open_world
 from recsys.serving.compressed_run import make_empty_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
-from recsys.serving.distill import train_student
+from recsys.serving.distill import check_student, train_student
 from recsys.serving.finished import Finished, find_run
 from recsys.serving.trials import Compression, Trials
 from recsys.tables.row_codes import row_bytes
@@ -53,8 +53,9 @@ class Request:
     overrides: tuple[str, ...] = ()
     trust_code: bool = False
 
-    def check(self, config: Config, world_size: int) -> None:
+    def check(self, run: Finished, world_size: int) -> None:
         """Raise a UserError for what does not fit to a run."""
+        config = run.config
         steps = [("--steps", step, STEPS) for step in self.steps]
         metrics = tuple(config.model.metric_names(config))
         for option, word, known in (
@@ -66,6 +67,8 @@ class Request:
                 raise UserError(f"{option}: there is no '{word}'{nearest(word, known)} (known: {', '.join(known)})")
         if "distill" in self.steps and world_size > 1:
             raise UserError("--steps: distill trains in a process of its own; start recsys compress on one rank")
+        if "distill" in self.steps:
+            check_student(run.checkpoint, self.student)
         self.allowed(1.0)
 
     def allowed(self, value: float) -> float:
@@ -115,7 +118,7 @@ class _State:
 
 
 def _compress(run: Finished, trained: Config, out: Path, request: Request, world: World) -> None:
-    world.agree(lambda: request.check(run.config, world.world_size))
+    world.agree(lambda: request.check(run, world.world_size))
     world.from_rank_zero(lambda: make_empty_folder(out))
     start_logging(out / "logs", world.rank)
     trials = Trials(run, world, request.metric)

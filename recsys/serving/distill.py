@@ -8,6 +8,24 @@ from recsys.errors import UserError
 from recsys.runtime.command import run_command
 from recsys.runtime.logs import logger
 from recsys.serving.compressed_run import narrow_tables
+from recsys.training.taught import scored_path
+
+
+def check_student(teacher: Path, changes: Sequence[str]) -> None:
+    """Refuse changes that make no config of a student, before anything is written.
+
+    Args:
+        teacher: checkpoint of the run. changes: `key=value` over its config.
+
+    Raises:
+        UserError: a mistake in the changes.
+    """
+    try:
+        student = load_config(teacher / "config.yaml", changes)
+        if student.model.needs().labels:
+            scored_path(student)
+    except UserError as error:
+        raise UserError(f"--student: {error}") from error
 
 
 def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[str]) -> tuple[Path, str]:

@@ -10,6 +10,8 @@ from recsys.runtime.command import run_command
 from recsys.runtime.logs import logger
 from recsys.runtime.world import World
 
+_KEY = "config key 'train.distill.teacher'"
+
 
 def with_scores(config: Config, world: World) -> Config:
     """Return a config whose data.train has the scores of `train.distill.teacher`, if it names one; collective.
@@ -29,11 +31,20 @@ def with_scores(config: Config, world: World) -> Config:
 
 
 def _score(config: Config, teacher: str, scores: str) -> None:
-    key, data = "config key 'train.distill.teacher'", config.data.train
-    if not isinstance(data, str):
-        raise UserError(f"{key}: a data.train of one path is scored, found a list; name a folder or a glob")
+    data = scored_path(config)
     taught = set(config.taught_columns().values())
     columns = [column for column in needed_columns(config, "train") if column not in taught]
     logger.info("%s scores %s, to %s", teacher, data, scores)
     if (problem := run_command("predict", teacher, data, scores, "--keep", ",".join(columns), shown=False)) is not None:
-        raise UserError(f"{key}: recsys predict failed: {problem}")
+        raise UserError(f"{_KEY}: recsys predict failed: {problem}")
+
+
+def scored_path(config: Config) -> str:
+    """Return the path of data.train, which a teacher is to score.
+
+    Raises:
+        UserError: it is a list.
+    """
+    if not isinstance(config.data.train, str):
+        raise UserError(f"{_KEY}: a data.train of one path is scored, found a list; name a folder or a glob")
+    return config.data.train
