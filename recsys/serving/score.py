@@ -23,10 +23,12 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -157,8 +159,7 @@ def xxh3_sums(texts: np.ndarray, seed: int) -> np.ndarray:
     n, length = texts.shape
     pairs = [(word(at) + seed & BITS, word(at + 8) - seed & BITS) for at in range(0, len(SECRET), 16)]
     secret = b"".join(number.to_bytes(8, "little") for pair in pairs for number in pair)
-    p32, p64 = PRIME32, PRIME64
-    sums = np.tile(np.array([p32[2], *p64[:4], p32[1], p64[4], p32[0]], np.uint64), (n, 1))
+    sums = np.tile(np.array([PRIME32[2], *PRIME64[:4], PRIME32[1], PRIME64[4], PRIME32[0]], np.uint64), (n, 1))
 
     def add(at: int, where: int) -> None:
         data = np.ascontiguousarray(texts[:, at : at + 64]).view("<u8")
@@ -358,13 +359,11 @@ class Mapping:
             self._before, self._shared = np.append(0, ends[:-1]), ends[-1]
 
     def rows(self, keys: Keys) -> np.ndarray:
-        """Return the rows of keys, int64 [keys, rows of an id]."""
-        rows = self._before_pruning(keys)
-        return self._places(rows) if "kept" in self._entry else rows
-
-    def _places(self, rows: np.ndarray) -> np.ndarray:
-        """Return where rows are in a table without the pruned ones, which share the row behind the others: a bit of
+        """Return the rows of keys, int64 [keys, rows of an id]. Pruned rows share the one behind the others: a bit of
         `kept` says of each row whether it is there."""
+        rows = self._before_pruning(keys)
+        if "kept" not in self._entry:
+            return rows
         words, bits = self._kept[rows >> 6], (rows & 63).astype(np.uint64)
         places = self._before[rows >> 6] + np.bitwise_count(words & ((np.uint64(1) << bits) - np.uint64(1)))
         return np.where(words >> bits & np.uint64(1), places, self._shared)
@@ -391,9 +390,8 @@ class Mapping:
         if len(keys.texts) or pa.types.is_temporal(keys.kind):
             raise ExportError(f"ids are rows of the table themselves (mapping: identity), found {keys.kind}")
         rows, size = keys.numbers, self._entry["rows"]
-        if len(rows) and (rows.min() < 0 or rows.max() >= size):
-            wrong = rows[(rows < 0) | (rows >= size)][0]
-            raise ExportError(f"id {wrong} is outside 0 … {size - 1} (mapping: identity), and has no row")
+        if len(wrong := rows[(rows < 0) | (rows >= size)]):
+            raise ExportError(f"id {wrong[0]} is outside 0 … {size - 1} (mapping: identity), and has no row")
         return rows.astype(np.int64)[:, None]
 
     def has(self, keys: Keys) -> np.ndarray:
@@ -431,10 +429,9 @@ class Ids(NamedTuple):
 
 def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Mapping], text: bool | None) -> Ids:
     """Return the table rows of a feature; `text` says what the table's ids were in training, if that is known."""
-    mapping = mappings[feature["table"]]
+    mapping, lengths = mappings[feature["table"]], None
     array = crossed(table, feature["cross"]) if feature.get("cross") else column(table, feature["column"])
     weights = column(table, feature["weights"]) if feature.get("weights") else None
-    lengths = None
     if pa.types.is_list(array.type):
         places, lengths = lists_of(array, feature.get("max_length"), feature["keep"])
         if weights is not None:
@@ -465,13 +462,12 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
         weights = None if weights is None else weights.filter(pa.array(present))
         row_of = np.repeat(np.arange(len(table)), 1 if lengths is None else lengths)
         lengths = np.bincount(row_of[present], minlength=len(table))
-    factors = None
+    k, factors = rows.shape[1], None
     if weights is not None:
-        factors = convert_floats(weights, {"column": feature["weights"], "name": "weights of its ids", "fill": None})
-    k = rows.shape[1]
+        about = {"column": feature["weights"], "name": "weights of its ids", "fill": None}
+        factors = np.repeat(convert_floats(weights, about), k)
     if k > 1:
         lengths = np.full(len(table), k) if lengths is None else lengths * k
-        factors = None if factors is None else np.repeat(factors, k)
     return Ids(rows.reshape(-1), lengths, factors)
 
 
@@ -586,8 +582,7 @@ class Rows:
         if not len(self._newer):
             return found
         places = np.searchsorted(self._newer, rows).clip(max=len(self._newer) - 1)
-        is_newer = self._newer[places] == rows
-        return np.where(is_newer[:, None], self._newer_bytes[places], found)
+        return np.where((self._newer[places] == rows)[:, None], self._newer_bytes[places], found)
 
     def changed(self, path: Path) -> "Rows":
         """Return these vectors with those rows others that a delta holds: records of number and bytes."""
@@ -603,8 +598,7 @@ class Rows:
 def sums(vectors: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the sums of the vectors of each list, [rows, columns]."""
     total = np.zeros((len(lengths), vectors.shape[1]), np.float32)
-    filled = lengths > 0
-    if filled.any():
+    if (filled := lengths > 0).any():
         total[filled] = np.add.reduceat(vectors, (np.cumsum(lengths) - lengths)[filled], axis=0)
     return total
 
@@ -646,9 +640,8 @@ def read_manifest(folder: Path, verify: bool) -> dict[str, Any]:
     except OSError as error:
         raise ExportError(f"'{error.filename}' cannot be read ({os.strerror(error.errno or 0)})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ExportError(
-            f"'{folder / MANIFEST}' is no manifest of an export ({type(error).__name__}: {error})"
-        ) from error
+        told = f"{type(error).__name__}: {error}"
+        raise ExportError(f"'{folder / MANIFEST}' is no manifest of an export ({told})") from error
     return manifest
 
 
@@ -692,14 +685,12 @@ class Scorer:
         """Return the graphs over the weights of the dense part that lie in a folder."""
         import onnxruntime  # here: the rest serves the export too, which tells of itself that this is missing
 
-        options, providers = onnxruntime.SessionOptions(), ["CPUExecutionProvider"]
+        options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = self._num_threads
         options.log_severity_level = 3  # errors: its warnings tell what it does not make faster
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-        graphs = {name: (self._folder / graph["file"]).read_bytes() for name, graph in self.manifest["graphs"].items()}
-        return {
-            name: onnxruntime.InferenceSession(graph, options, providers=providers) for name, graph in graphs.items()
-        }
+        opened = partial(onnxruntime.InferenceSession, sess_options=options, providers=["CPUExecutionProvider"])
+        return {name: opened((self._folder / of["file"]).read_bytes()) for name, of in self.manifest["graphs"].items()}
 
     def vectors_of_items(self, path: Path) -> Iterator[np.ndarray]:
         """Yield the vectors of the items of a file, float32 [items, dim], some at a time."""
@@ -725,11 +716,9 @@ class Scorer:
         if k < 1:
             raise ExportError(f"k is {k}, and must be a whole number above 0")
         users = as_table(users)
-        seen, candidates = (
-            items[key] if name == "" else name for key, name in (("seen", seen), ("candidates", candidates))
-        )
+        names = (items[key] if name == "" else name for key, name in (("seen", seen), ("candidates", candidates)))
         vectors, best = self.outputs("user", users)[0], []
-        lists = [None if name is None else self._positions(users, name) for name in (seen, candidates)]
+        lists = [None if name is None else self._positions(users, name) for name in names]
         step = max(1, SCORES_AT_ONCE // max(1, len(self._item_ids)))
         for start in range(0, len(vectors), step):
             scores = vectors[start : start + step] @ self._item_vectors.T
@@ -751,9 +740,7 @@ class Scorer:
     def id_columns(self, graph: str, table: pa.Table) -> list[str]:
         """Return the columns of ids, one a row, that a graph reads."""
         features = [self._features[name] for name in self.manifest["graphs"][graph]["features"]]
-        names = dict.fromkeys(
-            feature["column"] for feature in features if feature["type"] == "id" and feature["column"]
-        )
+        names = dict.fromkeys(each["column"] for each in features if each["type"] == "id" and each["column"])
         return [name for name in names if not pa.types.is_nested(column(table, name).type)]
 
     def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
@@ -765,9 +752,8 @@ class Scorer:
 
     def _outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
         entry, session = self.manifest["graphs"][graph], self._graphs[graph]
-        inputs: dict[str, np.ndarray] = {}
-        for name in entry["features"]:
-            inputs.update(self._inputs(table, self._features[name]))
+        parts = [self._inputs(table, self._features[name]) for name in entry["features"]]
+        inputs = {name: values for part in parts for name, values in part.items()}
         numbers = [self._floats(table, name, name in entry["features"]) for name in self.manifest["floats"]]
         inputs["floats"] = np.stack(numbers, axis=1) if numbers else np.zeros((len(table), 0), np.float32)
         wanted = {each.name: inputs[each.name] for each in session.get_inputs()}
@@ -776,10 +762,8 @@ class Scorer:
         return session.run(None, wanted)
 
     def _floats(self, table: pa.Table, name: str, is_read: bool) -> np.ndarray:
-        feature = self._features[name]
-        return (
-            convert_floats(column(table, feature["column"]), feature) if is_read else np.zeros(len(table), np.float32)
-        )
+        of = self._features[name]
+        return convert_floats(column(table, of["column"]), of) if is_read else np.zeros(len(table), np.float32)
 
     def _inputs(self, table: pa.Table, feature: dict[str, Any]) -> dict[str, np.ndarray]:
         """Return the inputs of a graph that an id feature gives: a vector for each row, or for each id of its lists."""
@@ -814,10 +798,9 @@ class Scorer:
         if pa.types.is_list(array.type):
             places, lengths = lists_of(array, None, "last")
             array = stored(array.values).take(pa.array(places))
-        valid = array.is_valid().to_numpy(zero_copy_only=False)
         keys = read_keys(array.drop_null())
         found = keys.spread(self._index.find(keys, keys.hashes(0)))
-        rows = np.repeat(np.arange(len(users)), lengths)[valid]
+        rows = np.repeat(np.arange(len(users)), lengths)[array.is_valid().to_numpy(zero_copy_only=False)]
         return rows[found >= 0], found[found >= 0]
 
 
@@ -834,8 +817,7 @@ def best_places(scores: np.ndarray, k: int) -> np.ndarray:
 def files_of(data: str) -> list[str]:
     """Return the Parquet files of a folder, a glob or a file, in order."""
     if os.path.isdir(data):
-        found = sorted(map(str, Path(data).rglob("*.parquet")))
-        found = [name for name in found if not Path(name).name.startswith(("_", "."))]
+        found = sorted(str(path) for path in Path(data).rglob("*.parquet") if path.name[0] not in "_.")
     else:
         found = sorted(glob.glob(data)) if glob.has_magic(data) else [data]
     if not found:
@@ -843,18 +825,37 @@ def files_of(data: str) -> list[str]:
     return found
 
 
+def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.Scalar]]:
+    """Return the Hive partition keys in each path: texts where training had such, others int32 if all are numbers."""
+    pairs = [[each.partition("=") for each in Path(path).parts[:-1] if "=" in each] for path in paths]
+    null = "__HIVE_DEFAULT_PARTITION__"
+    found = [{unquote(key): None if value == null else unquote(value) for key, _, value in each} for each in pairs]
+    columns = {key: pa.array([keys.get(key) for keys in found], pa.string()) for key in set().union(*found)}
+    for key in columns.keys() - set(texts):
+        with suppress(pa.ArrowInvalid):
+            columns[key] = columns[key].cast(pa.int32())
+    return {path: {key: columns[key][i] for key in found[i]} for i, path in enumerate(paths)}
+
+
 def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
-    """Yield columns that are kept, and results, of the rows of all files, some at a time."""
-    of_rows = words.command == "predict"
-    for path in files_of(words.data):
-        for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(ROWS_AT_ONCE):
-            rows = pa.Table.from_batches([batch])
-            results = scorer.score(rows) if of_rows else scorer.recommend(rows, words.k)
-            keep = scorer.id_columns("score" if of_rows else "user", rows) if words.keep is None else words.keep
-            kept = {name: column(rows, name) for name in keep}
-            if twice := kept.keys() & set(results.column_names):
-                raise ExportError(f"--keep: column '{min(twice)}' would be there twice; leave it out")
-            yield pa.table({**kept, **dict(zip(results.column_names, results.columns, strict=True))})
+    """Yield columns that are kept, and results, of the rows of all files, some at a time, by one schema."""
+    of_rows, schema = words.command == "predict", None
+    try:
+        for path, keys in partitions_of(files_of(words.data), scorer.manifest.get("texts", [])).items():
+            for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(ROWS_AT_ONCE):
+                rows = pa.Table.from_batches([batch])
+                for name in keys.keys() - set(rows.column_names):
+                    rows = rows.append_column(name, pa.repeat(keys[name], len(rows)))
+                results = scorer.score(rows) if of_rows else scorer.recommend(rows, words.k)
+                keep = scorer.id_columns("score" if of_rows else "user", rows) if words.keep is None else words.keep
+                kept = {name: column(rows, name) for name in keep}
+                if twice := kept.keys() & set(results.column_names):
+                    raise ExportError(f"--keep: column '{min(twice)}' would be there twice; leave it out")
+                table = pa.table({**kept, **dict(zip(results.column_names, results.columns, strict=True))})
+                schema = schema or table.schema
+                yield table.cast(schema)
+    except (pa.ArrowException, OSError) as error:
+        raise ExportError(f"'{words.data}' cannot be scored ({' '.join(str(error).split())[:300]})") from error
 
 
 def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
@@ -863,18 +864,17 @@ def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     if os.path.isdir(words.out) or not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
         raise ExportError(f"'{words.out}' is a folder, or is to lie in none; name a file")
     try:
-        first = next(tables, None)
-        if first is None:
+        if (first := next(tables, None)) is None:
             raise ExportError(f"'{words.data}' holds no rows")
         with pq.ParquetWriter(aside, first.schema, compression="zstd") as writer:
             for table in chain([first], tables):
-                writer.write_table(table.cast(first.schema))
+                writer.write_table(table)
                 num_rows += len(table)
         os.replace(aside, words.out)
     except (pa.ArrowException, OSError) as error:
-        raise ExportError(f"'{words.data}' cannot be scored ({' '.join(str(error).split())[:300]})") from error
+        raise ExportError(f"'{words.out}' cannot be written ({' '.join(str(error).split())[:300]})") from error
     finally:
-        if os.path.exists(aside):
+        with suppress(OSError):  # such as that it is not there
             os.remove(aside)
     return num_rows
 

@@ -297,6 +297,48 @@ def test_a_server_answers(ranker: Path) -> None:
     np.testing.assert_allclose(json.loads(done.stdout), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["texts", "numbers"])
+def test_partition_keys_are_columns(kind: str, tmp_path: Path) -> None:
+    """A model of a partition column scores as the run does; keys of digits alone are texts where training had such."""
+    rows = pq.read_table(ROOT / "data/sample/train").slice(0, 900)
+    for number in range(6):
+        role, key = "train" if number < 3 else "test", f"{number % 3}" if kind == "numbers" else f"d%20{number % 3}"
+        folder = tmp_path / role / f"place={key}" / "day=2026-11-01"
+        folder.mkdir(parents=True)
+        pq.write_table(rows.slice(150 * number, 150), folder / "part-0.parquet")
+    data = (f"data.train={tmp_path}/train", "data.valid=null", "data.test=null")
+    run = train(tmp_path, ROOT / "configs/dlrm_sample.yaml", *data, "train.max_steps=8",
+                "features.place={table: place}", "tables.place={num_embeddings: 10, embedding_dim: 8}")  # fmt: skip
+    recsys("export", run, tmp_path / "out")
+    keep = ("--keep", "item_id,place,day")
+    recsys("predict", run, tmp_path / "test", tmp_path / "predicted", *keep)
+    score(tmp_path / "out", "predict", tmp_path / "test", tmp_path / "s.parquet", *keep)
+    ours, theirs = pq.read_table(tmp_path / "s.parquet"), pq.read_table(tmp_path / "predicted", partitioning=None)
+    assert_same_scores(ours, theirs)
+    assert ours.schema.types == theirs.schema.types
+    assert set(ours["place"].to_pylist()) == ({0, 1, 2} if kind == "numbers" else {"d 0", "d 1", "d 2"})
+    if kind == "texts":  # which may be digits alone in another data set
+        (tmp_path / "test" / "place=d%201").rename(tmp_path / "place=7")
+        score(tmp_path / "out", "predict", tmp_path / "place=7", tmp_path / "s.parquet", *keep)
+        assert set(pq.read_table(tmp_path / "s.parquet")["place"].to_pylist()) == {"7"}
+
+
+def test_keys_that_not_all_paths_have() -> None:
+    null = "__HIVE_DEFAULT_PARTITION__"
+    found = score_module.partitions_of(["a=1/b=x/p", f"a={null}/p", "a=b/a=07/c=1/p"], ["c"])
+    plain = {path: {key: value.as_py() for key, value in keys.items()} for path, keys in found.items()}
+    assert list(plain.values()) == [{"a": 1, "b": "x"}, {"a": None}, {"a": 7, "c": "1"}]
+
+
+def test_who_is_to_blame_is_named(ranker: Path, tmp_path: Path) -> None:
+    out = tmp_path / ("s" * 250)  # with what is put behind it for a while, more than a name may have
+    said = score(ranker / "out", "predict", ROOT / "data/sample/test", out, status=1)
+    assert f"error: '{out}' cannot be written (" in said
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1")
+    said = score(ranker / "out", "predict", tmp_path / "torn.parquet", tmp_path / "s", status=1)
+    assert f"'{tmp_path}/torn.parquet' cannot be scored" in said
+
+
 def test_mistakes(ranker: Path, tmp_path: Path) -> None:
     assert "is there already" in recsys("export", ranker / "run", ranker / "out", status=1)
     assert "has no vectors of items" in score(

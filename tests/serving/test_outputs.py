@@ -1,0 +1,158 @@
+"""What commands write to: what cannot be written is refused, and nothing is left in the way of the next attempt."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT, environment, fork_train
+
+from recsys.runtime.run_lock import LOCK_FILE
+from recsys.serving import export as export_module
+from recsys.serving import predict as predict_module
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    options = ("train.max_steps=2", "data.valid=null", "data.test=null")
+    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={folder}", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def recsys(*words: object, status: int = 0, before: Any = None) -> str:
+    """Run a command; return what it prints, or with another status its one line of error."""
+    done = fork_train(*map(str, words), program="recsys", before=before)
+    assert done.returncode == status, done.stderr[-3000:]
+    assert not status or done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.strip() if status else done.stdout
+
+
+def commands(run: Path, folder: Path) -> dict[str, tuple[object, ...]]:
+    """Return commands that write a file, whose path is to follow, and the argument that names it."""
+    vectors = folder / "vectors.parquet"
+    pq.write_table(pa.table({"item": [1, 2], "vector": list(np.eye(2))}), vectors)
+    return {
+        "report": ("--out", "report", run, "--out"),
+        "compare": ("--out", "compare", run, run, "--out"),
+        "tables": ("OUT", "tables", "export", run, "item"),
+        "semantic-ids": ("OUT", "semantic-ids", vectors),
+    }
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "tables", "semantic-ids"])
+def test_a_file_is_written_where_it_can_be(command: str, run: Path, tmp_path: Path) -> None:
+    argument, *words = commands(run, tmp_path)[command]
+    said = recsys(*words, tmp_path, status=1)
+    assert said == f"error: {argument}: '{tmp_path}' is a folder; name a file"
+    (tmp_path / "file").touch()
+    said = recsys(*words, tmp_path / "file" / "x", status=1)
+    assert said.startswith(f"error: {argument}: '{tmp_path}/file' cannot be made (")
+    recsys(*words, tmp_path / "new" / "folder" / "x")
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["x"]
+
+
+def test_a_sweep_refuses_a_file_as_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    (tmp_path / "file").touch()
+    words = ("sweep", "configs/dlrm_sample.yaml", "--space", "seed=1..3", "--out")
+    for path in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        said = recsys(*words, path, status=1)
+        assert said.startswith(f"error: --out: '{path}' cannot be made (") and said.endswith("name another folder")
+
+
+def interrupted(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(9)
+
+
+def interrupted_scores() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    predict_module.scored = interrupted
+
+
+def interrupted_export() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    export_module._Export.write = interrupted  # type: ignore[method-assign]
+
+
+def terminated_export() -> None:
+    def end(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(9)
+
+    export_module._Export.write = end  # type: ignore[method-assign]
+
+
+def test_an_interrupted_prediction_ends_in_a_line_and_goes_on(run: Path, tmp_path: Path) -> None:
+    words = ("predict", run, ROOT / "data/sample/test", tmp_path / "out")
+    said = recsys(*words, status=130, before=interrupted_scores)
+    assert said == "interrupted; the same command goes on with OUT"
+    assert not list((tmp_path / "out").glob(f"{LOCK_FILE}*"))
+    recsys(*words)
+    assert pq.read_table(tmp_path / "out").num_rows == 500 and not list((tmp_path / "out").glob(f"{LOCK_FILE}*"))
+
+
+def test_an_export_that_a_signal_ends_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    for before, status, line in (
+        (interrupted_export, 130, "interrupted"),
+        (terminated_export, 143, "ended by SIGTERM"),
+    ):
+        assert recsys("export", run, tmp_path / "out", status=status, before=before) == line
+        assert not list(tmp_path.iterdir())
+
+
+def test_one_prediction_at_a_time_writes_to_a_folder(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    words = ("predict", str(run), f"{ROOT}/data/sample/test", str(out))
+    code = (
+        "import time; import recsys.serving.predict as p; p.scored = lambda *_: time.sleep(600); "
+        f"from recsys.__main__ import main; main({list(words)!r})"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment(), stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 100
+        while not (out / "_state.json").exists():
+            assert first.poll() is None and time.monotonic() < deadline, first.communicate()
+            time.sleep(0.1)
+        (out / "part-00000-00000.parquet.1.tmp").touch()
+        said = recsys(*words, status=1)
+        assert said.startswith(f"error: OUT: another process writes to '{out}' (process {first.pid} of ")
+        assert said.endswith("; wait for its end, stop it, or name another folder") and " on " in said
+        assert (out / "part-00000-00000.parquet.1.tmp").exists()
+    finally:
+        first.kill()
+        first.communicate()
+    (out / "_state.json").unlink()
+    (out / "part-00000-00000.parquet.1.tmp").unlink()
+    (out / "_logs" / "rank_0.log").unlink()
+    (out / "_logs").rmdir()
+    assert [path.name for path in out.iterdir()] == [LOCK_FILE]  # as of one that was killed at once
+    recsys(*words)
+    assert json.loads((out / "_state.json").read_text())["done"] == 1 and not (out / LOCK_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("foo=1", "error: --student: config key 'foo'"),
+        ("tables.itm.embedding_dim=4", "did you mean 'tables.item'?"),
+        ("data.train=[a, b]", "a data.train of one path is scored, found a list"),
+    ],
+)
+def test_a_student_that_cannot_be_is_refused_before_anything_is_made(
+    change: str, said: str, run: Path, tmp_path: Path
+) -> None:
+    words = ("compress", run, tmp_path / "small", "--steps", "distill", "--max-loss", "1", "--student", change)
+    assert said in recsys(*words, status=1)
+    assert not list(tmp_path.iterdir())
