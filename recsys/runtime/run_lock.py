@@ -32,11 +32,11 @@ class RunLock:
     """Lock of a folder, kept alive by a thread; before `take`, and on ranks that take none, it does nothing.
 
     Args:
-        argument: by which the user names the folder. writer: what the user starts, and would write to it.
+        refusal: what begins the sentence for a folder, `{}`, that is locked. writer: what they call the holder.
     """
 
-    def __init__(self, argument: str = "config key 'run.dir'", writer: str = "run") -> None:
-        self._argument, self._writer = argument, writer
+    def __init__(self, refusal: str = "config key 'run.dir': another run writes to '{}'", writer: str = "run") -> None:
+        self._refusal, self._writer = refusal, writer
         self._path: Path | None = None
         self._content, self._lost = b"", ""
         self._descriptor = -1
@@ -72,7 +72,7 @@ class RunLock:
                 self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o644)
                 break
             except FileExistsError:
-                _remove_stale(path, earlier, (self._argument, self._writer))
+                _remove_stale(path, earlier, self._refusal)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self._content = json.dumps(_identity(), indent=1).encode()
@@ -138,11 +138,11 @@ def _identity() -> dict[str, Any]:
     return {**about, "boot": boot, "id": uuid.uuid4().hex, **launch_identity()}
 
 
-def _remove_stale(path: Path, earlier: str | None, names: tuple[str, str]) -> None:
+def _remove_stale(path: Path, earlier: str | None, refusal: str) -> None:
     """Remove a lock whose run has ended.
 
     Args:
-        names: of the argument, and of who writes, for the message.
+        refusal: as of `RunLock`.
 
     Raises:
         UserError: the run is alive.
@@ -152,7 +152,7 @@ def _remove_stale(path: Path, earlier: str | None, names: tuple[str, str]) -> No
             content = file.read()
             holder = _parsed(content)
             if earlier is None or holder.get("id") != earlier:
-                _await_end(path, file, holder, names)
+                _await_end(path, file, holder, refusal)
             aside = path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
             path.rename(aside)
         if aside.read_bytes() == content:
@@ -163,7 +163,7 @@ def _remove_stale(path: Path, earlier: str | None, names: tuple[str, str]) -> No
         return
 
 
-def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], names: tuple[str, str]) -> None:
+def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], refusal: str) -> None:
     """Return once the run of a lock is known to have ended, at once where that can be known."""
     mine, first, waits = _identity(), path.stat().st_mtime, False
     same_job = mine["slurm_job"] is not None and mine["slurm_job"] == holder.get("slurm_job")
@@ -174,7 +174,7 @@ def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], names: tuple
         held, age = _is_held(file), _age_s(path)
         if held or path.stat().st_mtime != first:
             raise UserError(
-                f"{names[0]}: another {names[1]} writes to '{path.parent}' ({_described(holder)}, last alive "
+                f"{refusal.format(path.parent)} ({_described(holder)}, last alive "
                 f"{max(0.0, age):.0f} s ago); wait for its end, stop it, or name another folder"
             )
         if own or _has_ended_here(held, holder) or age >= _STALE_S:

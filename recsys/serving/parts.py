@@ -28,7 +28,7 @@ _STATE = "_state.json"  # readers of Parquet folders leave out what begins so
 
 def lock_of_parts() -> RunLock:
     """Return the lock of a folder that `Parts` writes to, which is not taken yet."""
-    return RunLock("OUT", "process")
+    return RunLock("OUT: another process writes to '{}'", "process")
 
 
 @dataclass
