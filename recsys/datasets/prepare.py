@@ -43,7 +43,7 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
         prog: what the user has called, for messages.
 
     Returns:
-        The exit status: 0, or 2 for a mistake of the user, which is told in one line.
+        The exit status: 0, 2 for a mistake of the user, which is told in one line, or 130 for Ctrl-C.
     """
     args = _parser(prog).parse_args(arguments)
     try:
@@ -53,6 +53,9 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
     except (UserError, OSError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted; nothing is left of it", file=sys.stderr)
+        return 130
     return 0
 
 

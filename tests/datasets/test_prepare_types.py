@@ -1,12 +1,14 @@
 """Logs of columns and files however they are held: types that writers add to Parquet's own, times, folders, globs."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.datasets import synthetic
 from recsys.datasets.delimited import CsvOptions, convert_csv
 from recsys.datasets.interactions import LogOptions, convert_log
 from recsys.datasets.prepare import prepare
@@ -110,3 +112,13 @@ def test_rows_of_a_csv_are_split_by_any_time(written: str, tmp_path: Path) -> No
     convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(split=(0.5, 0.5), split_by="time:at"))
     first, second = (pq.read_table(tmp_path / "out" / part) for part in ("train", "valid"))
     assert sorted(first["day"].to_pylist()) == [*range(1, 11)] and sorted(second["day"].to_pylist()) == [*range(11, 21)]
+
+
+def test_ctrl_c_is_a_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def interrupted(*arguments: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(synthetic, "write_parts", interrupted)
+    assert prepare(["synthetic", "--rows", "100", "--out", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err == "recsys prepare: interrupted; nothing is left of it\n"
+    assert list(tmp_path.iterdir()) == []
