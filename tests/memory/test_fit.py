@@ -161,7 +161,7 @@ def test_tables_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_activations_that_are_too_large_are_told_with_what_helps(tmp_path: Path) -> None:
-    options = ("model.top_mlp=[1024,1024]", "train.global_batch_size=32768", *SHORT, "memory.budget=900MiB")
+    options = ("model.top_mlp=[1024,1024]", "train.global_batch_size=65536", *SHORT, "memory.budget=1100MiB")
     done = run_train(CONFIG, f"run.dir={tmp_path}/short", *options)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "memory has run out in step, step 1: this process has taken" in done.stderr
