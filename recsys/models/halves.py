@@ -144,9 +144,10 @@ def _is_mlp(module: nn.Module) -> bool:
 
 class _MLP(InParts, nn.Sequential):
     def forward(self, input: torch.Tensor, keep: bool = True) -> torch.Tensor:
-        if not torch.is_grad_enabled() or input.dim() != 2:
-            return super().forward(input)
         layers = list(self._modules.values())
+        is_watched = any(layer._forward_pre_hooks for layer in layers)  # which takes layers that are called
+        if not torch.is_grad_enabled() or input.dim() != 2 or is_watched:
+            return super().forward(input)
         parameters = [parameter for layer in layers[::3] for parameter in (layer.weight, layer.bias)]
         result: torch.Tensor = _MLPInParts.apply(input, self.num_parts, keep, layers[2::3], *parameters)
         return result

@@ -50,15 +50,16 @@ def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLaye
 def without_neurons(
     parameter: str, tensor: torch.Tensor, layers: Mapping[str, HiddenLayer], kept: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return a parameter, or what an optimizer holds for each element of it, without the neurons that are not kept.
+    """Return a parameter, or what an optimizer holds for its elements, rows or columns, without neurons not kept.
 
     Args:
         kept: by layer, bool [width].
     """
     for name, marks in kept.items():
-        if parameter in layers[name].parameters and tensor.dim():
+        # Adafactor holds one number for all rows of a weight, or for all columns.
+        if parameter in layers[name].parameters and tensor.dim() and len(tensor) == len(marks):
             tensor = tensor[marks]
-        if parameter == layers[name].next and tensor.dim():
+        if parameter == layers[name].next and tensor.dim() and tensor.shape[1] == len(marks):
             tensor = tensor[:, marks]
     return tensor.contiguous()
 

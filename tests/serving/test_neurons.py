@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import load_tables
@@ -10,7 +11,11 @@ from launch import evaluate, fork_train
 
 from recsys.models.base import mlp
 from recsys.models.dlrm import DLRMConfig
+from recsys.runtime.world import open_world
+from recsys.serving.finished import find_run
 from recsys.serving.neurons import hidden_layers, narrower, without_neurons
+from recsys.serving.trials import Trials
+from recsys.training import build
 
 
 def test_weights_are_cut_on_both_sides_of_a_neuron() -> None:
@@ -33,6 +38,37 @@ def test_weights_are_cut_on_both_sides_of_a_neuron() -> None:
     with torch.no_grad():  # a neuron that nothing reads is none
         model.top[3].weight[:, 1] = model.top[6].weight[:, 0] = 0
     torch.testing.assert_close(smaller(x), model.top(x))
+
+
+@pytest.mark.parametrize(("name", "shape", "left"), [("top.0", (3, 1), (2, 1)), ("top.0", (1, 2), (1, 2))])
+def test_what_adafactor_holds_for_rows_or_columns_is_cut_too(
+    name: str, shape: tuple[int, int], left: tuple[int, int]
+) -> None:
+    model = torch.nn.Module()
+    model.top = mlp(2, [3, 2], 1, 0.0)
+    layers = hidden_layers(model, DLRMConfig(top_mlp=[3, 2]))
+    kept = {"top.0": torch.tensor([True, False, True])}
+    assert without_neurons(f"{name}.weight", torch.randn(shape), layers, kept).shape == left
+    assert without_neurons("top.3.weight", torch.randn(2, 1), layers, kept).shape == (2, 1)
+    assert without_neurons("top.3.weight", torch.randn(1, 3), layers, kept).shape == (1, 2)
+
+
+def test_neurons_are_told_apart_where_gradients_are_summed_in_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An MLP on a CPU computes its layers as one, and importances are read between them."""
+    options = ("train.max_steps=8", "model.top_mlp=[6,4]", "data.valid=data/sample/test")
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}", *options)
+    found = []
+    for halves in (True, False):
+        monkeypatch.setattr(build, "is_in_halves", lambda *_, halves=halves: halves)
+        run = find_run(str(tmp_path))
+        with open_world(run.config.run.device, 1) as world:
+            trials = Trials(run, world, "auc")
+            found.append(trials.neuron_gradients(trials.given))
+    for name, importance in found[0].items():
+        assert (importance > 0).any()
+        np.testing.assert_allclose(importance, found[1][name], rtol=1e-4)
 
 
 def test_the_last_layer_of_a_tower_stays() -> None:
