@@ -1,7 +1,7 @@
 """Importance of table rows and of neurons by a pass over data.train: to first order, what the loss would change."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ from recsys.config import Config
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
+from recsys.models.base import Model
+from recsys.models.dropout import RowDropout
 from recsys.serving.neurons import HiddenLayer
 from recsys.step.micro_batches import Lookup, MicroBatches, StepLoss, task_weights
 
@@ -59,7 +61,7 @@ def neuron_importances(inputs: Inputs, step: Any, layers: Mapping[str, HiddenLay
 def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], list[torch.Tensor | None]]]:
     """Yield the batches of data.train, what the tables gave by feature, and the loss's gradient by that."""
     dense, loader = step.dense, inputs.loader("train")
-    with closing(loader.batches()) as batches:
+    with closing(loader.batches()) as batches, _training(dense.model):
         for _ in range(loader.steps_left(Position(), 1)):
             batch = next(batches).to(inputs.world.device)
             with torch.no_grad():  # so that no gradient reaches a table
@@ -72,3 +74,16 @@ def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], 
             yield batch, by_id, passes.gradients
     for parameter in dense.parameters():
         parameter.grad = None
+
+
+@contextmanager
+def _training(model: Model) -> Iterator[None]:
+    """Let a model give what its losses take, which may be other outputs than those of an evaluation; nothing drops."""
+    shares = {module: module.p for module in model.modules() if isinstance(module, RowDropout)}
+    for module in shares:
+        module.p = 0.0
+    model.train()
+    yield
+    model.eval()
+    for module, share in shares.items():
+        module.p = share

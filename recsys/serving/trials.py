@@ -13,6 +13,7 @@ from recsys.config import Config, IdMappingType
 from recsys.config.choices import UNPOOLED, RowCode, ShardingChoice
 from recsys.config.features import id_features
 from recsys.data.facts import Facts, RowCounter, measure
+from recsys.data.wanted import role_features
 from recsys.errors import UserError
 from recsys.ids import NULL_ROW
 from recsys.models.label_metrics import LabelEvaluator
@@ -274,14 +275,15 @@ class Trials:
         return self.world.sum(vector) if hasattr(weights, "local_shards") else vector
 
     def _count(self) -> dict[str, np.ndarray]:
-        """Count the rows of each table in data.train, over all its features."""
-        inputs, counts = self._opened.inputs, dict[str, Any]()
-        for feature in id_features(self.config):
+        """Count the rows of each table in data.train, over all its features that data.train has columns for."""
+        inputs, present = self._opened.inputs, set(role_features(self.config, "train"))
+        counts: dict[str, Any] = {n: np.zeros(t.num_embeddings, np.int64) for n, t in self.config.tables.items()}
+        for feature in (name for name in id_features(self.config) if name in present):
             table, part = self.config.features[feature].table or "", inputs.id_column(feature)
             counter = RowCounter(part, is_mapped=True)
             measure(inputs.datasets["train"], {}, [], self.world, counter)
             mine = torch.from_numpy(counter.counts(part, self.config.tables[table].num_embeddings)[0])
-            counts[table] = counts.get(table, 0) + self.world.sum(mine).numpy()
+            counts[table] = counts[table] + self.world.sum(mine).numpy()
         return counts
 
     @torch.no_grad()
