@@ -259,7 +259,7 @@ class SASRec(RetrievalModel, PartByPart):
             listed = barred_scores(keys, jagged.values(), row_of_each_id(jagged), len(lengths))
         told_apart = np.array_split(lengths if self.num_parts == 1 else lengths[: drawn.start], self.num_parts)
         counts = [int(np.maximum(part - 1, 0).sum()) for part in told_apart]
-        settings = counts, *self.pieces_of_loss(states.device), self._beta()
+        settings = counts, *self.pieces_of_loss(states.device), self._beta(), self.config.sampled_negatives
         loss = _LossOfDrawn.apply(
             take_rows(states, inputs), *positives, *negatives, batch.weights[rows], rows, listed, *settings
         )
@@ -300,6 +300,7 @@ class _LossOfDrawn(torch.autograd.Function):
         num_scores: int,
         most_pieces: int | None,
         beta: float | None,
+        num_drawn: int,
     ) -> torch.Tensor:
         losses, of_states, of_positives = torch.empty_like(weights), torch.empty_like(states), torch.empty_like(states)
         of_parts = [torch.zeros_like(negatives) for _ in counts]
@@ -315,7 +316,7 @@ class _LossOfDrawn(torch.autograd.Function):
                 losses[rows] = (total - positive) * weight
                 by_positive, by_negatives = (positive - total).expm1(), scores.sub_(total[:, None]).exp_()
             else:
-                number = 1 + len(negatives)
+                number = 1 + num_drawn  # not by rows: ranks may hold fill
                 losses[rows] = (beta * F.softplus(-positive) + F.softplus(scores).sum(1)) * weight / number
                 by_positive, by_negatives = -beta * (-positive).sigmoid() / number, scores.sigmoid_().div_(number)
             by_positive, by_negatives = (by_positive * weight)[:, None], by_negatives.mul_(weight[:, None])
@@ -329,7 +330,7 @@ class _LossOfDrawn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         of_states, of_positives, *of_parts = (each * gradient for each in ctx.saved_tensors)
-        return of_states, of_positives, None, sum(of_parts[1:], of_parts[0]), *[None] * 8
+        return of_states, of_positives, None, sum(of_parts[1:], of_parts[0]), *[None] * 9
 
 
 def _pieces_of_parts(counts: list[int], step: int, most: int | None) -> Iterator[tuple[int, slice]]:

@@ -119,6 +119,13 @@ def test_one_process_and_two_learn_the_same_to_the_last_bit(
     assert all(torch.equal(found, weights[1][name]) for name, found in weights[0].items())
 
 
+def test_negatives_that_ranks_cannot_share_out_evenly_weigh_the_same(config: Path, tmp_path: Path) -> None:
+    """Of 16 each of three ranks has six rows, two of which hold nothing."""
+    gbce = "model.loss=gbce", "model.num_items=30", "train.max_steps=6"
+    one, three = (train(config, tmp_path / f"{nproc}", *gbce, nproc=nproc)[1] for nproc in (1, 3))
+    assert three == pytest.approx(one, rel=1e-5)
+
+
 @pytest.mark.slow
 def test_resumed_equals_uninterrupted(
     config: Path, one_process: tuple[dict[str, float], list[float]], tmp_path: Path
