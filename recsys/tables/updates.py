@@ -85,6 +85,8 @@ class TableUpdates:
                 shards = _torch_tables(kernel, config)
                 update_in_torch(kernel, shards)
                 self._shards += shards
+            if not on_gpu:
+                _allow_no_rows(kernel.emb_module)
         replicas: list[TorchTable] = []
         for kernel in kernels(model, BatchedDenseEmbeddingBag):
             kernel.emb_module.weights.requires_grad_(False)
@@ -125,6 +127,18 @@ class TableUpdates:
         for replica in self.replicated.tables:
             tensors |= {_state_name(replica.name, number): values for number, values in enumerate(replica.state)}
         return tensors
+
+
+def _allow_no_rows(fbgemm: Any) -> None:
+    """Let tables in host memory have no row on this rank, as those of fewer rows than ranks have.
+
+    Without any memory FBGEMM would look for a GPU, and behind a last table without rows it reads on for a size.
+    """
+    if not fbgemm.weights_host.numel():
+        fbgemm.weights_host = nn.Parameter(fbgemm.weights_host.new_zeros(fbgemm.max_D))
+    ends = fbgemm.hash_size_cumsum
+    if ends[-1] == ends[-2]:
+        ends[-1] += 1
 
 
 def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:

@@ -1,0 +1,23 @@
+"""Tables of fewer rows than ranks, so that a rank has a table without a row."""
+
+import json
+from pathlib import Path
+
+import pytest
+from launch import fork_train
+
+CONFIG = (
+    "configs/dlrm_sample.yaml",
+    *("tables.device.num_embeddings=2", "tables.device.sharding_type=table_row_wise"),
+    *("train.max_steps=6", "train.log_every_steps=1", "data.valid=null", "data.test=null"),
+)
+
+
+def test_a_rank_may_have_no_row_of_what_it_looks_up(tmp_path: Path) -> None:
+    losses = []
+    for nproc in (1, 3):
+        done = fork_train(*CONFIG, f"run.dir={tmp_path}/{nproc}", nproc=nproc)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records = map(json.loads, (tmp_path / f"{nproc}" / "metrics.jsonl").read_text().splitlines())
+        losses.append([record["loss"] for record in records if record["kind"] == "train"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
