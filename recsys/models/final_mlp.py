@@ -42,8 +42,11 @@ class FinalMLPConfig(ModelConfig):
         for key in ("gate_1", "gate_2"):
             for name in getattr(self, key):
                 one_of(f"model.{key}", name, ids, "id feature")
-        if set(config.features) <= {*self.gate_1, *self.gate_2}:
-            raise UserError("config keys 'model.gate_1' and 'model.gate_2' leave no feature to be gated; drop some")
+        if set(ids) <= {*self.gate_1, *self.gate_2}:
+            raise UserError(
+                f"config keys 'model.gate_1' and 'model.gate_2' leave no id feature to be gated, found "
+                f"{self.gate_1} and {self.gate_2}; drop some"
+            )
         for key in ("mlp_1", "mlp_2"):
             widths = getattr(self, key)
             if not widths or widths[-1] % self.num_heads:

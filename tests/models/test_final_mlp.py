@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from recsys.config import LabelConfig
+from recsys.config import LabelConfig, load_config
+from recsys.errors import UserError
 from recsys.models import DenseInputs
 from recsys.models.final_mlp import FinalMLP, FinalMLPConfig
 
@@ -25,3 +26,10 @@ def test_by_hand(labels: int) -> None:
             heads = [first[2 * h : 2 * h + 2] @ model.products[label, h] @ second[4 * h : 4 * h + 4] for h in range(2)]
             expected = model.linear.weight[label] @ torch.cat([first, second]) + model.linear.bias[label] + sum(heads)
             torch.testing.assert_close(logits[row, label], expected)
+
+
+def test_numbers_alone_are_nothing_to_be_gated() -> None:
+    """The sample has the float price beside its id features."""
+    config = FinalMLPConfig(gate_1=["user_id", "item_id", "history"], gate_2=["category", "device", "hour"])
+    with pytest.raises(UserError, match=r"leave no id feature to be gated, found \['user_id', .*; drop some"):
+        config.check(load_config("configs/dlrm_sample.yaml"))
