@@ -29,19 +29,17 @@ class Follower:
         problem: what is wrong with the next one, if anything.
 
     Raises:
-        ExportError: there is no whole base in it.
+        ExportError: there is no whole base in it, or every_s is no time.
     """
 
     def __init__(self, folder: str | Path, every_s: float | None = None) -> None:
+        if every_s is not None and not every_s > 0:
+            raise ExportError(f"every_s is {every_s}, and must be seconds above 0, or None")
         self._folder, self._every_s = Path(folder), every_s
         self.number, self.step, self._last = 0, 0, ""
         self.problem: str | None = None
         self.scorer: Scorer
-        self._take_base()
-        if not self.number:
-            raise ExportError(
-                f"'{folder}' holds no base-*; give the folder of train.publish.dir, once it has published"
-            )
+        self._begin()
         self.refresh_or_tell()
         if every_s is not None:
             threading.Thread(target=self._follow, daemon=True).start()
@@ -52,7 +50,8 @@ class Follower:
         Raises:
             ExportError: the next one is torn, of another order or altered; it is named, and not applied.
         """
-        self._take_base()
+        newest = max([*self._numbers("base"), *self._numbers("delta")], default=self.number)
+        self._take_base(0 if newest < self.number else self.number)  # the folder has been removed and begun again
         while (folder := self._folder / f"delta-{self.number + 1:09d}").is_dir():
             self._apply(folder)
         if ahead := [number for number in self._numbers("delta") if number > self.number]:
@@ -64,10 +63,11 @@ class Follower:
         try:
             self.refresh()
             self.problem = None
-        except ExportError as error:
-            if str(error) != self.problem:
-                print(f"error: {error}; answers stay those of number {self.number}", file=sys.stderr, flush=True)
-            self.problem = str(error)
+        except Exception as error:  # of any library: a file may go while it is read, and the next look is to come
+            told = str(error) if isinstance(error, ExportError) else f"{type(error).__name__}: {error}"
+            if told != self.problem:
+                print(f"error: {told}; answers stay those of number {self.number}", file=sys.stderr, flush=True)
+            self.problem = told
 
     def _follow(self) -> None:
         while True:
@@ -78,15 +78,26 @@ class Follower:
         names = [path.name for path in self._folder.glob(f"{kind}-*")]
         return sorted(int(name.partition("-")[2]) for name in names if re.fullmatch(rf"{kind}-\d+", name))
 
-    def _take_base(self) -> None:
-        """Open the newest base, where it is newer than what is there."""
-        bases = [number for number in self._numbers("base") if number > self.number]
-        if bases:
-            folder = self._folder / f"base-{bases[-1]:09d}"
-            scorer = Scorer(folder)
-            made: dict[str, Any] = scorer.manifest["made"]
-            self.scorer, self.number, self.step = scorer, bases[-1], made["step"]
-            self._last = scorer.manifest["sha256"]
+    def _begin(self) -> None:
+        """Open the newest base that is whole."""
+        problem = f"'{self._folder}' holds no base-*; give the folder of train.publish.dir, once it has published"
+        for number in reversed(self._numbers("base")):
+            try:
+                return self._open_base(number)
+            except ExportError as error:
+                problem = str(error)
+        raise ExportError(problem)
+
+    def _take_base(self, after: int) -> None:
+        """Open the newest base, where its number is a later one."""
+        if bases := [number for number in self._numbers("base") if number > after]:
+            self._open_base(bases[-1])
+
+    def _open_base(self, number: int) -> None:
+        scorer = Scorer(self._folder / f"base-{number:09d}")
+        made: dict[str, Any] = scorer.manifest["made"]
+        self.scorer, self.number, self.step = scorer, number, made["step"]
+        self._last = scorer.manifest["sha256"]
 
     def _apply(self, folder: Path) -> None:
         manifest = read_manifest(folder, verify=True)

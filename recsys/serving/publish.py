@@ -5,6 +5,7 @@ training has touched since the one before, and the dense part. It appears whole,
 """
 
 import json
+import re
 import shutil
 import time
 from collections import deque
@@ -30,7 +31,8 @@ from recsys.tables.bytes import PUBLISHED_BYTES
 from recsys.tables.touched import TouchedRows
 from recsys.training.build import Built
 
-_KINDS = ("base-", "delta-")
+# What a killed process leaves half written: of an export, of a rebase or of a delta.
+_HALF_WRITTEN = re.compile(r"\.base-\d+\.\w+|(?:base|delta)-\d+" + re.escape(ASIDE))
 
 
 class Publisher:
@@ -48,7 +50,7 @@ class Publisher:
         self._settings = inputs.config.train.publish
         self._folder = Path(self._settings.dir or "")
         self._touched = TouchedRows(built.model)
-        self._number = self._world.from_rank_zero(self._prepare)
+        self._number = self._world.from_rank_zero(lambda: next_number(self._folder))
         self._base: dict[str, Any] | None = None  # its manifest, while deltas can follow; of rank 0
         self._last = ""  # checksum of the manifest that was published last
         self._delta_bytes = 0
@@ -93,25 +95,6 @@ class Publisher:
     def _by_first_rank(self, write: Callable[[], None]) -> str | None:
         return self._world.from_rank_zero(lambda: _problem_of(write))
 
-    def _prepare(self) -> int:
-        """Remove what a killed process has left half written; return the number of the next publication."""
-        check_packages()
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for path in self._folder.iterdir():
-                if path.name.startswith(".") or path.suffix == ASIDE:
-                    shutil.rmtree(path)
-                elif not path.name.startswith(_KINDS):
-                    raise UserError(
-                        f"config key 'train.publish.dir': '{self._folder}' holds '{path.name}', which was not "
-                        f"published; name another folder"
-                    )
-        except OSError as error:
-            raise UserError(
-                f"config key 'train.publish.dir': cannot write to '{self._folder}' ({why(error)}); name another folder"
-            ) from error
-        return max(map(number_of, self._folder.iterdir()), default=0) + 1
-
     def _is_outgrown(self) -> bool:
         assert self._base is not None
         return self._delta_bytes > sum(file["bytes"] for file in self._base["files"].values())
@@ -141,7 +124,7 @@ class Publisher:
         """Remove what came before the base before the last: scorers may still read that one."""
         bases = sorted(path for path in self._folder.glob("base-*") if number_of(path))
         for path in self._folder.iterdir():
-            if len(bases) > 1 and number_of(path) < number_of(bases[-2]):
+            if len(bases) > 1 and 0 < number_of(path) < number_of(bases[-2]):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_delta(self, step: int) -> str | None:
@@ -201,6 +184,33 @@ class Publisher:
         sync(self._folder)
         self._last = content["sha256"]
         self._delta_bytes += sum(file["bytes"] for file in files.entries.values())
+
+
+def next_number(folder: Path) -> int:
+    """Return the number of the next publication in a folder, and remove what a killed process has left half written.
+
+    Raises:
+        UserError: it cannot be written or holds something else, or a package that exports need is missing.
+    """
+    check_packages()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        there = list(folder.iterdir())
+        half = [path for path in there if _HALF_WRITTEN.fullmatch(path.name)]
+        # Hidden files are let be: shares, desktops and version control have them, and none of them is a publication.
+        others = [path.name for path in there if not (number_of(path) or path.name.startswith(".") or path in half)]
+        if others:
+            raise UserError(
+                f"config key 'train.publish.dir': '{folder}' holds '{min(others)}', which was not published; name "
+                f"another folder"
+            )
+        for path in half:
+            shutil.rmtree(path)
+    except OSError as error:
+        raise UserError(
+            f"config key 'train.publish.dir': cannot write to '{folder}' ({why(error)}); name another folder"
+        ) from error
+    return max(map(number_of, there), default=0) + 1
 
 
 def _problem_of(action: Callable[[], Any]) -> str | None:

@@ -8,6 +8,7 @@ torch's own program with its weights in it, is in whole exports alone.
 
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -25,9 +26,9 @@ _ROWS_AT_ONCE = 1 << 16
 
 
 def number_of(publication: Path) -> int:
-    """Return the number of a publication by its name, 0 where it has none."""
-    digits = publication.name.partition("-")[2]
-    return int(digits) if digits.isdigit() else 0
+    """Return the number of a publication by its name, 0 of what is none."""
+    name = re.fullmatch(r"(?:base|delta)-(\d+)", publication.name)
+    return int(name[1]) if name else 0
 
 
 def rebase(out: Path) -> None:

@@ -22,7 +22,9 @@ sys.path.insert(0, str(ROOT / "recsys" / "serving"))  # as it stands in an expor
 from follow import Follower
 from score import ExportError, Scorer
 
+from recsys.errors import UserError
 from recsys.serving import score
+from recsys.serving.publish import next_number
 from recsys.serving.rebase import number_of, rebase
 
 pytestmark = pytest.mark.slow
@@ -274,3 +276,48 @@ def test_delta_bytes_are_those_of_touched_rows(published: Path) -> None:
             assert size % (stride + 8) == 0
             assert size <= 2 * stride * (size // (stride + 8))
             assert size // (stride + 8) <= table["vectors"]["rows"]
+
+
+def test_a_folder_of_others_is_left_as_it_is(tmp_path: Path) -> None:
+    others = [".git/config", ".ssh/id", "notes.tmp/a", "base-notes/a", "delta-3.txt"]
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    half = [tmp_path / name for name in (".base-000000001.x7_a", "base-000000002.tmp", "delta-000000003.tmp")]
+    for folder in half:
+        (folder / "tables").mkdir(parents=True)
+    for name in ("notes.tmp", "base-notes", "delta-3.txt"):
+        with pytest.raises(UserError, match=r"'train\.publish\.dir': .* which was not published; name another folder"):
+            next_number(tmp_path)
+        assert all((tmp_path / other).exists() for other in others) and all(folder.exists() for folder in half)
+        others = [other for other in others if not other.startswith(name)]
+        (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")
+    (tmp_path / "delta-000000041").mkdir()
+    assert next_number(tmp_path) == 42
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".git", ".ssh", "delta-000000041"]
+
+
+def test_a_follower_outlives_a_folder_that_begins_again_and_a_torn_base(published: Path, tmp_path: Path) -> None:
+    folder, number = tmp_path / "copy", Follower(published).number
+    shutil.copytree(published, folder)
+    follower = Follower(folder)
+    shutil.rmtree(folder)
+    assert follower.refresh() == number  # while there is nothing, answers stay those of before
+    shutil.copytree(published / "base-000000001", folder / "base-000000001")
+    assert follower.refresh() == 1
+    shutil.copytree(published / "base-000000001", folder / "base-000000099")
+    (folder / "base-000000099/dense.bin").write_bytes(b"")
+    late = Follower(folder)
+    assert late.number == 1 and "base-000000099" in (late.problem or "")
+    with pytest.raises(ExportError, match=r"every_s is 0, and must be seconds above 0"):
+        Follower(folder, every_s=0)
+
+
+def test_a_follower_goes_on_after_any_error(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follower = Follower(published)
+    monkeypatch.setattr(follower, "refresh", lambda: 1 // 0)
+    follower.refresh_or_tell()
+    assert "ZeroDivisionError" in (follower.problem or "")
+    monkeypatch.undo()
+    follower.refresh_or_tell()
+    assert follower.problem is None
