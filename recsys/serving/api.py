@@ -1,6 +1,7 @@
 """The Python API: train, open a finished run, predict, recommend and take vectors, with Arrow tables."""
 
 import atexit
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,15 +11,19 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from omegaconf import OmegaConf
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recsys.config import load_config
 from recsys.config.choices import Device
 from recsys.data.inputs import Given
 from recsys.errors import UserError
+from recsys.runtime.launch import environment_of_one_process, is_launched
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.world import World, open_world
 from recsys.serving.embeddings import open_table, rows_of_tower, table_of, vectors_of_tower
@@ -43,23 +48,64 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
     """Train in processes of their own, and open the finished run.
 
     Args:
-        config: a YAML file, or its content. overrides: `key=value`, as on the command line.
+        config: a YAML file, or its content, in which paths are seen from the current folder. overrides: `key=value`, as
+            on the command line.
 
     Raises:
-        UserError: a mistake in the config.
+        UserError: a mistake in the config or an argument, or this process cannot open the run afterwards.
         subprocess.CalledProcessError: training ended with another error, which has been shown.
     """
+    _check_alone()
+    if not isinstance(num_processes, int) or num_processes < 1:
+        raise UserError(f"num_processes is {num_processes!r}, and must be a whole number above 0")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yaml" if isinstance(config, Mapping) else Path(config)
-        if isinstance(config, Mapping):
-            OmegaConf.save(OmegaConf.create(dict(config)), path)
-        read = load_config(path, overrides)
+        path = _config_file(config, Path(folder))
+        read = load_config(path, _texts("overrides", overrides, "'train.epochs=3'"))
         run_dir = read.run.dir or f"runs/{read.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         launcher = ["-m", "recsys", "train"]
-        if num_processes > 1:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}", *launcher]
-        subprocess.run([sys.executable, *launcher, str(path), *overrides, f"run.dir={run_dir}"], check=True)
-    return open_run(run_dir)
+        if num_processes > 1:  # by this machine's own address, since its name may not resolve
+            torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+            launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
+        command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={run_dir}"]
+        subprocess.run(command, check=True, env=environment_of_one_process())
+    return open_run(run_dir, trust_code=True)  # whoever trains a class has named it
+
+
+def _config_file(config: Any, folder: Path) -> Path:
+    """Return the file of a config; its content is written to the folder."""
+    if isinstance(config, str | Path):
+        return Path(config)
+    if not isinstance(config, Mapping):
+        raise UserError(f"the config is a {type(config).__name__}, and may be the path of a YAML file or a mapping")
+    content = OmegaConf.to_container(config) if isinstance(config, DictConfig) else _plain_values(config)
+    if isinstance(content, dict) and isinstance(content.get("base"), str):
+        content["base"] = str(Path(content["base"]).absolute())
+    try:
+        OmegaConf.save(OmegaConf.create(content), folder / "config.yaml")
+    except OmegaConfBaseException as error:
+        told = str(error).splitlines()[0]
+        raise UserError(
+            f"config key '{error.full_key}': {told}; values are texts, numbers, booleans, None, lists and mappings"
+        ) from error
+    return folder / "config.yaml"
+
+
+def _plain_values(value: Any) -> Any:
+    """Return values of Python as a config takes them: paths are texts, NumPy's numbers are Python's."""
+    if isinstance(value, Mapping):
+        return {name: _plain_values(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain_values(each) for each in value]
+    return (
+        os.fspath(value) if isinstance(value, os.PathLike) else value.item() if isinstance(value, np.generic) else value
+    )
+
+
+def _texts(name: str, values: Any, example: str) -> Any:
+    """Return an argument that is a list of texts, or None; a text alone would be taken letter by letter."""
+    if isinstance(values, str) or not all(isinstance(value, str) for value in values or ()):
+        raise UserError(f"{name}: found {values!r}, and each must be a text in a list, such as [{example}]")
+    return values
 
 
 def open_run(run: str | Path, *overrides: str, trust_code: bool = False) -> "Run":
@@ -75,6 +121,7 @@ class Run:
     """
 
     def __init__(self, run: str, overrides: Sequence[str], trust_code: bool) -> None:
+        _check_alone()
         quiet_libraries()
         finished = find_run(run, overrides, trust_code)
         world = _world(finished.config.run.device)
@@ -95,6 +142,7 @@ class Run:
     def embeddings(self, name: str, data: Data = None, keep: Sequence[str] | None = None) -> pa.Table:
         """Return vectors by raw id; see `recsys.serving.embeddings.embeddings`."""
         table = table_of(self._run, name)
+        _texts("keep", keep, "'user_id'")
         with nullcontext() if data is None else _as_files(data) as paths, naming_data():
             if table is not None:
                 vectors = open_table(self._run, self._opened.source.marker, self._opened.world, table, paths)
@@ -103,6 +151,7 @@ class Run:
             return self._given(given, keep, lambda: vectors_of_tower(name))
 
     def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
+        _texts("keep", keep, "'user_id'")
         with _as_files(data) as paths, naming_data():
             return self._given(self._run.given(role, paths, keep), keep, results_of)
 
@@ -111,6 +160,26 @@ class Run:
         kept = kept_columns(keep, inputs, given.role)
         loader = inputs.loader(given.role)
         return pa.concat_tables(scored(opened, loader, kept, results_of(), lambda rows: None))
+
+
+def _check_alone() -> None:
+    """Refuse a process that is one of several ranks: each would be given a part of the rows, or wait for the others.
+
+    Raises:
+        UserError: says what this process belongs to.
+    """
+    ranks = os.environ.get("WORLD_SIZE") or "1"
+    if is_launched() and ranks != "1":
+        raise UserError(
+            f"a run is opened on one process alone, and a launcher started this one as rank {os.environ['RANK']} of "
+            f"{ranks} (the environment variables RANK and WORLD_SIZE); start it without one, or give the launcher the "
+            f"command: torchrun … -m recsys predict RUN DATA OUT"
+        )
+    if not _worlds and dist.is_initialized():
+        raise UserError(
+            "this process is in a process group of torch.distributed, and an open run has one of its own; open it in "
+            "a process of its own, or call torch.distributed.destroy_process_group() before"
+        )
 
 
 def _world(device: Device) -> World:
@@ -143,7 +212,8 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
             table = pa.table(data)
         except (TypeError, ValueError, pa.ArrowException) as error:
             raise UserError(
-                f"DATA is a {type(data).__name__}, and may be paths, an Arrow table or a data frame"
+                f"DATA is a {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping of "
+                f"columns of one length ({' '.join(str(error).split())[:300]})"
             ) from error
         with tempfile.TemporaryDirectory() as folder:
             try:

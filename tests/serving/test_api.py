@@ -1,18 +1,24 @@
 """`recsys.train`, `recsys.open_run`: a run from Python, with Arrow tables."""
 
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch.distributed as dist
 from launch import ROOT, fork_train
 from omegaconf import OmegaConf
 from retrieval import NUM_ITEMS, train_towers, write_retrieval
 
 import recsys
+from recsys.config import load_config
 from recsys.data import inputs
 from recsys.errors import UserError
+from recsys.serving import api
 
 
 @pytest.mark.slow
@@ -74,3 +80,60 @@ def test_two_towers(tmp_path: Path) -> None:
         np.testing.assert_allclose(np.sort(own)[-5:][::-1], row["scores"], rtol=0, atol=1e-6)
         np.testing.assert_allclose(own[[place[item] for item in row["items"]]], row["scores"], rtol=0, atol=1e-6)
     assert isinstance(best, pa.Table)
+
+
+def test_mistakes_of_arguments_are_told_before_anything_starts() -> None:
+    train: Any = recsys.train
+    for config, number, said in (
+        (None, 1, "the config is a NoneType, and may be the path"),
+        ({"train": {"max_steps": object()}}, 1, r"config key 'train\.max_steps': .*; values are texts"),
+        ("my.yaml", 0, "num_processes is 0, and must be a whole number above 0"),
+        ("my.yaml", 1.5, r"num_processes is 1\.5"),
+    ):
+        with pytest.raises(UserError, match=said):
+            train(config, num_processes=number)
+    with pytest.raises(UserError, match=r"overrides: found .* each must be a text"):
+        train(str(ROOT / "configs/dlrm_sample.yaml"), {"train.epochs": 3}, ["seed=1"])
+
+
+def test_a_config_of_python_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(ROOT / "configs/dlrm_sample.yaml", tmp_path / "base.yaml")
+    monkeypatch.chdir(tmp_path)
+    changes = {"base": "base.yaml", "data": {"train": tmp_path}, "seed": np.int64(3), "model": {"top_mlp": (8, 4)}}
+    (tmp_path / "aside").mkdir()
+    config = load_config(api._config_file(changes, tmp_path / "aside"))
+    assert config.data.train == str(tmp_path) and config.seed == 3 and config.model.top_mlp == [8, 4]
+
+
+def test_one_of_several_ranks_opens_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for attempt in (lambda: recsys.open_run("nowhere"), lambda: recsys.train("nowhere.yaml")):
+        with pytest.raises(UserError, match="on one process alone, and a launcher started this one as rank 0 of 2"):
+            attempt()
+    monkeypatch.delenv("RANK")
+    monkeypatch.setattr(api, "_worlds", [])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    with pytest.raises(
+        UserError, match=r"is in a process group of torch\.distributed, .* call .*destroy_process_group"
+    ):
+        recsys.open_run("nowhere")
+
+
+def test_a_trained_class_of_ones_own_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda command, **named: None)
+    opened = list[Any]()
+    monkeypatch.setattr(api, "open_run", lambda run, **named: opened.append((run, named)))
+    recsys.train(ROOT / "configs/dlrm_sample.yaml", "run.dir=runs/mine")
+    assert opened == [("runs/mine", {"trust_code": True})]
+
+
+def test_names_to_keep_are_a_list() -> None:
+    for keep in ("user_id", [3]):
+        with pytest.raises(
+            UserError, match=r"keep: found .*, and each must be a text in a list, such as \['user_id'\]"
+        ):
+            api._texts("keep", keep, "'user_id'")
+    unequal = api._as_files({"a": [1, 2], "b": [1]})
+    with pytest.raises(UserError, match=r"a mapping of columns of one length \(Column 1 .* length 2"), unequal:
+        pass
