@@ -44,6 +44,14 @@ def check_names(config: Config) -> None:
             raise UserError(
                 f"config key '{wrong[0]}' holds the character NUL, which no path and no name may; remove it"
             )
+        for name, text in texts.items():
+            if isinstance(text, str) and text.startswith("~/"):
+                raise UserError(
+                    f"config key '{name}' is {_shown(text)}, and ~ is the home folder in a shell alone, which leaves "
+                    f"it as it is behind '='; write ${{oc.env:HOME}}{text[1:]}"
+                )
+    if config.run.dir == "":
+        raise UserError("config key 'run.dir' is an empty text; name a folder, or drop it for runs/NAME-TIME")
 
 
 def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from recsys.checkpoint import Source, find_source
+from recsys.checkpoint import Source, find_checkpoint, find_source
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
@@ -223,6 +223,11 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
 
     A folder is taken for ours by a marker file, so that nothing else is ever cleared.
     """
+    if config.run.resume and config.run.dir is None:
+        raise UserError(
+            "config key 'run.resume' goes on with the run in run.dir, which is not set, so that a new one would start "
+            "each time; name it, such as run.dir=runs/mine"
+        )
     run_dir = Path(config.run.dir or f"runs/{config.run.name or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         if config.run.dir:
@@ -234,7 +239,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
         lock.take(run_dir, earlier)
         if is_run and not config.run.resume:
-            _clear(run_dir, config.run.overwrite)
+            _clear(run_dir, config)
         (run_dir / MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
         if not config.run.resume:  # else only once it is known to go with what is there
@@ -255,18 +260,40 @@ def _save_config(config: Config, run_dir: Path, asked: Mapping[str, TableConfig]
     replace_file(run_dir / "config.yaml", config_text(replace(config, tables=tables, run=settings)))
 
 
-def _clear(run_dir: Path, overwrite: bool) -> None:
+def _clear(run_dir: Path, config: Config) -> None:
     # A run that a mistake ended before its first step has left nothing to keep.
     metrics = run_dir / "metrics.jsonl"
     trained = any(run_dir.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
-    if trained and not overwrite:
+    if trained and not config.run.overwrite:
         raise UserError(
             f"config key 'run.dir': '{run_dir}' holds an earlier run; add run.resume=true to go on with it, or "
             f"run.overwrite=true to replace it"
         )
+    _check_sources(run_dir, config)
     for name in _WRITTEN:
         path = run_dir / name
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def _check_sources(run_dir: Path, config: Config) -> None:
+    """Refuse what a run starts from where it is not there, or lies in the run directory that is about to be cleared.
+
+    Raises:
+        UserError: names the key; the earlier run is as it was.
+    """
+    train = config.train
+    sources = {"train.init_from": train.init_from, "run.plan": config.run.plan}
+    sources |= {f"train.init.from_parquet.{table}": path for table, path in train.init.from_parquet.items()}
+    sources |= {f"tables.{name}.vocabulary": table.vocabulary for name, table in config.tables.items()}
+    sources |= {f"tables.{name}.kept_rows": table.kept_rows for name, table in config.tables.items()}
+    for key, path in sources.items():
+        if path is not None and Path(path).resolve().is_relative_to(run_dir.resolve()):
+            raise UserError(
+                f"config key '{key}': '{path}' lies in run.dir '{run_dir}', which run.overwrite=true would remove "
+                f"before it is read; name another run.dir"
+            )
+    if train.init_from is not None:
+        find_checkpoint(train.init_from)

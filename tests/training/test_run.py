@@ -52,6 +52,31 @@ def test_an_earlier_run_is_kept_unless_told(tmp_path: Path) -> None:
     assert not load_config(run_dir / "config.yaml").run.overwrite
 
 
+def test_an_earlier_run_is_kept_where_the_next_one_could_not_start(tmp_path: Path) -> None:
+    run_dir = prepare(load_config(SAMPLE, [f"run.dir={tmp_path / 'run'}"]))
+    checkpoint = run_dir / "checkpoints" / "step-000000001"
+    checkpoint.mkdir()
+    for change, said in (
+        (f"train.init_from={run_dir}", "'train.init_from': .* lies in run.dir .*; name another run.dir"),
+        (f"run.plan={run_dir}/plan.json", "'run.plan': .* lies in run.dir"),
+        (f"train.init.from_parquet.user={run_dir}/user.parquet", "'train.init.from_parquet.user': .* lies in run.dir"),
+        ("train.init_from=nowhere", "'train.init_from': 'nowhere' does not exist"),
+    ):
+        with pytest.raises(UserError, match=said):
+            prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.overwrite=true", change]))
+        assert checkpoint.exists()
+
+
+def test_going_on_needs_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"'run\.resume' goes on with the run in run\.dir, which is not set"):
+        prepare(load_config(SAMPLE, ["run.resume=true"]))
+    assert not any(tmp_path.iterdir())
+    for value, said in (("''", "is an empty text"), ("~/runs/a", r"is .*write \$\{oc\.env:HOME\}/runs/a")):
+        with pytest.raises(UserError, match=f"'run.dir' {said}"):
+            load_config(SAMPLE, [f"run.dir={value}"])
+
+
 def test_runs_of_the_same_second_have_their_own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(SAMPLE)
