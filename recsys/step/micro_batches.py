@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from recsys.config import LabelConfig
 from recsys.config.choices import LabelNulls, RowCode
 from recsys.data.batch import Batch
+from recsys.errors import UserError
 from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
 from recsys.models.columns import Columns
 from recsys.models.halves import sum_of_rows
@@ -174,7 +175,11 @@ class StepLoss:
         self.by_task = batch.weights.new_zeros(len(weights))
 
     def add(self, outputs: Outputs, rows: Batch) -> torch.Tensor:
-        """Return the sum over some rows, and over tasks, of what is to be made small."""
+        """Return the sum over some rows, and over tasks, of what is to be made small.
+
+        Raises:
+            UserError: nothing can be learned of it, as a model of one's own may have it.
+        """
         losses = list(self._model.losses(outputs, rows).values())
         if self._factors is None:
             (loss,) = losses
@@ -183,6 +188,11 @@ class StepLoss:
             self.by_task = self.by_task + shares.detach()
             loss = shares.sum()
         self.total = self.total + loss.detach()
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise UserError(
+                "config key 'model.name': the loss has no gradient, as the model's forward gave numbers that depend on "
+                "no weight and no vector; return what is computed of them, without detach(), no_grad() or whole numbers"
+            )
         return loss
 
 

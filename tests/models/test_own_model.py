@@ -16,6 +16,7 @@ from pages import blocks
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Model
+from recsys.step.micro_batches import StepLoss
 
 CONFIG = """
 data: {{train: {sample}/train, test: {sample}/test, label_column: label, weight_column: weight}}
@@ -89,6 +90,17 @@ def test_other_outputs_are_refused(outputs: Any, names: list[str], found: str, w
         losses_of(outputs, *names)
     assert f"for 2 rows the model's forward gave {found}, and data.labels" in str(caught.value)
     assert f"a number for each row and label, {wanted}; return that" in str(caught.value)
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    model = Model(DenseInputs({}, [], {"click": LabelConfig()}))
+    model.denominator = lambda batch: batch.weights.sum()  # type: ignore[method-assign]
+    batch: Any = SimpleNamespace(labels=torch.ones(2, 1), weights=torch.ones(2), label_weights=lambda _: torch.ones(2))
+    with pytest.raises(UserError, match=r"'model\.name': the loss has no gradient, .* without detach\(\)"):
+        StepLoss(model, {}, batch).add(torch.zeros(2), batch)
+    with torch.no_grad():
+        StepLoss(model, {}, batch).add(torch.zeros(2), batch)
+    assert StepLoss(model, {}, batch).add(torch.zeros(2, requires_grad=True), batch).requires_grad
 
 
 @pytest.mark.parametrize(
