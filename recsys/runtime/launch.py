@@ -15,6 +15,12 @@ def is_launched() -> bool:
     return "RANK" in os.environ
 
 
+def rank_of_several() -> str:
+    """Return which rank of how many a launcher says that this process is, as "rank 0 of 2"; empty where it is alone."""
+    ranks = os.environ.get("WORLD_SIZE") or "1"
+    return f"rank {os.environ['RANK']} of {ranks}" if is_launched() and ranks != "1" else ""
+
+
 def local_ranks() -> tuple[int, int]:
     """Return which rank of its machine this process is, and how many the machine has; (0, 1) without a launcher.
 

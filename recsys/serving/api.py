@@ -23,7 +23,7 @@ from recsys.config import load_config
 from recsys.config.choices import Device
 from recsys.data.inputs import Given
 from recsys.errors import UserError
-from recsys.runtime.launch import environment_of_one_process, is_launched
+from recsys.runtime.launch import environment_of_one_process, rank_of_several
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.world import World, open_world
 from recsys.serving.embeddings import open_table, rows_of_tower, table_of, vectors_of_tower
@@ -168,12 +168,11 @@ def _check_alone() -> None:
     Raises:
         UserError: says what this process belongs to.
     """
-    ranks = os.environ.get("WORLD_SIZE") or "1"
-    if is_launched() and ranks != "1":
+    if rank := rank_of_several():
         raise UserError(
-            f"a run is opened on one process alone, and a launcher started this one as rank {os.environ['RANK']} of "
-            f"{ranks} (the environment variables RANK and WORLD_SIZE); start it without one, or give the launcher the "
-            f"command: torchrun … -m recsys predict RUN DATA OUT"
+            f"a run is opened on one process alone, and a launcher started this one as {rank} (the environment "
+            f"variables RANK and WORLD_SIZE); start it without one, or give the launcher the command: torchrun … -m "
+            f"recsys predict RUN DATA OUT"
         )
     if not _worlds and dist.is_initialized():
         raise UserError(
