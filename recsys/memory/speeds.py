@@ -111,7 +111,7 @@ class Speeds:
                 raise ValueError("it has another schema_version")
             found = cls(**content)
             found.matmul_seconds("float32", 1, 1, 1)
-            _ = [found.data[name] for name in DATA_AMOUNTS], [found.step[name] for name in STEP_AMOUNTS]
+            _check(found)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = why(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise UserError(
@@ -119,6 +119,21 @@ class Speeds:
                 f"`recsys calibrate FILE` writes"
             ) from error
         return found
+
+
+def _check(speeds: Speeds) -> None:
+    """Raise an error where something is missing or no number, so that it is found here and not in a prediction."""
+    curves = [speeds.batched["float32"], *speeds.batched.values(), *speeds.exchanged.values()]
+    curves += [speeds.moved[kind] for kind in KINDS]
+    numbers = [
+        speeds.ranks,
+        speeds.local_ranks,
+        speeds.threads,
+        *(value for curve in curves for x in curve for value in x),
+    ]
+    numbers += [speeds.data[name] for name in DATA_AMOUNTS] + [speeds.step[name] for name in STEP_AMOUNTS]
+    if not all(curves) or not all(isinstance(number, int | float) and 0 <= number < math.inf for number in numbers):
+        raise ValueError("it has a curve without points, or something that is no number from 0 on")
 
 
 def interpolate(curve: Curve, at: float) -> float:

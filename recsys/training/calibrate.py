@@ -1,6 +1,7 @@
 """`recsys calibrate`: how fast this kind of device computes, looks up and exchanges, in about a minute."""
 
 import math
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,6 +54,10 @@ def main(arguments: Sequence[str], prog: str, about: str) -> int:
     with told_by_first_rank():
         if not words.out.parent.is_dir():
             raise UserError(f"'{words.out.parent}' is no folder to write {words.out.name} into; make it first")
+        if words.out.is_dir():
+            raise UserError(f"OUT: '{words.out}' is a folder; name a file")
+        if not os.access(words.out if words.out.exists() else words.out.parent, os.W_OK):
+            raise UserError(f"OUT: '{words.out}' cannot be written; name another file")
     quiet_libraries()
     with open_world(Device[words.device], words.threads) as world:
         speeds = measure(world, words.threads)

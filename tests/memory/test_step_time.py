@@ -224,7 +224,12 @@ def test_speeds_of_other_devices_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             rehearse_run(load_config(config, overrides), price)
     content = json.loads(path.read_text())
-    for damage in ({"schema_version": 99}, {"step": {}}, {"matmul": {}}, {"data": None}):
+    some = dict.fromkeys(content["step"], 1.0)
+    for damage in (
+        *({"schema_version": 99}, {"step": {}}, {"matmul": {}}, {"data": None}, {"batched": {}}, {"threads": "two"}),
+        *({"moved": {}}, {"moved": dict.fromkeys(content["moved"], ())}, {"moved": dict.fromkeys(content["moved"], 5)}),
+        *({"step": some | {"row": "x"}}, {"step": some | {"row": math.nan}}, {"step": some | {"row": -1.0}}),
+    ):
         path.write_text(json.dumps(content | damage))
         with pytest.raises(UserError, match="cannot read"):
             rehearse_run(load_config(config, [f"topology.speeds={path}"]))
@@ -233,6 +238,8 @@ def test_speeds_of_other_devices_are_refused(tmp_path: Path) -> None:
 def test_no_place_for_the_file_is_told_at_once(tmp_path: Path) -> None:
     done = fork_train("calibrate", str(tmp_path / "none" / "x.json"), program="recsys")
     assert done.returncode == 1 and "is no folder to write x.json into" in done.stderr
+    done = fork_train("calibrate", str(tmp_path), program="recsys")
+    assert done.returncode == 1 and f"OUT: '{tmp_path}' is a folder; name a file" in done.stderr
 
 
 @pytest.mark.slow
