@@ -210,9 +210,10 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
         try:
             table = pa.table(data)
         except (TypeError, ValueError, pa.ArrowException) as error:
+            reason = f" ({' '.join(str(error).split())[:300]})" if isinstance(data, Mapping) else ""
             raise UserError(
                 f"DATA is a {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping of "
-                f"columns of one length ({' '.join(str(error).split())[:300]})"
+                f"columns of one length{reason}"
             ) from error
         with tempfile.TemporaryDirectory() as folder:
             try:

@@ -121,7 +121,10 @@ def test_users_and_names(towers: Path) -> None:
         (lambda: run.recommend(with_column(users, "seen", ids)), "ids of type int64 do not compare with ids of type s"),
         (lambda: run.recommend(users.slice(0, 0)), "hold no rows"),
         (lambda: run.recommend([]), "DATA is an empty list"),
-        (lambda: run.recommend([{"user": 1}]), "DATA is a list, and may be paths, an Arrow table or a data frame"),
+        (
+            lambda: run.recommend([{"user": 1}]),
+            "DATA is a list, and may be paths, an Arrow table, a data frame or a mapping of columns of one length",
+        ),
         *(
             (lambda k=k: run.recommend(users, k), f"k is {k!r}, and must be a whole number above 0")
             for k in (0, -1, "5")
