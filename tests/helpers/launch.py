@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import signal
 import socket
@@ -60,9 +61,7 @@ def fork_train(
         before: called in each process before the program; of a module's top level.
         program: `recsys` runs that command in place of train.py, and another file that file.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder, environment_of_the_server():
         context = multiprocessing.get_context("forkserver")
@@ -109,6 +108,14 @@ def environment_of_the_server() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+def _free_port() -> int:
+    """Return a port that no process has now, of those that the system gives to none: a second later rank 0 takes it."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", random.randrange(10_000, 32_000)))
+            return int(free.getsockname()[1])
 
 
 def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
