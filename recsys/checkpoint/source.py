@@ -11,7 +11,7 @@ from recsys.config.initial import InitConfig
 from recsys.errors import UserError
 from recsys.runtime.world import World
 
-FACTS = "vocabulary"  # folder of a run directory
+FACTS, FOOTERS = "vocabulary", "footers"  # folders of a run directory
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,11 @@ def find_source(config: Config, run_dir: Path, world: World) -> Source | None:
 def facts_of(checkpoint: Path) -> Path:
     """Return the folder of the facts (vocabularies, figures) of a checkpoint's run."""
     return checkpoint.parent.parent / FACTS
+
+
+def footers_of(checkpoint: Path) -> Path:
+    """Return the folder of what the footers of its run's data said, a file for each role."""
+    return checkpoint.parent.parent / FOOTERS
 
 
 def check_facts(checkpoint: Path, marker: Marker, names: list[str]) -> None:

@@ -1,5 +1,7 @@
 """Checks of columns: over several data sets they have to be of one kind, and some need a value that counts."""
 
+from collections.abc import Iterator
+
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -24,19 +26,27 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             different rows; or a feature has one id a row in some data and lists in others.
     """
     for table in config.tables:
-        kinds: dict[str, pa.DataType] = {}  # of the ids; of a list or dictionary, its values
+        kinds: dict[str, pa.DataType] = {}
         for name in id_features(config):
             if config.features[name].table != table:
                 continue
             column = column_of(config, name)
-            found = {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
+            found = _types(column, schemas)
             _check_lists(config, name, column, found)
-            kinds |= {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in found.items()}
+            kinds |= _places(column, found)
         _check_kinds(f"tables.{table}", kinds)
     for name in id_features(config):
         for column in config.features[name].cross or ():
-            found = {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
-            _check_kinds(f"features.{name}.cross", {f"'{column}' of {key}": kind for key, kind in found.items()})
+            _check_kinds(f"features.{name}.cross", _places(column, _types(column, schemas)))
+
+
+def _types(column: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]:
+    return {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
+
+
+def _places(column: str, found: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
+    """Return the types of ids by where they are, for messages; of a list or dictionary that of its values."""
+    return {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in found.items()}
 
 
 def _check_kinds(asks: str, kinds: dict[str, pa.DataType]) -> None:
@@ -89,27 +99,26 @@ def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.
 
 def check_weights(dataset: Dataset, column: str) -> None:
     """Refuse a column of weights that is 0 in every row. Raises UserError, or as `SegmentReader.read`."""
-    reader = SegmentReader(dataset, [column])
-    for i in range(len(dataset.row_groups)):  # the first one ends the search, as a rule
-        weights = reader.read(dataset.row_groups.segment(i)).column(column)
-        if pc.any(pc.greater(weights, 0)).as_py():
-            return
-    raise UserError(
-        f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
-    )
+    if not any(pc.any(pc.greater(table.column(column), 0)).as_py() for table in _row_groups(dataset, [column])):
+        raise UserError(
+            f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
+        )
 
 
 def check_known(dataset: Dataset, label: FloatColumn) -> None:
     """Refuse a label that may be unknown and is so in every row. Raises UserError, or as `SegmentReader.read`."""
     if not label.may_be_unknown:
         return
-    reader = SegmentReader(dataset, sorted(label.columns()))
-    for i in range(len(dataset.row_groups)):  # the first one ends the search, as a rule
-        table = reader.read(dataset.row_groups.segment(i))
-        values = table.column(label.column or "") if label.condition is None else label.condition.mask(table)
-        if values.null_count < len(values):
-            return
-    raise UserError(
-        f"config key '{dataset.key}': {label.title} is null in every row, so nothing is learned of it; remove the "
-        f"label, or take in rows that have it"
-    )
+    tables = _row_groups(dataset, sorted(label.columns()))
+    columns = (t.column(label.column or "") if label.condition is None else label.condition.mask(t) for t in tables)
+    if not any(values.null_count < len(values) for values in columns):
+        raise UserError(
+            f"config key '{dataset.key}': {label.title} is null in every row, so nothing is learned of it; remove the "
+            f"label, or take in rows that have it"
+        )
+
+
+def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[pa.Table]:
+    """Yield columns of one row group after the other; as a rule the first one ends a search."""
+    reader = SegmentReader(dataset, columns)
+    return (reader.read(dataset.row_groups.segment(i)) for i in range(len(dataset.row_groups)))

@@ -13,11 +13,10 @@ import pyarrow as pa
 from recsys.config import Keep, NullPolicy
 from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
-from recsys.ids import NULL_ROW, is_number
+from recsys.ids import NANOSECONDS, NULL_ROW, is_number, raw_times
 
 # Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64
-_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
@@ -325,10 +324,10 @@ def to_numbers(array: pa.Array) -> np.ndarray:
     if pa.types.is_decimal(kind):
         return _decimals(array)
     if pa.types.is_temporal(kind):
-        raw = _without_validity(array).view(pa.int32() if kind.bit_width == 32 else pa.int64()).to_numpy()
+        raw = raw_times(_without_validity(array))
         if pa.types.is_date(kind):
             return raw * 86400.0 if kind.bit_width == 32 else raw / 1000.0
-        return raw / float(_PER_SECOND[kind.unit])
+        return raw / float(10**9 // NANOSECONDS[kind.unit])
     # Without nulls, or Arrow would make floats of integers. Booleans are copied, since they are bits.
     return _without_validity(array).to_numpy(zero_copy_only=False)
 

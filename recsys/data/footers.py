@@ -98,7 +98,7 @@ class FooterParser:
         layouts: Sequence[pa.Schema] = (),
         like: pa.Schema | None = None,
     ) -> None:
-        self.key, self.layouts, self.like = key, list(layouts), like or pa.schema([])
+        self.key, self.layouts, self.like = key, list(layouts), like
         self.wanted = {**filtered, **columns}
         self.columns, self.filtered = columns, filtered
         self._schemas: list[_Schema] = []

@@ -248,10 +248,10 @@ def _read(
                 row_filter(config, role),
                 options,
                 cache=cache and cache / f"{role}.footers",
-                like=datasets["train"].schema if "train" in datasets else train,
+                like=train,
             )
-    like = datasets["train"].schema if "train" in datasets else train
-    datasets |= {rows.role: _opened(config, rows, options, like) for rows in given}
+        train = datasets[role].schema if role == "train" else train
+    datasets |= {rows.role: _opened(config, rows, options, train) for rows in given}
     datasets = {role: _crossed(dataset, crosses(config, role)) for role, dataset in datasets.items()}
     together = {**(beside.datasets if beside else {}), **datasets}
     schemas = {"data.train": train} | {dataset.key: dataset.schema for dataset in together.values()}

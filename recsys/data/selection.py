@@ -11,8 +11,7 @@ from recsys.data.conditions import Bounds, Condition
 from recsys.data.footers import FileKey, Footer, FooterParser, file_keys, read_footer
 from recsys.data.storage import Files, partition_keys
 from recsys.data.thrift import Statistics
-
-_NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+from recsys.ids import NANOSECONDS
 
 
 def prune_by_path(
@@ -71,7 +70,7 @@ def _statistics(footer: Footer, layout: pa.Schema, name: str, field: pa.Field) -
     read = footer.statistics.get(field.name, [(None, None, None)] * len(footer.num_rows))
     kind = layout.field(field.name).type if field.name in layout.names else field.type
     if pa.types.is_timestamp(kind) and kind != field.type:
-        factor = _NANOSECONDS[kind.unit] // _NANOSECONDS[field.type.unit]
+        factor = NANOSECONDS[kind.unit] // NANOSECONDS[field.type.unit]
         return [(low and low * factor, high and high * factor, nulls) for low, high, nulls in read]
     return read
 

@@ -30,7 +30,7 @@ from recsys.datasets.writer import (
     rows_where,
 )
 from recsys.errors import UserError
-from recsys.ids import hash_column
+from recsys.ids import hash_column, raw_times
 
 TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}
 LABEL = "label"
@@ -299,7 +299,7 @@ class _Splitter:
         if column.null_count:
             raise UserError(f"column {self.column!r} holds nulls, so rows cannot be split by it as time")
         if pa.types.is_temporal(column.type):
-            column = column.view(pa.int32() if column.type.bit_width == 32 else pa.int64())
+            return raw_times(column)
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
             raise UserError(f"column {self.column!r} is {column.type}; to split by time it must be a number or a time")
         return column.to_numpy(zero_copy_only=False)

@@ -191,7 +191,7 @@ def _columns(files: Files, name: str, size: int, wanted: list[str]) -> pa.Table:
         table = opened.read([column for column in wanted if column in stored])
     for column in wanted:
         if column not in stored:
-            kind = files.partition_type(column, pa.schema([]))
+            kind = files.partition_type(column)
             table = table.append_column(column, partition_column(keys[column], kind, footer.num_rows).cast(kind))
     return table.select(wanted)
 

@@ -23,7 +23,8 @@ _ROUNDS = tuple(
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 )
 _LAST_SHIFT = np.array(31, np.uint64)
-_NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
+# Of the integers that Arrow holds dates and times as, by their unit or, of dates, by their type.
+NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
 _TEXTS = {kind.id for kind in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1))}
 _NO_NUMBERS = np.zeros(0, np.int64)
@@ -206,6 +207,11 @@ def is_number(kind: pa.DataType) -> bool:
     return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
 
 
+def raw_times(times: pa.Array) -> np.ndarray:
+    """Return dates, times or lengths of time without nulls as the integers that Arrow holds."""
+    return times.view(pa.int32() if times.type.bit_width == 32 else pa.int64()).to_numpy()
+
+
 def _numbers(ids: pa.Array) -> np.ndarray:
     kind = ids.type
     if pa.types.is_null(kind):
@@ -213,10 +219,10 @@ def _numbers(ids: pa.Array) -> np.ndarray:
     if pa.types.is_boolean(kind):
         return ids.cast(pa.uint8()).to_numpy()
     if pa.types.is_temporal(kind):
-        numbers = ids.view(pa.int32() if kind.bit_width == 32 else pa.int64()).to_numpy()
+        numbers = raw_times(ids)
         if pa.types.is_duration(kind):  # Parquet files hold it as an integer, without its unit
             return numbers
-        return numbers.astype(np.int64) * _NANOSECONDS[getattr(kind, "unit", str(kind))]
+        return numbers.astype(np.int64) * NANOSECONDS[getattr(kind, "unit", str(kind))]
     return _whole(ids.to_numpy(), kind)
 
 

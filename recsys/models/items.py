@@ -117,8 +117,8 @@ def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     `topk` takes any of them: items whose ids share a table row would be other ones on another number of ranks.
     """
     found, places = scores.topk(min(k + 1, scores.shape[1]), dim=1)
-    last, next, places = found[:, k - 1 : k], found[:, k:], places[:, :k]
-    tied = ((last == next) & (last > -torch.inf)).any(1).nonzero().flatten()
+    last, below, places = found[:, k - 1 : k], found[:, k:], places[:, :k]
+    tied = ((last == below) & (last > -torch.inf)).any(1).nonzero().flatten()
     if len(tied):
         lower, equal = scores[tied] < last[tied], scores[tied] == last[tied]
         room = k - (~(lower | equal)).sum(1, keepdim=True)

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,25 @@ _POLL_SECONDS = 1.0
 
 
 @contextmanager
+def handled(numbers: Iterable[signal.Signals], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Have a function called for signals inside the block, in place of what is called before and after it."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+@contextmanager
 def ending_orderly() -> Iterator[None]:
     """Let SIGTERM raise an exception, so that what is half written is removed; for the main thread."""
 
     def end(number: int, frame: Any) -> None:
         raise TerminatedError
 
-    before = signal.signal(signal.SIGTERM, end)
-    try:
+    with handled((signal.SIGTERM,), end):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequests:
@@ -43,12 +51,8 @@ class StopRequests:
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Treat SIGTERM, SIGINT and SIGUSR2 as requests; a second SIGINT interrupts at once."""
-        before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
-        try:
+        with handled(_SIGNALS, self._handle):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def requested(self) -> bool:
         """Return whether this rank has been asked to stop; looks for the file once a second at most."""

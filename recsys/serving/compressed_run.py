@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from recsys.checkpoint import FACTS
+from recsys.checkpoint import FACTS, FOOTERS, footers_of
 from recsys.checkpoint.files import write_file
 from recsys.checkpoint.state import Marker, aside_of, name_of
 from recsys.checkpoint.tensor_files import SUFFIX, Piece, Pieces, read_tensors, write_tensors
@@ -56,7 +56,7 @@ def write_run(
         precision=replace(config.precision, dense_int8=compression.dense_int8),
     )
     facts.save(out / FACTS)
-    copy_files(path.parent.parent / "footers", out / "footers")
+    copy_files(footers_of(path), out / FOOTERS)
     tensors = {}
     for name, tensor in _read(path, marker):
         table, is_weights = _table_of(name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from recsys.checkpoint import Marker, check_facts, facts_of, gather_rows, verify_checkpoint
+from recsys.checkpoint import FOOTERS, Marker, check_facts, facts_of, gather_rows, verify_checkpoint
 from recsys.checkpoint.parquet import to_arrow
 from recsys.checkpoint.tensors import TABLES
 from recsys.config import IdMappingType
@@ -219,7 +219,7 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     chosen = {name: each for name, each in mine.items() if needed[name].keys() <= there} or mine
     config = replace(config, features=chosen)
     given = run.given("rows", data, None)
-    inputs = open_inputs(config, world, known=run.run_dir / "footers", roles=[], given=[given])
+    inputs = open_inputs(config, world, known=run.run_dir / FOOTERS, roles=[], given=[given])
     columns = tuple(dict.fromkeys(column_of(config, name) for name in chosen))
     found = measure(inputs.datasets["rows"], {table: VocabularyRequest(columns, 1, sys.maxsize)}, [], world)
     return found.vocabularies[table], inputs.datasets["rows"].fingerprint

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from recsys.checkpoint import Source, verify_checkpoint
+from recsys.checkpoint import FOOTERS, Source, verify_checkpoint
 from recsys.checkpoint.tensors import TABLES
 from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.choices import Device, Route
@@ -88,7 +88,7 @@ class _Export:
 
     def __init__(self, run: Finished, source: Source, world: World, files: Files, encoding: str) -> None:
         self._run, self._source, self._files, self._encoding = run, source, files, encoding
-        needs, footers = run.config.model.needs(), run.run_dir / "footers"
+        needs, footers = run.config.model.needs(), run.run_dir / FOOTERS
         self._has_items = needs.item_id is not None and run.config.data.items is not None
         roles = ["items"] if self._has_items else []
         inputs = open_inputs(run.config, world, known=footers, roles=roles)

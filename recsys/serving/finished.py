@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from recsys.checkpoint import Source, find_checkpoint, load_tensors, verify_checkpoint
+from recsys.checkpoint import FOOTERS, Source, find_checkpoint, load_tensors, verify_checkpoint
 from recsys.config import Config, OptimizerConfig, TableOptimizerConfig, load_config
 from recsys.config.choices import DenseOptimizer
 from recsys.config.device import check_device
@@ -125,7 +125,7 @@ class OpenRun:
 
     @property
     def _footers(self) -> Path:
-        return self.run.run_dir / "footers"
+        return self.run.run_dir / FOOTERS
 
     @cached_property
     def items(self) -> ItemVectors:

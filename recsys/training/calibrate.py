@@ -29,6 +29,7 @@ from recsys.memory.step_time import Load, fit_amounts, step_load
 from recsys.memory.trace import rehearse
 from recsys.report.writers import Writer
 from recsys.runtime.arguments import Parser, positive, told_by_first_rank
+from recsys.runtime.files import prepare_output
 from recsys.runtime.live import Task
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import device_name, topology_of
@@ -54,8 +55,7 @@ def main(arguments: Sequence[str], prog: str, about: str) -> int:
     with told_by_first_rank():
         if not words.out.parent.is_dir():
             raise UserError(f"'{words.out.parent}' is no folder to write {words.out.name} into; make it first")
-        if words.out.is_dir():
-            raise UserError(f"OUT: '{words.out}' is a folder; name a file")
+        prepare_output(words.out)
         if not os.access(words.out if words.out.exists() else words.out.parent, os.W_OK):
             raise UserError(f"OUT: '{words.out}' cannot be written; name another file")
     quiet_libraries()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from recsys.checkpoint import FACTS, Source, check_facts, facts_of
+from recsys.checkpoint import FACTS, Source, check_facts, facts_of, footers_of
 from recsys.checkpoint.files import entry_of
 from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.experts import experts_with
@@ -75,7 +75,7 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
 
 def _check_ids(inputs: Inputs, source: Source) -> None:
     """Refuse ids that are numbers here and were texts in the run whose tables are taken, or the reverse."""
-    there = kept_schema(source.path.parent.parent / "footers" / "train.footers")
+    there = kept_schema(footers_of(source.path) / "train.footers")
     here = {dataset.key: dataset.schema for dataset in inputs.datasets.values()}
     check_types(inputs.config, {**here, f"data.train of '{source.path}', which train.init_from takes": there})
 

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from recsys.checkpoint import Source, TableRows, TrainState, import_table, load_tensors
+from recsys.checkpoint import Source, TableRows, TrainState, footers_of, import_table, load_tensors
 from recsys.data.footer_cache import changed_files
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
@@ -63,7 +63,7 @@ def _check_files(inputs: Inputs, source: Source, fingerprints: dict[str, str]) -
     config, path = inputs.config, source.path
     for role, fingerprint in source.marker.state.fingerprints.items():
         if fingerprints.get(role) != fingerprint:
-            footers, all_rows = path.parent.parent / "footers" / f"{role}.footers", config.data.max_rows is None
+            footers, all_rows = footers_of(path) / f"{role}.footers", config.data.max_rows is None
             changes = changed_files(footers, inputs.datasets[role], all_rows) if role in inputs.datasets else ""
             what = "position in them" if role == "train" else f"best {config.train.early_stop.metric}"
             raise UserError(

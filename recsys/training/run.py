@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from recsys.checkpoint import Source, find_checkpoint, find_source
+from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_source
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
@@ -44,9 +44,8 @@ from recsys.training.trainer import Trainer
 
 _WRITTEN = (
     *("config.yaml", "plan.json", "loaded.json", "metrics.jsonl", "result.json", "memory", "checkpoints", "logs"),
-    *(PAGE, TENSORBOARD, "mlflow.json", "vocabulary", "footers", "bad_steps", "evaluations", "profile"),
+    *(PAGE, TENSORBOARD, "mlflow.json", FACTS, FOOTERS, "bad_steps", "evaluations", "profile"),
 )
-_FOOTERS = "footers"
 MARKER = ".recsys-run"
 _BEGUN = "run_dir"  # where the launch's store keeps the run directory,
 _LOCK = "run_lock"  # and the lock of its last start
@@ -81,10 +80,10 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
         # The data first: a mistake in them leaves no run directory behind.
         config = with_scores(config, world)
-        footers = Path(scratch) / _FOOTERS
+        footers = Path(scratch) / FOOTERS
         earlier = store.get(_LOCK).decode() if world.rank == 0 and store.check([_LOCK]) else None
         with RunLock() as lock, reported(world.rank == 0) as report_in, Explained(config, world, timeline) as explained:
-            known = Path(config.run.dir) / _FOOTERS if config.run.dir and config.run.resume else None
+            known = Path(config.run.dir) / FOOTERS if config.run.dir and config.run.resume else None
             explained.inputs = inputs = open_inputs(config, world, footers, known)
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
             report_in(run_dir)
@@ -144,7 +143,7 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     memory = MemoryLog(inputs, built, trainer, timeline, folder)
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
-    world.from_rank_zero(lambda: copy_files(session.footers, run_dir / _FOOTERS))
+    world.from_rank_zero(lambda: copy_files(session.footers, run_dir / FOOTERS))
     give_unused_back()  # what planning and predicting took
     explained.write = memory.write_alone
     if world.rank == 0:

@@ -74,8 +74,8 @@ class StepCounts:
             output.batch.save(path)
             logger.warning("step %d is not finite and is skipped on all ranks; its rows are in %s", step, path)
         if self._state.bad_steps > most:
-            what, advice = "the loss or its gradient is not finite", "optimizer.tables.learning_rate"
-            advice = f"lower optimizer.dense.learning_rate or {advice}"
+            what = "the loss or its gradient is not finite"
+            advice = "lower optimizer.dense.learning_rate or optimizer.tables.learning_rate"
             if output.is_weightless:
                 what = f"the weights of its rows, of data.weight_column, add up to {output.weight:g}"
                 advice = "multiply all weights by a number, or write 0 for what is next to nothing"

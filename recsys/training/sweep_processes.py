@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recsys.runtime.run_lock import RunLock, is_locked
+from recsys.runtime.signals import handled
 
 PROCESS = "process"  # attribute of a trial: the name of the process that tries it
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -38,12 +39,8 @@ class StopSignal:
     @contextmanager
     def caught(self) -> Iterator[None]:
         """Keep SIGINT and SIGTERM, which then do not end this process."""
-        before = {number: signal.signal(number, self._keep) for number in _SIGNALS}
-        try:
+        with handled(_SIGNALS, self._keep):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise StoppedError if a signal came."""
