@@ -229,10 +229,10 @@ def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
 
         quiet_libraries()
         numbers = {"trials": words.trials, "seeds": words.seeds, "jobs": words.jobs}
-        found = open_sweep(words.config, words.overrides, words.space, words.out, numbers, words.metric, words.bytes)
+        opened = open_sweep(words.config, words.overrides, words.space, words.out, numbers, words.metric, words.bytes)
         make_folder(words.out, "--out")
         start_logging(words.out / "logs", 0)
-        return found.run()
+        return opened.run()
 
 
 def calibrate(arguments: Sequence[str], prog: str = "recsys calibrate") -> int:

@@ -90,9 +90,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
     """Return `"; did you mean 'PREFIXx'?"` for the allowed name x most like `name`, or an empty string."""
-    by_lower = {other.lower(): other for other in allowed}
-    found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.65)
-    return f"; did you mean '{prefix}{by_lower[found[0]]}'?" if found else ""
+    by_lower = {word.lower(): word for word in allowed}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.65)
+    return f"; did you mean '{prefix}{by_lower[matches[0]]}'?" if matches else ""
 
 
 def write_launcher_error(message: str, delay_seconds: int = 0) -> None:

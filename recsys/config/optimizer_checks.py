@@ -35,8 +35,8 @@ def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
 
 def _check_unchecked_steps(config: Config) -> None:
     """Refuse what a step that is not finite would change, where no one waits to learn that it is not."""
-    if found := next(_needing_checks(config), None):
-        raise UserError(f"config key 'train.check_every_step' must be true with {found}")
+    if key := next(_needing_checks(config), None):
+        raise UserError(f"config key 'train.check_every_step' must be true with {key}")
 
 
 def _needing_checks(config: Config) -> Iterator[str]:

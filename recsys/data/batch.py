@@ -313,12 +313,12 @@ class _Jagged:
 
     def _copy_lists(self, k: int, values: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
         """Fill in the values of a feature, and its weights; return the lengths of its lists."""
-        found = [_lists(columns[k], piece) for piece, columns in zip(self._rows.pieces, self._columns, strict=True)]
-        sources, lengths, given = zip(*found, strict=True)
+        lists = [_lists(columns[k], piece) for piece, columns in zip(self._rows.pieces, self._columns, strict=True)]
+        sources, lengths, of_pieces = zip(*lists, strict=True)
         np.concatenate(sources, out=values)
         if weights is not None:
-            each = [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, given, strict=True)]
-            np.concatenate(each, out=weights)
+            filled = [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, of_pieces, strict=True)]
+            np.concatenate(filled, out=weights)
         return np.concatenate(lengths)
 
 

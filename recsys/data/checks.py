@@ -31,9 +31,9 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             if config.features[name].table != table:
                 continue
             column = column_of(config, name)
-            found = _types(column, schemas)
-            _check_lists(config, name, column, found)
-            kinds |= _places(column, found)
+            types = _types(column, schemas)
+            _check_lists(config, name, column, types)
+            kinds |= _places(column, types)
         _check_kinds(f"tables.{table}", kinds)
     for name in id_features(config):
         for column in config.features[name].cross or ():
@@ -44,9 +44,9 @@ def _types(column: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]
     return {key: schema.field(column).type for key, schema in schemas.items() if column in schema.names}
 
 
-def _places(column: str, found: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
+def _places(column: str, types: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
     """Return the types of ids by where they are, for messages; of a list or dictionary that of its values."""
-    return {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in found.items()}
+    return {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in types.items()}
 
 
 def _check_kinds(asks: str, kinds: dict[str, pa.DataType]) -> None:

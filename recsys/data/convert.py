@@ -189,18 +189,18 @@ def _flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple
     if weights is not None and not pa.types.is_list(weights.type):
         raise UserError(f"lists of ids go with lists of weights, but column '{part.weights}' is {weights.type}")
     if weights is not None:
-        weight_starts, found = list_bounds(weights)
-        if len(rows := np.flatnonzero(found != lengths)):
+        weight_starts, others = list_bounds(weights)
+        if len(rows := np.flatnonzero(others != lengths)):
             raise UserError(
-                f"row {rows[0]} has {lengths[rows[0]]} ids, but {found[rows[0]]} weights in column '{part.weights}'; "
+                f"row {rows[0]} has {lengths[rows[0]]} ids, but {others[rows[0]]} weights in column '{part.weights}'; "
                 f"write one weight for each id"
             )
     if part.max_length is not None and lengths.size and lengths.max() > part.max_length:
-        kept = np.minimum(lengths, np.int32(part.max_length))
+        cut = np.minimum(lengths, np.int32(part.max_length))
         if part.keep is Keep.last:
-            starts = starts + (lengths - kept)
-            weight_starts = weight_starts + (lengths - kept)
-        lengths = kept
+            starts = starts + (lengths - cut)
+            weight_starts = weight_starts + (lengths - cut)
+        lengths = cut
     ids = elements(array.values, starts, lengths)
     return ids, None if weights is None else elements(weights.values, weight_starts, lengths), lengths
 

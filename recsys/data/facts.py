@@ -181,10 +181,10 @@ class RowCounter:
         counted = self._ids.to_table()
         ids, counts = counted.column("id").combine_chunks(), counted.column("count").to_numpy()
         rows = ids.to_numpy() if self._is_mapped else convert_ids(ids, part, _ROW).values
-        found = np.bincount(rows, counts, num_embeddings).astype(np.int64)
+        totals = np.bincount(rows, counts, num_embeddings).astype(np.int64)
         if not self._is_mapped and part.null is NullPolicy.reserved:
-            found[NULL_ROW] += self._num_nulls
-        return found, len(ids)
+            totals[NULL_ROW] += self._num_nulls
+        return totals, len(ids)
 
 
 def measure(

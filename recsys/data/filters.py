@@ -55,8 +55,8 @@ def parse_filter(text: str) -> Condition:
         tree = ast.parse(f"({text}\n)", mode="eval")
         return _Parser(" ".join(text.split())).condition(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        found = _hint(text) or getattr(error, "msg", None) or "it is nested too deeply"
-        raise UserError(f"{KEY}: '{' '.join(text.split())}' cannot be understood ({found})") from error
+        why = _hint(text) or getattr(error, "msg", None) or "it is nested too deeply"
+        raise UserError(f"{KEY}: '{' '.join(text.split())}' cannot be understood ({why})") from error
 
 
 class _Parser:
@@ -82,25 +82,25 @@ class _Parser:
                 return Condition("sampled", value=(share, seed))
         self._refuse(node, "sampled takes a share of the rows, from 0 to 1, and a seed: sampled(0.1, 7)")
 
-    def _compare(self, left: ast.expr, kind: ast.cmpop, right: ast.expr) -> Condition:
-        name, other = self._column(left), self._column(right)
-        if isinstance(kind, ast.Is | ast.IsNot):
+    def _compare(self, left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Condition:
+        name, right_column = self._column(left), self._column(right)
+        if isinstance(operator, ast.Is | ast.IsNot):
             if name is None or not isinstance(right, ast.Constant) or right.value is not None:
                 self._refuse(left, "'is' and 'is not' compare a column with None")
-            found = Condition("is None", column=name)
-        elif isinstance(kind, ast.In | ast.NotIn):
+            condition = Condition("is None", column=name)
+        elif isinstance(operator, ast.In | ast.NotIn):
             if name is None or not isinstance(right, ast.List | ast.Tuple | ast.Set) or not right.elts:
                 self._refuse(left, "'in' compares a column with a list of values, such as ['a', 'b']")
-            found = Condition("in", column=name, value=tuple(map(self._literal, right.elts)))
+            condition = Condition("in", column=name, value=tuple(map(self._literal, right.elts)))
         elif name is not None:
-            value = self._literal(right) if other is None else Column(other)
-            return Condition(_COMPARISONS[type(kind)], column=name, value=value)
-        elif other is not None:
-            return Condition(_MIRRORED[_COMPARISONS[type(kind)]], column=other, value=self._literal(left))
+            value = self._literal(right) if right_column is None else Column(right_column)
+            return Condition(_COMPARISONS[type(operator)], column=name, value=value)
+        elif right_column is not None:
+            return Condition(_MIRRORED[_COMPARISONS[type(operator)]], column=right_column, value=self._literal(left))
         else:
             self._literal(left), self._literal(right)
             self._refuse(left, f"it compares {ast.unparse(left)} with {ast.unparse(right)}, and no column")
-        return found if isinstance(kind, ast.Is | ast.In) else Condition("not", (found,))
+        return condition if isinstance(operator, ast.Is | ast.In) else Condition("not", (condition,))
 
     def _column(self, node: ast.expr) -> str | None:
         if isinstance(node, ast.Name):

@@ -79,17 +79,17 @@ def kept_schema(path: Path) -> pa.Schema:
         return pa.schema([])
 
 
-def save_footers(path: Path, columns: Sequence[str], text: str | None, found: Known) -> None:
+def save_footers(path: Path, columns: Sequence[str], text: str | None, known: Known) -> None:
     """Write footers for `load_footers`; the file appears whole or not at all, and a full disk ends no run."""
     header = {
         "made_for": [_VERSION, list(columns), text],
-        "layouts": list(map(_encoded, found.layouts)),
-        "filter_schema": _encoded(found.filter_schema or pa.schema([])),
-        "schema": _encoded(found.schema or pa.schema([])),
+        "layouts": list(map(_encoded, known.layouts)),
+        "filter_schema": _encoded(known.filter_schema or pa.schema([])),
+        "schema": _encoded(known.schema or pa.schema([])),
     }
     rows = [
         {"name": name, "size": size, "time": time, **{each: getattr(footer, each) for each in _FACTS}}
-        for (name, size, time), footer in found.footers.items()
+        for (name, size, time), footer in known.footers.items()
     ]
     table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({"footers": json.dumps(header)}))
     try:
@@ -120,13 +120,13 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
     now = dict(zip(dataset.row_groups.paths, facts, strict=True))
     if not before.keys() & now.keys():  # they lie in another folder
         before, now = ({dataset.own_name(name): fact for name, fact in each.items()} for each in (before, now))
-    found = [f"'{name}' is gone" for name in before if name not in now and all_rows]
-    found += [f"'{name}' is new" for name in now if name not in before]
-    both = [(name, before[name], now[name]) for name in now if name in before]
-    found += [f"'{name}' has {new[0]:,} rows, and had {old[0]:,}" for name, old, new in both if new[0] != old[0]]
-    found += [f"'{name}' was rewritten" for name, old, new in both if new[0] == old[0] and new[1] != old[1]]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return f" ({'; '.join(found[:3])}{more})" if found else ""
+    changes = [f"'{name}' is gone" for name in before if name not in now and all_rows]
+    changes += [f"'{name}' is new" for name in now if name not in before]
+    in_both = [(name, before[name], now[name]) for name in now if name in before]
+    changes += [f"'{name}' has {new[0]:,} rows, and had {old[0]:,}" for name, old, new in in_both if new[0] != old[0]]
+    changes += [f"'{name}' was rewritten" for name, old, new in in_both if new[0] == old[0] and new[1] != old[1]]
+    more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+    return f" ({'; '.join(changes[:3])}{more})" if changes else ""
 
 
 def _encoded(schema: pa.Schema) -> str:

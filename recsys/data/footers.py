@@ -113,19 +113,19 @@ class FooterParser:
         """
         content = footer_of(tail)
         digest = xxhash.xxh3_64_digest(tail[-max(len(content) + 8, _TAIL_BYTES) :])
-        known = self._rows_of_known(content)
-        if known is None:
+        schema_and_rows = self._rows_of_known(content)
+        if schema_and_rows is None:
             with self._lock:  # so that others wait for what they can then use
-                known = self._rows_of_known(content) or self._rows_of_any(name, content)
-        schema, num_rows = known
+                schema_and_rows = self._rows_of_known(content) or self._rows_of_any(name, content)
+        schema, num_rows = schema_and_rows
         self._check_missing(name, schema)
         count = len(num_rows)
         numbers = [rows * len(self.columns) for rows in num_rows]  # partition keys, and lengths of lists, are such too
         for path in schema.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
-        found = {column: statistics(content, path, count, kind) for column, path, kind in schema.ordered}
+        by_column = {column: statistics(content, path, count, kind) for column, path, kind in schema.ordered}
         sizes = [4 * each for each in numbers]
-        return Footer(schema.layout, num_rows, sizes, int.from_bytes(digest, "little", signed=True), found)
+        return Footer(schema.layout, num_rows, sizes, int.from_bytes(digest, "little", signed=True), by_column)
 
     def _rows_of_known(self, content: bytes) -> tuple[_Schema, list[int]] | None:
         """Return the rows of each row group, if the schema has been seen and has a column that tells them."""

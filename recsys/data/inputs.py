@@ -304,8 +304,8 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
         check_weights(dataset, spec.weight.column or "")
     for label in spec.labels if role == "train" else ():
         check_known(dataset, label)
-    for part, found in zip(spec.lists, columns.lists, strict=True):
-        if part.name == "targets" and isinstance(found, Ragged) and not (found.values >= 0).any():
+    for part, lists in zip(spec.lists, columns.lists, strict=True):
+        if part.name == "targets" and isinstance(lists, Ragged) and not (lists.values >= 0).any():
             raise UserError(
                 f"config key '{dataset.key}': column '{part.column}' has in its first {columns.num_rows} rows no id "
                 f"that is in column '{column_of(config, config.model.item_id)}' of data.items"

@@ -206,13 +206,13 @@ def stream_bounds(slots: tuple[int, ...], stream: int, num_rows: int) -> tuple[i
 def shares(slots: tuple[int, ...], rank: int, world_size: int) -> list[Share]:
     """Return what a rank takes of the slices of a step; the ranks' numbers of rows differ by one at most."""
     low, high = (slots[-1] * r // world_size for r in (rank, rank + 1))
-    found = []
+    taken = []
     for stream in range(bisect_right(slots, low) - 1, bisect_left(slots, high)):
         first, end = slots[stream : stream + 2]
         start, stop = max(low, first), min(high, end)
         if start < stop:
-            found.append(Share(stream, end - first, start - first, stop - first, start - low))
-    return found
+            taken.append(Share(stream, end - first, start - first, stop - first, start - low))
+    return taken
 
 
 def most_shares(slots: tuple[int, ...], world_size: int) -> list[Share]:

@@ -65,9 +65,9 @@ def open_dataset(
         raise UserError(_no_rows(key, shown, filter))
     if condition is not None:
         matching, footers = _counted(condition, dataset, files, footers)
-    found = dict(zip(file_keys(files), footers, strict=True))
-    if cache is not None and (found != known.footers or dataset.schema != known.schema):
-        save_footers(cache, list(columns), filter, Known(found, dataset.layouts, dataset.filter_schema, dataset.schema))
+    facts = dict(zip(file_keys(files), footers, strict=True))
+    if cache is not None and (facts != known.footers or dataset.schema != known.schema):
+        save_footers(cache, list(columns), filter, Known(facts, dataset.layouts, dataset.filter_schema, dataset.schema))
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
     return narrowed(dataset, matching, max_rows)

@@ -48,8 +48,8 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
         shown = " and ".join(f"'{Storage(root).shown}'" if root else "local files" for root in roots[:2])
         raise UserError(f"config key '{key}' names files in {shown}; keep the files of one key in one place")
     storage = Storage(roots[0], retries)
-    found = [file for _, path in given for file in _expand(key, storage, path)]
-    names = tuple(file.name for file in found)
+    files = [file for _, path in given for file in _expand(key, storage, path)]
+    names = tuple(file.name for file in files)
     for name in names:
         if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python shows bytes that are none of UTF-8
             raise UserError(
@@ -60,7 +60,7 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
             raise UserError(f"config key '{key}' names the file '{min(twice)}' twice; name each file once")
-    sizes, times = (np.array([file[i] for file in found], np.int64) for i in (1, 2))
+    sizes, times = (np.array([file[i] for file in files], np.int64) for i in (1, 2))
     return Files(storage, names, sizes, times)
 
 
@@ -95,10 +95,10 @@ def _expand(key: str, storage: Storage, path: str) -> list[_Found]:
 
 def _expand_local(key: str, path: str) -> list[_Found]:
     if os.path.isdir(path) or os.path.isfile(path):
-        found = _file_or_below(path)
-        if not found:
+        files = _file_or_below(path)
+        if not files:
             raise UserError(_nothing_in(key, path, os.listdir(path)))
-        return found
+        return files
     if not glob.has_magic(path):
         wrong = "is no regular file" if os.path.exists(path) else "does not exist"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
@@ -169,18 +169,18 @@ def _expand_remote(key: str, storage: Storage, name: str) -> list[_Found]:
         return [_of_info(storage, info)]
     if info.type == fs.FileType.Directory:
         below = _listing(storage, name)
-        found = [file for file in below if _is_data(_parts(file.name, name))]
-        if not found:
+        files = [file for file in below if _is_data(_parts(file.name, name))]
+        if not files:
             raise UserError(_nothing_in(key, name, {_parts(file.name, name)[0] for file in below}))
-        return found
+        return files
     if not glob.has_magic(name):
         raise UserError(f"config key '{key}': '{name}' does not exist{_near(storage, name)}")
     fixed = name[: re.search(r"[*?[]", name).start()].rpartition("/")[0]  # type: ignore[union-attr]
     pattern = _parts(name, fixed)
-    found = [file for file in _listing(storage, fixed) if _is_match(_parts(file.name, fixed), pattern)]
-    if not found:
+    files = [file for file in _listing(storage, fixed) if _is_match(_parts(file.name, fixed), pattern)]
+    if not files:
         raise UserError(f"config key '{key}': no file matches '{name}'")
-    return found
+    return files
 
 
 def _listing(storage: Storage, folder: str) -> list[_Found]:

@@ -184,8 +184,8 @@ class _Conversion:
         for rows in self._bad:
             bad[rows] = True  # type: ignore[index]
             self._floats[:, rows] = 0  # no weight, so that they touch nothing
-        found = [self._finished(i) for i in range(len(self._parts))]
-        ids, lists = found[: len(self._spec.ids)], found[len(self._spec.ids) :]
+        features = [self._finished(i) for i in range(len(self._parts))]
+        ids, lists = features[: len(self._spec.ids)], features[len(self._spec.ids) :]
         return Columns(
             self._rows,
             self._shuffled(self._scalars),

@@ -203,8 +203,8 @@ class _Reader:
     def _raw(self, path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
         reader = self._open(path)
         if set(reader.schema.names) != set(self.names):
-            found, wanted = ", ".join(reader.schema.names), ", ".join(self.names)
-            raise UserError(f"{path} has columns {found}, but {self.inputs[0]} has {wanted}")
+            columns, expected = ", ".join(reader.schema.names), ", ".join(self.names)
+            raise UserError(f"{path} has columns {columns}, but {self.inputs[0]} has {expected}")
         with reader, _told(path):
             for batch in reader:
                 rows = batch if self.options.where is None else rows_where(batch, self.options.where)

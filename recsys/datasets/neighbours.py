@@ -21,8 +21,8 @@ def neighbour_lists(lists: pa.ListArray, most: int) -> tuple[pa.ListArray, pa.Li
     row, item = np.divmod(pairs, num_items)
     neighbours, weights = _neighbours(row, item, num_lists, num_items, most)
     nothing = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0)
-    found = [nothing, *_of_lists(row, item, neighbours, weights, num_items)]
-    rows, items, sums = (np.concatenate(each) for each in zip(*found, strict=True))
+    chunks = [nothing, *_of_lists(row, item, neighbours, weights, num_items)]
+    rows, items, sums = (np.concatenate(arrays) for arrays in zip(*chunks, strict=True))
     offsets = pa.array(np.searchsorted(rows, np.arange(num_lists + 1)), pa.int32())
     ids = encoded.dictionary.take(pa.array(items))
     return pa.ListArray.from_arrays(offsets, ids), pa.ListArray.from_arrays(offsets, pa.array(sums, pa.float32()))
@@ -56,12 +56,12 @@ def _of_lists(
     start, step = 0, max(1, _PAIRS_AT_ONCE // neighbours.shape[1])
     while start < len(row):
         stop = int(np.searchsorted(row, row[min(start + step, len(row)) - 1], side="right"))  # whole lists
-        found = neighbours[item[start:stop]]
-        keys = row[start:stop, None] * num_items + found
-        distinct, place = np.unique(keys[found >= 0], return_inverse=True)
+        near = neighbours[item[start:stop]]
+        keys = row[start:stop, None] * num_items + near
+        distinct, place = np.unique(keys[near >= 0], return_inverse=True)
         yield (
             distinct // num_items,
             distinct % num_items,
-            np.bincount(place, weights[item[start:stop]][found >= 0], len(distinct)),
+            np.bincount(place, weights[item[start:stop]][near >= 0], len(distinct)),
         )
         start = stop

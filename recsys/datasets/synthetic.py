@@ -73,8 +73,8 @@ def write_synthetic(out: Path, options: SyntheticOptions, overwrite: bool = Fals
             ceilings: dict[str, Ceiling] = {}
             tables = _tables(options, split, rows, make_chunk, ceilings)
             write_parts(tables, folder / SPLITS[split], options.row_group_rows, -(-rows // options.files))
-            found = {name: ceiling.result() for name, ceiling in ceilings.items()}
-            teacher[SPLITS[split]] = found.get("label", found)
+            best = {name: ceiling.result() for name, ceiling in ceilings.items()}
+            teacher[SPLITS[split]] = best.get("label", best)
         (folder / "teacher.json").write_text(json.dumps(teacher, indent=2) + "\n")
     return True
 

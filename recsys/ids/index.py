@@ -83,25 +83,25 @@ class IndexMapping(IdMapping):
         return numbers
 
     def _find_hashes(
-        self, hashes: np.ndarray, places: np.ndarray | None = None, found: np.ndarray | None = None
+        self, hashes: np.ndarray, places: np.ndarray | None = None, candidates: np.ndarray | None = None
     ) -> np.ndarray:
         """Return the numbers of hashes as `_find` does, but of a text also where only the hash is in the list.
 
         Args:
             hashes: uint64 [n].
-            places, found: uint64 [n], overwritten.
+            places, candidates: uint64 [n], overwritten.
         """
-        places, found = (np.empty_like(hashes) if each is None else each for each in (places, found))
+        places, candidates = (np.empty_like(hashes) if each is None else each for each in (places, candidates))
         np.right_shift(hashes, self._shift, out=places)
-        at = self._starts.take(places.view(np.int64))
-        np.take(self._hashes, at, out=found, mode="clip")
-        rest = (found < hashes).nonzero()[0]
-        while len(rest):
-            at[rest] += 1
-            found[rest] = self._hashes.take(at.take(rest))
-            rest = rest[found.take(rest) < hashes.take(rest)]
-        numbers = self._numbers.take(at)
-        numbers[(found != hashes).nonzero()[0]] = 0
+        slots = self._starts.take(places.view(np.int64))
+        np.take(self._hashes, slots, out=candidates, mode="clip")
+        unfinished = (candidates < hashes).nonzero()[0]
+        while len(unfinished):
+            slots[unfinished] += 1
+            candidates[unfinished] = self._hashes.take(slots.take(unfinished))
+            unfinished = unfinished[candidates.take(unfinished) < hashes.take(unfinished)]
+        numbers = self._numbers.take(slots)
+        numbers[(candidates != hashes).nonzero()[0]] = 0
         return numbers
 
     def _shown(self, i: int) -> object:
@@ -111,9 +111,9 @@ class IndexMapping(IdMapping):
 
     def _compare_texts(self, texts: pa.Array, numbers: np.ndarray) -> None:
         """Make 0, in place, the numbers of texts that are another than the one with their hash."""
-        found = numbers.nonzero()[0]
-        same = pc.equal(texts.take(pa.array(found)), self._keys.texts.take(pa.array(numbers[found] - 1)))
-        numbers[found[~same.to_numpy(zero_copy_only=False)]] = 0
+        places = numbers.nonzero()[0]
+        same = pc.equal(texts.take(pa.array(places)), self._keys.texts.take(pa.array(numbers[places] - 1)))
+        numbers[places[~same.to_numpy(zero_copy_only=False)]] = 0
 
 
 class VocabularyMapping(IndexMapping):

@@ -40,9 +40,9 @@ class KeptRows:
     def places(self, rows: np.ndarray) -> np.ndarray:
         """Return where rows of the table as it was are now, int64 [rows]."""
         words, bits = rows >> 6, (rows & (_WORD - 1)).astype(np.uint64)
-        found, one = self._words[words], np.uint64(1)
-        below = np.bitwise_count(found & ((one << bits) - one))
-        return np.where((found >> bits) & one, self._before[words] + below.astype(np.int64), self._shared)
+        word, one = self._words[words], np.uint64(1)
+        below = np.bitwise_count(word & ((one << bits) - one))
+        return np.where((word >> bits) & one, self._before[words] + below.astype(np.int64), self._shared)
 
     def write(self, path: Path) -> None:
         """Write them as Parquet: a column kept."""

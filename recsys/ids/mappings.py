@@ -66,11 +66,11 @@ class IdStatistics:
         hashes, seen = chunk[0], self._seen
         if self._limit < _RANGE:
             hashes = hashes.take((hashes < np.uint64(self._limit)).nonzero()[0])
-        places, found = chunk[1:, : len(hashes)]
+        places, occupants = chunk[1:, : len(hashes)]
         # Without the lock: no hash stands in `_seen` that has not been taken in.
         np.bitwise_and(hashes, np.uint64(len(seen) - 1), out=places)
-        np.take(seen, places.view(np.int64), out=found, mode="clip")
-        unseen = hashes.take((found != hashes).nonzero()[0])
+        np.take(seen, places.view(np.int64), out=occupants, mode="clip")
+        unseen = hashes.take((occupants != hashes).nonzero()[0])
         unseen = unseen[seen[_second_place(unseen, seen)] != unseen]
         if len(unseen):
             with self._lock:

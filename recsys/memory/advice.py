@@ -154,17 +154,19 @@ def fit_inputs(inputs: Inputs) -> tuple[Inputs, list[Change]]:
 def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
     config = inputs.config
     fitter = Fitter(config, data_facts(config, inputs, topology.world_size), topology)
-    found = fitter.fit(config.memory.allow)
-    if not found.missing:
-        logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(found.after), _mib(found.before))
-        return found.changes
-    other = fitter.fit(tuple(Saver))
-    also = [change.saver.name for change in other.changes if change.saver and change.saver not in config.memory.allow]
+    fitted = fitter.fit(config.memory.allow)
+    if not fitted.missing:
+        logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(fitted.after), _mib(fitted.before))
+        return fitted.changes
+    with_all = fitter.fit(tuple(Saver))
+    also = [
+        change.saver.name for change in with_all.changes if change.saver and change.saver not in config.memory.allow
+    ]
     there = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
-    help_ = f"memory.allow=[{','.join(also)}] would be enough" if also and not other.missing else "nothing is enough"
+    help_ = f"memory.allow=[{','.join(also)}] would be enough" if also and not with_all.missing else "nothing is enough"
     raise UserError(
-        f"config key 'memory.fit': {_STAYS_FREE}; the run takes {_mib(found.before)} of {_mib(there)} on its fullest "
-        f"rank, {_mib(found.after)} with what keeps what is learned, and {_mib(found.missing)} are missing over all "
+        f"config key 'memory.fit': {_STAYS_FREE}; the run takes {_mib(fitted.before)} of {_mib(there)} on its fullest "
+        f"rank, {_mib(fitted.after)} with what keeps what is learned, and {_mib(fitted.missing)} are missing over all "
         f"ranks; {help_}: otherwise take more ranks, smaller tables or a smaller train.global_batch_size"
     )
 

@@ -132,10 +132,10 @@ class Fitter:
         enough = bool(offers) and not fitted.missing
         single = []
         for lever in LEVERS:
-            found = [self._offer(change) for change in lever(self._config, self._topology)]
-            most = max((offer.saved for offer in found), default=0)
+            candidates = [self._offer(change) for change in lever(self._config, self._topology)]
+            most = max((offer.saved for offer in candidates), default=0)
             # The weakest that saves nearly as much as any.
-            single += [offer for offer in found if offer.saved > _LEAST_BYTES and offer.saved >= 0.95 * most][:1]
+            single += [offer for offer in candidates if offer.saved > _LEAST_BYTES and offer.saved >= 0.95 * most][:1]
         single.sort(key=lambda offer: -offer.saved)
         offers += [offer for offer in single if not (enough and offer.missing)]
         worth = [offer for offer in offers if not offer.missing or offer.saved > _LEAST_SHARE * offer.missing]

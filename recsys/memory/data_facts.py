@@ -164,7 +164,7 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     num_rows = rows_by_bytes(groups)
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
     making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
-    streams, found = streams_of_a_rank(inputs.config, inputs.world.world_size), []
+    streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     for numbers in inputs.loader(role).row_groups_by_rank():
         read = np.ceil(np.sort(num_rows[numbers])[::-1]).astype(int)
         sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
@@ -173,10 +173,10 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept
             kept = sum(map(sample.table_bytes, read.tolist()))
-            found.append((int(decoding), int(making + kept), int(in_heaps * making + kept)))
+            by_rank.append((int(decoding), int(making + kept), int(in_heaps * making + kept)))
         else:
-            found.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
-    return found
+            by_rank.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
+    return by_rank
 
 
 def _decoding_by_rank(
@@ -189,11 +189,11 @@ def _decoding_by_rank(
     """
     by_role = {role: _decoding(inputs, role, samples[role], rows) for role, rows in largest.items()}
     evaluated = [sizes for role, sizes in by_role.items() if role != "train"]
-    found = []
+    by_rank = []
     for rank, (first, later, _) in enumerate(by_role["train"]):
         of_evaluation = (max((sizes[rank][i] for sizes in evaluated), default=0) for i in range(3))
-        found.append(Decoding(first, later, *of_evaluation))
-    return tuple(found)
+        by_rank.append(Decoding(first, later, *of_evaluation))
+    return tuple(by_rank)
 
 
 def _ranking_bytes(inputs: Inputs, listed: float) -> int:

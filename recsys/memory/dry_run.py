@@ -67,18 +67,18 @@ def dry_run(config: Config, price_per_hour: float | None = None) -> int:
         UserError: a mistake in the config, or the memory of a GPU that is not known.
     """
     quiet_libraries()
-    found = rehearse_run(config, price_per_hour)
-    page = format_dry_run(found)
+    result = rehearse_run(config, price_per_hour)
+    page = format_dry_run(result)
     if config.run.dir is not None:
         folder = Path(config.run.dir) / "memory"
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / "dry_run.md", page)
-        replace_file(folder / "dry_run.json", to_json(as_json(found), indent=1) + "\n")
+        replace_file(folder / "dry_run.json", to_json(as_json(result), indent=1) + "\n")
     try:
         print(page, flush=True)
     except BrokenPipeError:  # `| head -1` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 1 if found.misfits else 0
+    return 1 if result.misfits else 0
 
 
 def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
@@ -109,8 +109,8 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
             rows = None if inputs is None else inputs.datasets["train"].num_rows
             sizes = config.train.global_batch_size, rows, topology.num_machines
             of_step = StepTime(load, speeds, *sizes, price_per_hour)
-    found = config, topology, pieces, prediction, largest, wrong, instead, changes
-    return DryRun(*found, of_step, time.monotonic() - start)
+    parts = config, topology, pieces, prediction, largest, wrong, instead, changes
+    return DryRun(*parts, of_step, time.monotonic() - start)
 
 
 def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
@@ -120,46 +120,46 @@ def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
         return None, str(error)
 
 
-def as_json(found: DryRun) -> dict[str, Any]:
+def as_json(result: DryRun) -> dict[str, Any]:
     """Return what dry_run.json holds."""
-    config, topology, prediction = found.config, found.topology, found.prediction
+    config, topology, prediction = result.config, result.topology, result.prediction
     return {
         "schema_version": SCHEMA_VERSION,
-        "fits": not found.misfits,
-        "misfits": found.misfits,
+        "fits": not result.misfits,
+        "misfits": result.misfits,
         "topology": {
             **asdict(topology),
             "device": topology.device.type,
             "host_bytes": topology.host_bytes if topology.host_known else None,
         },
         "global_batch_size": config.train.global_batch_size,
-        "largest_global_batch_size": found.largest_batch,
+        "largest_global_batch_size": result.largest_batch,
         "data": asdict(prediction.data),
         "dense": asdict(prediction.dense),
         "ranks": [
             {"rank": each.rank, "tables": {name: vars(b) for name, b in each.tables.items()}, "phases": each.phases}
             for each in prediction.ranks
         ],
-        "shards": [asdict(piece) for piece in found.pieces],
-        "time": None if found.time is None else found.time.as_json(),
-        "instead": found.instead,
-        "changes": found.changes,
-        "seconds": round(found.seconds, 2),
+        "shards": [asdict(piece) for piece in result.pieces],
+        "time": None if result.time is None else result.time.as_json(),
+        "instead": result.instead,
+        "changes": result.changes,
+        "seconds": round(result.seconds, 2),
     }
 
 
-def format_dry_run(found: DryRun) -> str:
+def format_dry_run(result: DryRun) -> str:
     """Return the page for people, as Markdown; its first line is the answer."""
-    config, topology, prediction = found.config, found.topology, found.prediction
+    config, topology, prediction = result.config, result.topology, result.prediction
     ranks = prediction.ranks
     lines = [
-        f"# {_answer(found)}",
+        f"# {_answer(result)}",
         "",
         f"- {config.run.name}, a global batch of {config.train.global_batch_size:,} rows on {topology.world_size} × "
         f"{topology.device.type}: {topology.num_machines} machine{'s' if topology.num_machines > 1 else ''} of "
         f"{topology.local_world_size}",
-        *(f"- {sentence}" for sentence in (found.time.sentences() if found.time else ())),
-        *(f"- {sentence}" for sentence in [*_memory(found), *_full_or_idle(found), *found.instead, *found.changes]),
+        *(f"- {sentence}" for sentence in (result.time.sentences() if result.time else ())),
+        *(f"- {sentence}" for sentence in [*_memory(result), *_full_or_idle(result), *result.instead, *result.changes]),
         *(f"- {sentence}" for sentence in [repeated_decoding(config, topology.world_size)] if sentence),
         f"- Ids a row: {sum(prediction.data.mean_ids.values()):.2f}, by {prediction.data.source}",
         "",
@@ -172,27 +172,27 @@ def format_dry_run(found: DryRun) -> str:
         lines += [f"## {'GPU' if where == 'device' else 'Host'} memory by rank at its peak", ""]
         lines += [*rank_table("kind", rows, _APART), ""]
     lines += [layer_page(config, prediction.data, prediction.dense.rows)]
-    lines += ["## Plan", "", *_few([f"- {line}" for line in describe_plan(found.pieces)], _SHOWN_PIECES), ""]
-    return "\n".join([*lines, f"{found.seconds:.1f} s"])
+    lines += ["## Plan", "", *_few([f"- {line}" for line in describe_plan(result.pieces)], _SHOWN_PIECES), ""]
+    return "\n".join([*lines, f"{result.seconds:.1f} s"])
 
 
-def _answer(found: DryRun) -> str:
+def _answer(result: DryRun) -> str:
     """Tell whether it fits, the tightest place, and the largest batch."""
-    topology, largest = found.topology, found.largest_batch
+    topology, largest = result.topology, result.largest_batch
     if largest is None:
-        need = max(size for _, size, _ in demands(found.prediction.ranks, topology))
+        need = max(size for _, size, _ in demands(result.prediction.ranks, topology))
         return f"Host memory not given: {shown(need)} a machine would be needed (topology.host_memory decides)"
-    where, size, there = max(demands(found.prediction.ranks, topology), key=lambda each: each[1] / each[2])
-    verdict = "DOES NOT FIT" if found.misfits else "Fits"
+    where, size, there = max(demands(result.prediction.ranks, topology), key=lambda each: each[1] / each[2])
+    verdict = "DOES NOT FIT" if result.misfits else "Fits"
     digits = 10 ** max(0, len(str(largest)) - 3)  # more than three are not known
-    most = max(largest // digits * digits, 0 if found.misfits else found.config.train.global_batch_size)
+    most = max(largest // digits * digits, 0 if result.misfits else result.config.train.global_batch_size)
     batch = f"the largest global batch that fits is {most:,} rows" if most else "no batch fits"
     return f"{verdict}: {where} would take {shown(size)} of {shown(there)}; {batch} under this plan"
 
 
-def _memory(found: DryRun) -> list[str]:
+def _memory(result: DryRun) -> list[str]:
     """Tell what memory there is, by whose word, and how much of it batches lock."""
-    topology, ranks = found.topology, found.prediction.ranks
+    topology, ranks = result.topology, result.prediction.ranks
     need = max(size for where, size, _ in demands(ranks, topology) if where.startswith("the host"))
     host = f"host memory not given: {shown(need)} a machine would be needed"
     if topology.host_known:
@@ -208,17 +208,19 @@ def _memory(found: DryRun) -> list[str]:
     ]
 
 
-def _full_or_idle(found: DryRun) -> list[str]:
+def _full_or_idle(result: DryRun) -> list[str]:
     """Tell which GPUs and machines are too full, which hold no table, and which GPUs here are left out."""
-    topology, lines = found.topology, []
+    topology, lines = result.topology, []
     world, local = topology.world_size, topology.local_world_size
-    full = [number for number, (_, size, there) in enumerate(demands(found.prediction.ranks, topology)) if size > there]
+    full = [
+        number for number, (_, size, there) in enumerate(demands(result.prediction.ranks, topology)) if size > there
+    ]
     gpus = world if topology.on_gpu else 0  # which come first
     if any(number < gpus for number in full):
         lines.append(f"Too full: the GPUs of {listed(number for number in full if number < gpus)}")
     if any(number >= gpus for number in full):
         lines.append(f"Too full: the host memory of {listed((n - gpus for n in full if n >= gpus), 'machine')}")
-    idle = set(range(world)) - {piece.rank for piece in found.pieces}
+    idle = set(range(world)) - {piece.rank for piece in result.pieces}
     if idle:
         machines = [m for m in range(topology.num_machines) if idle.issuperset(range(m * local, (m + 1) * local))]
         so = f", so none on {listed(machines, 'machine')}" if machines else ""

@@ -37,30 +37,32 @@ def analyse_layers(module: nn.Module, forward: Callable[[], Any]) -> list[Layer]
     Args:
         forward: calls the module once; under FakeTensorMode it takes no memory.
     """
-    found: dict[str, Layer] = {}
+    layers: dict[str, Layer] = {}
     handles = []
     for path, child in module.named_modules():
         if isinstance(child, nn.modules.linear.NonDynamicallyQuantizableLinear):
             continue  # within MultiheadAttention, which does not call it
         if type(child) in _FLOPS or isinstance(child, nn.Linear):
-            handles.append(child.register_forward_hook(_counting(found, parameter_name(path), child), with_kwargs=True))
+            handles.append(
+                child.register_forward_hook(_counting(layers, parameter_name(path), child), with_kwargs=True)
+            )
     try:
         forward()
     finally:
         for handle in handles:
             handle.remove()
-    return list(found.values())
+    return list(layers.values())
 
 
-def _counting(found: dict[str, Layer], name: str, module: nn.Module) -> Any:
+def _counting(layers: dict[str, Layer], name: str, module: nn.Module) -> Any:
     def count(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
         values = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
         outputs = values[0].numel() if values else 0
-        given = [value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor)]
-        flops = _FLOPS.get(type(module), _linear)(module, given, values[0])
-        before = found.get(name)
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, torch.Tensor)]
+        flops = _FLOPS.get(type(module), _linear)(module, tensors, values[0])
+        before = layers.get(name)
         parameters = sum(parameter.numel() for parameter in module.parameters())
-        found[name] = Layer(
+        layers[name] = Layer(
             name,
             type(module).__name__,
             parameters,

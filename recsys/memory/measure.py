@@ -160,10 +160,10 @@ class Timeline:
 
     def peaks(self) -> dict[str, int]:
         """Return the peak of each phase."""
-        found: dict[str, int] = {}
+        peaks: dict[str, int] = {}
         for span in self.spans:
-            found[span.phase] = max(found.get(span.phase, 0), span.peak_bytes)
-        return found
+            peaks[span.phase] = max(peaks.get(span.phase, 0), span.peak_bytes)
+        return peaks
 
     def close(self) -> None:
         """End the last phase and the thread."""

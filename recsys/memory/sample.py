@@ -111,17 +111,17 @@ class Sample:
         self.row_bytes = self.columns.num_bytes / self.rows + more
         self.listed = sum(len(x.values) for x in self.columns.lists if isinstance(x, Ragged)) / self.rows * longer
 
-    def _length(self, part: IdColumn, found: Ragged) -> tuple[float, float, float]:
+    def _length(self, part: IdColumn, lists: Ragged) -> tuple[float, float, float]:
         """Return the table rows of a feature of lists, of one row of data, as long as lists are in the whole data, and
         as shares of that their standard deviation in a row group, and that of the means of row groups."""
         raw = None if part.column is None else self._table.column(part.column)
         most = part.max_length or math.inf
         if raw is None or not pa.types.is_list(raw.type):
-            return len(found.values) / self.rows, 0.0, 0.0
+            return len(lists.values) / self.rows, 0.0, 0.0
         lengths = pc.list_value_length(raw).fill_null(0).to_numpy()
         as_long = np.minimum(lengths * self._times.get(part.column or "", 1.0), most)
         longer = as_long.sum() / max(1, np.minimum(lengths, most).sum())
-        mean, spread = float(len(found.values) / self.rows * longer), as_long.std() / max(1e-9, as_long.mean())
+        mean, spread = float(len(lists.values) / self.rows * longer), as_long.std() / max(1e-9, as_long.mean())
         return mean, float(spread), self._spread
 
     def mean_ids(self) -> dict[str, float]:

@@ -72,15 +72,15 @@ class Speeds:
     @cached_property
     def _rates(self) -> dict[str, dict[tuple[int, ...], float]]:
         """The FLOPs a second at all corners; of products that were too large to measure those of the next smaller."""
-        found: dict[str, dict[tuple[int, ...], float]] = {}
+        rates_by_dtype: dict[str, dict[tuple[int, ...], float]] = {}
         for dtype, measured in self.matmul.items():
-            rates = found[dtype] = {}
+            rates = rates_by_dtype[dtype] = {}
             for sides in product(MATMUL_SIDES, repeat=3):
                 smaller = list(sides)
                 while 2 * math.prod(smaller) > MOST_MATMUL_FLOPS:
                     smaller[smaller.index(max(smaller))] //= 4
                 rates[sides] = measured[" ".join(map(str, smaller))]
-        return found
+        return rates_by_dtype
 
     def batched_seconds(self, dtype: str, flops: float, count: int) -> float:
         """Return the time of a batch of `count` products of `flops` each."""
@@ -109,16 +109,16 @@ class Speeds:
             content = json.loads(path.read_text())
             if content.pop("schema_version") != SCHEMA_VERSION:
                 raise ValueError("it has another schema_version")
-            found = cls(**content)
-            found.matmul_seconds("float32", 1, 1, 1)
-            _check(found)
+            speeds = cls(**content)
+            speeds.matmul_seconds("float32", 1, 1, 1)
+            _check(speeds)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = why(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
             raise UserError(
                 f"config key 'topology.speeds': cannot read '{path}' ({reason}); it is a file that "
                 f"`recsys calibrate FILE` writes"
             ) from error
-        return found
+        return speeds
 
 
 def _check(speeds: Speeds) -> None:

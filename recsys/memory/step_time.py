@@ -83,30 +83,32 @@ class StepTime:
         step = sum(parts.values())
         epoch = None if self.epoch_rows is None else self.epoch_rows / self.rows * step
         price = None if epoch is None or self.price_per_hour is None else self._price(epoch)
-        found = {"step_s": step, "samples_per_s": self.rows / step, "parts_s": parts}
-        return {**found, "epoch_rows": self.epoch_rows, "epoch_s": epoch, "epoch_price": price}
+        figures = {"step_s": step, "samples_per_s": self.rows / step, "parts_s": parts}
+        return {**figures, "epoch_rows": self.epoch_rows, "epoch_s": epoch, "epoch_price": price}
 
     def _price(self, seconds: float) -> float:
         return (self.price_per_hour or 0) * self.num_machines * seconds / 3600
 
     def sentences(self) -> list[str]:
         """Return the same in sentences; parts of less than half a per cent are left out."""
-        found, of = self.as_json(), self.speeds
-        parts = sorted(found["parts_s"].items(), key=lambda part: -part[1])
+        figures, speeds = self.as_json(), self.speeds
+        parts = sorted(figures["parts_s"].items(), key=lambda part: -part[1])
         shares = ", ".join(
-            f"{name} {seconds / found['step_s']:.0%}" for name, seconds in parts if seconds > 0.005 * found["step_s"]
+            f"{name} {seconds / figures['step_s']:.0%}"
+            for name, seconds in parts
+            if seconds > 0.005 * figures["step_s"]
         )
         lines = [
-            f"About {found['samples_per_s']:,.0f} samples/s: a step of {self.rows:,} rows takes "
-            f"{found['step_s'] * 1e3:,.1f} ms ({shares}), by the speeds of {of.ranks} × {of.device}"
+            f"About {figures['samples_per_s']:,.0f} samples/s: a step of {self.rows:,} rows takes "
+            f"{figures['step_s'] * 1e3:,.1f} ms ({shares}), by the speeds of {speeds.ranks} × {speeds.device}"
         ]
-        if found["epoch_s"] is not None:
-            cost = "" if found["epoch_price"] is None else f" and costs {found['epoch_price']:,.2f}"
+        if figures["epoch_s"] is not None:
+            cost = "" if figures["epoch_price"] is None else f" and costs {figures['epoch_price']:,.2f}"
             lines.append(
-                f"An epoch of {self.epoch_rows:,} rows takes {clock(found['epoch_s'])}{cost}, without evaluations"
+                f"An epoch of {self.epoch_rows:,} rows takes {clock(figures['epoch_s'])}{cost}, without evaluations"
             )
         elif self.price_per_hour is not None:
-            price = self._price(1e6 / self.rows * found["step_s"])
+            price = self._price(1e6 / self.rows * figures["step_s"])
             lines.append(f"A million rows cost {price:,.4f}")
         return lines
 
@@ -159,8 +161,8 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
             count = rows * everywhere * data.mean_ids[name]
             elements[piece.rank] += count * share * piece.size[1]
             if everywhere > 1:
-                found = count * share if name in by_id else rows * everywhere
-                vectors[piece.rank] += found * piece.size[1]
+                num_vectors = count * share if name in by_id else rows * everywhere
+                vectors[piece.rank] += num_vectors * piece.size[1]
     shardings, routed = _routed(config, data, topology, pieces)
     amounts = {
         "step": 1.0,
@@ -240,8 +242,8 @@ def fit_amounts(
     matrix, target = matrix.double(), torch.tensor([s / w for s, w in zip(seconds, weights, strict=True)]).double()
     scale = matrix.norm(dim=0).clamp(min=1e-30)
     gram, linear = (matrix / scale).T @ (matrix / scale), (matrix / scale).T @ target
-    found = torch.zeros(len(names), dtype=torch.double)
+    costs = torch.zeros(len(names), dtype=torch.double)
     for _ in range(2000):
         for i in range(len(names)):
-            found[i] = (found[i] + (linear[i] - gram[i] @ found) / gram[i, i].clamp(min=1e-30)).clamp(min=0.0)
-    return dict(zip(names, (found / scale).tolist(), strict=True))
+            costs[i] = (costs[i] + (linear[i] - gram[i] @ costs) / gram[i, i].clamp(min=1e-30)).clamp(min=0.0)
+    return dict(zip(names, (costs / scale).tolist(), strict=True))

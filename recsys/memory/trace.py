@@ -281,5 +281,5 @@ def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[tuple[s
 
 def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
     """Return a sentence for each GPU and machine whose memory is not enough."""
-    found = demands(ranks, topology)
-    return [f"{where} would take {shown(size)} of {shown(there)}" for where, size, there in found if size > there]
+    places = demands(ranks, topology)
+    return [f"{where} would take {shown(size)} of {shown(memory)}" for where, size, memory in places if size > memory]

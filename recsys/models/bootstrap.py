@@ -32,13 +32,15 @@ class Bootstrap:
             measure: from how often each row is drawn, float64 [rows], to the metrics.
         """
         distinct, place = np.unique(units, return_inverse=True)
-        key, found = make_key(self.seed, "bootstrap"), []
+        key, measured = make_key(self.seed, "bootstrap"), []
         for repeat in range(world.rank, self.repeats, world.world_size):
             drawn = uniform_numbers(key, distinct.view(np.int64), np.array([repeat]))[:, 0]
             times = np.searchsorted(_POISSON, drawn, side="right")[place].astype(np.float64)
             if times.any():
-                found.append(measure(times))
-        samples = np.concatenate(world.gather(np.array(found).reshape(-1, len(names))))
+                measured.append(measure(times))
+        samples = np.concatenate(world.gather(np.array(measured).reshape(-1, len(names))))
         finite = [column[~np.isnan(column)] for column in samples.T]
-        bounds = [np.percentile(each, [2.5, 97.5]).tolist() if len(each) else [float("nan")] * 2 for each in finite]
+        bounds = [
+            np.percentile(values, [2.5, 97.5]).tolist() if len(values) else [float("nan")] * 2 for values in finite
+        ]
         return dict(zip(names, bounds, strict=True))

@@ -72,11 +72,11 @@ def by_label(
     """
     shapes = [[num_rows], [num_rows, 1]] if len(labels) == 1 else [[num_rows, len(labels)]]
     if not isinstance(outputs, torch.Tensor) or list(outputs.shape) not in shapes:
-        found = list(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
-        wanted = "[rows]" if len(labels) == 1 else f"[rows, {len(labels)}]"
+        shape = list(outputs.shape) if isinstance(outputs, torch.Tensor) else f"a {type(outputs).__name__}"
+        expected = "[rows]" if len(labels) == 1 else f"[rows, {len(labels)}]"
         raise UserError(
-            f"config key 'model.name': for {num_rows} rows the model's forward gave {found}, and data.labels takes a "
-            f"number for each row and label, {wanted}; return that, or give the model losses, evaluator and "
+            f"config key 'model.name': for {num_rows} rows the model's forward gave {shape}, and data.labels takes a "
+            f"number for each row and label, {expected}; return that, or give the model losses, evaluator and "
             f"predictions of its own"
         )
     return outputs.view(num_rows, len(labels)).unbind(1)

@@ -189,18 +189,18 @@ class _MLPInParts(torch.autograd.Function):
         last = len(wanted) // 2 - 1
         hidden = ctx.hidden or list(islice(_passed(x, ctx.num_parts, ctx.relus, parameters), last))
         ctx.hidden = []
-        found: list[torch.Tensor | None] = []
+        gradients: list[torch.Tensor | None] = []
         for i in range(last, -1, -1):
             if i < len(ctx.relus):
                 memory = gradient if i < last else torch.empty_like(gradient)  # the first is not ours to change
                 torch.ops.aten.threshold_backward.grad_input(gradient, result, 0, grad_input=memory)
                 gradient = memory if ctx.relus[i].share == 1 else memory.div_(ctx.relus[i].share)
             result = hidden.pop() if i else x
-            found += reversed(_by_parameters(gradient, result, ctx.num_parts, *wanted[2 * i : 2 * i + 2]))
+            gradients += reversed(_by_parameters(gradient, result, ctx.num_parts, *wanted[2 * i : 2 * i + 2]))
             if not (of_x or any(wanted[: 2 * i])):
-                return None, None, None, None, *[None] * (2 * i), *reversed(found)
+                return None, None, None, None, *[None] * (2 * i), *reversed(gradients)
             gradient = _times(gradient, parameters[2 * i], None, ctx.num_parts)
-        return gradient, None, None, None, *reversed(found)
+        return gradient, None, None, None, *reversed(gradients)
 
 
 def _passed(

@@ -63,10 +63,10 @@ class ItemVectors:
             return self._best_of_own(users, k, lists)
         # Users go to the items, which are more: each rank answers all ranks' users with the best that it has.
         of_ranks = zip(_gathered(users), *(_gathered(each) for each in lists.values()), strict=True)
-        found = [self._best_of_own(each, k, dict(zip(lists, pairs, strict=True))) for each, *pairs in of_ranks]
-        most = max(len(scores) for scores, _ in found)
+        best = [self._best_of_own(each, k, dict(zip(lists, pairs, strict=True))) for each, *pairs in of_ranks]
+        most = max(len(scores) for scores, _ in best)
         answers = []
-        for each in zip(*found, strict=True):
+        for each in zip(*best, strict=True):
             sent = torch.stack([_filled(of_rank, most) for of_rank in each])
             answer = torch.empty_like(sent)
             dist.all_to_all_single(answer, sent)
@@ -116,8 +116,8 @@ def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
     `topk` takes any of them: items whose ids share a table row would be other ones on another number of ranks.
     """
-    found, places = scores.topk(min(k + 1, scores.shape[1]), dim=1)
-    last, below, places = found[:, k - 1 : k], found[:, k:], places[:, :k]
+    highest, places = scores.topk(min(k + 1, scores.shape[1]), dim=1)
+    last, below, places = highest[:, k - 1 : k], highest[:, k:], places[:, :k]
     tied = ((last == below) & (last > -torch.inf)).any(1).nonzero().flatten()
     if len(tied):
         lower, equal = scores[tied] < last[tied], scores[tied] == last[tied]

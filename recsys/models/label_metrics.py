@@ -93,13 +93,13 @@ def influences(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights
     """
     of_rows = np.array(_of_rows(loss, labels, outputs, weights))
     sums = of_rows.sum(1)
-    found = {"auc": _auc_influences(labels, outputs, weights)} if loss.is_binary else {}
+    of_auc = {"auc": _auc_influences(labels, outputs, weights)} if loss.is_binary else {}
     slopes: dict[str, np.ndarray] = {name: np.zeros(len(sums)) for name in _from_sums(loss, sums)}
     for i, step in enumerate(np.diag(1e-5 * sums)):
         above, below = _from_sums(loss, sums + step), _from_sums(loss, sums - step)
         for name, slope in slopes.items():
             slope[i] = (above[name] - below[name]) / (2 * step[i]) if step[i] else 0.0
-    return found | {name: slope @ of_rows for name, slope in slopes.items()}
+    return of_auc | {name: slope @ of_rows for name, slope in slopes.items()}
 
 
 def _auc_influences(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -138,8 +138,8 @@ def _from_sums(loss: LabelLoss, sums: np.ndarray) -> dict[str, float]:
             return {"rmse": float(np.sqrt(means[0])), "mae": float(means[1])}
         rate, log_loss, predicted = means
         entropy = -(rate * np.log(rate) + (1 - rate) * np.log1p(-rate))  # NaN where one class is missing
-        found = log_loss, log_loss / entropy, predicted / rate if rate > 0 else np.nan
-    return dict(zip(("log_loss", "normalized_entropy", "calibration"), map(float, found), strict=True))
+        ratios = log_loss, log_loss / entropy, predicted / rate if rate > 0 else np.nan
+    return dict(zip(("log_loss", "normalized_entropy", "calibration"), map(float, ratios), strict=True))
 
 
 class LabelEvaluator:
@@ -179,13 +179,13 @@ class LabelEvaluator:
     def compute(self, world: World) -> dict[str, float]:
         metrics: dict[str, float] = {}
         for prefix, loss, i in self._prefixed():
-            found = {}
+            values = {}
             if loss.is_binary:
                 rows = self._packed[i].joined()
-                found["auc"] = _auc_of_ranks(world, rows.copy() if self._units[i] else rows)
+                values["auc"] = _auc_of_ranks(world, rows.copy() if self._units[i] else rows)
             num_rows, *sums = world.sum(torch.from_numpy(self._sums[i])).numpy()
-            found |= _from_sums(loss, np.array(sums)) | {"rows": float(num_rows)}
-            metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+            values |= _from_sums(loss, np.array(sums)) | {"rows": float(num_rows)}
+            metrics |= {f"{prefix}{name}": value for name, value in values.items()}
         return metrics
 
     def grouped(self, world: World) -> dict[str, float]:
@@ -199,15 +199,15 @@ class LabelEvaluator:
     def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool) -> dict[str, list[float]]:
         """Return the intervals of all metrics by draws of units, with `grouped` those of `grouped` too; collective,
         each rank takes all rows."""
-        found: dict[str, list[float]] = {}
+        intervals: dict[str, list[float]] = {}
         for prefix, loss, values, units in self._of_all(world):
             order = np.argsort(values[1], kind="stable")  # sorting them again then takes one pass
             rows, units = values[:, order], units[order]
             with_groups = grouped and loss.is_binary
             names = [*label_metrics(loss, *np.zeros((3, 0))), *(["gauc"] if with_groups else [])]
             measure = partial(_drawn, loss, rows, units if with_groups else None)
-            found |= bootstrap.intervals(world, units, [prefix + name for name in names], measure)
-        return found
+            intervals |= bootstrap.intervals(world, units, [prefix + name for name in names], measure)
+        return intervals
 
     def influences(self, world: World) -> dict[str, np.ndarray]:
         """Return by metric what each row of all ranks adds to it, as `influences`; collective.
@@ -240,8 +240,8 @@ class LabelEvaluator:
 
 def _drawn(loss: LabelLoss, rows: np.ndarray, groups: np.ndarray | None, drawn: np.ndarray) -> list[float]:
     labels, outputs, weights = rows[0], rows[1], rows[2] * drawn
-    found = [*label_metrics(loss, labels, outputs, weights).values()]
-    return found if groups is None else [*found, grouped_auc(groups, labels, outputs, weights)]
+    metrics = [*label_metrics(loss, labels, outputs, weights).values()]
+    return metrics if groups is None else [*metrics, grouped_auc(groups, labels, outputs, weights)]
 
 
 def _auc_of_ranks(world: World, rows: np.ndarray) -> float:
@@ -285,8 +285,8 @@ def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
             stop = stop if stop > start else np.searchsorted(rows, ((rows[start] >> 32) + 1) << 32)
         labels, scores, weights = unpack(rows[start:stop])
         is_first = np.arange(len(labels)) == 0
-        found = _ordered_pairs(is_first, labels, scores, weights.astype(np.float64))
-        of_piece = [float(each[0]) for each in found]
-        right += of_piece[0] + of_piece[1] * negative
-        positive, negative, start = positive + of_piece[1], negative + of_piece[2], stop
+        sums = _ordered_pairs(is_first, labels, scores, weights.astype(np.float64))
+        of_chunk = [float(each[0]) for each in sums]
+        right += of_chunk[0] + of_chunk[1] * negative
+        positive, negative, start = positive + of_chunk[1], negative + of_chunk[2], stop
     return right, positive, negative

@@ -141,8 +141,8 @@ class UltraGCN(RetrievalModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the neighbours, and their losses, both [ids]."""
         row = row_of_each_id(ids)
-        found = self._found(take_rows(users, row), vectors)
-        return row, self.config.neighbour_weight * found * ids.weights()
+        losses = self._found(take_rows(users, row), vectors)
+        return row, self.config.neighbour_weight * losses * ids.weights()
 
     def _found(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         """Return the losses of pairs of a user and an item that is to be found, [pairs]."""

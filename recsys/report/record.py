@@ -148,22 +148,22 @@ class Record:
     @cached_property
     def log(self) -> list[tuple[str, str, str]]:
         """Times, levels and texts of the warnings and errors of all ranks, in order, those alike once."""
-        found: dict[str, tuple[str, str, str]] = {}
+        messages: dict[str, tuple[str, str, str]] = {}
         for path in sorted(self.folder.glob("logs/rank_*.log")):
             for match in map(_LOG_LINE.fullmatch, _entries(path)):
                 if match and not _FOR_DEVELOPERS.match(match[3]):
-                    found.setdefault(match[3], (match[1], match[2], match[3].rstrip()))
-        known = sorted(found.values())
-        return [*known, ("", "ERROR", self.error)] if self.error else known
+                    messages.setdefault(match[3], (match[1], match[2], match[3].rstrip()))
+        entries = sorted(messages.values())
+        return [*entries, ("", "ERROR", self.error)] if self.error else entries
 
     @cached_property
     def checkpoints(self) -> list[tuple[str, float, int]]:
         """Name, time and bytes of each checkpoint, the oldest first."""
-        found = []
+        checkpoints = []
         for path in sorted(self.folder.glob(f"checkpoints/step-*[0-9]/{_CHECKPOINT}")):
             num_bytes = sum(file.stat().st_size for file in path.parent.iterdir())
-            found.append((path.parent.name, path.stat().st_mtime, num_bytes))
-        return found
+            checkpoints.append((path.parent.name, path.stat().st_mtime, num_bytes))
+        return checkpoints
 
     def _failed_since(self) -> bool:
         """Return whether the log ends in an error, and no memory report is from after that."""

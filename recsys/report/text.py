@@ -57,7 +57,7 @@ def placements(shards: Iterable[Any]) -> dict[tuple[str, str, str], str]:
         alike: dict[str, list[int]] = {}
         for rank, sizes in ranks.items():
             alike.setdefault(" and ".join(sizes), []).append(rank)
-        places[table] = "; ".join(f"{sizes} on {listed(found)}" for sizes, found in alike.items())
+        places[table] = "; ".join(f"{sizes} on {listed(holders)}" for sizes, holders in alike.items())
     return places
 
 

@@ -39,12 +39,12 @@ def uniform_numbers(key: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarr
 
 def at_least(bound: float, key: int, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return which of `uniform_numbers` are at least a bound in FP32, [n, m] bool, without making floats of them."""
-    found = np.zeros((len(rows), len(columns)), np.bool_)
+    reached = np.zeros((len(rows), len(columns)), np.bool_)
     least = math.ceil(float(np.float32(bound)) * 2**24) << 40
     if least < 1 << 64:
-        for some, bits in _random_bits(key, rows, columns):
-            np.greater_equal(bits, np.uint64(max(0, least)), out=found[some])
-    return found
+        for chunk, bits in _random_bits(key, rows, columns):
+            np.greater_equal(bits, np.uint64(max(0, least)), out=reached[chunk])
+    return reached
 
 
 def _random_bits(key: int, rows: np.ndarray, columns: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:

@@ -30,8 +30,8 @@ def installed_versions() -> dict[str, str]:
 def own_version() -> str:
     """Return the version of this program: of the clone that it is run from, else as it was installed."""
     project = Path(__file__).parents[2] / "pyproject.toml"
-    found = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE) if project.exists() else None
-    return found[1] if found else _version("recsys") or "of unknown version"
+    version = re.search(r'^version = "(.+)"$', project.read_text(), re.MULTILINE) if project.exists() else None
+    return version[1] if version else _version("recsys") or "of unknown version"
 
 
 def check_versions() -> None:

@@ -81,9 +81,9 @@ class World:
         sent = torch.tensor(sizes)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.host_group)
-        found = values.new_empty(int(received.sum()))
-        dist.all_to_all_single(found, values, received.tolist(), list(sizes), group=self.host_group)
-        return found
+        incoming = values.new_empty(int(received.sum()))
+        dist.all_to_all_single(incoming, values, received.tolist(), list(sizes), group=self.host_group)
+        return incoming
 
     def agree(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; if it fails anywhere, raise the first failure on every rank.

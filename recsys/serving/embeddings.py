@@ -221,5 +221,5 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     given = run.given("rows", data, None)
     inputs = open_inputs(config, world, known=run.run_dir / FOOTERS, roles=[], given=[given])
     columns = tuple(dict.fromkeys(column_of(config, name) for name in chosen))
-    found = measure(inputs.datasets["rows"], {table: VocabularyRequest(columns, 1, sys.maxsize)}, [], world)
-    return found.vocabularies[table], inputs.datasets["rows"].fingerprint
+    facts = measure(inputs.datasets["rows"], {table: VocabularyRequest(columns, 1, sys.maxsize)}, [], world)
+    return facts.vocabularies[table], inputs.datasets["rows"].fingerprint

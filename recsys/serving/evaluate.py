@@ -98,15 +98,15 @@ def evaluate(run: Finished, roles: Sequence[str], asked: Asked = Asked()) -> int
         start_logging(folder / "logs", world.rank)
         opened.introduce()
         slices = _slices(opened, asked)
-        found = {role: _evaluated(opened, role, asked, slices) for role in roles}
-        metrics = {role: each.metrics for role, each in found.items()}
+        results = {role: _evaluated(opened, role, asked, slices) for role in roles}
+        metrics = {role: each.metrics for role, each in results.items()}
         result = {
             "run": str(run.run_dir),
             "checkpoint": run.checkpoint.name,
             "metrics": metrics,
-            "intervals": {role: each.intervals for role, each in found.items()} if asked.bootstrap else {},
-            "by": {} if asked.by is None else {asked.by: {role: each.slices for role, each in found.items()}},
-            "importance": {role: each.importance for role, each in found.items()} if asked.importance else {},
+            "intervals": {role: each.intervals for role, each in results.items()} if asked.bootstrap else {},
+            "by": {} if asked.by is None else {asked.by: {role: each.slices for role, each in results.items()}},
+            "importance": {role: each.importance for role, each in results.items()} if asked.importance else {},
             "data": {role: _described(opened.inputs, role) for role in opened.inputs.datasets},
             "world_size": world.world_size,
             "device": world.device.type,
@@ -140,15 +140,15 @@ class _Found:
 
 def _evaluated(opened: OpenRun, role: str, asked: Asked, slices: _Slices) -> _Found:
     """Return what is asked for of a dataset; collective."""
-    found = _metrics(opened, opened.inputs.loader(role), asked, slices)
-    logger.info("%s: %s", role, show_metrics(found.metrics))
-    for name, (low, high) in found.intervals.items():
+    result = _metrics(opened, opened.inputs.loader(role), asked, slices)
+    logger.info("%s: %s", role, show_metrics(result.metrics))
+    for name, (low, high) in result.intervals.items():
         logger.info("%s, %s: 95 %% between %.4f and %.4f", role, name, low, high)
-    for value, of_value in found.slices.items():
+    for value, of_value in result.slices.items():
         logger.info("%s, %s %s: %s", role, asked.by, value, show_metrics(of_value))
     if asked.importance:
-        found.importance = importance(opened, role, found.metrics, asked.importance)
-    return found
+        result.importance = importance(opened, role, result.metrics, asked.importance)
+    return result
 
 
 def _slices(opened: OpenRun, asked: Asked) -> _Slices:
@@ -241,12 +241,12 @@ def importance(opened: OpenRun, role: str, metrics: dict[str, float], repeats: i
     signs = {name: 1 if is_higher_better(name) else -1 for name in names}
     for feature in role_features(inputs.config, role):
         permutations = [Permutation(feature, (inputs.config.seed, repeat)) for repeat in range(repeats)]
-        found = [_metrics(opened, inputs.loader(role, None, each)).metrics for each in permutations]
+        permuted = [_metrics(opened, inputs.loader(role, None, each)).metrics for each in permutations]
         losses[feature] = {
-            name: float(np.mean([sign * (metrics[name] - each[name]) for each in found]))
+            name: float(np.mean([sign * (metrics[name] - each[name]) for each in permuted]))
             for name, sign in signs.items()
         }
-        logger.info("%s, %s permuted: %s", role, feature, show_metrics(found[0]))
+        logger.info("%s, %s permuted: %s", role, feature, show_metrics(permuted[0]))
     order = sorted(losses, key=lambda feature: -np.nan_to_num(losses[feature][names[0]], nan=-np.inf))
     title = f"{role} loses by permuting"
     width = max(map(len, (*losses, title)))

@@ -51,8 +51,8 @@ def build_index(folder: Path, kind: str, queries: np.ndarray | None, told: str) 
         faiss().write_index(index, str(aside))
     queries = _sample(folder, num_rows, _OWN_QUERIES) if queries is None else queries
     k = min(_K, num_rows)
-    found = index.search(queries, k)[1]
-    hits = [len(np.intersect1d(*pair)) for pair in zip(found, _exact(folder, queries, k), strict=True)]
+    nearest = index.search(queries, k)[1]
+    hits = [len(np.intersect1d(*pair)) for pair in zip(nearest, _exact(folder, queries, k), strict=True)]
     report = {
         "index": description,
         "metric": "inner product",

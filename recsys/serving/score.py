@@ -289,8 +289,8 @@ def lists_of(array: pa.Array, max_length: int | None, keep: str) -> tuple[np.nda
 def column(table: pa.Table, name: str) -> pa.Array:
     """Return a column in one piece, `stored`."""
     if table.column_names.count(name) != 1:
-        found = "is missing" if name not in table.column_names else "is there twice"
-        raise ExportError(f"column '{name}' {found}; the columns are {', '.join(map(repr, table.column_names[:20]))}")
+        problem = "is missing" if name not in table.column_names else "is there twice"
+        raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, table.column_names[:20]))}")
     chunks = [stored(chunk) for chunk in table.column(name).chunks]
     return pa.concat_arrays(chunks) if chunks else stored(pa.array([], table.schema.field(name).type))
 
@@ -338,13 +338,13 @@ class Index:
         if not len(self._hashes):
             return np.full(len(hashes), -1)
         places = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
-        found = self._hashes[places] == hashes
+        present = self._hashes[places] == hashes
         if kind == "texts":
-            same = pc.equal(self._columns["text"].take(pa.array(places[found])), keys.texts.filter(pa.array(found)))
-            found[found] = same.to_numpy(zero_copy_only=False)
+            same = pc.equal(self._columns["text"].take(pa.array(places[present])), keys.texts.filter(pa.array(present)))
+            present[present] = same.to_numpy(zero_copy_only=False)
         elif keys.numbers.dtype.kind != ("u" if kind == "unsigned" else "i"):  # -1 and 2**64 - 1 have the same bits
-            found &= (keys.numbers >= 0) & (keys.numbers <= np.uint64(2**63 - 1))
-        return np.where(found, self._numbers[places], -1)
+            present &= (keys.numbers >= 0) & (keys.numbers <= np.uint64(2**63 - 1))
+        return np.where(present, self._numbers[places], -1)
 
 
 class Mapping:
@@ -406,10 +406,10 @@ def chosen(keys: Keys, route: dict[str, Any], mappings: dict[str, Mapping]) -> n
         has = np.array([route["place"] in some for some in combinations(range(route["experts"]), route["active"])])
         return has[keys.hashes(route["seed"]) % len(has)]
     num_keys = len(keys.numbers) + len(keys.texts)
-    found = np.ones(num_keys, bool) if route["own"] is None else mappings[route["own"]].has(keys)
+    is_chosen = np.ones(num_keys, bool) if route["own"] is None else mappings[route["own"]].has(keys)
     for table in route["before"]:
-        found &= ~mappings[table].has(keys)
-    return found
+        is_chosen &= ~mappings[table].has(keys)
+    return is_chosen
 
 
 # Features: a column to rows of a table, or to float32
@@ -578,11 +578,11 @@ class Rows:
     def bytes_of(self, rows: Any) -> np.ndarray:
         """Return some rows as they are stored, uint8 [rows, stride]."""
         assert self._bytes is not None
-        found = self._bytes[rows]
+        base = self._bytes[rows]
         if not len(self._newer):
-            return found
+            return base
         places = np.searchsorted(self._newer, rows).clip(max=len(self._newer) - 1)
-        return np.where((self._newer[places] == rows)[:, None], self._newer_bytes[places], found)
+        return np.where((self._newer[places] == rows)[:, None], self._newer_bytes[places], base)
 
     def changed(self, path: Path) -> "Rows":
         """Return these vectors with those rows others that a delta holds: records of number and bytes."""
@@ -633,8 +633,8 @@ def read_manifest(folder: Path, verify: bool) -> dict[str, Any]:
             raise ExportError(f"'{path}' has format {manifest['format']}, and this score.py reads {FORMAT}")
         for name, entry in manifest["files"].items():
             size, path = entry["bytes"], folder / name
-            if (found := path.stat().st_size) != size:
-                raise ExportError(f"'{path}' has {found} bytes, and was written with {size}")
+            if (num_bytes := path.stat().st_size) != size:
+                raise ExportError(f"'{path}' has {num_bytes} bytes, and was written with {size}")
             if (verify or entry["always_verified"] or size <= VERIFIED_BYTES) and sha256(path) != entry["sha256"]:
                 raise ExportError(f"'{path}' has changed since it was written; export the run again")
     except OSError as error:
@@ -799,9 +799,9 @@ class Scorer:
             places, lengths = lists_of(array, None, "last")
             array = stored(array.values).take(pa.array(places))
         keys = read_keys(array.drop_null())
-        found = keys.spread(self._index.find(keys, keys.hashes(0)))
+        positions = keys.spread(self._index.find(keys, keys.hashes(0)))
         rows = np.repeat(np.arange(len(users)), lengths)[array.is_valid().to_numpy(zero_copy_only=False)]
-        return rows[found >= 0], found[found >= 0]
+        return rows[positions >= 0], positions[positions >= 0]
 
 
 def best_places(scores: np.ndarray, k: int) -> np.ndarray:
@@ -817,24 +817,24 @@ def best_places(scores: np.ndarray, k: int) -> np.ndarray:
 def files_of(data: str) -> list[str]:
     """Return the Parquet files of a folder, a glob or a file, in order."""
     if os.path.isdir(data):
-        found = sorted(str(path) for path in Path(data).rglob("*.parquet") if path.name[0] not in "_.")
+        paths = sorted(str(path) for path in Path(data).rglob("*.parquet") if path.name[0] not in "_.")
     else:
-        found = sorted(glob.glob(data)) if glob.has_magic(data) else [data]
-    if not found:
+        paths = sorted(glob.glob(data)) if glob.has_magic(data) else [data]
+    if not paths:
         raise ExportError(f"'{data}' holds no Parquet file")
-    return found
+    return paths
 
 
 def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.Scalar]]:
     """Return the Hive partition keys in each path: texts where training had such, others int32 if all are numbers."""
     pairs = [[each.partition("=") for each in Path(path).parts[:-1] if "=" in each] for path in paths]
     null = "__HIVE_DEFAULT_PARTITION__"
-    found = [{unquote(key): None if value == null else unquote(value) for key, _, value in each} for each in pairs]
-    columns = {key: pa.array([keys.get(key) for keys in found], pa.string()) for key in set().union(*found)}
+    by_path = [{unquote(key): None if value == null else unquote(value) for key, _, value in each} for each in pairs]
+    columns = {key: pa.array([keys.get(key) for keys in by_path], pa.string()) for key in set().union(*by_path)}
     for key in columns.keys() - set(texts):
         with suppress(pa.ArrowInvalid):
             columns[key] = columns[key].cast(pa.int32())
-    return {path: {key: columns[key][i] for key in found[i]} for i, path in enumerate(paths)}
+    return {path: {key: columns[key][i] for key in by_path[i]} for i, path in enumerate(paths)}
 
 
 def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:

@@ -79,10 +79,10 @@ def _nearest(points: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.nd
     squares = np.square(centres).sum(1)
     step = max(1, _AT_ONCE // len(centres))
     for start in range(0, len(points), step):
-        part = points[start : start + step]
-        found = squares - 2 * (part @ centres.T)
-        nearest[start : start + step] = best = found.argmin(1)
-        distances[start : start + step] = found[np.arange(len(part)), best] + np.square(part).sum(1)
+        chunk = points[start : start + step]
+        distance = squares - 2 * (chunk @ centres.T)
+        nearest[start : start + step] = best = distance.argmin(1)
+        distances[start : start + step] = distance[np.arange(len(chunk)), best] + np.square(chunk).sum(1)
     return nearest, distances
 
 
@@ -111,17 +111,17 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         )
     column = table["vector"].combine_chunks()
     vectors = np.asarray(column.flatten(), np.float32).reshape(len(table), -1)
-    found = residual_codes(vectors, levels, number, seed)
-    _, alike = np.unique(found.codes, axis=0, return_inverse=True)
+    codes = residual_codes(vectors, levels, number, seed)
+    _, alike = np.unique(codes.codes, axis=0, return_inverse=True)
     order = np.argsort(alike, kind="stable")
     same = np.empty(len(alike), np.int64)
     same[order] = np.arange(len(alike)) - np.searchsorted(alike[order], alike[order])
     table = table.drop_columns(["vector"])
     for level in range(levels):
-        table = table.append_column(f"code_{level + 1}", pa.array(found.codes[:, level]))
+        table = table.append_column(f"code_{level + 1}", pa.array(codes.codes[:, level]))
     with replacing(out) as aside:
         pq.write_table(table.append_column("same", pa.array(same)), aside, compression="zstd", write_page_checksum=True)
-    for level, left in enumerate(found.left, start=1):
+    for level, left in enumerate(codes.left, start=1):
         yield f"level {level}: {left:.1%} of the variance left"
     different, most = int((same == 0).sum()), same.max() + 1
     yield f"{out}: {len(table):,} items, {different:,} different codes, {most:,} items of the same at most"

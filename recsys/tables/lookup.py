@@ -52,15 +52,15 @@ class UpdateGate:
 
     def guard(self, kernels: nn.Module) -> None:
         """Hook the local lookups so that their output gradients are held until `open`."""
-        kernels.register_forward_hook(lambda _, __, found: self.cut(found))
+        kernels.register_forward_hook(lambda _, __, vectors: self.cut(vectors))
 
-    def cut(self, found: torch.Tensor) -> torch.Tensor:
+    def cut(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return what a local lookup gives, with its gradient held until `open`."""
-        if not (torch.is_grad_enabled() and found.requires_grad):
-            return found
+        if not (torch.is_grad_enabled() and vectors.requires_grad):
+            return vectors
         gradients: list[torch.Tensor] = []
-        self._waiting.append((get_gradient_edge(found), gradients))
-        cut: torch.Tensor = Cut.apply(found.new_empty(0, requires_grad=True), found.detach(), gradients.append)
+        self._waiting.append((get_gradient_edge(vectors), gradients))
+        cut: torch.Tensor = Cut.apply(vectors.new_empty(0, requires_grad=True), vectors.detach(), gradients.append)
         return cut
 
     def open(self, scale: float | torch.Tensor, is_bad: torch.Tensor | None = None) -> None:
@@ -146,8 +146,8 @@ class ExchangingLookup(LocalLookup):
         received = None if self._has_lists else self._exchanged(self._in_order(ids))
         if received is None:
             self._has_lists = True
-            found: KeyedTensor = self._sharded(ids).wait()
-            return found
+            sums: KeyedTensor = self._sharded(ids).wait()
+            return sums
         vectors = SendBack.apply(self._lookup(received), ids.stride(), self._widths, self._gate)
         return KeyedTensor(self._names, self._dims, vectors)
 

@@ -138,8 +138,8 @@ def _wrong_pieces(shards: list[Shard], name: str, config: Config, topology: Topo
     sizes, offsets = calculate_shard_sizes_and_offsets(
         torch.empty(rows, columns, device="meta"), num_ranks, on_machine, choice.value, shards[0].size[1]
     )
-    found = [(list(shard.size), list(shard.offset)) for shard in shards]
-    if found != list(zip(sizes, offsets, strict=True)) or not _on_ranks(choice, [p.rank for p in shards], topology):
+    pieces = [(list(shard.size), list(shard.offset)) for shard in shards]
+    if pieces != list(zip(sizes, offsets, strict=True)) or not _on_ranks(choice, [p.rank for p in shards], topology):
         return f"in pieces or on ranks that {choice.name} does not have on {num_ranks} ranks, {on_machine} a machine"
     try:
         check_sharding(config, name, replace(table, sharding_type=choice))

@@ -68,12 +68,12 @@ def _matmuls(dtype: torch.dtype, world: World) -> dict[str, float]:
 
 
 def _batched(dtype: torch.dtype, world: World) -> Curve:
-    found = []
+    curve = []
     for side in BATCHED_SIDES:
         a = torch.ones(1 + (1 << 18) // side**2, side, side, dtype=dtype, device=world.device)
         seconds = _seconds(lambda each: torch.bmm(each, each.mT), a, world)
-        found.append((2.0 * side**3, 2.0 * side**3 * len(a) / seconds))
-    return found
+        curve.append((2.0 * side**3, 2.0 * side**3 * len(a) / seconds))
+    return curve
 
 
 def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[torch.Tensor], Any], torch.Tensor]:
@@ -93,12 +93,12 @@ def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[tor
 
 def _moved(kind: str, world: World) -> Curve:
     """Return the time of an operator by bytes, beyond that of a call: calls are counted apart."""
-    found = [(float(size), _seconds(*_operator(kind, size, world.device), world)) for size in (64, *_BYTES)]
-    return [(size, max(seconds - found[0][1], 1e-9)) for size, seconds in found[1:]]
+    times = [(float(size), _seconds(*_operator(kind, size, world.device), world)) for size in (64, *_BYTES)]
+    return [(size, max(seconds - times[0][1], 1e-9)) for size, seconds in times[1:]]
 
 
 def _exchanged(name: str, world: World) -> Curve:
-    found = []
+    curve = []
     for size in _SENT:
         count = size // 4 // world.world_size * world.world_size
         sent, received = torch.zeros(count, device=world.device), torch.zeros(count, device=world.device)
@@ -118,5 +118,5 @@ def _exchanged(name: str, world: World) -> Curve:
             if world.device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - start)
-        found.append((float(size), statistics.median(times)))
-    return found
+        curve.append((float(size), statistics.median(times)))
+    return curve

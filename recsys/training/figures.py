@@ -56,14 +56,14 @@ def log_row_norms(writer: Writer, step: int, tables: dict[str, Any], world: Worl
     """
     limits = torch.from_numpy(NORM_LIMITS).float()
     for name, weights in tables.items():
-        found = torch.zeros(len(NORM_LIMITS) - 1)
+        counts = torch.zeros(len(NORM_LIMITS) - 1)
         if hasattr(weights, "local_shards") or world.rank == 0:
             for piece, _ in local_pieces(weights):
                 for rows in piece.detach().split(_CHUNK_ROWS):
                     lengths = rows.float().norm(dim=1).cpu()
-                    bins = (torch.bucketize(lengths, limits, right=True) - 1).clamp(max=len(found) - 1)
-                    found += torch.bincount(bins, minlength=len(found))
-        writer.histogram(f"row_norms/{name}", step, world.sum(found).numpy(), NORM_LIMITS)
+                    bins = (torch.bucketize(lengths, limits, right=True) - 1).clamp(max=len(counts) - 1)
+                    counts += torch.bincount(bins, minlength=len(counts))
+        writer.histogram(f"row_norms/{name}", step, world.sum(counts).numpy(), NORM_LIMITS)
 
 
 def log_end(writer: Writer, inputs: Inputs, built: Built, result: dict[str, Any], report: dict[str, Any]) -> None:

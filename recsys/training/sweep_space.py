@@ -33,12 +33,12 @@ class Space:
         for word in words:
             key, is_pair, text = word.partition("=")
             try:
-                found = {key: yaml.safe_load(text)} if is_pair else yaml.safe_load(Path(word).read_text())
+                ranges = {key: yaml.safe_load(text)} if is_pair else yaml.safe_load(Path(word).read_text())
             except (OSError, ValueError, yaml.YAMLError) as error:
                 raise UserError(f"--space: '{word}' is neither key=LOW..HIGH, key=[a, b] nor a YAML file") from error
-            if not isinstance(found, Mapping):
+            if not isinstance(ranges, Mapping):
                 raise UserError(f"--space: '{word}' holds no keys with ranges or lists")
-            texts |= found
+            texts |= ranges
         space = Space(texts)
         space.bounds()
         if not texts:
@@ -49,15 +49,15 @@ class Space:
 
     def bounds(self) -> dict[str, list[Any]]:
         """Return by key low, high and step of a range (a number, `log` or None), or the choices of a list as JSON."""
-        found: dict[str, list[Any]] = {}
+        bounds: dict[str, list[Any]] = {}
         for key, text in self.texts.items():
             if isinstance(text, list) and text:
-                found[key] = [json.dumps(value) for value in text]
+                bounds[key] = [json.dumps(value) for value in text]
                 continue
             low, _, rest = str(text).partition("..")
             high, _, how = rest.partition(":")
-            numbers = [each for each in (low, high, how) if each not in ("", "log")]
-            kind: type[int | float] = int if all(each.lstrip("-").isdecimal() for each in numbers) else float
+            numbers = [word for word in (low, high, how) if word not in ("", "log")]
+            kind: type[int | float] = int if all(word.lstrip("-").isdecimal() for word in numbers) else float
             try:
                 ends, step = [kind(low), kind(high)], None if how in ("", "log") else kind(how)
                 is_range = ends[0] < ends[1] and (how != "log" or ends[0] > 0) and (step is None or step > 0)
@@ -67,25 +67,25 @@ class Space:
                 raise UserError(
                     f"--space: {key}={text} is no range; write LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or a list"
                 )
-            found[key] = [*ends, how if how == "log" else step]
-        return found
+            bounds[key] = [*ends, how if how == "log" else step]
+        return bounds
 
     def distributions(self) -> dict[str, Any]:
         """Return the same for optuna."""
         from optuna import distributions as kinds
 
-        found: dict[str, Any] = {}
+        distributions: dict[str, Any] = {}
         for key, values in self.bounds().items():
             if isinstance(self.texts[key], list):
-                found[key] = kinds.CategoricalDistribution(values)
+                distributions[key] = kinds.CategoricalDistribution(values)
                 continue
             low, high, how = values
             is_log, step = how == "log", None if how == "log" else how
             if isinstance(low, int):
-                found[key] = kinds.IntDistribution(low, high, log=is_log, step=step or 1)
+                distributions[key] = kinds.IntDistribution(low, high, log=is_log, step=step or 1)
             else:
-                found[key] = kinds.FloatDistribution(low, high, log=is_log, step=step)
-        return found
+                distributions[key] = kinds.FloatDistribution(low, high, log=is_log, step=step)
+        return distributions
 
     def overrides(self, params: Mapping[str, Any]) -> list[str]:
         """Return values as `key=value`."""
