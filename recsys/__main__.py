@@ -253,7 +253,7 @@ def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
 
     parser = _parser_of_run(prog, "export")
     add_out(parser, "folder to write, which is not there or empty", "data.items")
-    encodings, about = [each.name for each in TableEncoding], "how rows of tables are written (fp32)"
+    encodings, about = [encoding.name for encoding in TableEncoding], "how rows of tables are written (fp32)"
     parser.add_argument("--tables", choices=encodings, default="fp32", help=about)
     with mistakes_told():
         words, run = _found(parser, arguments)

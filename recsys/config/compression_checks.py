@@ -46,11 +46,15 @@ def _check_sparsity(config: Config, name: str, table: TableConfig) -> None:
     key, optimizer = f"config key 'tables.{name}", config.table_optimizer(name)
     assert table.sparsity is not None
     # Rules in torch that go on from the weights themselves, on every plan.
-    able = [each for each in TableOptimizer if each.value.in_torch and each.value.path and not each.value.row_state]
+    able = [
+        candidate
+        for candidate in TableOptimizer
+        if candidate.value.in_torch and candidate.value.path and not candidate.value.row_state
+    ]
     if not (table.sparsity.l1 or table.sparsity.group_lasso):
         raise UserError(f"{key}.sparsity' does nothing with l1 and group_lasso at 0; set one of them, or drop it")
     if optimizer.name not in able or optimizer.weight_decay or table.compute_kernel is not ComputeKernel.fused:
-        names = ", ".join(each.name for each in able)
+        names = ", ".join(candidate.name for candidate in able)
         raise UserError(
             f"{key}.sparsity' goes with optimizers {names} without weight_decay, and compute_kernel: fused, found "
             f"{optimizer.name.name}, {optimizer.weight_decay} and {table.compute_kernel.name}"

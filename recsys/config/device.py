@@ -53,7 +53,7 @@ def _check_dense_sharding(config: Config, world_size: int) -> list[str]:
         raise UserError(
             f"config key 'train.dense_sharding': {optimizer.name} goes by norms of whole parameters, of which ranks "
             f"would have parts, found {sharding.name}; use none, or optimizer.dense.name="
-            f"{' or '.join(each.name for each in ELEMENTWISE)}"
+            f"{' or '.join(elementwise.name for elementwise in ELEMENTWISE)}"
         )
     return [f"train.dense_sharding={sharding.name} changes nothing on one rank"] if world_size == 1 else []
 

@@ -45,7 +45,7 @@ def experts_with(config: "Config", table: str) -> tuple[ExpertsConfig, list[str]
 
 def experts_by_id(config: "Config") -> set[str]:
     """Return the experts that are looked up id by id: a sum for each row would be sent for rows without an id too."""
-    names = {each for name, table in config.tables.items() if table.experts for each in expert_tables(config, name)}
+    names = {expert for name, table in config.tables.items() if table.experts for expert in expert_tables(config, name)}
     return {name for name in names if config.tables[name].sharding_type in UNPOOLED}
 
 
@@ -95,19 +95,19 @@ def check_experts(config: "Config") -> None:
 
 def _check_tables(config: "Config", name: str, experts: ExpertsConfig) -> None:
     key, names = f"config key 'tables.{name}.experts", expert_tables(config, name)
-    tables = [config.tables[each] for each in names]
+    tables = [config.tables[expert] for expert in names]
     if len(names) < 2 or len(set(names)) < len(names):
         raise UserError(f"{key}.others' must name further tables, each once, found {experts.others}")
-    for each, table in zip(names, tables, strict=True):
+    for expert, table in zip(names, tables, strict=True):
         if table.model_dim != tables[0].model_dim:
             raise UserError(
-                f"{key}.others': vectors of tables.{each} have width {table.model_dim}, and those of tables.{name} "
-                f"{tables[0].model_dim}, and they are added up; set tables.{each}.projected_dim={tables[0].model_dim}"
+                f"{key}.others': vectors of tables.{expert} have width {table.model_dim}, and those of tables.{name} "
+                f"{tables[0].model_dim}, and they are added up; set tables.{expert}.projected_dim={tables[0].model_dim}"
             )
         if table.pooling is not tables[0].pooling:
             raise UserError(
-                f"{key}.others' are pooled alike, found {table.pooling.name} in tables.{each}, and "
-                f"{tables[0].pooling.name} in tables.{name}; set tables.{each}.pooling={tables[0].pooling.name}"
+                f"{key}.others' are pooled alike, found {table.pooling.name} in tables.{expert}, and "
+                f"{tables[0].pooling.name} in tables.{name}; set tables.{expert}.pooling={tables[0].pooling.name}"
             )
     if experts.by is Route.hash:
         _check_mappings(key, names, tables, IdMappingType.hash, "by: hash")
@@ -125,11 +125,11 @@ def _check_tables(config: "Config", name: str, experts: ExpertsConfig) -> None:
 def _check_mappings(
     key: str, names: list[str], tables: list["TableConfig"], mapping: IdMappingType, where: str
 ) -> None:
-    for each, table in zip(names, tables, strict=False):
+    for expert, table in zip(names, tables, strict=False):
         if table.mapping is not mapping:
             raise UserError(
                 f"{key}.by' takes tables with mapping: {mapping.name} ({where}), found {table.mapping.name}; set "
-                f"tables.{each}.mapping={mapping.name}"
+                f"tables.{expert}.mapping={mapping.name}"
             )
 
 

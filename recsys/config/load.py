@@ -53,9 +53,9 @@ def load_config(
     Raises:
         UserError: unreadable file, unknown key, wrong type, missing value, or parts that do not fit.
     """
-    changes = [each for text in overrides for each in expand_override(text)]
+    changes = [change for text in overrides for change in expand_override(text)]
     read = [*_read_with_bases(Path(path)), DEBUG_OVERRIDES if debug else {}, *map(_parse_override, changes)]
-    layers = [_with_label_sections(layer) for each in read for layer in without_ranges(each)]
+    layers = [_with_label_sections(layer) for content in read for layer in without_ranges(content)]
     name = _model_name(layers)
     for layer in layers:
         _check_keys({key: value for key, value in layer.items() if key != "model"}, "", Config, None)
@@ -114,8 +114,8 @@ def _plain(value: Any) -> Any:
         keys = [key.name for key in dataclasses.fields(value) if not key.metadata.get("omegaconf_ignore")]
         return {key: _plain(getattr(value, key)) for key in keys}
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list) else value
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_references(now: Any, given: Any, resolved: Any) -> Any:

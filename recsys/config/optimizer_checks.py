@@ -54,7 +54,7 @@ def _needing_checks(config: Config) -> Iterator[str]:
             f"{key}.weight_decay={optimizer.weight_decay:g}": optimizer.weight_decay,
             f"tables.{name}.sparsity": table.sparsity is not None,
         }
-        yield from (f"{each}, which moves rows without a gradient too" for each, moves in moving.items() if moves)
+        yield from (f"{setting}, which moves rows without a gradient too" for setting, moves in moving.items() if moves)
 
 
 def _check_plateau(config: Config) -> None:

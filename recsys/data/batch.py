@@ -85,11 +85,13 @@ class Batch(Pipelineable):
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         tensors, content = self._tensors(), self.content
         if device.type == "cpu" or content is None:
-            return replace(self, **{name: each.to(device, non_blocking=non_blocking) for name, each in tensors.items()})
+            return replace(
+                self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()}
+            )
         copy = content.to(device, non_blocking=non_blocking)  # one for all
         if device.type == "cuda":
             self.fence.record()  # until then the loader must not write into the memory that is being copied
-        return replace(self, content=None, **{name: moved(each, content, copy) for name, each in tensors.items()})
+        return replace(self, content=None, **{name: moved(tensor, content, copy) for name, tensor in tensors.items()})
 
     def dense_rows(self, start: int, stop: int) -> "Batch":
         """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
@@ -103,8 +105,8 @@ class Batch(Pipelineable):
         """Write the tensors to a file that `torch.load` reads, to be looked at; folders are made."""
         path.parent.mkdir(exist_ok=True)
         jagged = {}
-        for name, each in self.ids.to(torch.device("cpu")).to_dict().items():
-            jagged[name] = {"values": each.values(), "lengths": each.lengths(), "weights": each.weights_or_none()}
+        for name, tensor in self.ids.to(torch.device("cpu")).to_dict().items():
+            jagged[name] = {"values": tensor.values(), "lengths": tensor.lengths(), "weights": tensor.weights_or_none()}
         dense = {name: value.cpu() for name, value in self._tensors().items() if isinstance(value, torch.Tensor)}
         content = io.BytesIO()  # torch.save does not say what is wrong with a file
         torch.save({"ids": jagged, **dense}, content)

@@ -139,9 +139,9 @@ class Condition:
             return pc.is_null(column)
         if not isinstance(self.value, Column):
             return _of_values(column, self._test)
-        pair = [_of_values(each, lambda values: values) for each in (column, table.column(self.value))]
+        pair = [_of_values(side, lambda values: values) for side in (column, table.column(self.value))]
         if pair[0].type != pair[1].type:  # numbers of two types; the kernel refuses large ones
-            pair = [each.cast(pa.float64(), safe=False) for each in pair]
+            pair = [side.cast(pa.float64(), safe=False) for side in pair]
         return KERNELS[self.operator](*pair)
 
     def _test(self, values: pa.Array) -> pa.Array:
@@ -173,7 +173,7 @@ class Condition:
         known = bounds[self.column]
         if self.operator == "is None":
             return Outcomes(known.nulls, known.values, np.zeros(n, np.bool_))
-        true, false = (_may_hold(each, known, self.value) for each in (self.operator, _OPPOSITE[self.operator]))
+        true, false = (_may_hold(operator, known, self.value) for operator in (self.operator, _OPPOSITE[self.operator]))
         if pa.types.is_floating(known.least.type):  # NaN, which bounds leave out, is unequal to all and has no order
             true, false = true | (self.operator == "!="), false | (self.operator != "!=")
         return Outcomes(true & known.values, false & known.values, known.nulls)

@@ -78,7 +78,7 @@ class SegmentReader:
         read = [name for name in self._returned if name not in self._crosses]
         self._columns = list(dict.fromkeys([*read, *of_crosses]))
         self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
-        self._types = {each.name: each.type for each in (*dataset.filter_schema, *dataset.schema)}
+        self._types = {field.name: field.type for field in (*dataset.filter_schema, *dataset.schema)}
         self._plans: dict[tuple[int, bool], _Plan] = {}
         self._footers: OrderedDict[tuple[str, int, int], pq.FileMetaData] = OrderedDict()
         self._footer_bytes = 0
@@ -159,7 +159,7 @@ class SegmentReader:
     def _group(self, number: int) -> _Group:
         dataset, groups = self._dataset, self._dataset.row_groups
         file, counts = groups.file[number], (int(groups.num_rows[number]), int(dataset.stored_rows[number]))
-        of_file = (int(each[file]) for each in (dataset.file_layouts, dataset.file_sizes, dataset.file_digests))
+        of_file = (int(facts[file]) for facts in (dataset.file_layouts, dataset.file_sizes, dataset.file_digests))
         return _Group(groups.paths[file], int(groups.index[number]), *counts, *of_file)
 
     def _plan(self, group: _Group, is_filtered: bool) -> _Plan:

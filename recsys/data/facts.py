@@ -90,7 +90,7 @@ class Facts:
         for table, kept in self.kept_rows.items():
             kept.write(folder / kept_rows_file(table))
         if FLOATS_FILE in self.files():
-            figures = {name: asdict(each) for name, each in self.floats.items()}
+            figures = {name: asdict(moments) for name, moments in self.floats.items()}
             replace_file(folder / FLOATS_FILE, json.dumps(figures, indent=1))
 
     def files(self) -> list[str]:
@@ -116,7 +116,7 @@ class Facts:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"'{folder / FLOATS_FILE}' lacks the figures of {', '.join(floats)} ({error!r})") from error
         counts = {name: pq.read_table(folder / vocabulary_file(counts_of(name)))["count"] for name in counted}
-        row_counts = {name: each.to_numpy() for name, each in counts.items()}
+        row_counts = {name: column.to_numpy() for name, column in counts.items()}
         kept_rows = {table: KeptRows.read(folder / kept_rows_file(table)) for table in pruned}
         return Facts(vocabularies, figures, row_counts, kept_rows=kept_rows)
 

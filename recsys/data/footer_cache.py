@@ -71,7 +71,7 @@ def kept_schema(path: Path) -> pa.Schema:
     read; none if there is no such file."""
     try:
         header = json.loads((pq.read_schema(path).metadata or {})[b"footers"])
-        layouts = [_decoded(each).remove_metadata() for each in header["layouts"]]
+        layouts = [_decoded(text).remove_metadata() for text in header["layouts"]]
         of_files = pa.unify_schemas(layouts, promote_options="permissive")
         read = _decoded(header["schema"]) if "schema" in header else pa.schema([])
         return pa.schema([*of_files, *(field for field in read if field.name not in of_files.names)])
@@ -88,7 +88,7 @@ def save_footers(path: Path, columns: Sequence[str], text: str | None, known: Kn
         "schema": _encoded(known.schema or pa.schema([])),
     }
     rows = [
-        {"name": name, "size": size, "time": time, **{each: getattr(footer, each) for each in _FACTS}}
+        {"name": name, "size": size, "time": time, **{fact: getattr(footer, fact) for fact in _FACTS}}
         for (name, size, time), footer in known.footers.items()
     ]
     table = pa.Table.from_pylist(rows, _SCHEMA.with_metadata({"footers": json.dumps(header)}))
@@ -119,7 +119,9 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
     facts = zip(totals.astype(np.int64).tolist(), dataset.file_digests.tolist(), strict=True)
     now = dict(zip(dataset.row_groups.paths, facts, strict=True))
     if not before.keys() & now.keys():  # they lie in another folder
-        before, now = ({dataset.own_name(name): fact for name, fact in each.items()} for each in (before, now))
+        before, now = (
+            {dataset.own_name(name): fact for name, fact in files_by_name.items()} for files_by_name in (before, now)
+        )
     changes = [f"'{name}' is gone" for name in before if name not in now and all_rows]
     changes += [f"'{name}' is new" for name in now if name not in before]
     in_both = [(name, before[name], now[name]) for name in now if name in before]

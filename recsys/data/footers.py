@@ -124,12 +124,12 @@ class FooterParser:
         for path in schema.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
         by_column = {column: statistics(content, path, count, kind) for column, path, kind in schema.ordered}
-        sizes = [4 * each for each in numbers]
+        sizes = [4 * number for number in numbers]
         return Footer(schema.layout, num_rows, sizes, int.from_bytes(digest, "little", signed=True), by_column)
 
     def _rows_of_known(self, content: bytes) -> tuple[_Schema, list[int]] | None:
         """Return the rows of each row group, if the schema has been seen and has a column that tells them."""
-        schema = next((each for each in reversed(self._schemas) if content.startswith(each.start)), None)
+        schema = next((seen for seen in reversed(self._schemas) if content.startswith(seen.start)), None)
         if schema is None or schema.flat is None:
             return None
         try:
@@ -145,7 +145,7 @@ class FooterParser:
         if sum(num_rows) != metadata.num_rows or min(num_rows, default=0) < 0:
             raise OSError(f"it has {metadata.num_rows} rows, and {sum(num_rows)} in its row groups")
         start = content[: schema_end(content)]
-        schema = next((each for each in self._schemas if each.start == start), None)
+        schema = next((seen for seen in self._schemas if seen.start == start), None)
         if schema is None:
             schema = self._convert(name, start, metadata.schema)
             self._schemas.append(schema)
@@ -166,7 +166,7 @@ class FooterParser:
                 paths[column] = [schema.column(leaf).path for leaf in leaves]
                 fields.append(_field(column, plain_type(arrow.field(place).type), leaves, paths[column]))
         layout = pa.schema(fields)
-        equals = (i for i, each in enumerate(self.layouts) if layout.equals(each, check_metadata=True))
+        equals = (i for i, earlier in enumerate(self.layouts) if layout.equals(earlier, check_metadata=True))
         number = next(equals, len(self.layouts))
         if number == len(self.layouts):
             self.layouts.append(layout)

@@ -153,7 +153,7 @@ def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterP
         for column in parser.wanted:
             kind = layout.field(column).type if column in layout.names else files.partition_type(column, parser.like)
             before = types.setdefault(column, kind)
-            pair = [pa.schema([(column, each)]) for each in (before, kind)]
+            pair = [pa.schema([(column, arrow_type)]) for arrow_type in (before, kind)]
             try:
                 types[column] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
             except pa.ArrowException as error:

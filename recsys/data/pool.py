@@ -122,14 +122,19 @@ class BlockPool:
 
     def _make_room(self, size: int) -> None:
         """Drop free blocks, small ones first, unless no more bytes are held than have been in use at once."""
-        free = [(each, held) for each in sorted(self._held) for held in self._held[each] if self._is_free(held)]
+        free = [
+            (num_bytes, held)
+            for num_bytes in sorted(self._held)
+            for held in self._held[num_bytes]
+            if self._is_free(held)
+        ]
         total = self._total() + size
-        self._most_used = max(self._most_used, total - sum(each for each, _ in free))
-        for each, held in free:
+        self._most_used = max(self._most_used, total - sum(num_bytes for num_bytes, _ in free))
+        for num_bytes, held in free:
             if total > self._most_used:
                 held.fence.wait()
-                self._held[each].remove(held)
-                total -= each
+                self._held[num_bytes].remove(held)
+                total -= num_bytes
 
 
 class _Held:

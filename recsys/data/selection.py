@@ -38,8 +38,8 @@ def prune_by_path(
     of_path = {name: files.partition_type(name, parser.like) for name in candidates}
     schema = pa.schema([(name, of_path.get(name, pa.null())) for name in condition.columns()])
     # A file counts as one row, of whose columns only the keys are known.
-    each = Footer(0, [1], [0], 0)
-    rows = certain_rows(condition.bind(schema), schema, files, [each] * len(files.names), [pa.schema([])])
+    footer = Footer(0, [1], [0], 0)
+    rows = certain_rows(condition.bind(schema), schema, files, [footer] * len(files.names), [pa.schema([])])
     return files.select(rows != 0), footers
 
 

@@ -155,7 +155,9 @@ def row_filter(config: Config, role: str) -> str | None:
         return given
     labels = {name: label for name, label in config.labels().items() if label.loss.is_binary}
     positives = [label.expression or f"col({label.column or name!r}) > 0" for name, label in labels.items()]
-    kept = " or ".join([*(f"({each})" for each in positives), f"sampled({config.data.keep_negatives}, {config.seed})"])
+    kept = " or ".join(
+        [*(f"({positive})" for positive in positives), f"sampled({config.data.keep_negatives}, {config.seed})"]
+    )
     return kept if given is None else f"({given}) and ({kept})"
 
 

@@ -130,7 +130,7 @@ class _Conversion:
         if self._pending and (table.num_rows >= _JOINED_ROWS or table.schema != self._pending[0][1].schema):
             self._convert_pending()
         self._pending.append((segment, table))
-        if sum(len(each) for _, each in self._pending) >= _JOINED_ROWS:
+        if sum(len(rows) for _, rows in self._pending) >= _JOINED_ROWS:
             self._convert_pending()
 
     def skip(self, num_rows: int) -> None:

@@ -101,7 +101,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
     wanted = list(dict.fromkeys([*wanted, *filter(None, [options.split_column])]))
     wanted = list(
-        dict.fromkeys([*wanted, *(name for flag, each in wheres.items() for name in columns_where(each, flag))])
+        dict.fromkeys([*wanted, *(name for flag, where in wheres.items() for name in columns_where(where, flag))])
     )
     parts = [
         _one_item_a_row(_read(flag, paths, wanted, options.where), options.item)

@@ -124,20 +124,20 @@ def _add_converter(
     if inputs:
         parser.add_argument("inputs", type=Path, nargs="+", metavar="INPUT", help=inputs)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
-    for each in fields(options):
-        default = getattr(options(), each.name)
-        settings = {key: value for key, value in each.metadata.items() if key not in ("least", "most")}
+    for option in fields(options):
+        default = getattr(options(), option.name)
+        settings = {key: value for key, value in option.metadata.items() if key not in ("least", "most")}
         if settings.keys().isdisjoint({"type", "choices"}) and default is not None:
             settings["type"] = type(default)
         if default not in (None, [], {}, ()):
             settings["help"] += " (%(default)s)"
-        flag = settings.pop("flag", each.name).replace("_", "-")
+        flag = settings.pop("flag", option.name).replace("_", "-")
         default = [] if default == {} else default
-        parser.add_argument(f"--{flag}", dest=each.name, default=default, **settings)
+        parser.add_argument(f"--{flag}", dest=option.name, default=default, **settings)
     parser.add_argument("--overwrite", action="store_true", help="replace what was written to --out before")
 
     def run(args: argparse.Namespace) -> bool | None:
-        given = {each.name: getattr(args, each.name) for each in fields(options)}
+        given = {option.name: getattr(args, option.name) for option in fields(options)}
         pairs = {name: dict(given[name]) for name, default in vars(options()).items() if default == {}}
         return convert(*([args.inputs] if inputs else []), args.out, options(**(given | pairs)), args.overwrite)
 

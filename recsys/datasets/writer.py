@@ -48,9 +48,9 @@ def option(default: Any, help: str, **settings: Any) -> Any:
 
 def check_bounds(options: Any) -> None:
     """Raise UserError for an option below its ``least`` or above its ``most``."""
-    for each in fields(options):
-        flag, value = f"--{each.name.replace('_', '-')}", getattr(options, each.name)
-        least, most = each.metadata.get("least"), each.metadata.get("most")
+    for option in fields(options):
+        flag, value = f"--{option.name.replace('_', '-')}", getattr(options, option.name)
+        least, most = option.metadata.get("least"), option.metadata.get("most")
         if least is not None and value < least:
             raise UserError(f"{flag} must be at least {least}, got {value}")
         if most is not None and value > most:

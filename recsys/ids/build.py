@@ -58,7 +58,7 @@ def build_routes(tables: Mapping[str, TableConfig], mappings: Mapping[str, IdMap
         if table.experts is None:
             continue
         names = [name, *table.experts.others]
-        vocabularies = [each for each in map(mappings.get, names) if isinstance(each, VocabularyMapping)]
+        vocabularies = [mapping for mapping in map(mappings.get, names) if isinstance(mapping, VocabularyMapping)]
         last = len(names) - 1
         for place, expert in enumerate(names):
             if table.experts.by is Choice.hash or len(vocabularies) < last:

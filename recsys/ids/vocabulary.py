@@ -80,8 +80,8 @@ def add_up(counts: Sequence[pa.Table]) -> pa.Table:
     if len(counts) == 1:
         return counts[0]
     total = IdCounter()
-    for each in counts:
-        total.add_table(each)
+    for table in counts:
+        total.add_table(table)
     return total.to_table()
 
 

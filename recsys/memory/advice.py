@@ -62,8 +62,13 @@ class Advice:
     def as_json(self) -> dict[str, Any]:
         """Return it for programs."""
         offers = [
-            {"settings": str(each.change), "cost": each.change.cost, "saved_bytes": each.saved, "missing": each.missing}
-            for each in self.offers
+            {
+                "settings": str(offer.change),
+                "cost": offer.change.cost,
+                "saved_bytes": offer.saved,
+                "missing": offer.missing,
+            }
+            for offer in self.offers
         ]
         holders = [{"name": name, "predicted_bytes": size} for name, size in self.holders]
         missing = {"missing_bytes": self.missing, "first_is_enough": self.first_is_enough}

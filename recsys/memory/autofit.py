@@ -111,10 +111,10 @@ class Fitter:
                 if not left:
                     break
             if best is not None:
-                chosen = [each for each in chosen if not best.settings.keys() >= each.settings.keys()] + [best]
+                chosen = [earlier for earlier in chosen if not best.settings.keys() >= earlier.settings.keys()] + [best]
                 missing = least
         for change in reversed(chosen if not missing else []):  # the dearest first that the others do without
-            others = [each for each in chosen if each is not change]
+            others = [earlier for earlier in chosen if earlier is not change]
             if not self.missing(with_changes(self._config, others)):
                 chosen = others
         config = with_changes(self._config, chosen)
@@ -154,11 +154,11 @@ class Fitter:
         """Return what takes most at the peak of the fullest rank: tables by name, all else by kind."""
         ranks = self._ranks(self._config)
         where = self._where(ranks)
-        rank = max(ranks, key=lambda each: each.peak(where)[0])
+        rank = max(ranks, key=lambda memory: memory.peak(where)[0])
         kinds = rank.phases[rank.peak(where)[1]][where]
         tables = {
-            f"table {name}": each.device if where == "device" else each.device + each.host
-            for name, each in rank.tables.items()
+            f"table {name}": table_bytes.device if where == "device" else table_bytes.device + table_bytes.host
+            for name, table_bytes in rank.tables.items()
         }
         others = {kind: size for kind, size in kinds.items() if kind not in ("table_weight", "table_optimizer")}
         sizes = tables | {kind.replace("_", " "): size for kind, size in others.items()}
@@ -192,7 +192,7 @@ class Fitter:
         most = 2 * size * streams, 3 * size * max(1, threads)
         if config.data.window_mib == self._config.data.window_mib:
             return self._data
-        decoding = tuple(replace(each, later=min(each.later, most[1])) for each in self._data.decoding)
+        decoding = tuple(replace(of_rank, later=min(of_rank.later, most[1])) for of_rank in self._data.decoding)
         return replace(self._data, window_bytes=min(self._data.window_bytes, most[0]), decoding=decoding)
 
     def missing(self, config: Config) -> int:

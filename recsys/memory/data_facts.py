@@ -99,7 +99,7 @@ def _eval_ids(config: Config, means: Mapping[str, float]) -> tuple[Mapping[str, 
     """Return `DataFacts.eval_ids`, by the table rows of each feature of a row of data.train; of what it lacks, 1."""
     roles = ["valid"] if config.model.needs().item_id is None else ["valid", "items"]
     read = [set(role_features(config, role)) for role in roles]
-    return tuple({name: means.get(name, 1.0) * (name in each) for name in id_features(config)} for each in read)
+    return tuple({name: means.get(name, 1.0) * (name in names) for name in id_features(config)} for names in read)
 
 
 def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, float]) -> tuple[int, dict[str, int]]:
@@ -119,7 +119,7 @@ def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, 
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
     rows = {name: table.num_embeddings - 1 - table.num_buckets for name, table in tables.items()}
     counted = {name: rows[name] for name, table in tables.items() if table.vocabulary is None}
-    size = sum(index_bytes(each, each * _NUMBER_BYTES) for each in rows.values()) + sum(map(_index_bytes, corpus))
+    size = sum(index_bytes(n, n * _NUMBER_BYTES) for n in rows.values()) + sum(map(_index_bytes, corpus))
     if (feature := config.model.needs().log_shares_of) is not None:
         num_rows = config.tables[config.features[feature].table or ""].num_embeddings
         size += _NUMBER_BYTES * num_rows

@@ -137,8 +137,8 @@ def as_json(result: DryRun) -> dict[str, Any]:
         "data": asdict(prediction.data),
         "dense": asdict(prediction.dense),
         "ranks": [
-            {"rank": each.rank, "tables": {name: vars(b) for name, b in each.tables.items()}, "phases": each.phases}
-            for each in prediction.ranks
+            {"rank": rank.rank, "tables": {name: vars(b) for name, b in rank.tables.items()}, "phases": rank.phases}
+            for rank in prediction.ranks
         ],
         "shards": [asdict(piece) for piece in result.pieces],
         "time": None if result.time is None else result.time.as_json(),
@@ -182,7 +182,7 @@ def _answer(result: DryRun) -> str:
     if largest is None:
         need = max(size for _, size, _ in demands(result.prediction.ranks, topology))
         return f"Host memory not given: {shown(need)} a machine would be needed (topology.host_memory decides)"
-    where, size, there = max(demands(result.prediction.ranks, topology), key=lambda each: each[1] / each[2])
+    where, size, there = max(demands(result.prediction.ranks, topology), key=lambda demand: demand[1] / demand[2])
     verdict = "DOES NOT FIT" if result.misfits else "Fits"
     digits = 10 ** max(0, len(str(largest)) - 3)  # more than three are not known
     most = max(largest // digits * digits, 0 if result.misfits else result.config.train.global_batch_size)

@@ -130,10 +130,10 @@ def format_layers(layers: list[Layer], rows: int) -> str:
     total = Layer(
         "**all**",
         "",
-        sum(each.parameters for each in layers),
-        sum(each.outputs for each in layers),
-        sum(each.flops for each in layers),
+        sum(layer.parameters for layer in layers),
+        sum(layer.outputs for layer in layers),
+        sum(layer.flops for layer in layers),
     )
-    for each in (*layers, total):
-        lines.append(f"| {each.name} | {each.kind} | {each.parameters:,} | {each.outputs:,} | {each.flops:,} |")
+    for layer in (*layers, total):
+        lines.append(f"| {layer.name} | {layer.kind} | {layer.parameters:,} | {layer.outputs:,} | {layer.flops:,} |")
     return "\n".join(lines) + "\n"

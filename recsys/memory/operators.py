@@ -54,7 +54,7 @@ class Work:
         """Return the time of products and of bytes moved, without that of calls and collectives."""
         products = sum(n * speeds.matmul_seconds(*shape) for shape, n in self.matmuls.items())
         batches = sum(n * speeds.batched_seconds(*shape) for shape, n in self.batched.items())
-        return products + batches + sum(n * speeds.moved_seconds(*each) for each, n in self.moved.items())
+        return products + batches + sum(n * speeds.moved_seconds(*operator) for operator, n in self.moved.items())
 
 
 class OperatorTrace(TorchDispatchMode):
@@ -71,11 +71,11 @@ class OperatorTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         space, name = func.namespace, func._schema.name.partition("::")[2]
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        num_outs = sum(each.is_out for each in func._schema.arguments)  # the last; each is a result too
-        results = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        num_outs = sum(argument.is_out for argument in func._schema.arguments)  # the last; each is a result too
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         tensors = given[: len(given) - num_outs] + results
-        num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if space == "prim":
             return result
         if space == "c10d":
@@ -83,10 +83,10 @@ class OperatorTrace(TorchDispatchMode):
             return result
         self.work.num_operators += 1
         if name.strip("_") in ("mm", "addmm"):
-            a, b = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            a, b = [argument for argument in args if isinstance(argument, torch.Tensor)][-2:]
             self.work.matmuls[(dtype_name(a.dtype), a.shape[0], a.shape[1], b.shape[1])] += 1
         elif name.strip("_") in ("bmm", "baddbmm"):
-            a, b = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+            a, b = [argument for argument in args if isinstance(argument, torch.Tensor)][-2:]
             if len(a) <= _FEW:
                 self.work.matmuls[(dtype_name(a.dtype), a.shape[1], a.shape[2], b.shape[2])] += len(a)
             else:
@@ -106,7 +106,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _is_view(func: Any) -> bool:
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
 
 
 def _kind(name: str) -> str:

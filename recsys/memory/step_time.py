@@ -44,7 +44,7 @@ class Load:
 
     def exchange_seconds(self, speeds: Speeds) -> float:
         """Return the time of all collectives, one after another."""
-        return sum(speeds.exchange_seconds(*each) for each in self.sent)
+        return sum(speeds.exchange_seconds(*message) for message in self.sent)
 
     def parts(self, speeds: Speeds) -> dict[str, float]:
         """Return the seconds of a step by `PARTS`."""
@@ -238,7 +238,7 @@ def fit_amounts(
     Coordinate descent on the normal equations (Franc et al. 2005, "Sequential coordinate-wise algorithm for the
     non-negative least squares problem").
     """
-    matrix = torch.tensor([[each[name] / w for name in names] for each, w in zip(amounts, weights, strict=True)])
+    matrix = torch.tensor([[amount[name] / w for name in names] for amount, w in zip(amounts, weights, strict=True)])
     matrix, target = matrix.double(), torch.tensor([s / w for s, w in zip(seconds, weights, strict=True)]).double()
     scale = matrix.norm(dim=0).clamp(min=1e-30)
     gram, linear = (matrix / scale).T @ (matrix / scale), (matrix / scale).T @ target

@@ -54,7 +54,7 @@ def predict_dense(dense: Any, config: Config, world_size: int) -> dict[str, Any]
     shared = shards_dense(config, world_size)
     layout = Layout.of(shapes, world_size if shared else 1)
     state = [
-        4 * sum(_dense_state_elements(layout.shape(each), config.optimizer.dense) for each in layout.slices(rank))
+        4 * sum(_dense_state_elements(layout.shape(cut), config.optimizer.dense) for cut in layout.slices(rank))
         for rank in range(len(layout.cuts) - 1)
     ]
     numbers = sum(shape.numel() for shape in shapes)

@@ -50,7 +50,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
         step_bytes, heap_bytes = _step_bytes(config, data.of_large_batches(), step, rows)
         evaluated = evaluated_rows(config, dist.get_world_size(), rows)
         of_batches = [replace(data, mean_ids=means) for means in data.eval_ids]
-        traces = [_traced(config, each, step.eval(), evaluated, (0, evaluated)) for each in of_batches]
+        traces = [_traced(config, facts, step.eval(), evaluated, (0, evaluated)) for facts in of_batches]
         return DenseFacts(
             **predict_dense(step.dense, config, dist.get_world_size()),
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
@@ -108,7 +108,7 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
         parameter.grad = None
     drawn = sampled_rows(config, dist.get_world_size()) if step.training else 0
     pooled, by_id, batch = fake_inputs(config, data, rows, bounds, drawn)
-    tensors = [each.values() for each in (pooled, *by_id.values()) if each is not None]
+    tensors = [vectors.values() for vectors in (pooled, *by_id.values()) if vectors is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
     live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), HEAP_BLOCK_BYTES)
@@ -245,14 +245,15 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
 
     def at(rows: int) -> DenseFacts:
         def value(name: str) -> int:
-            return _parabola(rows / base, [getattr(each, name) for each in known])
+            return _parabola(rows / base, [getattr(measured, name) for measured in known])
 
         return replace(
             known[0],
             rows=rows,
             step_bytes=value("step_bytes"),
             eval_bytes=tuple(
-                _parabola(rows / base, sizes) for sizes in zip(*(each.eval_bytes for each in known), strict=True)
+                _parabola(rows / base, sizes)
+                for sizes in zip(*(measured.eval_bytes for measured in known), strict=True)
             ),
             heap_bytes=value("heap_bytes"),
             host_bytes=value("host_bytes"),

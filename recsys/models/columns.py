@@ -138,7 +138,7 @@ class _Pairs:
         both = torch.full((n, n), len(rows))
         both[rows, others] = both[others, rows] = torch.arange(len(rows))
         below, but_first = rows * columns + others, both[:, 1:]
-        return _Pairs(columns, *(each.flatten().to(device) for each in (below, both, but_first)))
+        return _Pairs(columns, *(indices.flatten().to(device) for indices in (below, both, but_first)))
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Blocks:
         Those that do not lie beside each other, or are of another type, are copied as `of` does.
         """
         n, (rows, dim), others = len(vectors), vectors[0].shape, beside(vectors[1:])
-        if len(others) == 1 and others[0].stride(1) == 1 and all(each.dtype is self.dtype for each in vectors):
+        if len(others) == 1 and others[0].stride(1) == 1 and all(tensor.dtype is self.dtype for tensor in vectors):
             for start in self.starts(rows):
                 some = slice(start, start + self.at_once)
                 yield some, others[0][some].view(-1, n - 1, dim)

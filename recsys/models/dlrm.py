@@ -76,7 +76,7 @@ class DLRMConfig(ModelConfig):
                 f"config key '{key}': the rows of '{query}' are weighted themselves; name a feature that has one "
                 f"vector a row"
             )
-        own, other = (config.tables[config.features[each].table or ""].model_dim for each in (name, query))
+        own, other = (config.tables[config.features[input_name].table or ""].model_dim for input_name in (name, query))
         if own != other:
             raise UserError(
                 f"config key '{key}': its table has embedding_dim {own}, and that of '{query}' {other}; they are "

@@ -58,10 +58,10 @@ class ExpertSums(nn.ModuleDict):
     def forward(self, model: nn.Module, inputs: tuple[Vectors, torch.Tensor]) -> tuple[Vectors, torch.Tensor]:
         """Return the inputs of `Model.forward` with one vector a feature; called as a hook before it."""
         vectors, floats = inputs
-        of_experts = {name: [vectors[each] for each in names] for name, names in self._names.items()}
-        further = {each for names in self._names.values() for each in names[1:]}
+        of_experts = {name: [vectors[expert] for expert in names] for name, names in self._names.items()}
+        further = {expert for names in self._names.values() for expert in names[1:]}
         plain = {name: vector for name, vector in vectors.items() if name not in further}
-        plain |= {name: sum(each[1:], start=each[0]) for name, each in of_experts.items()}
+        plain |= {name: sum(others, start=first) for name, (first, *others) in of_experts.items()}
         gated = {}
         for name, others in self._gate_inputs.items():
             factors = self[module_name(name)]([plain[other] for other in others])

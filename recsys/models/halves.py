@@ -97,8 +97,8 @@ def in_parts(function: Callable[..., torch.Tensor], num_parts: int, *rows: torch
     if not torch.is_grad_enabled():
         return function(*rows)
     if num_parts == 1:
-        return function(*(each.view_as(each) for each in rows))  # gradients by them are summed by themselves too
-    first, second = zip(*(each.tensor_split(2) for each in rows), strict=True)
+        return function(*(tensor.view_as(tensor) for tensor in rows))  # gradients by them are summed by themselves too
+    first, second = zip(*(tensor.tensor_split(2) for tensor in rows), strict=True)
     return torch.cat([function(*first), function(*second)])
 
 
@@ -136,9 +136,9 @@ def _is_mlp(module: nn.Module) -> bool:
         isinstance(module, nn.Sequential)
         and len(layers) > 2
         and len(layers) % 3 < 2
-        and all(isinstance(each, nn.Linear) for each in layers[::3])
-        and all(isinstance(each, nn.Identity) for each in layers[1::3])
-        and all(isinstance(each, RowDropout) and each.relu for each in layers[2::3])
+        and all(isinstance(layer, nn.Linear) for layer in layers[::3])
+        and all(isinstance(layer, nn.Identity) for layer in layers[1::3])
+        and all(isinstance(layer, RowDropout) and layer.relu for layer in layers[2::3])
     )
 
 
@@ -274,7 +274,7 @@ def product_over_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     whole = len(one) // _MOST_ROWS * _MOST_ROWS
     result = one[whole:].T @ other[whole:]
     at_once = max(1, _CHUNKED_ELEMENTS // max(1, result.numel()))
-    chunks = (each[:whole].reshape(-1, _MOST_ROWS, each.shape[1]).split(at_once) for each in (one, other))
+    chunks = (matrix[:whole].reshape(-1, _MOST_ROWS, matrix.shape[1]).split(at_once) for matrix in (one, other))
     for some, others in zip(*chunks, strict=True):
         result += torch.bmm(some.mT, others).sum(0)
     return result
@@ -309,7 +309,7 @@ def _by_parameters(
     gradient: torch.Tensor, x: torch.Tensor, num_parts: int, of_weight: bool, of_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the gradients of a layer's weight and bias, those wanted, by that of what it gives and what it reads."""
-    gradients, inputs = (each.reshape(num_parts, -1, each.shape[-1]) for each in (gradient, x))
+    gradients, inputs = (matrix.reshape(num_parts, -1, matrix.shape[-1]) for matrix in (gradient, x))
     return _products(gradients, inputs) if of_weight else None, gradients.sum(1).sum(0) if of_bias else None
 
 

@@ -62,12 +62,12 @@ class ItemVectors:
         if self._world.world_size == 1:
             return self._best_of_own(users, k, lists)
         # Users go to the items, which are more: each rank answers all ranks' users with the best that it has.
-        of_ranks = zip(_gathered(users), *(_gathered(each) for each in lists.values()), strict=True)
-        best = [self._best_of_own(each, k, dict(zip(lists, pairs, strict=True))) for each, *pairs in of_ranks]
+        of_ranks = zip(_gathered(users), *(_gathered(pairs) for pairs in lists.values()), strict=True)
+        best = [self._best_of_own(asking, k, dict(zip(lists, pairs, strict=True))) for asking, *pairs in of_ranks]
         most = max(len(scores) for scores, _ in best)
         answers = []
-        for each in zip(*best, strict=True):
-            sent = torch.stack([_filled(of_rank, most) for of_rank in each])
+        for of_ranks_users in zip(*best, strict=True):
+            sent = torch.stack([_filled(of_rank, most) for of_rank in of_ranks_users])
             answer = torch.empty_like(sent)
             dist.all_to_all_single(answer, sent)
             answers.append(answer.transpose(0, 1).reshape(most, -1)[: len(users)])

@@ -51,7 +51,7 @@ class Lists:
             starts[longest_first[first : first + number]] = start + length * np.arange(number)
             first, start = first + number, start + number * length
         arrays = row, lengths[row] - 1 - place, starts[row] + place
-        row_of_id, from_end, places = (torch.from_numpy(each).to(device) for each in arrays)
+        row_of_id, from_end, places = (torch.from_numpy(array).to(device) for array in arrays)
         return Lists(row_of_id, from_end, places, buckets)
 
     def attend(self, qkv: torch.Tensor, num_heads: int, attention: Attention = softmax_attention) -> torch.Tensor:

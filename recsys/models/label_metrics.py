@@ -118,7 +118,7 @@ def _auc_influences(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray)
 
 def _sums(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the sums of weights, and of the weighted values of rows that `_from_sums` divides."""
-    return np.array([each.sum() for each in _of_rows(loss, labels, outputs, weights)], np.float64)
+    return np.array([terms.sum() for terms in _of_rows(loss, labels, outputs, weights)], np.float64)
 
 
 def _of_rows(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> list[np.ndarray]:
@@ -234,7 +234,7 @@ class LabelEvaluator:
             else:
                 rows = np.concatenate([np.zeros((3, 0), np.float32), *self._numbers[i]], axis=1)
             mine = rows, np.concatenate([np.zeros(0, np.uint64), *self._units[i]])
-            values, units = (np.concatenate(each, axis=-1) for each in zip(*world.gather(mine), strict=True))
+            values, units = (np.concatenate(arrays, axis=-1) for arrays in zip(*world.gather(mine), strict=True))
             yield prefix, loss, values.astype(np.float64), units
 
 
@@ -286,7 +286,7 @@ def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
         labels, scores, weights = unpack(rows[start:stop])
         is_first = np.arange(len(labels)) == 0
         sums = _ordered_pairs(is_first, labels, scores, weights.astype(np.float64))
-        of_chunk = [float(each[0]) for each in sums]
+        of_chunk = [float(of_groups[0]) for of_groups in sums]
         right += of_chunk[0] + of_chunk[1] * negative
         positive, negative, start = positive + of_chunk[1], negative + of_chunk[2], stop
     return right, positive, negative

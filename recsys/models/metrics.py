@@ -121,8 +121,8 @@ class RetrievalEvaluator:
     def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool = False) -> dict[str, list[float]]:
         """Return the intervals of all metrics but coverage by draws of units; collective."""
         none = np.zeros((0, len(self._pairs))), np.zeros(0, np.uint64)
-        of_ranks = [part for each in world.gather(self._of_users) for part in each]
-        values, units = (np.concatenate(each) for each in zip(none, *of_ranks, strict=True))
+        of_ranks = [batch for of_rank in world.gather(self._of_users) for batch in of_rank]
+        values, units = (np.concatenate(arrays) for arrays in zip(none, *of_ranks, strict=True))
         kept = [i for i, (metric, _) in enumerate(self._pairs) if metric is not RetrievalMetric.coverage]
         names = [f"{metric.value}@{k}" for metric, k in (self._pairs[i] for i in kept)]
         return bootstrap.intervals(world, units, names, lambda drawn: (drawn @ values[:, kept] / drawn.sum()).tolist())
@@ -132,7 +132,7 @@ class RetrievalEvaluator:
 
         Of the users of all ranks that were taken with units; the sum of squares is the metric's variance. Collective.
         """
-        of_ranks = [values for each in world.gather(self._of_users) for values, _ in each]
+        of_ranks = [values for of_rank in world.gather(self._of_users) for values, _ in of_rank]
         values = np.concatenate([np.zeros((0, len(self._pairs))), *of_ranks])
         changes = (values - values.mean(0)) / len(values) if len(values) else values
         return {
@@ -145,5 +145,5 @@ class RetrievalEvaluator:
         """Add users to the sums; return their values, [users, pairs]."""
         zero = hits.new_zeros(len(hits))
         of_pairs = [_BY_USER.get(metric, lambda *_: zero)(hits[:, :k], num_targets) for metric, k in self._pairs]
-        self._sums += torch.stack([*(each.sum() for each in of_pairs), hits.new_tensor(len(hits))]).cpu()
+        self._sums += torch.stack([*(values.sum() for values in of_pairs), hits.new_tensor(len(hits))]).cpu()
         return torch.stack(of_pairs, dim=1).cpu().numpy()

@@ -88,7 +88,7 @@ class MMoE(TaskModel):
         x = self.read(vectors, floats)
         experts = [expert(x) for expert in self.experts]
         mixed = mixtures([gate(x) for gate in self.gates], experts)
-        return torch.cat([tower(each) for tower, each in zip(self.towers, mixed, strict=True)], dim=1)
+        return torch.cat([tower(vector) for tower, vector in zip(self.towers, mixed, strict=True)], dim=1)
 
 
 def make_experts(number: int, width: int, config: MMoEConfig) -> nn.ModuleList:

@@ -36,7 +36,7 @@ class Extraction(nn.Module):
     def forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return of each task, and unless it is the last level of what is shared, [rows, width], from the same."""
         own = [[expert(x) for expert in experts.children()] for experts, x in zip(self.experts, inputs, strict=True)]
-        mixed = [*(each + own[-1] for each in own[:-1]), [each for group in own for each in group]]
+        mixed = [*(group + own[-1] for group in own[:-1]), [expert for group in own for expert in group]]
         return [mixtures([gate(x)], experts)[0] for gate, x, experts in zip(self.gates, inputs, mixed, strict=False)]
 
 

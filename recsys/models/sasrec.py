@@ -165,7 +165,7 @@ class HSTU(nn.Module):
         at_once = max(1, _FACTORS_AT_ONCE[queries.device.type] // max(1, self.num_heads * len(places) ** 2))
         if isinstance(queries, FakeTensor):
             at_once = max(at_once, -(-len(queries) // _FAKE_PARTS))
-        parts = zip(*(each.split(at_once) for each in (queries, keys, values)), strict=True)
+        parts = zip(*(matrix.split(at_once) for matrix in (queries, keys, values)), strict=True)
         return torch.cat([attend(*part) for part in parts])
 
 
@@ -324,12 +324,12 @@ class _LossOfDrawn(torch.autograd.Function):
             of_positives[rows] = by_positive * queries
             of_parts[part] += product_over_rows(by_negatives, queries)
         ctx.save_for_backward(of_states, of_positives, *of_parts)
-        sums = [each.sum() for each in losses.split(counts)]
+        sums = [chunk.sum() for chunk in losses.split(counts)]
         return sum(sums[1:], sums[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_states, of_positives, *of_parts = (each * gradient for each in ctx.saved_tensors)
+        of_states, of_positives, *of_parts = (saved * gradient for saved in ctx.saved_tensors)
         return of_states, of_positives, None, sum(of_parts[1:], of_parts[0]), *[None] * 9
 
 

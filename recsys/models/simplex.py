@@ -181,5 +181,5 @@ class _LossOfPairs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        of_own, of_scores = (each * gradient for each in ctx.saved_tensors)
+        of_own, of_scores = (saved * gradient for saved in ctx.saved_tensors)
         return of_own, of_scores, *[None] * 4

@@ -70,8 +70,8 @@ def results(runs: Sequence[Record]) -> list[list[str]]:
 def names_of(runs: Sequence[Record]) -> list[str]:
     """Return a name for each run that tells it from the others: its folder's, with those above where needed."""
     parts = [run.folder.resolve().parts for run in runs]
-    depth = next((n for n in range(1, 99) if len({each[-n:] for each in parts}) == len(set(parts))), 99)
-    return ["/".join(each[-depth:]) for each in parts]
+    depth = next((n for n in range(1, 99) if len({folders[-n:] for folders in parts}) == len(set(parts))), 99)
+    return ["/".join(folders[-depth:]) for folders in parts]
 
 
 def compare_text(runs: Sequence[Record]) -> str:

@@ -33,11 +33,11 @@ def number(value: Any) -> str:
 def listed(numbers: Iterable[int], noun: str = "rank") -> str:
     """Return ranks as `rank 0` or `ranks 0-3, 5`."""
     runs: list[list[int]] = []
-    for each in sorted(numbers):
-        if runs and runs[-1][-1] == each - 1:
-            runs[-1].append(each)
+    for number in sorted(numbers):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
         else:
-            runs.append([each])
+            runs.append([number])
     shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"{noun}{'s' if sum(map(len, runs)) > 1 else ''} {shown}"
 

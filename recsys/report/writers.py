@@ -149,7 +149,7 @@ class TensorBoard(Writer):
         )
 
     def vectors(self, name: str, step: int, vectors: np.ndarray, ids: Sequence[Any]) -> None:
-        self._writer.add_embedding(vectors, [str(each) for each in ids], global_step=step, tag=name)
+        self._writer.add_embedding(vectors, [str(raw_id) for raw_id in ids], global_step=step, tag=name)
 
     def close(self) -> None:
         self._writer.close()

@@ -54,7 +54,7 @@ def restart_with_malloc_settings() -> None:
     stay; another C library does not have these.
     """
     tunables, is_late = os.environ.get(_TUNABLES, ""), {"torch", "pyarrow"} & sys.modules.keys()
-    missing = [each for each in (_NO_CACHE, _HUGE_PAGES) if each.partition("=")[0] not in tunables]
+    missing = [setting for setting in (_NO_CACHE, _HUGE_PAGES) if setting.partition("=")[0] not in tunables]
     if not missing or is_late or not sys.executable or not _is_glibc():
         return
     os.environ[_TUNABLES] = ":".join([tunables, *missing] if tunables else missing)

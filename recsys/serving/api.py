@@ -93,9 +93,9 @@ def _config_file(config: Any, folder: Path) -> Path:
 def _plain_values(value: Any) -> Any:
     """Return values of Python as a config takes them: paths are texts, NumPy's numbers are Python's."""
     if isinstance(value, Mapping):
-        return {name: _plain_values(each) for name, each in value.items()}
+        return {name: _plain_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_values(each) for each in value]
+        return [_plain_values(item) for item in value]
     return (
         os.fspath(value) if isinstance(value, os.PathLike) else value.item() if isinstance(value, np.generic) else value
     )

@@ -238,7 +238,7 @@ def cheapest_first(
 
 
 def _shown_codes(codes: Mapping[str, RowCode]) -> str:
-    by_code = {code: [table for table, each in codes.items() if each is code] for code in RowCode}
+    by_code = {code: [table for table, used in codes.items() if used is code] for code in RowCode}
     return "; ".join(f"{code.name}: {', '.join(tables)}" for code, tables in by_code.items() if tables)
 
 
@@ -250,7 +250,7 @@ def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple
     def after(number: int) -> Compression:
         chosen = cuts[number - 1] if number else 0
         by_table = {name: rows[:chosen][tables[:chosen] == i] for i, name in enumerate(trials.config.tables)}
-        pruned = {name: trials.pruning(name, each) for name, each in by_table.items() if len(each)}
+        pruned = {name: trials.pruning(name, dropped) for name, dropped in by_table.items() if len(dropped)}
         return replace(before, pruned={**before.pruned, **pruned})
 
     number = most_accepted(
@@ -284,7 +284,7 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
     def after(number: int) -> Compression:
         chosen = order[: cuts[number - 1] if number else 0]
         pruned = {name: neurons[chosen][layers[chosen] == i] for i, name in enumerate(trials.layers)}
-        kept = {name: trials.kept_neurons(before, name, each) for name, each in pruned.items() if len(each)}
+        kept = {name: trials.kept_neurons(before, name, dropped) for name, dropped in pruned.items() if len(dropped)}
         return replace(before, neurons={**before.neurons, **kept})
 
     number = most_accepted(

@@ -72,6 +72,6 @@ def as_markdown(stages: list[Stage], metric: str, role: str) -> str:
 def as_svg(stages: list[Stage], metric: str) -> str:
     """Return a bar for the bytes of the tables after each stage, with the metric beside it."""
     trials, names = [stage.trial for stage in stages], [stage.name for stage in stages]
-    lengths = [trial.seen_bytes / max(1, *(each.seen_bytes for each in trials)) for trial in trials]
+    lengths = [trial.seen_bytes / max(1, *(other.seen_bytes for other in trials)) for trial in trials]
     labels = [f"{trial.seen_bytes:,} bytes, {metric} {trial.metrics[metric]:.4f}" for trial in trials]
     return draw_bars(list(zip(names, lengths, labels, strict=True)), left=140, width=760)

@@ -103,7 +103,10 @@ def table_of(run: Finished, name: str) -> str | None:
     if name in towers:
         return None
     if table not in run.config.tables:
-        names = [*towers, *(f"tables.{each}" if each in towers else each for each in run.config.tables)]
+        names = [
+            *towers,
+            *(f"tables.{table_name}" if table_name in towers else table_name for table_name in run.config.tables),
+        ]
         raise UserError(f"the run has no vectors of '{name}'{nearest(name, names)} (known: {', '.join(names)})")
     return table
 
@@ -213,10 +216,12 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     They are those of all features of the table whose columns are there.
     """
     config = run.config
-    mine = {name: each for name, each in config.features.items() if each.table == table and not each.boundaries}
+    mine = {
+        name: feature for name, feature in config.features.items() if feature.table == table and not feature.boundaries
+    }
     there = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
-    needed = {name: needed_columns(replace(config, features={name: each}), "rows") for name, each in mine.items()}
-    chosen = {name: each for name, each in mine.items() if needed[name].keys() <= there} or mine
+    needed = {name: needed_columns(replace(config, features={name: feature}), "rows") for name, feature in mine.items()}
+    chosen = {name: feature for name, feature in mine.items() if needed[name].keys() <= there} or mine
     config = replace(config, features=chosen)
     given = run.given("rows", data, None)
     inputs = open_inputs(config, world, known=run.run_dir / FOOTERS, roles=[], given=[given])

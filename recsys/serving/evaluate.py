@@ -99,14 +99,14 @@ def evaluate(run: Finished, roles: Sequence[str], asked: Asked = Asked()) -> int
         opened.introduce()
         slices = _slices(opened, asked)
         results = {role: _evaluated(opened, role, asked, slices) for role in roles}
-        metrics = {role: each.metrics for role, each in results.items()}
+        metrics = {role: of_role.metrics for role, of_role in results.items()}
         result = {
             "run": str(run.run_dir),
             "checkpoint": run.checkpoint.name,
             "metrics": metrics,
-            "intervals": {role: each.intervals for role, each in results.items()} if asked.bootstrap else {},
-            "by": {} if asked.by is None else {asked.by: {role: each.slices for role, each in results.items()}},
-            "importance": {role: each.importance for role, each in results.items()} if asked.importance else {},
+            "intervals": {role: of_role.intervals for role, of_role in results.items()} if asked.bootstrap else {},
+            "by": {} if asked.by is None else {asked.by: {role: of_role.slices for role, of_role in results.items()}},
+            "importance": {role: of_role.importance for role, of_role in results.items()} if asked.importance else {},
             "data": {role: _described(opened.inputs, role) for role in opened.inputs.datasets},
             "world_size": world.world_size,
             "device": world.device.type,
@@ -241,9 +241,9 @@ def importance(opened: OpenRun, role: str, metrics: dict[str, float], repeats: i
     signs = {name: 1 if is_higher_better(name) else -1 for name in names}
     for feature in role_features(inputs.config, role):
         permutations = [Permutation(feature, (inputs.config.seed, repeat)) for repeat in range(repeats)]
-        permuted = [_metrics(opened, inputs.loader(role, None, each)).metrics for each in permutations]
+        permuted = [_metrics(opened, inputs.loader(role, None, permutation)).metrics for permutation in permutations]
         losses[feature] = {
-            name: float(np.mean([sign * (metrics[name] - each[name]) for each in permuted]))
+            name: float(np.mean([sign * (metrics[name] - losing[name]) for losing in permuted]))
             for name, sign in signs.items()
         }
         logger.info("%s, %s permuted: %s", role, feature, show_metrics(permuted[0]))

@@ -58,7 +58,7 @@ def load_dense(config: Config, source: Source) -> Model:
     model: Model = build_dense_half(config, lambda: (torch.zeros(1), 0)).model
     targets = {DENSE + parameter_name(name): Pieces.of(value) for name, value in model.state_dict().items()}
     saved = {name: entry for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
-    sizes, expected = ({name: each.size for name, each in part.items()} for part in (saved, targets))
+    sizes, expected = ({name: tensor.size for name, tensor in part.items()} for part in (saved, targets))
     if sizes != expected:
         differing = sorted(name for name in {**sizes, **expected} if sizes.get(name) != expected.get(name))
         raise UserError(
@@ -254,7 +254,7 @@ class DenseExport:
         names = self._inputs.names(features)
         for num_rows in (1, 100):
             tensors = self._inputs.draw(features, num_rows, torch.Generator().manual_seed(num_rows))
-            wanted = {each.name for each in session.get_inputs()}
+            wanted = {node.name for node in session.get_inputs()}
             feed = {name: value.numpy() for name, value in zip(names, tensors, strict=True) if name in wanted}
             with torch.no_grad(), Int8Linear() if self._in_int8 else nullcontext():
                 expected = [output.numpy() for output in graph(*tensors)]

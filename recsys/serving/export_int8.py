@@ -15,10 +15,10 @@ def in_int8(model: Any) -> Any:
     from onnx import numpy_helper
 
     graph = model.graph
-    weights = {each.name: each for each in graph.initializer}
+    weights = {weight.name: weight for weight in graph.initializer}
     nodes, done = [], set[str]()
     for node in graph.node:
-        transposed = any(each.name == "transB" and each.i for each in node.attribute)
+        transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
         if node.op_type != "Gemm" or not transposed or node.input[1] not in weights or len(node.input) < 3:
             nodes.append(node)
             continue
@@ -38,7 +38,7 @@ def in_int8(model: Any) -> Any:
     del graph.node[:]
     graph.node.extend(nodes)
     read = {name for node in nodes for name in node.input}
-    kept = [each for each in graph.initializer if each.name in read]
+    kept = [weight for weight in graph.initializer if weight.name in read]
     del graph.initializer[:]
     graph.initializer.extend(kept)
     return model

@@ -66,7 +66,9 @@ def _passes(inputs: Inputs, step: Any) -> Iterator[tuple[Batch, dict[str, Any], 
             batch = next(batches).to(inputs.world.device)
             with torch.no_grad():  # so that no gradient reaches a table
                 by_id = {
-                    name: each for looked_up in step.embeddings_by_id for name, each in looked_up(batch.ids).items()
+                    name: vectors
+                    for looked_up in step.embeddings_by_id
+                    for name, vectors in looked_up(batch.ids).items()
                 }
                 lookup = Lookup(batch.ids, None, by_id, dense.codes)
             passes = MicroBatches(dense, lookup, batch, StepLoss(dense.model, task_weights(dense.model.labels), batch))

@@ -35,9 +35,9 @@ def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLaye
     modules, layers = dict(model.named_modules()), dict[str, HiddenLayer]()
     for key, path in config.mlps.items():
         linears = [
-            (name, each)
-            for name, each in modules.items()
-            if isinstance(each, nn.Linear) and parameter_name(name).startswith(f"{path}.")
+            (name, module)
+            for name, module in modules.items()
+            if isinstance(module, nn.Linear) and parameter_name(name).startswith(f"{path}.")
         ]
         for place, ((name, layer), (next_name, following)) in enumerate(pairwise(linears)):
             own, after = parameter_name(name), parameter_name(next_name)

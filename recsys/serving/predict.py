@@ -214,7 +214,7 @@ def best_of_users(opened: OpenRun, k: int) -> Results:
     assert corpus is not None
 
     def results(output: StepOutput) -> pa.Table:
-        scores, positions = (each.cpu() for each in items.best(output.outputs[0], k, output.batch))
+        scores, positions = (tensor.cpu() for tensor in items.best(output.outputs[0], k, output.batch))
         chosen = scores > -torch.inf
         offsets = pa.array(np.concatenate([[0], chosen.sum(1).cumsum(0).numpy()]), pa.int32())
         ids = corpus.take(pa.array(positions[chosen].numpy()))

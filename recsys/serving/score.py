@@ -307,10 +307,10 @@ def as_table(rows: Any) -> pa.Table:
 def crossed(table: pa.Table, names: list[str]) -> pa.Array:
     """Return an id for each combination of the ids in some columns, null where one is."""
     columns = [column(table, name) for name in names]
-    known = np.logical_and.reduce([each.is_valid().to_numpy(zero_copy_only=False) for each in columns])
+    known = np.logical_and.reduce([array.is_valid().to_numpy(zero_copy_only=False) for array in columns])
     hashes = np.zeros(int(known.sum()), np.uint64)
-    for place, each in enumerate(columns):
-        keys = read_keys(each.filter(pa.array(known)))
+    for place, array in enumerate(columns):
+        keys = read_keys(array.filter(pa.array(known)))
         hashes = hash_numbers(hashes ^ keys.spread(keys.hashes(place)), 0)
     ids = np.zeros(len(known), np.int64)
     ids[known] = hashes.view(np.int64)
@@ -384,7 +384,7 @@ class Mapping:
             q, r = np.divmod(hashes % entry["num_ids"], np.uint64(n - quotients))
             return np.stack([1 + q, 1 + quotients + r], axis=1).astype(np.int64)
         all_hashes = [hashes, *(seeded(hashes, j) for j in range(1, entry["num_hashes"]))]
-        return np.stack([1 + each % (size - 1) for each in all_hashes], axis=1).astype(np.int64)
+        return np.stack([1 + hashed % (size - 1) for hashed in all_hashes], axis=1).astype(np.int64)
 
     def _identity(self, keys: Keys) -> np.ndarray:
         if len(keys.texts) or pa.types.is_temporal(keys.kind):
@@ -486,7 +486,7 @@ def weights_of_lists(weights: pa.Array, ids: pa.Array, feature: dict[str, Any]) 
     """Return the weights of the ids that are kept of lists."""
     if not pa.types.is_list(weights.type):
         raise ExportError(f"lists of ids go with lists of weights, but column '{feature['weights']}' is {weights.type}")
-    (_, own), (_, other) = (lists_of(each, None, "last") for each in (ids, weights))
+    (_, own), (_, other) = (lists_of(array, None, "last") for array in (ids, weights))
     if len(wrong := np.flatnonzero(own != other)):
         row = wrong[0]
         raise ExportError(f"row {row} has {own[row]} ids, but {other[row]} weights in column '{feature['weights']}'")
@@ -732,23 +732,23 @@ class Scorer:
                 places = best_places(row, k)
                 best.append((places, row[places]))
         bounds = pa.array(np.cumsum([0, *(len(places) for places, _ in best)]), pa.int32())
-        places, scores = (np.concatenate([np.zeros(0), *(each[i] for each in best)]) for i in (0, 1))
+        places, scores = (np.concatenate([np.zeros(0), *(pair[i] for pair in best)]) for i in (0, 1))
         ids = self._item_ids.take(pa.array(places.astype(np.int64)))
         values = {"items": ids, "scores": pa.array(scores.astype(np.float32))}
-        return pa.table({name: pa.ListArray.from_arrays(bounds, each) for name, each in values.items()})
+        return pa.table({name: pa.ListArray.from_arrays(bounds, flat) for name, flat in values.items()})
 
     def id_columns(self, graph: str, table: pa.Table) -> list[str]:
         """Return the columns of ids, one a row, that a graph reads."""
         features = [self._features[name] for name in self.manifest["graphs"][graph]["features"]]
-        names = dict.fromkeys(each["column"] for each in features if each["type"] == "id" and each["column"])
+        names = dict.fromkeys(entry["column"] for entry in features if entry["type"] == "id" and entry["column"])
         return [name for name in names if not pa.types.is_nested(column(table, name).type)]
 
     def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
         """Return what a graph (`score`; of two towers `user` and `item` too) gives for rows, each [rows, …] float32."""
-        padded = [each.get("max_length") or 1 for each in self._features.values() if each.get("pooling") == "none"]
+        padded = [entry.get("max_length") or 1 for entry in self._features.values() if entry.get("pooling") == "none"]
         step = max(1, PAIRS_AT_ONCE // max(padded, default=1) ** 2)
         pieces = [self._outputs(graph, table.slice(start, step)) for start in range(0, max(1, len(table)), step)]
-        return [np.concatenate(each) for each in zip(*pieces, strict=True)]
+        return [np.concatenate(arrays) for arrays in zip(*pieces, strict=True)]
 
     def _outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
         entry, session = self.manifest["graphs"][graph], self._graphs[graph]
@@ -756,9 +756,9 @@ class Scorer:
         inputs = {name: values for part in parts for name, values in part.items()}
         numbers = [self._floats(table, name, name in entry["features"]) for name in self.manifest["floats"]]
         inputs["floats"] = np.stack(numbers, axis=1) if numbers else np.zeros((len(table), 0), np.float32)
-        wanted = {each.name: inputs[each.name] for each in session.get_inputs()}
+        wanted = {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()}
         if not len(table):
-            return [np.zeros((0, *each.shape[1:]), np.float32) for each in session.get_outputs()]
+            return [np.zeros((0, *tensor.shape[1:]), np.float32) for tensor in session.get_outputs()]
         return session.run(None, wanted)
 
     def _floats(self, table: pa.Table, name: str, is_read: bool) -> np.ndarray:
@@ -780,8 +780,8 @@ class Scorer:
         if ids.lengths is not None:
             vectors = sums(vectors, ids.lengths)
             if feature["pooling"] == "mean":
-                others = [self._features[each] for each in feature.get("averaged_over") or [] if each != name]
-                numbers = sum((self._ids(table, each).numbers(len(table)) for each in others), start=ids.lengths)
+                others = [self._features[other] for other in feature.get("averaged_over") or [] if other != name]
+                numbers = sum((self._ids(table, other).numbers(len(table)) for other in others), start=ids.lengths)
                 vectors /= np.maximum(numbers, 1)[:, None].astype(np.float32)
         return {f"vector:{name}": np.ascontiguousarray(vectors)}
 
@@ -827,9 +827,9 @@ def files_of(data: str) -> list[str]:
 
 def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.Scalar]]:
     """Return the Hive partition keys in each path: texts where training had such, others int32 if all are numbers."""
-    pairs = [[each.partition("=") for each in Path(path).parts[:-1] if "=" in each] for path in paths]
+    pairs = [[part.partition("=") for part in Path(path).parts[:-1] if "=" in part] for path in paths]
     null = "__HIVE_DEFAULT_PARTITION__"
-    by_path = [{unquote(key): None if value == null else unquote(value) for key, _, value in each} for each in pairs]
+    by_path = [{unquote(key): None if value == null else unquote(value) for key, _, value in parts} for parts in pairs]
     columns = {key: pa.array([keys.get(key) for keys in by_path], pa.string()) for key in set().union(*by_path)}
     for key in columns.keys() - set(texts):
         with suppress(pa.ArrowInvalid):

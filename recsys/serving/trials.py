@@ -205,7 +205,7 @@ class Trials:
     def dense_bytes(self, compression: Compression) -> int:
         """Return the bytes of the dense part's weights; a row in INT8 has a scale and a zero point beside."""
         model, total = self._opened.model.module.dense.model, 0
-        rounded = {f"{name}.weight" for name, each in model.named_modules() if is_rounded(each)}
+        rounded = {f"{name}.weight" for name, module in model.named_modules() if is_rounded(module)}
         for name, weights in model.named_parameters():
             left = without_neurons(parameter_name(name), weights.detach(), self.layers, compression.neurons)
             in_int8 = compression.dense_int8 and name in rounded
@@ -237,14 +237,14 @@ class Trials:
         """By table the importance of its rows as `importances` has it, float32 [rows]; of the vectors as last tried."""
         self._opened.model.eval()
         totals = importances(self._opened.inputs, self._opened.model.module, self.config)
-        return {name: self.world.sum(each).numpy() for name, each in totals.items()}
+        return {name: self.world.sum(total).numpy() for name, total in totals.items()}
 
     def neuron_gradients(self, compression: Compression) -> dict[str, np.ndarray]:
         """Return by layer the importance of its neurons as `neuron_importances` has it, float32 [width]."""
         self._apply(compression)
         self._opened.model.eval()
         totals = neuron_importances(self._opened.inputs, self._opened.model.module, self.layers)
-        return {name: self.world.sum(each).numpy() for name, each in totals.items()}
+        return {name: self.world.sum(total).numpy() for name, total in totals.items()}
 
     def pruning(self, table: str, rows: Sequence[int] | np.ndarray) -> Pruning:
         """Return a table's pruning of some rows, which share their mean by how often data.train holds each."""

@@ -52,7 +52,7 @@ class Layout:
         for number in range(first, min(last + 1, len(self.shapes))):
             rows = num_rows(self.shapes[number])
             slices.append((number, row if number == first else 0, stop if number == last else rows))
-        return [each for each in slices if each[1] < each[2]]
+        return [cut for cut in slices if cut[1] < cut[2]]
 
     def shape(self, rows: tuple[int, int, int]) -> torch.Size:
         """Return the shape of a slice."""
@@ -130,8 +130,8 @@ class DenseShards:
         optimizer.zero_grad()
         # One message from each rank, as ranks do not have exactly as much; in place, so that it takes no memory.
         sent = [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(self._by_rank) if part.numel()]
-        for each in sent:
-            each.wait()
+        for message in sent:
+            message.wait()
 
 
 def _rows(tensor: torch.Tensor, first: int, stop: int) -> torch.Tensor:

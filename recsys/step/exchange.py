@@ -109,9 +109,9 @@ class JoinedGradients:
         self._parts: list[tuple[nn.Parameter, torch.Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             own = [parameter for parameter in parameters if parameter.dtype == dtype]
-            self._wholes.append(own[0].new_zeros(sum(each.numel() for each in own)))
-            parts = self._wholes[-1].split([each.numel() for each in own])
-            self._parts += [(each, part.view(each.shape)) for each, part in zip(own, parts, strict=True)]
+            self._wholes.append(own[0].new_zeros(sum(parameter.numel() for parameter in own)))
+            parts = self._wholes[-1].split([parameter.numel() for parameter in own])
+            self._parts += [(parameter, part.view(parameter.shape)) for parameter, part in zip(own, parts, strict=True)]
         for parameter in parameters:
             dist.broadcast(parameter.detach(), 0)
 

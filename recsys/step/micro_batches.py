@@ -52,16 +52,16 @@ class Lookup:
         # At once: torchrec waits for the exchange when the values are first asked for, and where that is under
         # no_grad they are cut off from the tables.
         pooled = [] if self.pooled is None else [self.pooled.values()]
-        object.__setattr__(self, "tensors", [*pooled, *(each.values() for each in self.by_id.values())])
+        object.__setattr__(self, "tensors", [*pooled, *(vectors.values() for vectors in self.by_id.values())])
 
     def parts(self, bounds: Sequence[int], id_bounds: Sequence[Sequence[int]]) -> Iterator[Part]:
         """Yield the parts of the rows between each two of `bounds`; both as of a `Batch`."""
-        ends: list[Sequence[int]] = [(0, each.values().shape[0]) for each in self.by_id.values()]
+        ends: list[Sequence[int]] = [(0, vectors.values().shape[0]) for vectors in self.by_id.values()]
         if len(bounds) > 2:
             ends = [id_bounds[self.ids.keys().index(name)] for name in self.by_id]
         for number, rows in enumerate(pairwise(bounds)):
             of_pooled = [] if self.pooled is None else [slice(*rows)]
-            yield Part(rows, [*of_pooled, *(slice(*each[number : number + 2]) for each in ends)])
+            yield Part(rows, [*of_pooled, *(slice(*of_feature[number : number + 2]) for of_feature in ends)])
 
     def rows(self, part: Part) -> list[torch.Tensor]:
         """Return the rows of a part of each tensor as the model reads them, in FP32 whatever type the tables give.
@@ -78,12 +78,12 @@ class Lookup:
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Hand on the gradients by `tensors`, FP32, as far as to the ranks that hold the rows."""
         wanted = [
-            (each, gradient.to(each.dtype))
-            for each, gradient in zip(self.tensors, gradients, strict=True)
-            if each.requires_grad and gradient is not None
+            (vectors, gradient.to(vectors.dtype))
+            for vectors, gradient in zip(self.tensors, gradients, strict=True)
+            if vectors.requires_grad and gradient is not None
         ]
         if wanted:
-            torch.autograd.backward([each for each, _ in wanted], [gradient for _, gradient in wanted])
+            torch.autograd.backward([vectors for vectors, _ in wanted], [gradient for _, gradient in wanted])
 
     def add_l2(
         self, gradients: Sequence[torch.Tensor | None], factors: Mapping[str, float], weights: torch.Tensor
@@ -134,7 +134,7 @@ class Lookup:
             vectors[name] = jagged if name in unpooled else sum_by_row(jagged)
         for name, counted in averaged.items():
             if name not in unpooled:
-                number = lengths[[keys.index(each) for each in counted]].sum(0)
+                number = lengths[[keys.index(key) for key in counted]].sum(0)
                 vectors[name] = vectors[name] / number.clamp(min=1)[:, None]
         return vectors
 
@@ -329,7 +329,7 @@ class MicroBatches:
         leaves = [torch.cat(parts).requires_grad_() for parts in outputs]
         loss = self.loss.add(tuple(leaves) if len(leaves) > 1 else leaves[0], self._batch)
         gradients = torch.autograd.grad(loss * self._factor, leaves)
-        return [iter(each.split(list(map(len, parts)))) for each, parts in zip(gradients, outputs, strict=True)]
+        return [iter(whole.split(list(map(len, parts)))) for whole, parts in zip(gradients, outputs, strict=True)]
 
 
 def _as_tuple(outputs: Outputs) -> tuple[torch.Tensor, ...]:

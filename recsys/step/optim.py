@@ -59,7 +59,7 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
         DenseOptimizer.sgd: torch.optim.SGD,
         DenseOptimizer.adafactor: torch.optim.Adafactor,
     }
-    if all((each.device.type, each.dtype) == ("cpu", torch.float32) for each in groups[0]["params"]):
+    if all((parameter.device.type, parameter.dtype) == ("cpu", torch.float32) for parameter in groups[0]["params"]):
         kinds |= {DenseOptimizer.adam: Adam, DenseOptimizer.adamw: AdamW}  # checkpoints know them by these names
     on_gpu = any(parameter.is_cuda for parameter in groups[0]["params"])
     refused = dense.name is DenseOptimizer.adagrad and on_gpu and torch.__version__ < "2.13"  # by Adagrad itself

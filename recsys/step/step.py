@@ -155,8 +155,8 @@ class DenseHalf(nn.Module):
         sent = [] if self._joined is None else self._joined.send()
         if not self.late_exchange:
             lookup.backward(passes.gradients)
-        for each in sent:
-            each.wait()
+        for exchange in sent:
+            exchange.wait()
         agreement = agree(self.sums, self._dense_gradients())
         if self.late_exchange:
             lookup.backward(passes.gradients)
@@ -237,7 +237,7 @@ class DenseHalf(nn.Module):
             return model(vectors, rows.floats)
         with torch.autocast(rows.floats.device.type, self._dtype):
             outputs = model(vectors, rows.floats)
-        return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(each.float() for each in outputs)
+        return outputs.float() if isinstance(outputs, torch.Tensor) else tuple(output.float() for output in outputs)
 
 
 class TrainStep(nn.Module):

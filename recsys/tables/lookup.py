@@ -158,7 +158,7 @@ class ExchangingLookup(LocalLookup):
         num_rows, num_ranks = ids.stride(), len(self._sent)
         said = by_feature.new_full((1,), kind)
         parts = by_feature.split([number * num_rows for number in self._sent])
-        message = torch.cat([each for part in parts for each in (said, part)])
+        message = torch.cat([tensor for part in parts for tensor in (said, part)])
         sizes = [1 + number * num_rows for number in self._sent]
         received = message.new_empty(num_ranks, 1 + len(self._own) * num_rows)
         dist.all_to_all_single(received.view(-1), message, [received.shape[1]] * num_ranks, sizes)

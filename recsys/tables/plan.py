@@ -188,7 +188,7 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
     settings = config.tables[table]
     kernel = settings.compute_kernel if topology.on_gpu else ComputeKernel.fused
     return ParameterConstraints(
-        sharding_types=[each.value for each in types],
+        sharding_types=[sharding.value for sharding in types],
         compute_kernels=[kernel.value, EmbeddingComputeKernel.DENSE.value],
         cache_params=(
             CacheParams(load_factor=settings.cache_load_factor) if kernel is ComputeKernel.fused_uvm_caching else None

@@ -44,7 +44,7 @@ class TorchTable:
     def __post_init__(self) -> None:
         shape, rule = self.weights.shape, self.settings.name.value
         shapes = [shape[:1]] * rule.row_state + [shape] * rule.element_state
-        self.state = [torch.zeros(each, device=self.weights.device) for each in shapes]
+        self.state = [torch.zeros(size, device=self.weights.device) for size in shapes]
 
     def update(self, rows: torch.Tensor, gradient: torch.Tensor, places: torch.Tensor) -> None:
         """Update the rows of a batch; no other changes.

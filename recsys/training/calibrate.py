@@ -48,7 +48,9 @@ def main(arguments: Sequence[str], prog: str, about: str) -> int:
     """Measure on all ranks at once, and write the file; return the exit status 0."""
     parser = Parser(prog, description=about)
     parser.add_argument("out", metavar="OUT.json", type=Path, help="what topology.speeds of a dry run names")
-    parser.add_argument("--device", choices=[each.name for each in Device], default="auto", help="to measure (auto)")
+    parser.add_argument(
+        "--device", choices=[device.name for device in Device], default="auto", help="to measure (auto)"
+    )
     about = "that compute, of a rank on CPU; default: as in training"
     parser.add_argument("--threads", type=positive, help=about)
     words = parser.parse_args(arguments)
@@ -205,7 +207,7 @@ class _Lines(Writer):
 
     def seconds(self, batch: int) -> tuple[float, float]:
         """Return the seconds of a step, and those of them that it waited; of the median line, without the first."""
-        times = [(batch / each["samples_per_s"], each["wait_share"]) for each in self._values[1:]]
+        times = [(batch / line["samples_per_s"], line["wait_share"]) for line in self._values[1:]]
         middle = statistics.median
         return middle(total for total, _ in times), middle(total * share for total, share in times)
 

@@ -71,7 +71,7 @@ def _batched(dtype: torch.dtype, world: World) -> Curve:
     curve = []
     for side in BATCHED_SIDES:
         a = torch.ones(1 + (1 << 18) // side**2, side, side, dtype=dtype, device=world.device)
-        seconds = _seconds(lambda each: torch.bmm(each, each.mT), a, world)
+        seconds = _seconds(lambda matrices: torch.bmm(matrices, matrices.mT), a, world)
         curve.append((2.0 * side**3, 2.0 * side**3 * len(a) / seconds))
     return curve
 
@@ -79,7 +79,7 @@ def _batched(dtype: torch.dtype, world: World) -> Curve:
 def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[torch.Tensor], Any], torch.Tensor]:
     """Return an operator of a kind, and a tensor of which it reads and writes so many bytes in all."""
     if kind == "plain":
-        return lambda each: each * 2, torch.ones(size // 8, device=device)
+        return lambda numbers: numbers * 2, torch.ones(size // 8, device=device)
     if kind == "costly":
         return torch.sigmoid, torch.ones(size // 8, device=device)
     if kind == "indexed":
@@ -88,7 +88,7 @@ def _operator(kind: str, size: int, device: torch.device) -> tuple[Callable[[tor
             rows, 16, device=device
         )
     columns = torch.arange(128, device=device)  # a byte of each, and eight of a row's number
-    return lambda each: kept(1, each, columns, 0.5), torch.arange(max(1, size // 136), device=device)
+    return lambda numbers: kept(1, numbers, columns, 0.5), torch.arange(max(1, size // 136), device=device)
 
 
 def _moved(kind: str, world: World) -> Curve:

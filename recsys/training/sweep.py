@@ -68,14 +68,14 @@ class Sweep:
         with self.stop.caught(), joined(study, self.out) as process, ThreadPoolExecutor(self.jobs) as pool:
             for done in [pool.submit(self._work, process) for _ in range(self.jobs)]:
                 done.result()
-        begun = [each for each in counted(study.get_trials(deepcopy=False)) if each.state.name != "WAITING"]
-        tried = [_tried(each) for each in begun[: self.trials]]
+        begun = [trial for trial in counted(study.get_trials(deepcopy=False)) if trial.state.name != "WAITING"]
+        tried = [_tried(trial) for trial in begun[: self.trials]]
         if tried:
             write_report(self.out, tried, self.metric, is_higher_better(self.metric), self.by_bytes, self._command())
         if self.stop.number:
             logger.info("stopped by %s; the same command goes on with it", signal.Signals(self.stop.number).name)
             return 128 + self.stop.number
-        if not any(each.values or each.remark == _NOT_ENDED for each in tried):
+        if not any(trial.values or trial.remark == _NOT_ENDED for trial in tried):
             raise UserError(f"every trial of {self.out} failed, the first with: {tried[0].remark}")
         return 0
 
@@ -110,7 +110,7 @@ class Sweep:
         while not self.stop.number:
             trial = study.ask(distributions)
             trial.set_user_attr(PROCESS, process)
-            earlier = [each for each in study.get_trials(deepcopy=False) if each.number < trial.number]
+            earlier = [other for other in study.get_trials(deepcopy=False) if other.number < trial.number]
             if len(counted(earlier)) >= self.trials:
                 study.tell(trial, state=_optuna().trial.TrialState.FAIL)  # one too many, which no report shows
                 return

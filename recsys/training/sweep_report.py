@@ -37,9 +37,9 @@ class Tried:
 def pareto(tried: Sequence[Tried], higher: bool) -> list[Tried]:
     """Return the trials that none beats in both, metric and bytes, the fewest bytes first."""
     best: list[Tried] = []
-    for each in sorted(tried, key=lambda t: (t.bytes or 0, -t.mean if higher else t.mean)):
-        if not best or (each.mean > best[-1].mean if higher else each.mean < best[-1].mean):
-            best.append(each)
+    for trial in sorted(tried, key=lambda t: (t.bytes or 0, -t.mean if higher else t.mean)):
+        if not best or (trial.mean > best[-1].mean if higher else trial.mean < best[-1].mean):
+            best.append(trial)
     return best
 
 
@@ -51,14 +51,14 @@ def write_report(
     Args:
         higher: a higher metric is better. by_bytes: bytes count beside it. command: that every trial begins with.
     """
-    whole = sorted((each for each in tried if each.values), key=lambda t: -t.mean if higher else t.mean)
+    whole = sorted((trial for trial in tried if trial.values), key=lambda t: -t.mean if higher else t.mean)
     front = pareto(whole, higher) if by_bytes else whole[:1]
     content = {
         "command": list(command),
         "metric": metric,
         "data": "valid",
-        "best": [each.number for each in front],
-        "trials": [asdict(each) for each in tried],
+        "best": [trial.number for trial in front],
+        "trials": [asdict(trial) for trial in tried],
         "versions": installed_versions(),
     }
     replace_file(out / "sweep.json", to_json(content, indent=1) + "\n")
@@ -68,7 +68,7 @@ def write_report(
     if front:
         best = " ".join(f"'{key}={value}'" for key, value in whole[0].settings.items())
         parts.append(f"The best {metric}, on data.valid: `{' '.join(command)} {best}`\n")
-    rest = [each for each in tried if not each.values]
+    rest = [trial for trial in tried if not trial.values]
     parts += ["All trials, the best first:\n", _table([*whole, *rest], metric)]
     replace_file(out / "sweep.md", "\n".join(parts))
     replace_file(out / "sweep.svg", _drawing(front if by_bytes else whole[:_MOST_BARS], metric, by_bytes))
@@ -78,11 +78,18 @@ def _table(tried: Sequence[Tried], metric: str) -> str:
     keys = list(tried[0].settings)
     header = ["Trial", *(f"`{key}`" for key in keys), metric, "Tables, bytes", "Seconds", ""]
     lines = [f"| {' | '.join(header)} |", f"|{'---|' * (len(keys) + 1)}---:|---:|---:|---|"]
-    for each in tried:
-        number_of_bytes = "" if each.bytes is None else f"{each.bytes:,}"
-        seconds = "" if each.seconds is None else f"{each.seconds:.0f}"
-        values = [_short(each.settings.get(key, "")) for key in keys]
-        cells = [str(each.number), *values, each.told() if each.values else "", number_of_bytes, seconds, each.remark]
+    for trial in tried:
+        number_of_bytes = "" if trial.bytes is None else f"{trial.bytes:,}"
+        seconds = "" if trial.seconds is None else f"{trial.seconds:.0f}"
+        values = [_short(trial.settings.get(key, "")) for key in keys]
+        cells = [
+            str(trial.number),
+            *values,
+            trial.told() if trial.values else "",
+            number_of_bytes,
+            seconds,
+            trial.remark,
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -95,8 +102,8 @@ def _short(value: str) -> str:
 
 
 def _drawing(tried: Sequence[Tried], metric: str, by_bytes: bool) -> str:
-    lengths = [float(each.bytes or 0) if by_bytes else abs(each.mean) for each in tried]
-    labels = [f"{metric} {each.told()}, {each.bytes or 0:,} bytes" for each in tried]
-    names = [f"trial {each.number}" for each in tried]
+    lengths = [float(trial.bytes or 0) if by_bytes else abs(trial.mean) for trial in tried]
+    labels = [f"{metric} {trial.told()}, {trial.bytes or 0:,} bytes" for trial in tried]
+    names = [f"trial {trial.number}" for trial in tried]
     scaled = [length / (max(lengths) or 1) for length in lengths]
     return draw_bars(list(zip(names, scaled, labels, strict=True)), left=100, width=800)
