@@ -85,13 +85,11 @@ class Batch(Pipelineable):
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         tensors, content = self._tensors(), self.content
         if device.type == "cpu" or content is None:
-            return replace(
-                self, **{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()}
-            )
+            return replace(self, **{name: part.to(device, non_blocking=non_blocking) for name, part in tensors.items()})
         copy = content.to(device, non_blocking=non_blocking)  # one for all
         if device.type == "cuda":
             self.fence.record()  # until then the loader must not write into the memory that is being copied
-        return replace(self, content=None, **{name: moved(tensor, content, copy) for name, tensor in tensors.items()})
+        return replace(self, content=None, **{name: moved(part, content, copy) for name, part in tensors.items()})
 
     def dense_rows(self, start: int, stop: int) -> "Batch":
         """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
