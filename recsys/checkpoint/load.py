@@ -47,6 +47,10 @@ class Loaded:
         """Write the report as JSON."""
         replace_file(path, json.dumps(vars(self), indent=1) + "\n")
 
+    def optimized_tables(self) -> set[str]:
+        """Return the tables whose optimizer's state is taken from the checkpoint."""
+        return {_owner(name) for name in self.loaded if name.startswith(TABLE_OPTIMIZER)}
+
     def lines(self) -> Iterator[str]:
         """Yield a line for every group of tensors with the same fate."""
         for fate in ("loaded", "kept", "new", "left"):

@@ -33,6 +33,7 @@ class TrainState:
         position: in the data, after `step` steps trained.
         bad_steps: of `step`, those that were not finite and changed nothing.
         overflows: of `step`, those whose gradient overflowed FP16, likewise.
+        updates_before: by table, the updates that its optimizer's state had seen in the runs that it comes from.
         loss_scale, loss_scale_good_steps: as of `LossScale`.
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
@@ -47,6 +48,7 @@ class TrainState:
     step: int = 0
     bad_steps: int = 0
     overflows: int = 0
+    updates_before: dict[str, int] = field(default_factory=dict)
     loss_scale: float | None = None
     loss_scale_good_steps: int = 0
     epoch_rows: list[list[int]] = field(default_factory=list)
@@ -58,6 +60,10 @@ class TrainState:
     bad_evaluations: int = 0
     window: dict[str, list[float]] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def updates_of(self, table: str) -> int:
+        """Return how many updates of a table its optimizer's state has seen, by which some correct their moments."""
+        return self.updates_before.get(table, 0) + self.step - self.bad_steps - self.overflows
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What updates the tables on a rank: FBGEMM's kernels, and rules in torch where it has none."""
 
 import pydoc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -73,12 +73,13 @@ class TableUpdates:
 
     def __init__(self, model: DistributedModelParallel, config: Config, on_gpu: bool) -> None:
         self._model = model
-        self._fbgemm: list[tuple[TableOptimizerConfig, Any]] = []
+        self._fbgemm: list[tuple[TableOptimizerConfig, list[str], Any]] = []
         self._shards: list[TorchTable] = []
         for kernel in kernels(model, FusedOptimizerModule):
             tables = [config_name(table.name) for table in kernel.config.embedding_tables]
             if all(_in_fbgemm(config, table, on_gpu) for table in tables):
-                self._fbgemm.append((config.table_optimizer(tables[0]), kernel.emb_module))  # they have one optimizer
+                settings = config.table_optimizer(tables[0])  # they have one optimizer
+                self._fbgemm.append((settings, tables, kernel.emb_module))
                 if not on_gpu and kernel.emb_module.pooling_mode is PoolingMode.NONE:
                     look_up_as_sums(kernel.emb_module)
             else:
@@ -93,23 +94,25 @@ class TableUpdates:
             replicas += _torch_tables(kernel, config)
         self.replicated = ReplicatedTables(replicas)
 
-    def begin(self, factor: float, num_updates: int) -> None:
-        """Begin a step, before which there were so many updates; `factor` is of the learning rates of the config.
+    def begin(self, factor: float, updates_of: Callable[[str], int]) -> None:
+        """Begin a step, before which a table had so many updates; `factor` is of the learning rates of the config.
 
-        FBGEMM counts its own forward passes, those of evaluations and of steps that were left out among them.
+        FBGEMM counts its own forward passes, those of evaluations and of steps that were left out among them. It has
+        one count for the tables of a kernel: a new one is then like rows that are first looked up late.
         """
-        for settings, fbgemm in self._fbgemm:
+        for settings, tables, fbgemm in self._fbgemm:
             fbgemm.set_learning_rate(settings.learning_rate * factor)
             if settings.name.value.counts_updates:
+                num_updates = max(map(updates_of, tables))
                 # Where the counter on the host is 0, FBGEMM takes the one that checkpoints hold.
                 fbgemm.iter_cpu = fbgemm.iter_cpu.cpu().fill_(num_updates)
                 fbgemm.iter.fill_(num_updates)
         for table in (*self._shards, *self.replicated.tables):
-            table.learning_rate, table.num_updates = table.settings.learning_rate * factor, num_updates
+            table.learning_rate, table.num_updates = table.settings.learning_rate * factor, updates_of(table.name)
 
     def forget_caches(self) -> None:
         """Drop what GPUs hold of tables in host memory, which have been changed there."""
-        for _, fbgemm in self._fbgemm:
+        for _, _, fbgemm in self._fbgemm:
             fbgemm.reset_cache_states()
 
     def state(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         UserError: the source is of other data or tables.
     """
     world, tensors, fingerprints = inputs.world, built.tensors, _fingerprints(inputs)
+    updates_before: dict[str, int] = {}
     if source is not None and source.goes_on:
         state = source.marker.state
         _check_files(inputs, source, fingerprints)
@@ -40,8 +41,9 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         logger.info("weights and optimizers taken from %s", source.path)
         for line in loaded.lines():
             logger.info("%s", line)
+        updates_before = {table: source.marker.state.updates_of(table) for table in loaded.optimized_tables()}
     _import_tables(inputs, built)
-    return TrainState(position=Position(), fingerprints=fingerprints)
+    return TrainState(position=Position(), fingerprints=fingerprints, updates_before=updates_before)
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:

@@ -186,7 +186,7 @@ class Trainer:
         state, config = self.state, self._config.optimizer
         factor = self._rates_factor(state.step)
         set_learning_rate(self._built.dense_optimizer, config.dense.learning_rate * factor)
-        self._built.table_updates.begin(factor, state.step - state.bad_steps - state.overflows)
+        self._built.table_updates.begin(factor, state.updates_of)
 
     def _rates_factor(self, step: int) -> float:
         return schedule_factor(self._config.optimizer.schedule, self._num_steps, step) * self.state.rate_factor

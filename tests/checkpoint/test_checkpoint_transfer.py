@@ -20,6 +20,7 @@ from launch import ROOT, fork_train
 
 from recsys.checkpoint import (
     Checkpoints,
+    Marker,
     TableRows,
     TrainState,
     export_table,
@@ -190,6 +191,26 @@ def train(run_dir: Path, *options: str, nproc: int = 1) -> str:
                       "run.num_threads=1", *options, nproc=nproc)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+def test_a_start_from_a_run_learns_what_that_run_would_have(tmp_path: Path) -> None:
+    settings = ("train.global_batch_size=3000", "train.epochs=9", "train.log_every_steps=1",
+                "optimizer.tables.name=adam", "optimizer.tables.eps=1e-4")  # fmt: skip
+
+    def losses(run: str, steps: int, *options: str) -> list[float]:  # of steps that all train all rows
+        train(tmp_path / run, *settings, f"train.max_steps={steps}", *options)
+        lines = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        return [line["loss"] for line in lines if line["kind"] == "train"]
+
+    parts = losses("a", 4)
+    parts += losses("b", 3, f"train.init_from={tmp_path}/a")
+    assert parts == pytest.approx(losses("whole", 7), abs=1e-6)
+    # A table that is new has had no update, whatever the others have had.
+    losses("d", 1, f"train.init_from={tmp_path}/b", "features.month={column: hour, table: month}",
+           "tables.month={num_embeddings: 24, embedding_dim: 8}", "train.init.tables=matching",
+           "train.init.dense=matching", "train.init.optimizers=matching")  # fmt: skip
+    state = Marker.read(tmp_path / "d/checkpoints/step-000000001").state
+    assert (state.updates_of("user"), state.updates_of("month")) == (8, 1)
 
 
 @pytest.mark.slow

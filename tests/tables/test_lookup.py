@@ -44,7 +44,7 @@ def trained(folder: Path, by_torchrec: bool, *overrides: str) -> tuple[bool, lis
         is_local = built.step.local is not None
         if by_torchrec:
             built.step.local = None
-        built.table_updates.begin(1.0, 0)
+        built.table_updates.begin(1.0, lambda table: 0)
         pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, debug=False)
         with closing(inputs.loader("train").batches()) as batches:
             some = islice(batches, 8)
