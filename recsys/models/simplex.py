@@ -97,7 +97,10 @@ class SimpleX(RetrievalModel):
             return users, items
         positives, row = history.values(), row_of_each_id(history)
         if self.config.leave_one_out:
-            mean = self.dropout((take_rows(total, row) - positives) / (lengths - 1).clamp(min=1)[row], row)
+            # Of an only item no other is left: without the mask, the two gradients of 0 / |0| would cancel, and take
+            # with them what the negatives tell of that item.
+            others = (take_rows(total, row) - positives).masked_fill((lengths == 1)[row], 0)
+            mean = self.dropout(others / (lengths - 1).clamp(min=1)[row], row)
             searching = self._searching((1 - share) * take_rows(own, row) + share * self.map(mean))
         else:
             searching = take_rows(users, row)

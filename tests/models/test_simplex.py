@@ -143,6 +143,18 @@ def test_a_users_vector_is_their_own_and_the_mean_of_their_items() -> None:
     torch.testing.assert_close(searching, F.normalize(torch.stack([*others, 0.75 * user[2]]), dim=1))
 
 
+def test_an_only_item_keeps_the_gradient_of_negatives() -> None:
+    torch.manual_seed(0)
+    values, negative = torch.randn(3, 4, requires_grad=True), torch.randn(4)
+    history = JaggedTensor(values, lengths=torch.tensor([1, 2], dtype=torch.int32))
+    vectors = {"user": torch.randn(2, 4), "history": history, "item": torch.randn(2, 4)}
+    users, _, found, searching = model_of(history_share=1.0, leave_one_out=True)(vectors, torch.zeros(2, 0))
+    # What is left of the list without its only item is 0, and has no part in the item's gradient.
+    (whole,) = torch.autograd.grad((users @ negative).sum() + (searching * found)[:1].sum(), values, retain_graph=True)
+    (of_negatives,) = torch.autograd.grad((users @ negative).sum(), values)
+    torch.testing.assert_close(whole[0], of_negatives[0])
+
+
 @pytest.mark.parametrize("loss", list(RetrievalLoss))
 def test_the_loss_by_hand(loss: RetrievalLoss) -> None:
     """Users with 3, 0, 1 and 2 items, the last of weight 2; drawn are items 2, 9, 9, 4, and nothing in the last row."""
