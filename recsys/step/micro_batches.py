@@ -304,7 +304,7 @@ class MicroBatches:
         for leaf in leaves:
             leaf.grad = None
         dense, weights = self._dense, self._batch.weights
-        own = [gradient for gradient in self.gradients if gradient is not None]
+        own = [gradient for gradient in self.gradients if gradient is not None and gradient.numel()]
         if dense.loss_scale.value != 1:
             torch._foreach_div_(own, dense.loss_scale.value)
         if dense.l2:

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
@@ -188,6 +190,16 @@ def test_tables_of_several_widths(tmp_path: Path) -> None:
     assert "dense/projections.user_id.weight" not in one[1]
     narrow = train(tmp_path / "narrow", *FP32, *widths, "model.embedding_dim=8", "train.max_steps=3")
     assert narrow[1]["dense/projections.user_id.weight"].shape == (8, 16)
+
+
+def test_a_batch_without_an_id_of_a_list_travels_in_fp16(tmp_path: Path) -> None:
+    rows = pq.read_table(ROOT / "data/sample/train")
+    empty = pa.array([[]] * len(rows), rows["history"].type)
+    pq.write_table(rows.set_column(rows.column_names.index("history"), "history", empty), tmp_path / "rows.parquet")
+    settings = (f"data.train={tmp_path}/rows.parquet", "model.attention={history: item_id}", "train.max_steps=2")
+    one, _ = train(tmp_path / "one", *settings)
+    two, _ = train(tmp_path / "two", *settings, "precision.backward_wire=FP16", "train.micro_batch_size=100", nproc=2)
+    assert two == pytest.approx(one, abs=1e-3)
 
 
 class LiveBytes:
