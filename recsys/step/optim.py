@@ -51,7 +51,7 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
     if dense.name is DenseOptimizer.lamb:
         from pytorch_optimizer import Lamb  # here, because it takes a second
 
-        return Lamb(groups, **settings)
+        return Lamb(groups, **settings, adam_debias=True)  # else the first step is 10 times as long as the paper's
     kinds: dict[DenseOptimizer, type[torch.optim.Optimizer]] = {
         DenseOptimizer.adam: torch.optim.Adam,
         DenseOptimizer.adamw: torch.optim.AdamW,

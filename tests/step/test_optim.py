@@ -17,7 +17,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig, load_config
 from recsys.config.choices import DenseOptimizer, StateType
 from recsys.config.device import check_device
-from recsys.config.schema import ScheduleConfig
+from recsys.config.schema import DenseOptimizerConfig, ScheduleConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.step.optim import Adam, AdamW, build_dense_optimizer, schedule_factor, set_learning_rate
@@ -26,6 +26,24 @@ from recsys.tables.updates import attach_table_optimizers
 
 def parameters(count: int = 1) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(2, 4)) for _ in range(count)]
+
+
+def test_lamb_is_that_of_its_paper() -> None:
+    """You et al. 2020, arXiv:1904.00962, with decay apart as of AdamW."""
+    torch.manual_seed(0)
+    (parameter,) = parameters()
+    dense = DenseOptimizerConfig(DenseOptimizer.lamb, learning_rate=0.1, weight_decay=0.2)
+    optimizer = build_dense_optimizer([parameter], OptimizerConfig(dense=dense))
+    weights, mean, squares = parameter.detach().double(), 0.0, 0.0
+    for step in range(1, 5):
+        gradient = torch.randn(2, 4)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        mean, squares = 0.9 * mean + 0.1 * gradient.double(), 0.999 * squares + 0.001 * gradient.double() ** 2
+        ratio = mean / (1 - 0.9**step) / ((squares / (1 - 0.999**step)).sqrt() + 1e-6)
+        weights = weights * (1 - 0.1 * 0.2)
+        weights = weights - 0.1 * weights.norm() / ratio.norm() * ratio
+        torch.testing.assert_close(parameter.detach().double(), weights, rtol=1e-4, atol=1e-4)
 
 
 def factors(num_steps: int, count: int, **schedule) -> list[float]:
