@@ -181,7 +181,7 @@ class TableConfig:
     quantize: RowCode | None = None
     mapping: IdMappingType = IdMappingType.hash
     hash_seed: int = bounded(0, 0)  # another seed, another hash: other ids share a row
-    # Hash: the vector of an id is the sum of so many rows, each by a hash of its own.
+    # Hash: the vector of an id is the sum of so many rows, each by a hash of its own; with pooling: mean, their mean.
     num_hashes: int = bounded(1, 1, 16)
     num_ids: int | None = bounded(None, 1, 2**62)  # quotient_remainder: how many ids are told apart
     min_count: int = bounded(1, 1)  # vocabulary: rarer ids have no row of their own
@@ -193,6 +193,7 @@ class TableConfig:
     init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     # Added to the loss: l2 / 2 times the mean over rows of the squared length of each vector that the table gives, by
     # their weights; of a list that is pooled, of its sum. Exact on every device and plan, other than weight_decay.
+    # Of sasrec, simplex and ultragcn the sum over rows is divided as their loss is: by the number of items to be found.
     l2: float = bounded(0.0, 0, LARGE)
     sparsity: SparsityConfig | None = None
     sharding_type: ShardingChoice = ShardingChoice.auto
@@ -297,9 +298,7 @@ class Config:
     """
 
     model: Any = MISSING  # its name, and the keys of that model
-    features: dict[str, FeatureConfig] = (
-        MISSING  # by name; the column of a feature has its name, unless it says another
-    )
+    features: dict[str, FeatureConfig] = MISSING  # by name; a column has its feature's name, unless that says another
     tables: dict[str, TableConfig] = MISSING  # by name
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
