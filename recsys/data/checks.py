@@ -1,12 +1,13 @@
 """Checks of columns: over several data sets they have to be of one kind, and some need a value that counts."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from recsys.config import Config
 from recsys.config.features import id_features, model_features
+from recsys.data.convert import convert_floats
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.spec import FloatColumn
@@ -97,9 +98,11 @@ def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.
         )
 
 
-def check_weights(dataset: Dataset, column: str) -> None:
+def check_weights(dataset: Dataset, weight: FloatColumn) -> None:
     """Refuse a column of weights that is 0 in every row. Raises UserError, or as `SegmentReader.read`."""
-    if not any(pc.any(pc.greater(table.column(column), 0)).as_py() for table in _row_groups(dataset, [column])):
+    lenient, column = replace(weight, fill=0.0, finite=False), weight.column or ""
+    chunks = (chunk for table in _row_groups(dataset, [column]) for chunk in table.column(column).chunks)
+    if not any((convert_floats(chunk, lenient) > 0).any() for chunk in chunks):
         raise UserError(
             f"config key '{dataset.key}': column '{column}' (data.weight_column) is 0 in every row, so nothing counts"
         )

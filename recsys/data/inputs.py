@@ -301,7 +301,7 @@ def _check_first_rows(inputs: Inputs, role: str) -> None:
     except UserError as error:
         raise UserError(f"config key '{dataset.key}': {error} (in {dataset.row_groups.segment(0).path})") from error
     if spec.weight is not None:
-        check_weights(dataset, spec.weight.column or "")
+        check_weights(dataset, spec.weight)
     for label in spec.labels if role == "train" else ():
         check_known(dataset, label)
     for part, lists in zip(spec.lists, columns.lists, strict=True):
