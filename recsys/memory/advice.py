@@ -13,8 +13,9 @@ from recsys.config.topology import num_bytes
 from recsys.data.inputs import Inputs
 from recsys.errors import NoPlanError, UserError, is_out_of_memory
 from recsys.memory import BudgetExceeded, DataFacts, Timeline
-from recsys.memory.autofit import MARGIN, Change, Fitter, Offer, with_changes
+from recsys.memory.autofit import MARGIN, Fitter, Offer, with_changes
 from recsys.memory.data_facts import data_facts
+from recsys.memory.levers import Change
 from recsys.memory.predict import CUDA_CONTEXT_BYTES
 from recsys.runtime.logs import logger
 from recsys.runtime.machine import Topology, topology_of
@@ -30,11 +31,13 @@ class Advice:
     Attributes:
         holders: of the fullest rank by the prediction, with their bytes.
         offers: changes of settings; missing: bytes that are missing without, over all ranks.
+        process: as of `Fitter`.
     """
 
     holders: list[tuple[str, int]]
     offers: list[Offer]
     missing: int
+    process: tuple[int, int]
 
     @property
     def first_is_enough(self) -> bool:
@@ -54,6 +57,8 @@ class Advice:
         if self.first_is_enough:
             return [*lines, f"(memory.fit=true chooses by itself; {_STAYS_FREE})"]
         least = min([self.missing, *(offer.missing for offer in self.offers)])
+        if in_vain := _in_vain(self.process):
+            return [*lines, f"no setting is enough, nor are more ranks: {in_vain}; it takes {_mib(least)} more"]
         return [
             *lines,
             f"no setting is enough: it takes {_mib(least)} more, more ranks, or smaller tables, layers or batches",
@@ -78,7 +83,14 @@ class Advice:
 def advise(config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0) -> Advice:
     """Return what would make a run fit; `seen_bytes` as of `Fitter`."""
     fitter = Fitter(config, data, topology, seen_bytes)
-    return Advice(fitter.holders(), fitter.advice(), fitter.missing(config))
+    return Advice(fitter.holders(), fitter.advice(), fitter.missing(config), fitter.process())
+
+
+def _in_vain(process: tuple[int, int]) -> str:
+    """Tell why neither settings nor ranks help, where a process by itself takes more than it may; "" elsewhere."""
+    takes, may_take = process
+    held = f"a process takes {_mib(takes)} before it holds a table or a batch, and may take {_mib(may_take)}"
+    return held if takes > may_take else ""
 
 
 class Explained:
@@ -169,10 +181,13 @@ def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
     ]
     there = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
     help_ = f"memory.allow=[{','.join(also)}] would be enough" if also and not with_all.missing else "nothing is enough"
+    otherwise = "otherwise take more ranks, smaller tables or a smaller train.global_batch_size"
+    if in_vain := _in_vain(fitter.process()):
+        otherwise = f"{in_vain}; give it more"
     raise UserError(
         f"config key 'memory.fit': {_STAYS_FREE}; the run takes {_mib(fitted.before)} of {_mib(there)} on its fullest "
         f"rank, {_mib(fitted.after)} with what keeps what is learned, and {_mib(fitted.missing)} are missing over all "
-        f"ranks; {help_}: otherwise take more ranks, smaller tables or a smaller train.global_batch_size"
+        f"ranks; {help_}: {otherwise}"
     )
 
 

@@ -1,41 +1,27 @@
 """Settings that make a run fit into its memory: the cheapest first, and none that changes what is learned unasked."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
-from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
-from recsys.config.choices import ELEMENTWISE, Autocast, DenseSharding, Saver
+from recsys.config import Config
+from recsys.config.choices import Saver
 from recsys.config.features import rank_rows
-from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
 from recsys.memory.data_facts import streams_of_a_rank
+from recsys.memory.levers import LEVERS, Change
 from recsys.memory.trace import demands, rehearse
 from recsys.runtime.machine import Topology
-from recsys.runtime.threads import batches_ahead, decoding_threads
+from recsys.runtime.threads import decoding_threads
 from recsys.step.build import build_tables
-from recsys.tables.bytes import WEIGHT_BYTES
 from recsys.tables.shard import plan_tables, shards
 from recsys.tables.spec import Shard
 
 MARGIN = 0.05  # of the memory there is, that a fitted run leaves: predictions are not exact
-_LEAST_ROWS = 32  # of a micro-batch
 _PASSES = 2
-_FINE_STEPS = 4  # up to which tables are moved one by one
+_OF_PROCESS = {"device": ("context",), "host": ("process", "libraries")}  # kinds that no setting makes smaller
 _LEAST_BYTES, _LEAST_SHARE = 1 << 20, 0.02  # that are worth an advice, and of what is still missing with it
-
-
-@dataclass(frozen=True)
-class Change:
-    """Settings by key, what they cost in words, and what must be allowed for them; None: the same is learned."""
-
-    settings: Mapping[str, Any]
-    cost: str
-    saver: Saver | None = None
-
-    def __str__(self) -> str:
-        return " ".join(f"{key}={_shown(value)}" for key, value in self.settings.items())
 
 
 @dataclass(frozen=True)
@@ -164,6 +150,14 @@ class Fitter:
         sizes = tables | {kind.replace("_", " "): size for kind, size in others.items()}
         return sorted(sizes.items(), key=lambda pair: -pair[1])[:num]
 
+    def process(self) -> tuple[int, int]:
+        """Return the bytes that a process takes before it holds tables or batches, and those that it may take."""
+        topology, ranks = self._topology, self._ranks(self._config)
+        where = self._where(ranks)
+        kinds = max(ranks, key=lambda each: each.peak(where)[0]).phases["step"][where]
+        there = topology.device_bytes if where == "device" else topology.host_share_bytes
+        return sum(kinds.get(kind, 0) for kind in _OF_PROCESS[where]), int(there * (1 - MARGIN))
+
     def _where(self, ranks: Sequence[RankMemory]) -> str:
         topology = self._topology
         if not topology.on_gpu:
@@ -222,129 +216,3 @@ def _set(node: Any, path: Sequence[str], value: Any) -> Any:
         return {**node, head: _set(node[head], rest, value) if rest else value}
     assert is_dataclass(node) and not isinstance(node, type)
     return replace(node, **{head: _set(getattr(node, head), rest, value) if rest else value})
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else getattr(value, "name", str(value))
-
-
-def _micro_batches(config: Config, topology: Topology) -> Iterator[Change]:
-    rows = -(-config.train.global_batch_size // topology.world_size)
-    rows = min(rows, config.train.micro_batch_size or rows)
-    while rows > _LEAST_ROWS:
-        rows = max(_LEAST_ROWS, -(-rows // 2))
-        yield Change({"train.micro_batch_size": rows}, "smaller products of matrices, so slower steps")
-
-
-def _evaluation(config: Config, topology: Topology) -> Iterator[Change]:
-    rows = config.train.eval_batch_size or config.train.global_batch_size
-    while rows > _LEAST_ROWS * topology.world_size:
-        rows = max(_LEAST_ROWS * topology.world_size, -(-rows // 4))
-        yield Change({"train.eval_batch_size": rows}, "evaluations take longer")
-
-
-def _checkpointing(config: Config, topology: Topology) -> Iterator[Change]:
-    if not config.train.activation_checkpointing:
-        yield Change({"train.activation_checkpointing": True}, "MLPs are computed twice")
-
-
-def _dense_sharding(config: Config, topology: Topology) -> Iterator[Change]:
-    if topology.world_size > 1 and config.optimizer.dense.name in ELEMENTWISE:
-        yield Change({"train.dense_sharding": DenseSharding.optimizer}, "ranks send each other weights in each step")
-
-
-def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
-    if batches_ahead(config.data.prefetch_batches, topology.device) > 1:
-        yield Change({"data.prefetch_batches": 1}, "training may wait for data")
-
-
-def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
-    whole = (ShardingChoice.data_parallel, ShardingChoice.table_wise)
-    names = [name for name, table in config.tables.items() if table.sharding_type in whole]
-    if topology.world_size > 1 and names and config.run.plan is None:
-        settings = {f"tables.{name}.sharding_type": ShardingChoice.row_wise for name in names}
-        yield Change(settings, "every rank is asked for rows of these tables")
-
-
-def _caching(config: Config, topology: Topology) -> Iterator[Change]:
-    if not topology.on_gpu or config.run.plan is not None:
-        return
-    excess = sum(_weight_bytes(t) for t in config.tables.values()) - topology.world_size * topology.device_bytes
-    movables = {
-        name: table
-        for name, table in config.tables.items()
-        if not config.updated_in_torch(name)
-        and table.sharding_type is not ShardingChoice.data_parallel
-        and table.compute_kernel is ComputeKernel.fused
-    }
-    least = 0  # as many as must go, before anything else is counted
-    for table in sorted(movables.values(), key=_weight_bytes, reverse=True):
-        if excess <= 0:
-            break
-        excess -= int(_weight_bytes(table) * (1 - table.cache_load_factor))
-        least += 1
-    for names in _largest(movables, least):
-        settings = {f"tables.{name}.compute_kernel": ComputeKernel.fused_uvm_caching for name in names}
-        yield Change(settings, "rows that the cache lacks come over the bus")
-
-
-def _weight_bytes(table: TableConfig) -> int:
-    return table.num_embeddings * table.embedding_dim * WEIGHT_BYTES[table.data_type]
-
-
-def _largest(tables: Mapping[str, TableConfig], least: int = 0) -> Iterator[list[str]]:
-    """Yield the names of the `least` largest tables, then of some more each time, and at last of all."""
-    names = sorted(tables, key=lambda name: _weight_bytes(tables[name]), reverse=True)
-    more = 0
-    while least + more < len(names):
-        if least + more:
-            yield names[: least + more]
-        more = more + 1 if more < _FINE_STEPS else 2 * more
-    if names:
-        yield names
-
-
-def _windows(config: Config, topology: Topology) -> Iterator[Change]:
-    size = config.data.window_mib
-    while size > 1:
-        size = max(1, size // 4)
-        yield Change({"data.window_mib": size}, "rows come in another order, shuffled less far", Saver.row_order)
-
-
-def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
-    settings: dict[str, Any] = {}
-    optimizers = {config.table_optimizer_key(table): config.table_optimizer(table) for table in config.tables}
-    for key, optimizer in {"optimizer.tables": config.optimizer.tables, **optimizers}.items():
-        row_wise = optimizer.name.value.row_wise
-        if row_wise is not None and (topology.on_gpu or TableOptimizer[row_wise].value.trains_on_cpu):
-            settings[f"{key}.name"] = TableOptimizer[row_wise]
-    if settings:
-        yield Change(settings, "one step size for a whole row", Saver.row_wise_state)
-
-
-def _fp16(config: Config, topology: Topology) -> Iterator[Change]:
-    for names in _largest({name: t for name, t in config.tables.items() if t.data_type is DataType.FP32}):
-        settings = {f"tables.{name}.data_type": DataType.FP16 for name in names}
-        yield Change(settings, "updates are rounded to 11 bits", Saver.fp16_tables)
-
-
-def _autocast(config: Config, topology: Topology) -> Iterator[Change]:
-    if config.precision.autocast is Autocast.none:
-        settings = {"precision.autocast": Autocast.bf16}
-        yield Change(settings, "products of matrices have 8 bits", Saver.bf16_autocast)
-
-
-# From the cheapest to the dearest; each gives changes from the weakest to the strongest.
-LEVERS: tuple[Callable[[Config, Topology], Iterator[Change]], ...] = (
-    _evaluation,
-    _micro_batches,
-    _checkpointing,
-    _dense_sharding,
-    _prefetching,
-    _row_wise,
-    _caching,
-    _windows,
-    _autocast,
-    _row_wise_state,
-    _fp16,
-)

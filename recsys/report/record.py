@@ -42,7 +42,7 @@ class Record:
     @cached_property
     def result(self) -> dict[str, Any]:
         """result.json of a run that has ended in order, and of no earlier start of it; else empty."""
-        identity = self.memory[0]["identity"] if self.memory else {}
+        identity = self.endings_of_ranks[0]["identity"] if self.endings_of_ranks else {}
         return self._json("result.json") if identity.get("status") in ("done", "stopped") else {}
 
     @cached_property
@@ -51,10 +51,15 @@ class Record:
         return self._json("compression.json")
 
     @cached_property
-    def memory(self) -> list[dict[str, Any]]:
-        """The memory reports by rank; empty before the end of a run."""
+    def endings_of_ranks(self) -> list[dict[str, Any]]:
+        """What each rank has left at its end, by rank; empty before the end of a run."""
         reports = [json.loads(path.read_text()) for path in self.folder.glob("memory/rank_*.json")]
         return sorted(reports, key=lambda report: report["identity"]["rank"])
+
+    @property
+    def memory(self) -> list[dict[str, Any]]:
+        """The memory reports among these: ranks that had no tables yet have none, only why they ended."""
+        return [report for report in self.endings_of_ranks if "peak" in report]
 
     @cached_property
     def shards(self) -> list[Any]:
@@ -79,7 +84,7 @@ class Record:
     @property
     def status(self) -> str:
         """One of done, stopped, failed, out of memory, running, compressed and killed."""
-        known = str(self.memory[0]["identity"]["status"]) if self.memory else ""
+        known = str(self.endings_of_ranks[0]["identity"]["status"]) if self.endings_of_ranks else ""
         if self.error or self._failed_since():
             return known if known == "out of memory" else "failed"
         if known:
@@ -170,7 +175,7 @@ class Record:
         if not self.log or self.log[-1][1] != "ERROR":
             return False
         at = time.mktime(time.strptime(self.log[-1][0], "%Y-%m-%d %H:%M:%S"))
-        return not self.memory or at > (self.folder / "memory" / "rank_0.json").stat().st_mtime - 1
+        return not self.endings_of_ranks or at > (self.folder / "memory" / "rank_0.json").stat().st_mtime - 1
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.folder / name

@@ -22,7 +22,7 @@ from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
 from recsys.memory import Timeline
 from recsys.memory.advice import Explained, fit_inputs, limit_memory
-from recsys.memory.autofit import Change
+from recsys.memory.levers import Change
 from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported

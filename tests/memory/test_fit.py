@@ -1,6 +1,7 @@
 """What is changed so that a run fits into memory, and what is told when it does not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from recsys.memory import DataFacts, Decoding
 from recsys.memory.advice import advise
 from recsys.memory.autofit import Fitter, with_changes
 from recsys.memory.dry_run import rehearse_run
+from recsys.memory.levers import LEVERS
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import topology_of
 from recsys.runtime.world import rehearse_world
@@ -119,6 +121,38 @@ def test_advice_that_is_not_enough_says_so() -> None:
             for offer, line in zip(advice.offers, advice.lines()[1:-1], strict=True)
         )
         assert "no setting is enough: it takes" in advice.lines()[-1]
+
+
+def test_a_budget_below_what_a_process_takes_is_told_so() -> None:
+    """Neither settings nor more ranks make a process smaller than its libraries."""
+    quiet_libraries()
+    config = load_config(CONFIG, ["memory.budget=300MiB"])
+    topology = topology_of(config)
+    with rehearse_world(1, 1, topology.device):
+        advice = advise(config, FACTS, topology)
+    takes, may_take = advice.process
+    assert takes > may_take == int(0.95 * (300 << 20))
+    assert "nor are more ranks: a process takes" in advice.lines()[-1]
+    larger = replace(advice, process=(takes, takes))
+    assert "more ranks, or smaller tables" in larger.lines()[-1]
+
+
+@pytest.mark.parametrize("machine", [(), ("topology.device=cuda", "topology.device_memory=1GiB")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("optimizer.tables.name=adagrad", "tables.user.sharding_type=column_wise"),
+        ("data.num_streams=100", "train.eval_batch_size=1000"),
+    ],
+)
+def test_every_change_is_one_that_a_config_may_have(options: tuple[str, ...], machine: tuple[str, ...]) -> None:
+    """Advice is typed in as overrides, and what memory.fit has chosen is read again from RUN/config.yaml."""
+    config = load_config(CONFIG, [*options, *machine])
+    topology = topology_of(config)
+    changes = [list(lever(config, topology))[-1:] for lever in LEVERS]
+    assert len([change for last in changes for change in last]) >= 6
+    for change in (change for last in changes for change in last):
+        assert load_config(CONFIG, [*options, *machine, *str(change).split()]) == with_changes(config, [change])
 
 
 @pytest.mark.slow

@@ -92,3 +92,12 @@ def test_every_phase(target: str, where: str, tmp_path: Path) -> None:
     arguments = (SAMPLE, f"run.dir={tmp_path / 'run'}", "train.max_steps=2", "data.max_bad_rows=10000")
     done = fork_train(*arguments, "data.max_bad_files=2", nproc=2, before=partial(_fail_at, target))
     told(done, where)
+
+
+def test_a_budget_that_the_libraries_take_leaves_its_page(tmp_path: Path) -> None:
+    """The tables are not there yet, so that their sizes are not either."""
+    done = fork_train(SAMPLE, f"run.dir={tmp_path / 'run'}", "memory.budget=100MiB")
+    said = told(done, "init")
+    assert "nor are more ranks: a process takes" in said and "was not written" not in said
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "out of memory</span> at step 0" in page and "memory.budget allows 100" in page

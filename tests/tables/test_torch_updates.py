@@ -13,7 +13,7 @@ from checkpoints import load_tables
 from launch import fork_train
 
 from recsys.config import load_config
-from recsys.memory.autofit import LEVERS
+from recsys.memory.levers import LEVERS
 
 CONFIG = "configs/dlrm_sample.yaml"
 OPTIONS = (
