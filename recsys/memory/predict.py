@@ -184,14 +184,16 @@ class _Rank:
 
     def _trained(self) -> Bytes:
         """Return what is there from the first step on, beside the tables and parameters."""
-        # Several ranks keep gradients as parts of what they exchange; alone, they are dropped after each step.
-        buckets = self._dense.gradient_bytes if self._topology.world_size > 1 else 0
         return {
-            "dense_gradient": buckets,
+            "dense_gradient": self._dense.gradient_bytes,  # of a rank alone, until the next step begins
             "dense_optimizer": self._dense.optimizer_bytes[self._rank],
             "blas_workspaces": self._topology.blas_bytes,
             "touched_rows": sum(p.size[0] for p in self._pieces) if self._config.train.publish.dir else 0,
         }
+
+    def _buckets(self) -> int:
+        """Return the bytes of gradients that are always there: several ranks keep them as parts of what they send."""
+        return self._dense.gradient_bytes if self._topology.world_size > 1 else 0
 
     def _loader(self, in_evaluation: bool = False) -> Bytes:
         data, topology = self._config.data, self._topology
@@ -220,7 +222,8 @@ class _Rank:
         widest = max((4 * piece.size[0] * piece.size[1] for piece in in_fp8), default=0)
         # Parameters are moved into one tensor once they are there.
         moved = self._dense.parameter_bytes if shards_dense(self._config, self._topology.world_size) else 0
-        device = {**fill, "fp8_temporaries": widest, "collective_copies": self._replica_copies(), "dense_copies": moved}
+        copies = {"collective_copies": self._replica_copies(), "dense_copies": moved}
+        device = {**fill, "fp8_temporaries": widest, "dense_gradient": self._buckets(), **copies}
         return device, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
 
     def _replica_copies(self) -> int:
@@ -258,7 +261,12 @@ class _Rank:
         stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
         given = {"looked_up": self.looked_up if stays else 0}
         moments = [
-            {"pooled": received, "looked_up": self.looked_up, "collective_copies": self._gloo_copies()},
+            {
+                "pooled": received,
+                "looked_up": self.looked_up,
+                "collective_copies": self._gloo_copies(),
+                "dense_gradient": self._buckets(),
+            },
             {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes, **given},
             {
                 **given,

@@ -105,6 +105,22 @@ def test_the_reports_of_a_run(config: Path, tmp_path: Path) -> None:
     assert all("|" not in (tmp_path / f"run/logs/rank_{rank}.log").read_text() for rank in range(2))
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_gradients_are_where_they_are_predicted(nproc: int, config: Path, tmp_path: Path) -> None:
+    """Several ranks have them from the start; a rank alone from the first step on, in evaluations and saves too."""
+    options = (
+        "model.top_mlp=[4096,4096]",
+        "train.max_steps=2",
+        "train.global_batch_size=64",
+        "data.valid=data/sample/valid",
+    )
+    done = fork_train(str(config), f"run.dir={tmp_path}/run", *options, nproc=nproc)
+    assert done.returncode == 0, done.stderr[-3000:]
+    phases = json.loads((tmp_path / "run" / "memory" / "rank_0.json").read_text())["phases"]
+    for phase in ("init", "evaluation", "save"):  # gradients are 64 MiB
+        assert abs(phases[phase]["predicted_bytes"] - phases[phase]["measured_bytes"]) < 32 * MIB, phase
+
+
 def test_a_run_that_fails_leaves_its_report(config: Path, tmp_path: Path) -> None:
     bad = ("optimizer.dense.learning_rate=1e30", "optimizer.dense.name=sgd", "train.max_steps=50")
     done = fork_train(str(config), f"run.dir={tmp_path}/run", *bad)
