@@ -25,6 +25,7 @@ HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libr
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
 _LIBRARY_BYTES = {"init": 10 << 20, "later": 36 << 20}
 _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
+_MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
@@ -116,7 +117,7 @@ class _Rank:
             moments["evaluation"] = self._evaluation()
         for phase, (_, host) in moments.items():
             when = "init" if phase == "init" else "later"
-            host["libraries"] = self._libraries(when) + _TABLE_MODULE_BYTES * len({p.table for p in self._pieces})
+            host["libraries"] = self._libraries(when) + min(_MODULES_BYTES, _TABLE_MODULE_BYTES * len(self._tables))
             if when == "later":
                 host["id_statistics"], host["heap"] = self._data.statistics_bytes, self._heaps(phase == "evaluation")
             host["vocabularies"] = self._data.vocabulary_bytes
@@ -222,8 +223,8 @@ class _Rank:
         widest = max((4 * piece.size[0] * piece.size[1] for piece in in_fp8), default=0)
         # Parameters are moved into one tensor once they are there.
         moved = self._dense.parameter_bytes if shards_dense(self._config, self._topology.world_size) else 0
-        copies = {"collective_copies": self._replica_copies(), "dense_copies": moved}
-        device = {**fill, "fp8_temporaries": widest, "dense_gradient": self._buckets(), **copies}
+        kept = {"fp8_temporaries": widest, "dense_gradient": self._buckets(), "dense_copies": moved}
+        device = {**fill, **kept, "collective_copies": self._replica_copies()}
         return device, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
 
     def _replica_copies(self) -> int:
@@ -247,6 +248,7 @@ class _Rank:
     def _in_steps(self) -> Bytes:
         """Return what comes and goes with each step, at its highest moment."""
         dense, ranks = self._dense, self._topology.world_size
+        copies, buckets = self._gloo_copies(), self._buckets()
         sort = _SORT_BYTES[self._topology.device.type]
         in_flight = {
             # What the ids of up to two batches take on their way to the ranks that look them up, and there.
@@ -261,19 +263,14 @@ class _Rank:
         stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
         given = {"looked_up": self.looked_up if stays else 0}
         moments = [
-            {
-                "pooled": received,
-                "looked_up": self.looked_up,
-                "collective_copies": self._gloo_copies(),
-                "dense_gradient": self._buckets(),
-            },
+            {"pooled": received, "looked_up": self.looked_up, "collective_copies": copies, "dense_gradient": buckets},
             {"pooled": self.pooled, "activations": dense.step_bytes, "dense_gradient": dense.gradient_bytes, **given},
             {
                 **given,
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
                 "looked_up_gradient": self.looked_up if ranks > 1 else 0,
-                "collective_copies": self._gloo_copies(),
+                "collective_copies": copies,
                 "kernel_temporaries": self.exchanged_ids * sort,
                 "dense_gradient": dense.gradient_bytes,
             },

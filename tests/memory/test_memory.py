@@ -161,6 +161,15 @@ def test_the_peak_of_the_process_is_predicted(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_the_peak_of_many_small_tables_is_predicted(nproc: int, tmp_path: Path) -> None:
+    model, overrides = {"name": "logistic_regression"}, ("train.global_batch_size=256", "train.max_steps=5")
+    case = peaks.Case(2000, ids=200, num_embeddings=500, dim=8, nproc=nproc, model=model, overrides=overrides)
+    for peak in peaks.measure(case, tmp_path):
+        assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", random_runs.AFTER)
 def test_the_peaks_of_random_runs_are_predicted(seed: int, tmp_path: Path) -> None:
     for rank in benchmark_random.measure(seed, tmp_path):
