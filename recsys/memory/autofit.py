@@ -154,7 +154,7 @@ class Fitter:
         """Return the bytes that a process takes before it holds tables or batches, and those that it may take."""
         topology, ranks = self._topology, self._ranks(self._config)
         where = self._where(ranks)
-        kinds = max(ranks, key=lambda each: each.peak(where)[0]).phases["step"][where]
+        kinds = max(ranks, key=lambda rank: rank.peak(where)[0]).phases["step"][where]
         there = topology.device_bytes if where == "device" else topology.host_share_bytes
         return sum(kinds.get(kind, 0) for kind in _OF_PROCESS[where]), int(there * (1 - MARGIN))
 
