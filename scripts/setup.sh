@@ -69,6 +69,7 @@ make_venv() {
         fi
     fi
     say "making $venv with $("$python" -V) ($python)"
+    if [[ -L "$venv" ]]; then rm "$venv"; fi # --clear would empty what it links to, such as the .venv of another clone
     "$python" -m venv --clear "$venv"
 }
 
@@ -91,6 +92,9 @@ install() {
     first_line "$list" >"$stamp"
     mapfile -t pins < <(grep -v '^#' <<<"$list")
     say "installing the $kind set (minutes, the first time)"
+    # A venv whose making was interrupted has no pip yet, nor has one of uv's.
+    "$venv_python" -m pip --version &>/dev/null || "$venv_python" -m ensurepip >/dev/null ||
+        die "$venv has no pip, see the error above; $venv can be removed to start anew."
     local pip=("$venv_python" -m pip install -qq --disable-pip-version-check --no-input)
     local torchrec=() others=() pin
     for pin in "${pins[@]}"; do
