@@ -62,12 +62,13 @@ def disk_problem(error: Exception) -> Exception:
     """Return an error of files, such as a full disk, as a UserError, and any other as it is."""
     if not isinstance(error, OSError) or error.errno not in _FULL | _GONE | _DENIED:
         return error
-    what = f"'{error.filename}'" if error.filename else "a file of the run"
+    name = error.filename2 or error.filename  # of two the one that is written, as of a copy
+    what = f"'{name}'" if name else "a file"
     if error.errno in _FULL:
-        return UserError(f"{what} cannot be written ({why(error)}); make room there, and go on with run.resume=true")
+        return UserError(f"{what} cannot be written ({why(error)}); make room there, and start it again")
     if error.errno in _GONE:
         return UserError(f"{what} is gone ({why(error)}): it or its folder was removed during the run; start it again")
-    return UserError(f"{what} cannot be written or read ({why(error)}); mend that, and go on with run.resume=true")
+    return UserError(f"{what} cannot be written or read ({why(error)}); mend that, and start it again")
 
 
 def why(error: OSError) -> str:

@@ -35,7 +35,7 @@ def make_empty_folder(out: Path) -> None:
     """
     make_folder(out)
     if any(out.iterdir()):
-        raise UserError(f"OUT: '{out}' is not empty; name another folder")
+        raise UserError(f"OUT: '{out}' is not empty; name another folder, or remove it")
 
 
 def write_run(

@@ -128,6 +128,15 @@ def test_what_cannot_be_written_is_named_and_leaves_nothing(name: str, disk: Pat
     assert names(disk) in (["filler"], ["filler", "metrics.jsonl"])
 
 
+def test_of_a_copy_that_does_not_fit_the_file_that_is_written_is_named(disk: Path) -> None:
+    """And nothing is said of resuming, which only one of all commands could."""
+    fill(disk)
+    with pytest.raises(OSError, match="No space left") as caught:
+        shutil.copyfile(__file__, disk / "copy")
+    said = f"'{disk}/copy' cannot be written (No space left on device); make room there, and start it again"
+    assert str(disk_problem(caught.value)) == said
+
+
 def test_errors_of_files_are_sentences_and_others_stay() -> None:
     gone = disk_problem(FileNotFoundError(errno.ENOENT, "No such file or directory", "run/x"))
     assert isinstance(gone, UserError) and "'run/x' is gone" in str(gone)
