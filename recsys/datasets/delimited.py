@@ -126,7 +126,7 @@ def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -
     writers = {name: PartWriter(folder / name, options.row_group_rows, options.rows_per_file) for name in cut.names}
     with ExitStack() as stack:
         for writer in writers.values():
-            stack.callback(writer.close)
+            stack.enter_context(writer)
         first_row = 0
         for batch in reader.batches():
             parts = cut(batch, first_row)

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recsys.datasets import delimited, interactions, movielens, synthetic, writer
-from recsys.errors import UserError
+from recsys.errors import TerminatedError, UserError, disk_problem
+from recsys.runtime.signals import ending_orderly
 
 _ABOUT = "Write training data as Parquet: a public data set, synthetic logs, or your own delimited files."
 
@@ -43,16 +44,20 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
         prog: what the user has called, for messages.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user, which is told in one line, or 130 for Ctrl-C.
+        The exit status: 0, 2 for a mistake of the user, which is told in one line, 130 for Ctrl-C or 143 for SIGTERM.
     """
     args = _parser(prog).parse_args(arguments)
     try:
-        if args.run(args) is False:
-            print("already complete, nothing to do:")
-        print(writer.describe(args.out))
+        with ending_orderly():
+            if args.run(args) is False:
+                print("already complete, nothing to do:")
+            print(writer.describe(args.out))
     except (UserError, OSError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
+        print(f"{prog}: {disk_problem(error)}", file=sys.stderr)
         return 2
+    except TerminatedError:
+        print(f"{prog}: ended by SIGTERM; nothing is left of it", file=sys.stderr)
+        return 143
     except KeyboardInterrupt:
         print(f"{prog}: interrupted; nothing is left of it", file=sys.stderr)
         return 130

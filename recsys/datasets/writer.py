@@ -6,10 +6,9 @@ The converters themselves are beside this file: ``movielens``, ``synthetic``, ``
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
 from dataclasses import field, fields
 from itertools import count
@@ -24,6 +23,8 @@ from recsys.data.conditions import KEY
 from recsys.data.filters import parse_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import hash_integers
+from recsys.runtime.files import make_folder, naming
+from recsys.runtime.run_lock import LOCK_FILE, RunLock
 
 MARKER = "_prepared.json"  # readers of Parquet folders leave out what begins so
 ROW_GROUP_ROWS = 65536
@@ -57,10 +58,11 @@ def check_bounds(options: Any) -> None:
             raise UserError(f"{flag} must be at most {most}, got {value}")
 
 
-class PartWriter:
+class PartWriter(AbstractContextManager["PartWriter"]):
     """Rows into ``folder/part-00000.parquet``, ``part-00001.parquet`` …: zstd, page checksums, equal row groups.
 
-    Row groups never cross files, so the last one of a file may be short. Whole ones go to disk at once.
+    Row groups never cross files, so the last one of a file may be short. Whole ones go to disk at once, and the rest at
+    the end of a ``with`` block, unless an error ends that.
     """
 
     def __init__(self, folder: Path, row_group_rows: int, rows_per_file: int):
@@ -69,6 +71,7 @@ class PartWriter:
         self.num_rows = 0
         self._pending: list[pa.Table] = []
         self._file: pq.ParquetWriter | None = None
+        self._path = folder
         self._room = rows_per_file  # for rows in the file
 
     def write(self, rows: pa.Table | pa.RecordBatch) -> None:
@@ -78,29 +81,39 @@ class PartWriter:
         while sum(map(len, self._pending)) >= min(self._row_group_rows, self._room):
             self._write_row_group()
 
-    def close(self) -> None:
-        """Write the rest."""
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            with suppress(OSError, pa.ArrowException):  # which would hide the first one
+                self._close_file()
+            return
         if any(map(len, self._pending)):
             self._write_row_group()
-        if self._file is not None:
-            self._file.close()
+        self._close_file()
 
     def _write_row_group(self) -> None:
         table = pa.concat_tables(self._pending)
         if self._file is None:
-            path = next(self._paths)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = pq.ParquetWriter(path, table.schema, compression="zstd", write_page_checksum=True)
+            self._path = next(self._paths)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with naming(self._path):
+                self._file = pq.ParquetWriter(self._path, table.schema, compression="zstd", write_page_checksum=True)
         group = table.slice(0, min(self._row_group_rows, self._room))
-        self._file.write_table(group, self._row_group_rows)
+        with naming(self._path):
+            self._file.write_table(group, self._row_group_rows)
         self._pending, self._room = [table.slice(len(group))], self._room - len(group)
         if not self._room:
-            self._file, self._room = self._file.close(), self._rows_per_file
+            self._close_file()
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            file, self._file, self._room = self._file, None, self._rows_per_file
+            with naming(self._path):
+                file.close()
 
 
 def write_parts(tables: Iterable[pa.Table], folder: Path, row_group_rows: int, rows_per_file: int) -> None:
     """Write a stream of tables of one schema as part files of ``folder``."""
-    with closing(PartWriter(folder, row_group_rows, rows_per_file)) as writer:
+    with PartWriter(folder, row_group_rows, rows_per_file) as writer:
         for table in tables:
             writer.write(table)
 
@@ -119,19 +132,50 @@ def replacing(out: Path, marker: dict[str, Any], overwrite: bool) -> Iterator[Pa
     """A temporary folder that becomes ``out``, with ``marker`` in it, when the block succeeds.
 
     So ``out`` is either what it was or complete. A folder that is not empty is replaced only with
-    ``overwrite`` and only if a converter made it; anything else raises UserError.
+    ``overwrite`` and only if a converter made it; anything else raises UserError, as does another process that
+    writes to ``out``. What a process that was killed has left in the temporary folder is removed.
     """
     _check_replaceable(out, overwrite)
-    temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
-    temporary.mkdir(parents=True)
+    out = out.resolve()  # the folder itself, where a link leads to it
+    temporary = out.parent / f".{out.name}.tmp"
+    with RunLock("--out: another process writes to '{}'", "process") as lock:
+        make_folder(temporary, "--out")
+        lock.take(temporary)
+        try:
+            _clear(temporary)
+            yield temporary
+            (temporary / MARKER).write_text(json.dumps(marker, indent=2, default=str) + "\n")
+            lock.check(now=True)
+            lock.release()
+            _put_in_place(temporary, out)
+        except BaseException:
+            if not lock.lost():
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _clear(folder: Path) -> None:
+    """Remove all of a folder but its lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif not path.name.startswith(LOCK_FILE):
+            path.unlink()
+
+
+def _put_in_place(new: Path, out: Path) -> None:
+    """Rename a folder, in place of one that may be there and is removed; a crash leaves no half of either."""
+    old = out.parent / f".{out.name}.old"
     try:
-        yield temporary
-        (temporary / MARKER).write_text(json.dumps(marker, indent=2, default=str) + "\n")
         if out.exists():
-            shutil.rmtree(out)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)  # of an attempt that was killed here
+            out.rename(old)
+        new.rename(out)
+    except BaseException:
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from recsys.errors import UserError
+from recsys.runtime.files import naming
 from recsys.runtime.launch import launch_identity
 
 logger = logging.getLogger("recsys")
@@ -31,6 +32,8 @@ _STALE_S = 120.0  # NFS may show times of other machines a minute late
 class RunLock:
     """Lock of a folder, kept alive by a thread; before `take`, and on ranks that take none, it does nothing.
 
+    After `release` it may be taken again.
+
     Args:
         refusal: what begins the sentence for a folder, `{}`, that is locked. writer: what they call the holder.
     """
@@ -38,23 +41,28 @@ class RunLock:
     def __init__(self, refusal: str = "config key 'run.dir': another run writes to '{}'", writer: str = "run") -> None:
         self._refusal, self._writer = refusal, writer
         self._path: Path | None = None
-        self._content, self._lost = b"", ""
+        self._content = b""
+        self._lost, self._advice = "", ""
         self._descriptor = -1
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._path is None:
+        self.release()
+
+    def release(self) -> None:
+        """Let go of the folder, whose lock is removed if it still is this one's."""
+        if self._path is None or self._thread is None:
             return
         self._ended.set()
         self._thread.join(timeout=_BEAT_S)
-        self._look()
-        if not self._lost:
+        if not self.lost():
             self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
+        self._path, self._content, self._lost = None, b"", ""
 
     def take(self, folder: Path, earlier: str | None = None) -> None:
         """Lock a folder, and keep the lock alive.
@@ -77,16 +85,18 @@ class RunLock:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         self._content = json.dumps(_identity(), indent=1).encode()
         try:
-            os.write(self._descriptor, self._content)
+            with naming(path):
+                os.write(self._descriptor, self._content)
         except OSError:
             path.unlink()
             raise
-        self._path = path
+        self._path, self._ended = path, threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(self._ended,), name="lock", daemon=True)
         self._thread.start()
 
     @property
     def id(self) -> str:
-        """Identity of this lock among all others; empty before `take`."""
+        """Identity of this lock among all others; empty before `take` and after `release`."""
         return _parsed(self._content).get("id", "")
 
     def check(self, now: bool = False) -> None:
@@ -95,13 +105,19 @@ class RunLock:
         Raises:
             UserError: it has been removed, or taken over by another run.
         """
-        if now and self._path is not None:
-            self._look()
+        if now:
+            self.lost()
         if self._lost:
-            raise UserError(self._lost)
+            raise UserError(self._lost + self._advice)
 
-    def _beat(self) -> None:
-        while not self._ended.wait(_BEAT_S):
+    def lost(self) -> str:
+        """Look at the lock; return what has become of it where it is this one's no longer, else an empty text."""
+        if self._path is not None:
+            self._look()
+        return self._lost
+
+    def _beat(self, ended: threading.Event) -> None:
+        while not ended.wait(_BEAT_S):
             self._look()
             if self._path is not None and not self._lost:
                 with contextlib.suppress(OSError):  # such as a server that is away for a while
@@ -112,15 +128,15 @@ class RunLock:
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
-            self._lost = (
-                f"'{self._path.parent}' or its lock was removed while this {self._writer} wrote to it; start it again"
-            )
+            self._lost = f"'{self._path.parent}' or its lock was removed while this {self._writer} wrote to it"
+            self._advice = "; start it again"
         except OSError:
             pass
         else:
             if content != self._content:
                 who = _described(_parsed(content))
-                self._lost = f"'{self._path.parent}' was taken over by another {self._writer} ({who}), so this one ends"
+                self._lost = f"'{self._path.parent}' was taken over by another {self._writer} ({who})"
+                self._advice = ", so this one ends"
 
 
 def _identity() -> dict[str, Any]:

@@ -204,6 +204,26 @@ def test_a_run_that_has_lost_its_directory_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "taken" / LOCK_FILE).exists() and not (tmp_path / "removed").exists()
 
 
+def test_a_lock_that_was_lost_can_be_taken_again_and_those_of_others_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with RunLock() as lock:
+        lock.take(folder)
+        first = lock.id
+        assert first and not lock.lost()
+        shutil.rmtree(folder)
+        assert lock.lost() == f"'{folder}' or its lock was removed while this run wrote to it"
+        lock.release()
+        assert not lock.id and not lock.lost()
+        folder.mkdir()
+        lock.take(folder)
+        assert lock.id not in ("", first) and not lock.lost()
+        theirs = leave(folder)
+        assert "was taken over by another run (process 7 of me" in lock.lost()
+        lock.release()
+        assert theirs.exists()
+
+
 @pytest.mark.slow
 def test_a_second_run_leaves_the_first_alone(tmp_path: Path) -> None:
     run_dir, stop = tmp_path / "run", tmp_path / "stop"

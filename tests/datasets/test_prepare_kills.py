@@ -1,0 +1,113 @@
+"""Converters that are killed or out of space: what was there is whole, and the next attempt meets nothing of it."""
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import fork_train
+
+from recsys.datasets import writer
+from recsys.datasets.prepare import prepare
+from recsys.errors import UserError
+
+WORDS = ("prepare", "synthetic", "--rows", "2000", "--valid-rows", "100", "--test-rows", "100", "--users", "50")
+
+
+def kill(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_writing() -> None:
+    writer.PartWriter._close_file = kill  # type: ignore[method-assign]
+
+
+def kill_while_removing() -> None:
+    def remove_one(folder: Path, *_: Any, **__: Any) -> None:
+        paths = [path for path in Path(folder).rglob("*.parquet") if path.is_file()]
+        if paths:
+            paths[0].unlink()
+            kill()
+
+    writer.shutil.rmtree = remove_one  # type: ignore[assignment]
+
+
+def kill_while_renaming() -> None:
+    Path.rename = kill  # type: ignore[assignment]
+
+
+def terminate_while_writing() -> None:
+    writer.PartWriter._close_file = lambda *_: os.kill(os.getpid(), signal.SIGTERM)  # type: ignore[method-assign]
+
+
+def run(out: Path, seed: int, before: Any = None, *more: str) -> Any:
+    words = (*WORDS, "--items", "50", "--out", str(out), "--seed", str(seed), *more)
+    return fork_train(*words, program="recsys", before=before)
+
+
+@pytest.mark.parametrize("before", [kill_while_writing, kill_while_removing, kill_while_renaming])
+def test_what_a_kill_leaves_is_whole_and_in_nobodys_way(before: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run(out, 1).returncode == 0
+    of_seeds = [pq.read_table(out / "train")]
+    assert run(tmp_path / "two", 2).returncode == 0
+    of_seeds.append(pq.read_table(tmp_path / "two" / "train"))
+    assert not of_seeds[0].equals(of_seeds[1])
+    assert run(out, 2, before, "--overwrite").returncode == -signal.SIGKILL
+    found = pq.read_table(out / "train")
+    assert any(found.equals(each) for each in of_seeds)
+    done = run(out, 3, None, "--overwrite")
+    assert done.returncode == 0 and pq.read_table(out / "train").num_rows == 2000, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "two"]
+
+
+def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path / "out", 1, terminate_while_writing)
+    assert done.returncode == 143 and done.stderr.endswith("ended by SIGTERM; nothing is left of it\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    with writer.replacing(tmp_path / "out", {}, overwrite=False) as folder:
+        (folder / "mine").touch()
+        with (
+            pytest.raises(UserError, match=r"--out: another process writes to .*\.out\.tmp' \(process \d+ of"),
+            writer.replacing(tmp_path / "out", {}, overwrite=False),
+        ):
+            raise AssertionError
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [writer.MARKER, "mine"]
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "far")
+    for number in range(2):
+        with writer.replacing(tmp_path / "out", {}, overwrite=True) as folder:
+            (folder / str(number)).touch()
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "far" / "1").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "out"]
+
+
+def test_a_full_disk_is_told_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(self: Any, *_: Any) -> None:
+        self.is_failed = True
+        raise OSError(errno.ENOSPC, "Error writing bytes to file")
+
+    def refuse(self: Any) -> None:
+        if getattr(self, "is_failed", False):
+            raise pa.ArrowInvalid("Operation on closed file")
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", fail)
+    monkeypatch.setattr(pq.ParquetWriter, "close", refuse)
+    assert prepare([*WORDS[1:], "--items", "50", "--out", str(tmp_path / "out")]) == 2
+    said = (
+        f"recsys prepare: '{tmp_path}/.out.tmp/train/part-00000.parquet' cannot be written (No space left on device); "
+    )
+    assert capsys.readouterr().err == said + "make room there, and start it again\n"
+    assert not list(tmp_path.iterdir())
