@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from recsys.runtime.launch import end_with_parent
+
 HEAP_BLOCK_BYTES = 2 << 20  # malloc cuts smaller blocks out of heaps; larger ones come from the system, and go back
 # Of glibc, read when a process starts: no cache of small blocks for each thread, and memory in huge pages. Versions
 # before 2.26 and 2.35, which have no such setting, take no notice.
@@ -70,7 +72,11 @@ def _is_glibc() -> bool:
 
 
 def prepare_environment() -> None:
-    """Set up allocators and the log, before libraries are imported; a value that the user has set stays."""
+    """Set up allocators and the log, before libraries are imported; a value that the user has set stays.
+
+    A child of this program, or of torchrun, ends with the process that started it, from here on.
+    """
+    end_with_parent()
     # Arrow's own allocator keeps what each thread has freed: of 40 MiB decoded at most it held 110, or, told to give
     # it back at once, took twice the time. malloc takes as long, and holds what is used.
     os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")

@@ -1,12 +1,17 @@
 """What a launcher, such as torchrun or Slurm, tells this process by its environment."""
 
+import ctypes
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from recsys.errors import UserError
 
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PARENT = "RECSYS_PARENT"  # number of the process that a child ends with
+_PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torch, to find the other ranks
 
 
@@ -66,3 +71,22 @@ def environment_of_one_process() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith("TORCHELASTIC")}
     path = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def environment_of_child() -> dict[str, str]:
+    """Return the environment of one process that is not to outlive this one; it calls `end_with_parent` first."""
+    return {**environment_of_one_process(), _PARENT: str(os.getpid())}
+
+
+def end_with_parent() -> None:
+    """Let SIGTERM come to this process when the one that started it ends, be it by SIGKILL.
+
+    It is for ranks of torchrun, whose others would not be ended by it any more, and for those that were given
+    `environment_of_child`.
+    """
+    parent = os.environ.pop(_PARENT, "")
+    if parent or "TORCHELASTIC_RUN_ID" in os.environ:
+        with suppress(OSError, AttributeError):  # a system without it
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if parent and parent != str(os.getppid()):  # it has ended before
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from recsys.runtime.files import replace_file, sync
+from recsys.runtime.launch import end_with_parent
 from recsys.serving.score import MANIFEST, ExportError, Scorer, checksum, read_manifest, sha256
 
 ASIDE = ".tmp"  # of what is being written
@@ -121,6 +122,7 @@ def _overwrite(path: Path, entry: dict[str, Any], changes: list[Path]) -> None:
 
 def main() -> int:
     """Write the base that the command line names; return the exit status, 1 with a sentence where it fails."""
+    end_with_parent()
     try:
         rebase(Path(sys.argv[1]))
     except (ExportError, OSError) as error:

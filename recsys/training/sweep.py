@@ -22,10 +22,10 @@ from recsys.config import Config, IdMappingType, load_config
 from recsys.data.facts import vocabulary_file
 from recsys.errors import UserError
 from recsys.models.metrics import is_higher_better
-from recsys.runtime.launch import environment_of_one_process
+from recsys.runtime.launch import environment_of_child
 from recsys.runtime.logs import logger
 from recsys.tables.row_codes import row_bytes
-from recsys.training.sweep_processes import PROCESS, StoppedError, StopSignal, counted, end, joined, put_back
+from recsys.training.sweep_processes import PROCESS, StoppedError, StopSignal, counted, cut_torn, end, joined, put_back
 from recsys.training.sweep_report import Tried, write_report
 from recsys.training.sweep_space import Space
 
@@ -64,6 +64,7 @@ class Sweep:
         Raises:
             UserError: `out` holds another sweep, or every trial failed.
         """
+        cut_torn(self._journal)
         study = self._study()
         with self.stop.caught(), joined(study, self.out) as process, ThreadPoolExecutor(self.jobs) as pool:
             for done in [pool.submit(self._work, process) for _ in range(self.jobs)]:
@@ -79,6 +80,10 @@ class Sweep:
             raise UserError(f"every trial of {self.out} failed, the first with: {tried[0].remark}")
         return 0
 
+    @property
+    def _journal(self) -> Path:
+        return self.out / "journal.log"
+
     def _command(self) -> list[str]:
         return ["recsys", "train", self.config, *self.overrides]
 
@@ -88,7 +93,7 @@ class Sweep:
         directions = ["maximize" if is_higher_better(self.metric) else "minimize", *["minimize"] * self.by_bytes]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of optuna about what is experimental
-            backend = optuna.storages.journal.JournalFileBackend(str(self.out / "journal.log"))
+            backend = optuna.storages.journal.JournalFileBackend(str(self._journal))
             storage = optuna.storages.JournalStorage(backend)
             sampler = optuna.samplers.TPESampler(constant_liar=True)  # others may be trying
         try:
@@ -154,7 +159,7 @@ class Sweep:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
         log = run_dir.parent / f"{run_dir.name}.log"
         with log.open("w") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment_of_one_process())
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=environment_of_child())
             try:
                 for step, value in self._evaluations(process, run_dir / "metrics.jsonl"):
                     if seed == 1 and not self.by_bytes:

@@ -1,5 +1,6 @@
 """Processes that share a search: signals that end one, and how the trials that a process leaves are tried again."""
 
+import json
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from recsys.runtime.logs import logger
 from recsys.runtime.run_lock import RunLock, is_locked
 from recsys.runtime.signals import handled
 
@@ -69,6 +71,34 @@ def end(process: "subprocess.Popen[bytes]") -> None:
         process.wait(_GRACE_S)
     process.kill()
     process.wait()
+
+
+def cut_torn(journal: Path) -> None:
+    """Cut a journal off before its first line that is torn, as by a full disk: nobody could read it any more."""
+    from optuna.storages.journal import JournalFileSymlinkLock
+
+    if not journal.exists():
+        return
+    lock = JournalFileSymlinkLock(str(journal))
+    lock.acquire()
+    try:
+        with journal.open("rb+") as lines:
+            size = 0
+            for line in lines:
+                if not _is_record(line):
+                    logger.warning("'%s' is torn at byte %d, and is read up to there", journal, size)
+                    break
+                size += len(line)
+            lines.truncate(size)
+    finally:
+        lock.release()
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
 
 
 @contextmanager

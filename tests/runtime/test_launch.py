@@ -1,6 +1,10 @@
-"""What a launcher says of ranks is checked before torch waits for peers that are not there."""
+"""What a launcher says of ranks is checked before torch waits for peers that are not there; children end with us."""
+
+import subprocess
+import sys
 
 import pytest
+from launch import ROOT
 
 from recsys.errors import UserError
 from recsys.runtime.launch import local_ranks
@@ -45,3 +49,21 @@ def test_what_a_launcher_would_not_say_is_refused(
     given(monkeypatch, **{**LAUNCHED, **changes})
     with pytest.raises(UserError, match=said):
         local_ranks()
+
+
+@pytest.mark.parametrize("way", ["child", "late child", "rank of torchrun"])
+def test_a_child_ends_with_the_process_that_started_it(way: str) -> None:
+    is_late = way == "late child"
+    child = f"""import time; time.sleep({int(is_late)})
+from recsys.runtime.environment import prepare_environment
+print('prepares', flush=True); prepare_environment(); print('is prepared', flush=True); time.sleep(60)"""
+    given = "{**os.environ, 'TORCHELASTIC_RUN_ID': 'none'}" if way == "rank of torchrun" else "environment_of_child()"
+    parent = f"""import os, subprocess, sys, time; from recsys.runtime.launch import environment_of_child
+subprocess.Popen([sys.executable, '-c', {child!r}], env={given}); print('begun', flush=True); time.sleep(60)"""
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(1 if is_late else 3)]
+        process.kill()
+        said, _ = process.communicate(timeout=30)  # to the end of what the child writes to
+    expected = ["begun", "prepares", *([] if is_late else ["is", "prepared"])]
+    assert sorted("".join([*lines, said]).split()) == sorted(expected)
