@@ -219,7 +219,8 @@ class Checkpoints:
         for path in list_checkpoints(self.folder)[:-keep]:
             if path != best:
                 path.rename(aside_of(path))  # at once, so that no half of it is ever found
-                shutil.rmtree(aside_of(path))
+                # NFS keeps a file that somebody reads; the next save tries again.
+                shutil.rmtree(aside_of(path), ignore_errors=True)
 
     def _make_room(self, needed: int, best_step: int | None) -> int:
         """Remove what a crash has left of checkpoints that were being written or removed; return the bytes free.
@@ -228,7 +229,7 @@ class Checkpoints:
         """
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.glob("*.tmp"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         if needed > shutil.disk_usage(self.folder).free:
             self._prune(best_step, max(1, self._keep - 1))
         return shutil.disk_usage(self.folder).free

@@ -6,7 +6,6 @@ The converters themselves are beside this file: ``movielens``, ``synthetic``, ``
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy
@@ -23,8 +22,8 @@ from recsys.data.conditions import KEY
 from recsys.data.filters import parse_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import hash_integers
-from recsys.runtime.files import make_folder, naming
-from recsys.runtime.run_lock import LOCK_FILE, RunLock
+from recsys.runtime.files import naming
+from recsys.runtime.folders import whole_folder
 
 MARKER = "_prepared.json"  # readers of Parquet folders leave out what begins so
 ROW_GROUP_ROWS = 65536
@@ -136,46 +135,9 @@ def replacing(out: Path, marker: dict[str, Any], overwrite: bool) -> Iterator[Pa
     writes to ``out``. What a process that was killed has left in the temporary folder is removed.
     """
     _check_replaceable(out, overwrite)
-    out = out.resolve()  # the folder itself, where a link leads to it
-    temporary = out.parent / f".{out.name}.tmp"
-    with RunLock("--out: another process writes to '{}'", "process") as lock:
-        make_folder(temporary, "--out")
-        lock.take(temporary)
-        try:
-            _clear(temporary)
-            yield temporary
-            (temporary / MARKER).write_text(json.dumps(marker, indent=2, default=str) + "\n")
-            lock.check(now=True)
-            lock.release()
-            _put_in_place(temporary, out)
-        except BaseException:
-            if not lock.lost():
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-
-
-def _clear(folder: Path) -> None:
-    """Remove all of a folder but its lock."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif not path.name.startswith(LOCK_FILE):
-            path.unlink()
-
-
-def _put_in_place(new: Path, out: Path) -> None:
-    """Rename a folder, in place of one that may be there and is removed; a crash leaves no half of either."""
-    old = out.parent / f".{out.name}.old"
-    try:
-        if out.exists():
-            shutil.rmtree(old, ignore_errors=True)  # of an attempt that was killed here
-            out.rename(old)
-        new.rename(out)
-    except BaseException:
-        if old.exists() and not out.exists():
-            old.rename(out)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    with whole_folder(out, "--out", replaces=True) as folder:
+        yield folder
+        (folder / MARKER).write_text(json.dumps(marker, indent=2, default=str) + "\n")
 
 
 def _check_replaceable(out: Path, overwrite: bool) -> None:

@@ -4,11 +4,7 @@ manifest.json describes the folder (docs/serving.md); `score.py` in it reads it 
 """
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +24,8 @@ from recsys.data.spec import FloatColumn
 from recsys.data.wanted import column_of, needed_columns, role_features
 from recsys.errors import UserError
 from recsys.ids import ROUTE_SEED, is_text
-from recsys.runtime.files import make_folder, replace_file
+from recsys.runtime.files import replace_file
+from recsys.runtime.folders import whole_folder
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.signals import ending_orderly
 from recsys.runtime.versions import installed_versions
@@ -62,25 +59,11 @@ def export(run: Finished, out: Path, tables: str = "fp32") -> int:
     quiet_libraries()
     with open_world(Device.cpu, run.config.run.num_threads) as world:
         source = Source(run.checkpoint, verify_checkpoint(run.checkpoint, world), init=None)
-        with ending_orderly(), _whole_folder(out) as folder:
+        with ending_orderly(), whole_folder(out) as folder:
             _Export(run, source, world, Files(folder), tables).write()
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     print(f"{out}: step {source.marker.state.step} of {run.run_dir}, {size:,} bytes", flush=True)
     return 0
-
-
-@contextmanager
-def _whole_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder that becomes `out` at the end, and is removed if an error or a signal comes before."""
-    make_folder(out.absolute().parent)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        os.replace(folder, out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 class _Export:

@@ -194,6 +194,22 @@ def test_a_disk_that_is_too_small_is_named_before_anything_is_written(
     assert names(tmp_path / "c") == []
 
 
+def test_an_old_one_that_somebody_reads_over_nfs_is_removed_later(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    saved = checkpoints(tmp_path, world, keep=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", refuse)
+        for step in (1, 2, 3):
+            saved.save(tensors(step), state(step))
+    assert loaded(tmp_path, world) == 3
+    saved.save(tensors(4), state(4))
+    assert names(tmp_path) == ["latest", "step-000000004"]
+
+
 def test_another_format_is_named(world: World, tmp_path: Path) -> None:
     saved = checkpoints(tmp_path / "c", world)
     saved.save(tensors(1), state(1))

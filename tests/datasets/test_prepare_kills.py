@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from launch import fork_train
 
 from recsys.datasets import writer
 from recsys.datasets.prepare import prepare
-from recsys.errors import UserError
 
 WORDS = ("prepare", "synthetic", "--rows", "2000", "--valid-rows", "100", "--test-rows", "100", "--users", "50")
 
@@ -33,7 +33,7 @@ def kill_while_removing() -> None:
             paths[0].unlink()
             kill()
 
-    writer.shutil.rmtree = remove_one  # type: ignore[assignment]
+    shutil.rmtree = remove_one  # type: ignore[assignment]
 
 
 def kill_while_renaming() -> None:
@@ -69,27 +69,6 @@ def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
     done = run(tmp_path / "out", 1, terminate_while_writing)
     assert done.returncode == 143 and done.stderr.endswith("ended by SIGTERM; nothing is left of it\n")
     assert not list(tmp_path.iterdir())
-
-
-def test_one_process_at_a_time(tmp_path: Path) -> None:
-    with writer.replacing(tmp_path / "out", {}, overwrite=False) as folder:
-        (folder / "mine").touch()
-        with (
-            pytest.raises(UserError, match=r"--out: another process writes to .*\.out\.tmp' \(process \d+ of"),
-            writer.replacing(tmp_path / "out", {}, overwrite=False),
-        ):
-            raise AssertionError
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [writer.MARKER, "mine"]
-
-
-def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path) -> None:
-    (tmp_path / "far").mkdir()
-    (tmp_path / "out").symlink_to(tmp_path / "far")
-    for number in range(2):
-        with writer.replacing(tmp_path / "out", {}, overwrite=True) as folder:
-            (folder / str(number)).touch()
-    assert (tmp_path / "out").is_symlink() and (tmp_path / "far" / "1").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["far", "out"]
 
 
 def test_a_full_disk_is_told_with_the_file(
