@@ -1,7 +1,8 @@
 """Publishing while training goes on: an export, then what has changed since, for scorers that follow.
 
 A publication is a folder of `train.publish.dir`: `base-NUMBER` is an export, `delta-NUMBER` has the rows of tables that
-training has touched since the one before, and the dense part. It appears whole, under the next number.
+training has touched since the one before, and the dense part. It appears whole, under the next number. A folder belongs
+to one run at a time.
 """
 
 import json
@@ -23,6 +24,7 @@ from recsys.errors import UserError, why
 from recsys.runtime.command import run_command
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.logs import logger
+from recsys.runtime.run_lock import RunLock
 from recsys.serving.export_dense import check_packages, weight_chunks
 from recsys.serving.export_tables import Files, encoded
 from recsys.serving.rebase import ASIDE, WEIGHTS, number_of
@@ -36,13 +38,16 @@ _HALF_WRITTEN = re.compile(r"\.base-\d+\.\w+|(?:base|delta)-\d+" + re.escape(ASI
 
 
 class Publisher:
-    """Publishes a model in training; every rank has one, and calls `publish` at the same steps.
+    """Publishes a model in training; every rank has one, enters it, and calls `publish` at the same steps.
 
     The first publication of a process is a base, since what an earlier one has published may be ahead of the checkpoint
     that training goes on from. Once the deltas have more bytes than the base, both are written as a base, too.
 
+    Entering it locks the folder.
+
     Raises:
-        UserError: the folder cannot be written or holds something else, or a package that exports need is missing.
+        UserError: the folder cannot be written, holds something else or is another run's, or a package that exports
+            need is missing.
     """
 
     def __init__(self, inputs: Inputs, built: Built) -> None:
@@ -50,11 +55,19 @@ class Publisher:
         self._settings = inputs.config.train.publish
         self._folder = Path(self._settings.dir or "")
         self._touched = TouchedRows(built.model)
-        self._number = self._world.from_rank_zero(lambda: next_number(self._folder))
+        self._lock = RunLock("config key 'train.publish.dir': another run publishes to '{}'")
+        self._number = 0
         self._base: dict[str, Any] | None = None  # its manifest, while deltas can follow; of rank 0
         self._last = ""  # checksum of the manifest that was published last
         self._delta_bytes = 0
         self._published_at = time.monotonic()
+
+    def __enter__(self) -> "Publisher":
+        self._number = self._world.from_rank_zero(lambda: next_number(self._folder, self._lock))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._lock.release()
 
     def asks(self, step: int) -> bool:
         """Return whether this rank asks for a publication after a step; all ranks hear of it with the step's sums."""
@@ -82,8 +95,9 @@ class Publisher:
 
     def _publish(self, step: int, write: Callable[[], str | None]) -> bool:
         """Write one publication and tell of it in the log; return whether it succeeded."""
-        start = time.monotonic()
-        if (problem := write()) is None:
+        start, problem = time.monotonic(), write()
+        self._number = self._world.from_rank_zero(lambda: self._number)
+        if problem is None:
             logger.info("published step %d as number %d in %.1f s", step, self._number, time.monotonic() - start)
             self._number += 1
         else:
@@ -100,13 +114,25 @@ class Publisher:
         return self._delta_bytes > sum(file["bytes"] for file in self._base["files"].values())
 
     def _write_base(self, checkpoint: Path) -> None:
-        """Export the checkpoint, in a process of its own, whose memory ends with it."""
+        """Export the checkpoint, in a process of its own, whose memory ends with it.
+
+        Where the folder was removed meanwhile, or another run had it, it is locked anew.
+        """
+        if self._lock.lost():
+            self._lock.release()
+        self._number = max(self._number, next_number(self._folder, self._lock))
         options = "--trust-code", "--tables", self._settings.tables.name.lower()
         self._begin(run_command("export", str(checkpoint), str(self._next_base), *options, shown=False))
 
     def _rebase(self) -> None:
         """Make a base of the last one and its deltas, in a process without torch."""
+        self._check_lock()
         self._begin(run_command(str(self._next_base), module="recsys.serving.rebase", shown=False))
+
+    def _check_lock(self) -> None:
+        """Raise a UserError where the folder is this run's no longer."""
+        if lost := self._lock.lost():
+            raise UserError(lost)
 
     @property
     def _next_base(self) -> Path:
@@ -133,15 +159,13 @@ class Publisher:
         files = Files(self._folder / (name + ASIDE))
         problem = None
         if self._world.rank == 0:
-            problem = _problem_of(files.folder.mkdir)
+            problem = _problem_of(self._check_lock) or _problem_of(files.folder.mkdir)
         for table, value in self._built.tensors.tables().items():
             chunks = self._changed_rows(table, value)
             if self._world.rank == 0 and problem is None:
                 problem = _problem_of(partial(files.write, f"tables/{table}.bin", chunks))
             deque(chunks, maxlen=0)  # the other ranks, or after an error, take part in what is left
-        return self._world.from_rank_zero(
-            lambda: problem or _problem_of(lambda: self._complete(step, files, self._folder / name))
-        )
+        return self._world.from_rank_zero(lambda: problem or self._completed(step, files, self._folder / name))
 
     def _changed_rows(self, table: str, value: Any) -> Iterator[np.ndarray]:
         """Yield on rank 0 the rows of a table that training has touched, some at a time; collective.
@@ -170,6 +194,12 @@ class Publisher:
         dist.gather_object(value, values, dst=0, group=self._world.host_group)
         return values or []
 
+    def _completed(self, step: int, files: Files, final: Path) -> str | None:
+        """Complete a delta; return what went wrong, if anything, when nothing of it is left."""
+        if problem := _problem_of(lambda: self._complete(step, files, final)):
+            shutil.rmtree(files.folder, ignore_errors=True)
+        return problem
+
     def _complete(self, step: int, files: Files, final: Path) -> None:
         """Write the dense part and what tells of all, and let the delta appear."""
         files.write(WEIGHTS, weight_chunks(self._built.dense_model))
@@ -186,31 +216,33 @@ class Publisher:
         self._delta_bytes += sum(file["bytes"] for file in files.entries.values())
 
 
-def next_number(folder: Path) -> int:
-    """Return the number of the next publication in a folder, and remove what a killed process has left half written.
+def next_number(folder: Path, lock: RunLock) -> int:
+    """Lock a folder, unless it is, remove what a killed process has left half written, and return the next number.
 
     Raises:
-        UserError: it cannot be written or holds something else, or a package that exports need is missing.
+        UserError: it cannot be written, holds something else or is another run's, or a package that exports need is
+            missing.
     """
     check_packages()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        there = list(folder.iterdir())
-        half = [path for path in there if _HALF_WRITTEN.fullmatch(path.name)]
         # Hidden files are let be: shares, desktops and version control have them, and none of them is a publication.
-        others = [path.name for path in there if not (number_of(path) or path.name.startswith(".") or path in half)]
-        if others:
+        others = [path.name for path in folder.iterdir() if not (number_of(path) or path.name.startswith("."))]
+        if foreign := [name for name in others if not _HALF_WRITTEN.fullmatch(name)]:
             raise UserError(
-                f"config key 'train.publish.dir': '{folder}' holds '{min(others)}', which was not published; name "
+                f"config key 'train.publish.dir': '{folder}' holds '{min(foreign)}', which was not published; name "
                 f"another folder"
             )
-        for path in half:
-            shutil.rmtree(path)
+        if not lock.id:
+            lock.take(folder)
+        for path in folder.iterdir():
+            if _HALF_WRITTEN.fullmatch(path.name):
+                shutil.rmtree(path)
+        return max(map(number_of, folder.iterdir()), default=0) + 1
     except OSError as error:
         raise UserError(
             f"config key 'train.publish.dir': cannot write to '{folder}' ({why(error)}); name another folder"
         ) from error
-    return max(map(number_of, there), default=0) + 1
 
 
 def _problem_of(action: Callable[[], Any]) -> str | None:

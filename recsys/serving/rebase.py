@@ -33,14 +33,20 @@ def number_of(publication: Path) -> int:
 
 
 def rebase(out: Path) -> None:
-    """Write the newest base and the deltas after it as one base; all of their files are verified before.
+    """Write the newest base and the deltas between it and `out` as one base; all of their files are verified before.
 
     Raises:
-        ExportError: a file is not what was published. OSError: one cannot be written.
+        ExportError: a file is not what was published, or a delta is missing. OSError: one cannot be written.
     """
-    base = max(out.parent.glob("base-*"), key=number_of)
-    deltas = sorted((path for path in out.parent.glob("delta-*") if number_of(path) > number_of(base)), key=number_of)
-    manifest, changes = read_manifest(base, verify=True), [read_manifest(delta, verify=True) for delta in deltas]
+    base = max(out.parent.glob("base-*"), key=number_of, default=out.parent / "base-000000000")
+    deltas = [out.parent / f"delta-{number:09d}" for number in range(number_of(base) + 1, number_of(out))]
+    manifest = read_manifest(base, verify=True)
+    changes, last = list[dict[str, Any]](), manifest["sha256"]
+    for delta in deltas:
+        changes.append(read_manifest(delta, verify=True))
+        if changes[-1]["follows"] != last:
+            raise ExportError(f"'{delta}' does not follow the publication before it; it is a copy of another")
+        last = changes[-1]["sha256"]
     manifest["made"] |= {"step": changes[-1]["step"], "checkpoint": f"step-{changes[-1]['step']:09d}"}
     aside = out.with_name(out.name + ASIDE)
     try:

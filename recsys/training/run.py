@@ -4,8 +4,8 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_source
+from recsys.checkpoint.state import MARKER as CHECKPOINT
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
@@ -112,6 +113,7 @@ class _Session:
     explained: Explained
     watchdog: Watchdog
     lock: RunLock
+    start: float = field(default_factory=time.monotonic)
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """Note progress, as `Watchdog.enter`, in a run directory that is still this run's."""
@@ -120,7 +122,6 @@ class _Session:
 
 
 def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Built], Publishes] | None) -> int:
-    start = time.monotonic()
     config, world, run_dir = opened.config, opened.world, session.run_dir
     timeline, explained = session.timeline, session.explained
     torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
@@ -128,8 +129,8 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
         torch.autograd.set_detect_anomaly(True)
     _log_start(opened, session)
     source = find_source(config, run_dir, world)
-    explained.folder = folder = run_dir / "memory"
-    explained.write = partial(_write_unbuilt, folder, world)
+    explained.folder = run_dir / "memory"
+    explained.write = partial(_write_unbuilt, explained.folder, world)
     inputs, changes = _settle(opened, session, source)
     explained.inputs = inputs
     with timeline.phase("init"):
@@ -139,13 +140,24 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
         logger.info("table %s", line)
     with timeline.phase("load"):
         publisher = publisher_of(inputs, built) if publisher_of and config.train.publish.dir else None
+    with publisher or nullcontext():
+        result, reports = _train(inputs, built, session, source, publisher)
+    return _end(inputs, session, result, reports, changes)
+
+
+def _train(
+    inputs: Inputs, built: Built, session: _Session, source: Source | None, publisher: Publishes | None
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train a model that is built; return the run's result, and what each rank reports of its memory."""
+    world, run_dir, timeline = inputs.world, session.run_dir, session.timeline
+    with timeline.phase("load"):
         trainer = Trainer(inputs, built, run_dir, timeline, source, session.enter, publisher)
-    memory = MemoryLog(inputs, built, trainer, timeline, folder)
+    memory = MemoryLog(inputs, built, trainer, timeline, run_dir / "memory")
     world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: copy_files(session.footers, run_dir / FOOTERS))
     give_unused_back()  # what planning and predicting took
-    explained.write = memory.write_alone
+    session.explained.write = memory.write_alone
     if world.rank == 0:
         plan = "\n".join(describe_plan(built.pieces))
         trainer.writer = open_writers(inputs.config, run_dir, trainer.state.step, plan)
@@ -156,9 +168,9 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
         session.lock.check(now=True)
         report = memory.write("stopped" if stopped else "done")
         reports = world.gather({section: report[section] for section in ("identity", "peak", "host")})
-        result = run_result(inputs, trainer, stopped, reports, time.monotonic() - start)
+        result = run_result(inputs, trainer, stopped, reports, time.monotonic() - session.start)
         log_end(trainer.writer, inputs, built, result, report)
-    return _end(inputs, session, result, reports, changes)
+    return result, reports
 
 
 def _end(
@@ -233,7 +245,9 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
             run_dir.mkdir(parents=True, exist_ok=True)
         else:
             run_dir = unused_folder(run_dir)
-        is_run = (run_dir / MARKER).exists()
+        # A copy may lack hidden files, and what goes on clears nothing.
+        is_copy = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
+        is_run = (run_dir / MARKER).exists() or is_copy
         if not is_run and any(not path.name.startswith(LOCK_FILE) for path in run_dir.iterdir()):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
         lock.take(run_dir, earlier)

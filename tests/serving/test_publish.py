@@ -23,6 +23,7 @@ from follow import Follower
 from score import ExportError, Scorer
 
 from recsys.errors import UserError
+from recsys.runtime.run_lock import RunLock
 from recsys.serving import score
 from recsys.serving.publish import next_number
 from recsys.serving.rebase import number_of, rebase
@@ -37,13 +38,16 @@ _EXPERTS = ["tables.user={experts: {others: [user_2, user_3], by: hash, active: 
 
 def train(folder: Path, *arguments: Any, nproc: int = 1, before: Any = None, code: int = 0) -> Path:
     """Train with a publication every 20 steps; return the run directory."""
+    done = fork_train(*arguments_of(folder, *arguments), nproc=nproc, before=before, timeout=300)
+    assert done.returncode == code, done.stderr[-3000:]
+    return folder / "run"
+
+
+def arguments_of(folder: Path, *arguments: Any) -> list[str]:
     publish = f"train.publish={{dir: {folder}/published, every_steps: 20, tables: {{TABLES}}}}"
     tables = next((text for text in arguments if text.startswith("tables=")), "tables=fp32").partition("=")[2]
     rest = [text for text in arguments if not text.startswith("tables=")]
-    done = fork_train(str(folder / "config.yaml"), f"run.dir={folder}/run", publish.replace("{TABLES}", tables), *rest,
-                      nproc=nproc, before=before, timeout=300)  # fmt: skip
-    assert done.returncode == code, done.stderr[-3000:]
-    return folder / "run"
+    return [str(folder / "config.yaml"), f"run.dir={folder}/run", publish.replace("{TABLES}", tables), *rest]
 
 
 def exported(run: Path, out: Path, *options: str) -> Path:
@@ -233,6 +237,26 @@ def test_a_delta_that_is_not_whole_is_named_and_not_applied(published: Path, tmp
     assert follower.number == 2
 
 
+def _damage_last(folder: Path) -> str:
+    last = max(folder.glob("delta-*"))
+    shutil.rmtree(last)
+    return last.name
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_damage_torn, _damage_missing, _damage_repeated, _damage_exchanged, _damage_last],
+)
+def test_deltas_that_are_not_whole_become_no_base(published: Path, tmp_path: Path, damage: Any) -> None:
+    """Also where one of them is gone: its rows would be those of the base."""
+    copy = tmp_path / "copy"
+    shutil.copytree(published, copy)
+    out = copy / f"base-{1 + max(map(number_of, copy.iterdir())):09d}"
+    with pytest.raises(score.ExportError, match=damage(copy)):
+        rebase(out)
+    assert not out.exists()
+
+
 def test_answers_under_load_are_of_one_publication(published: Path, tmp_path: Path) -> None:
     """Every answer given while deltas arrive is that of one of the publications."""
     users = pq.read_table(published.parent / "valid.parquet")
@@ -288,13 +312,27 @@ def test_a_folder_of_others_is_left_as_it_is(tmp_path: Path) -> None:
         (folder / "tables").mkdir(parents=True)
     for name in ("notes.tmp", "base-notes", "delta-3.txt"):
         with pytest.raises(UserError, match=r"'train\.publish\.dir': .* which was not published; name another folder"):
-            next_number(tmp_path)
+            next_number(tmp_path, RunLock())
         assert all((tmp_path / other).exists() for other in others) and all(folder.exists() for folder in half)
         others = [other for other in others if not other.startswith(name)]
         (tmp_path / name).rename(tmp_path.parent / f"{tmp_path.name}-{name}")
     (tmp_path / "delta-000000041").mkdir()
-    assert next_number(tmp_path) == 42
+    with RunLock() as lock:
+        assert next_number(tmp_path, lock) == next_number(tmp_path, lock) == 42  # it is locked already
     assert sorted(path.name for path in tmp_path.iterdir()) == [".git", ".ssh", "delta-000000041"]
+
+
+@pytest.mark.slow
+def test_a_folder_is_published_to_by_one_run_at_a_time(tmp_path: Path) -> None:
+    write_retrieval(tmp_path)
+    with RunLock() as lock:
+        assert next_number(tmp_path / "published", lock) == 1
+        (tmp_path / "published/base-000000001.tmp").mkdir()  # as of the run that has the lock
+        before = sorted((tmp_path / "published").rglob("*"))
+        done = fork_train(*arguments_of(tmp_path))
+        assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+        assert "error: config key 'train.publish.dir': another run publishes to" in done.stderr
+        assert sorted((tmp_path / "published").rglob("*")) == before
 
 
 def test_a_follower_outlives_a_folder_that_begins_again_and_a_torn_base(published: Path, tmp_path: Path) -> None:

@@ -40,6 +40,21 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "config.yaml").read_text() == "mine" and (tmp_path / "logs").exists()
 
 
+def test_a_copy_without_hidden_files_goes_on_and_is_not_replaced(tmp_path: Path) -> None:
+    run_dir = prepare(load_config(SAMPLE, [f"run.dir={tmp_path / 'run'}"]))
+    checkpoint = run_dir / "checkpoints" / "step-000000001"
+    checkpoint.mkdir()
+    (run_dir / ".recsys-run").unlink()
+    for option in ("run.overwrite=true", "run.resume=true"):  # a folder of that name may be anybody's
+        with pytest.raises(UserError, match="is not empty and holds no run"):
+            prepare(load_config(SAMPLE, [f"run.dir={run_dir}", option]))
+    (checkpoint / "checkpoint.json").touch()
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.overwrite=true"]))
+    assert prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.resume=true"])) == run_dir
+    assert (checkpoint / "checkpoint.json").exists()
+
+
 def test_an_earlier_run_is_kept_unless_told(tmp_path: Path) -> None:
     run_dir = prepare(load_config(SAMPLE, [f"run.dir={tmp_path / 'run'}"]))
     (run_dir / "checkpoints" / "step-000000001").mkdir()
