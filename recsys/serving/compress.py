@@ -10,9 +10,7 @@ A metric allows what it would allow on 95 % of other data sets of the same size 
 the last that is allowed, so by the loss on these rows alone every second one would lose more elsewhere.
 """
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,6 @@ from recsys.config.choices import RowCode
 from recsys.config.experts import deciding_tables
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
-from recsys.runtime.signals import ending_orderly
 from recsys.runtime.world import World, open_world
 from recsys.serving.compressed_run import make_empty_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
@@ -123,26 +120,14 @@ class _State:
 def _compress(run: Finished, trained: Config, out: Path, request: Request, world: World) -> None:
     world.agree(lambda: request.check(run, world.world_size))
     world.from_rank_zero(lambda: make_empty_folder(out))
-    with ending_orderly(), _whole_or_removed(out, world):
-        start_logging(out / "logs", world.rank)
-        trials = Trials(run, world, request.metric)
-        trials.introduce()
-        allowed = request.allowed(trials.base.metrics[request.metric])
-        stages, state = _stages(_State(trials, trained, trials.given), request, allowed, out)
-        state.write(out)
-        world.from_rank_zero(lambda: write_report(stages, trials, request.max_loss, allowed, out))
-        logger.info("done: %s", out)
-
-
-@contextmanager
-def _whole_or_removed(out: Path, world: World) -> Iterator[None]:
-    """Remove a folder if an error or a signal ends the block, so that the same command may be given again."""
-    try:
-        yield
-    except BaseException:
-        if world.rank == 0:
-            shutil.rmtree(out, ignore_errors=True)
-        raise
+    start_logging(out / "logs", world.rank)
+    trials = Trials(run, world, request.metric)
+    trials.introduce()
+    allowed = request.allowed(trials.base.metrics[request.metric])
+    stages, state = _stages(_State(trials, trained, trials.given), request, allowed, out)
+    state.write(out)
+    world.from_rank_zero(lambda: write_report(stages, trials, request.max_loss, allowed, out))
+    logger.info("done: %s", out)
 
 
 def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple[list[Stage], _State]:

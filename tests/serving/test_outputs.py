@@ -1,6 +1,5 @@
 """What commands write to: what cannot be written is refused, and nothing is left in the way of the next attempt."""
 
-import errno
 import json
 import os
 import signal
@@ -17,7 +16,6 @@ import pytest
 from launch import ROOT, environment, fork_train
 
 from recsys.runtime.run_lock import LOCK_FILE
-from recsys.serving import compress as compress_module
 from recsys.serving import export as export_module
 from recsys.serving import predict as predict_module
 
@@ -111,34 +109,6 @@ def test_an_export_that_a_signal_ends_leaves_nothing(run: Path, tmp_path: Path) 
         (terminated_export, 143, "ended by SIGTERM"),
     ):
         assert recsys("export", run, tmp_path / "out", status=status, before=before) == line
-        assert not list(tmp_path.iterdir())
-
-
-def interrupted_compression() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    compress_module._stages = interrupted
-
-
-def terminated_compression() -> None:
-    compress_module._stages = lambda *_: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(9))
-
-
-def failing_compression() -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "it")
-
-    compress_module.write_report = fail
-
-
-def test_a_compression_that_does_not_come_to_its_end_leaves_nothing(run: Path, tmp_path: Path) -> None:
-    words = ("compress", run, tmp_path / "out", "--max-loss", "9", "--steps", "neurons")
-    for before, status, line in (
-        (interrupted_compression, 130, "interrupted"),
-        (terminated_compression, 143, "ended by SIGTERM"),
-        (failing_compression, 1, "error: 'it' cannot be written (No space left on device)"),
-    ):
-        said = recsys(*words, f"data.valid={ROOT}/data/sample/valid", status=status, before=before)
-        assert said.partition(";")[0] == line
         assert not list(tmp_path.iterdir())
 
 
