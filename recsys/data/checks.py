@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pyarrow as pa
 
 from recsys.config import Config
@@ -10,10 +11,15 @@ from recsys.config.features import id_features, model_features
 from recsys.data.convert import convert_floats
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
-from recsys.data.spec import FloatColumn
+from recsys.data.parquet import read_head
+from recsys.data.spec import BatchSpec, FloatColumn
 from recsys.data.wanted import column_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
+
+# Of 40,000 clicks, two epochs of a DLRM gave AUC .712, with noise beside the ids whose standard deviation was 1; .677
+# where that was 100, and .573 where it was 1,000.
+_LARGE = 50.0
 
 
 def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
@@ -81,6 +87,33 @@ def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
         for name, table in shared.items()
         if table in single and table != items
     ]
+
+
+def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
+    """Return sentences on numbers of data.train, read or to be learned, whose root mean square is far from 1.
+
+    By its first rows, as they are once transformed. Raises as `read_head` and `convert_floats`.
+    """
+    found, head = [], read_head(train, 1000)
+    for part in (*spec.floats, *spec.labels):
+        if part.column is None:
+            continue
+        numbers = convert_floats(head.column(part.column).combine_chunks(), part).astype(np.float64)
+        numbers = numbers[np.isfinite(numbers)]
+        size = np.sqrt(np.square(numbers).mean()) if numbers.size else 0.0
+        if size > _LARGE:
+            is_label = part in spec.labels
+            key = part.name if is_label else f"features.{part.name}"
+            advice = (
+                "squares of such errors drown other losses, and are learned slowly: write it in larger units, or its "
+                "logarithm"
+                if is_label
+                else "a network wants numbers of about 1: set standardise: true, or log1p and clip"
+            )
+            found.append(
+                f"config key '{key}': column '{part.column}' is around {size:,.0f} in its first rows, and {advice}"
+            )
+    return found
 
 
 def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.DataType]) -> None:

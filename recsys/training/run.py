@@ -18,7 +18,7 @@ from recsys.checkpoint.state import MARKER as CHECKPOINT
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
-from recsys.data.checks import doubtful_lists
+from recsys.data.checks import doubtful_lists, large_numbers
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
 from recsys.memory import Timeline
@@ -217,6 +217,8 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
     opened.world.from_rank_zero(lambda: _save_config(inputs.config, session.run_dir, asked.tables))
+    for sentence in large_numbers(inputs.datasets["train"], inputs.spec("train")):
+        logger.warning("%s", sentence)
     return inputs, changes
 
 

@@ -1,0 +1,50 @@
+"""Numbers that a network learns badly of are told by name."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT
+
+from recsys.config import Device, load_config
+from recsys.data.checks import large_numbers
+from recsys.data.inputs import Inputs, open_inputs
+from recsys.data.spec import FloatColumn, Transform
+from recsys.runtime.world import World, open_world
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with open_world(Device.cpu, num_threads=1) as world:
+        yield world
+
+
+def scaled(world: World, folder: Path, scale: float) -> Inputs:
+    """Open the sample with the prices of one file, which are then around `scale` and null or infinite somewhere."""
+    table = pq.read_table(ROOT / "data/sample/train")
+    prices = np.random.default_rng(1).normal(0, scale, len(table))
+    prices[7] = np.inf
+    column = pa.array(prices, mask=np.arange(len(table)) % 9 == 0)
+    table = table.set_column(table.column_names.index("price"), "price", column)
+    pq.write_table(table, folder / "a.parquet")
+    data = [f"data.train={folder}", "data.valid=null", "data.test=null", "train.max_bad_steps=1"]
+    return open_inputs(load_config(ROOT / "configs/dlrm_sample.yaml", data), world)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1, 20, 200, 1e4, 1e9])
+def test_features_and_labels_are_told_by_their_size(scale: float, tmp_path: Path, world: World) -> None:
+    inputs = scaled(world, tmp_path, scale)
+    train, spec = inputs.datasets["train"], inputs.spec("train")
+    told = large_numbers(train, spec)
+    assert bool(told) == (scale > 50) and len(told) < 2
+    assert all("'features.price'" in line and "standardise" in line for line in told)
+    (price,) = spec.floats
+    divided = replace(spec, floats=[replace(price, transform=Transform(mean=0.0, std=scale))])
+    assert not large_numbers(train, divided)
+    label = FloatColumn("data.labels.watch", "price", finite=False)
+    told = large_numbers(train, replace(spec, floats=[], labels=[*spec.labels, label]))
+    assert bool(told) == (scale > 50) and all("'data.labels.watch'" in line and "units" in line for line in told)
