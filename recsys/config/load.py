@@ -237,7 +237,13 @@ def _all_keys(expected: Any = Config, prefix: str = "") -> list[str]:
 def _unknown_key(parent: str, name: str, allowed: list[str]) -> str:
     prefix = f"{parent}." if parent else ""
     elsewhere = [key for key in _all_keys() if key.rpartition(".")[2] == name]
-    hint = nearest(name, allowed, prefix) or (f"; did you mean '{elsewhere[0]}'?" if elsewhere else "")
+    longer = [key for key in allowed if key.endswith(f"_{name}")]  # batch_size of global_batch_size
+    hint = f"; did you mean '{prefix}{longer[0]}'?" if longer else nearest(name, allowed, prefix)
+    if not hint and elsewhere:
+        hint = f"; did you mean '{elsewhere[0]}'?"
+    word, colon, value = name.partition(":")
+    if colon and word in allowed:
+        hint = f"; YAML wants a blank behind the colon: '{word}: {value}'"
     where = f"under {parent}" if parent else "at the top level"
     return f"config key '{prefix}{name}' is not known{hint} (allowed {where}: {', '.join(allowed)})"
 

@@ -233,14 +233,14 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
     other = (numbers != 0) & (numbers != 1) & ~(np.isnan(numbers) & (not part.finite))
     if other.any():
         raise UserError(
-            f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; write such a "
-            f"column, as `python -m recsys prepare csv --label 'rating>=4'` does"
+            f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; name a condition in "
+            f'its place, such as data.labels={{NAME: "{part.column} > 0"}}, or learn the number itself by loss: squared'
         )
 
 
 def _remedy(kind: pa.DataType, part: FloatColumn) -> str:
     if pa.types.is_nested(kind):
-        return "; write one number a row, each position of a list as a column of its own"
+        return "; write one number a row, each position of a list or field of a struct as a column of its own"
     return "; write it as numbers" + ("" if part.fill is None else ", or for ids use a feature of type id")
 
 

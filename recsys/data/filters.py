@@ -26,6 +26,7 @@ _COMPARISONS: dict[type[ast.cmpop], str] = {
 _MIRRORED = {"==": "==", "!=": "!=", "<": ">", "<=": ">=", ">": "<", ">=": "<="}
 _CONSTANTS = {"true": "True", "false": "False", "null": "None", "none": "None"}
 _HINTS = (
+    (r"\b\d{4}-\d\d?-\d\d?\b", "write dates and times in quotes: day >= '2026-11-01'"),
     (r"(?<![=!<>])=(?!=)", "write == for equal"),
     (r"&", "write and in place of &"),
     (r"\|", "write or in place of |"),

@@ -187,8 +187,11 @@ class FooterParser:
             if column not in keys:
                 have = list(dict.fromkeys([*schema.names, *keys]))
                 advice = f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
+                outer = column.partition(".")[0]
+                inside = f"; what lies inside column '{outer}' is not read: write '{column}' as a column of its own"
+                hint = inside if outer in have else nearest(column, have)
                 raise UserError(
-                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
+                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{hint} "
                     f"(it has: {_listed(have)}){advice}"
                 )
 

@@ -19,7 +19,6 @@ from recsys.datasets.tokens import TOKENS_HELP, tokenize
 from recsys.datasets.writer import (
     WHERE_HELP,
     check_bounds,
-    check_column,
     columns_where,
     is_true,
     names,
@@ -96,13 +95,14 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         raise UserError("--neighbours are those of a user's list of items; it goes with --train-rows users")
     wanted = [options.user, options.item, *filter(None, [options.time])]
     wanted += [*options.user_features, *options.item_features]
+    if unread := {*options.tokens} - {*options.user_features, *options.item_features}:
+        raise UserError(f"--tokens: {min(unread)!r} is no feature; name it in --item-features or --user-features too")
     repeated = {name for name in wanted if [*wanted, *WRITTEN].count(name) > 1}
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
-    wanted = list(dict.fromkeys([*wanted, *filter(None, [options.split_column])]))
-    wanted = list(
-        dict.fromkeys([*wanted, *(name for flag, where in wheres.items() for name in columns_where(where, flag))])
-    )
+    of_split = [*filter(None, [options.split_column])]
+    of_split += [name for flag, where in wheres.items() for name in columns_where(where, flag)]
+    wanted = list(dict.fromkeys([*wanted, *of_split]))
     parts = [
         _one_item_a_row(_read(flag, paths, wanted, options.where), options.item)
         for flag, paths in (("INPUT", inputs), ("--valid", options.valid), ("--test", options.test))
@@ -110,7 +110,6 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     ]
     table = _joined(parts)
     for name in options.tokens:
-        check_column(name, [*options.user_features, *options.item_features])
         table = table.set_column(table.column_names.index(name), name, tokenize(table[name], name))
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
     last = options.hold_out != "random" if split is None else _held_out_last(log, split)
@@ -261,7 +260,10 @@ def _whole_column(
     if not any(fits(column.type) for fits in kinds):
         raise UserError(f"column {name!r} is {column.type}; {what} is {allowed}")
     if column.null_count:
-        raise UserError(f"column {name!r} holds {column.null_count:,} nulls; every row needs {what}")
+        raise UserError(
+            f"column {name!r} holds {column.null_count:,} nulls; every row needs {what}, so leave these out: "
+            f'--where "{name} is not None"'
+        )
     return column
 
 

@@ -94,7 +94,14 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
         ),
         (LogOptions("who", "what", "kind"), "column 'kind' is list<element: string>; a time is a number"),
         (LogOptions("kind", "what"), "column 'kind' is list<element: string>; an id is an integer or a string"),
-        (LogOptions("who", "some"), "column 'some' holds 6 nulls; every row needs an id"),
+        (
+            LogOptions("who", "some"),
+            "column 'some' holds 6 nulls; every row needs an id, so leave these out: --where \"some is not None\"",
+        ),
+        (
+            LogOptions("who", "what", tokens=["age"]),
+            "--tokens: 'age' is no feature; name it in --item-features or --user-features too",
+        ),
         (LogOptions("who", "what", "who"), "column 'who' is named twice"),
         (LogOptions("who", "what", hold_out="random"), "no user has 10 different items"),
     ],
