@@ -94,7 +94,7 @@ def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
 
     By its first rows, as they are once transformed. Raises as `read_head` and `convert_floats`.
     """
-    found, head = [], read_head(train, 1000)
+    sentences, head = [], read_head(train, 1000)
     for part in (*spec.floats, *spec.labels):
         if part.column is None:
             continue
@@ -110,10 +110,10 @@ def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
                 if is_label
                 else "a network wants numbers of about 1: set standardise: true, or log1p and clip"
             )
-            found.append(
+            sentences.append(
                 f"config key '{key}': column '{part.column}' is around {size:,.0f} in its first rows, and {advice}"
             )
-    return found
+    return sentences
 
 
 def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.DataType]) -> None:

@@ -217,7 +217,7 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
     opened.world.from_rank_zero(lambda: _save_config(inputs.config, session.run_dir, asked.tables))
-    for sentence in large_numbers(inputs.datasets["train"], inputs.spec("train")):
+    for sentence in opened.world.from_rank_zero(lambda: large_numbers(inputs.datasets["train"], inputs.spec("train"))):
         logger.warning("%s", sentence)
     return inputs, changes
 
