@@ -12,9 +12,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
-_LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for a file of each rank
+LAUNCHER_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun's name for a file of each rank
+_TOLD = "error: "  # before what is one sentence, and no traceback
 _ECHO_WAIT_S = 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR}
@@ -107,7 +109,7 @@ def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
         delay_seconds: added to the time of the error. torchrun takes the earliest error, in whole seconds, for
             the root cause, so an error that only follows from another rank's is dated later.
     """
-    path = os.environ.get(_LAUNCHER_FILE)
+    path = os.environ.get(LAUNCHER_FILE)
     if path:
         extra = {"timestamp": str(int(time.time()) + delay_seconds)}
         # Aside, then renamed: torchrun may end this rank at any moment, and fails itself on half a file.
@@ -116,9 +118,19 @@ def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
         os.replace(f"{path}.tmp", path)
 
 
+def read_launcher_error(path: Path) -> UserError | None:
+    """Return the mistake of the user that a process wrote to the file of LAUNCHER_FILE; None: there is no such file, or
+    another error in it."""
+    try:
+        text = json.loads(path.read_text(encoding="utf-8"))["message"]["message"]
+    except FileNotFoundError:
+        return None
+    return UserError(*text.removeprefix(_TOLD).split("\n  ")) if text.startswith(_TOLD) else None
+
+
 def _wait_for_torchrun() -> None:
     """Let torchrun, if there is one, end this process with status 0: its summary then has one failure alone."""
-    if _LAUNCHER_FILE in os.environ:
+    if LAUNCHER_FILE in os.environ:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(_ECHO_WAIT_S)
 
@@ -137,7 +149,7 @@ def end_run(error: Exception) -> NoReturn:
         error = UserError(f"the Python package '{error.name}' is not installed; `bash scripts/setup.sh` installs all")
     error = disk_problem(error)
     known = isinstance(error, UserError | LostPeerError | StuckError)
-    text = f"error: {error}" if known else "".join(traceback.format_exception(error)).rstrip()
+    text = f"{_TOLD}{error}" if known else "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, EchoError):
         with contextlib.suppress(OSError):  # in one piece, since all ranks write to the same place
             print(text + "\n", end="", file=sys.stderr)

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from recsys.config import load_config
 from recsys.config.choices import Device
 from recsys.data.inputs import Given
-from recsys.errors import UserError
+from recsys.errors import LAUNCHER_FILE, UserError, read_launcher_error
 from recsys.runtime.launch import environment_of_one_process, rank_of_several
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.world import World, open_world
@@ -52,11 +53,11 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
             on the command line.
 
     Raises:
-        UserError: a mistake in the config or an argument, or this process cannot open the run afterwards.
+        UserError: a mistake in the config, the data or an argument, or this process cannot open the run afterwards.
         subprocess.CalledProcessError: training ended with another error, which has been shown.
     """
     _check_alone()
-    if not isinstance(num_processes, int) or num_processes < 1:
+    if not isinstance(num_processes, Integral) or num_processes < 1:
         raise UserError(f"num_processes is {num_processes!r}, and must be a whole number above 0")
     with tempfile.TemporaryDirectory() as folder:
         path = _config_file(config, Path(folder))
@@ -67,7 +68,13 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
             launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
         command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={run_dir}"]
-        subprocess.run(command, check=True, env=environment_of_one_process())
+        told = Path(folder) / "error.json"  # as torchrun asks ranks for their errors, and hands on the first
+        try:
+            subprocess.run(command, check=True, env={**environment_of_one_process(), LAUNCHER_FILE: str(told)})
+        except subprocess.CalledProcessError:
+            if (mistake := read_launcher_error(told)) is not None:
+                raise mistake from None
+            raise
     return open_run(run_dir, trust_code=True)  # whoever trains a class has named it
 
 
@@ -103,14 +110,15 @@ def _plain_values(value: Any) -> Any:
 
 def _texts(name: str, values: Any, example: str) -> Any:
     """Return an argument that is a list of texts, or None; a text alone would be taken letter by letter."""
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values or ()):
+    texts = None if isinstance(values, str) or not isinstance(values, Iterable) else [*values]
+    if values is not None and (texts is None or not all(isinstance(text, str) for text in texts)):
         raise UserError(f"{name}: found {values!r}, and each must be a text in a list, such as [{example}]")
-    return values
+    return texts
 
 
 def open_run(run: str | Path, *overrides: str, trust_code: bool = False) -> "Run":
     """Open a finished run on this process; arguments and errors as of `recsys.serving.finished.find_run`."""
-    return Run(str(run), overrides, trust_code)
+    return Run(str(run), _texts("overrides", overrides, "'data.filter=null'"), trust_code)
 
 
 class Run:
@@ -141,8 +149,8 @@ class Run:
 
     def embeddings(self, name: str, data: Data = None, keep: Sequence[str] | None = None) -> pa.Table:
         """Return vectors by raw id; see `recsys.serving.embeddings.embeddings`."""
-        table = table_of(self._run, name)
-        _texts("keep", keep, "'user_id'")
+        keep = _texts("keep", keep, "'user_id'")
+        table = table_of(self._run, name, keep)
         with nullcontext() if data is None else _as_files(data) as paths, naming_data():
             if table is not None:
                 vectors = open_table(self._run, self._opened.source.marker, self._opened.world, table, paths)
@@ -151,7 +159,7 @@ class Run:
             return self._given(given, keep, lambda: vectors_of_tower(name))
 
     def _scored(self, data: Data, role: str, keep: Sequence[str] | None, results_of: Callable[[], Results]) -> pa.Table:
-        _texts("keep", keep, "'user_id'")
+        keep = _texts("keep", keep, "'user_id'")
         with _as_files(data) as paths, naming_data():
             return self._given(self._run.given(role, paths, keep), keep, results_of)
 

@@ -53,7 +53,7 @@ def embeddings(
     Raises:
         UserError: there is no such table, its ids are not known, or the data do not fit.
     """
-    table = table_of(run, name)
+    table = table_of(run, name, keep)
     if queries is not None and index is None:
         raise UserError("--queries are users to measure the recall of an index on; ask for one with --faiss")
     if index is not None:
@@ -92,14 +92,14 @@ def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | N
     return 0
 
 
-def table_of(run: Finished, name: str) -> str | None:
+def table_of(run: Finished, name: str, keep: Sequence[str] | None) -> str | None:
     """Return the table that a name stands for, or None for a tower.
 
     Raises:
-        UserError: it stands for neither.
+        UserError: it stands for neither, or columns are to be kept beside the vectors of a table.
     """
     towers = _TOWERS if run.config.model.needs().item_id is not None else ()
-    table = name.removeprefix("tables.")
+    table = str(name).removeprefix("tables.")
     if name in towers:
         return None
     if table not in run.config.tables:
@@ -107,7 +107,9 @@ def table_of(run: Finished, name: str) -> str | None:
             *towers,
             *(f"tables.{table_name}" if table_name in towers else table_name for table_name in run.config.tables),
         ]
-        raise UserError(f"the run has no vectors of '{name}'{nearest(name, names)} (known: {', '.join(names)})")
+        raise UserError(f"the run has no vectors of '{name}'{nearest(str(name), names)} (known: {', '.join(names)})")
+    if keep is not None:
+        raise UserError(f"--keep names columns of users or items, and vectors of table '{table}' have their id alone")
     return table
 
 

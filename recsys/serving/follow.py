@@ -8,9 +8,11 @@ Needs what score.py needs, which lies beside this file. A publication is read in
 whoever has taken `follower.scorer` goes on with the one that it was.
 """
 
+import os
 import re
 import sys
 import threading
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,10 @@ class Follower:
     """
 
     def __init__(self, folder: str | Path, every_s: float | None = None) -> None:
-        if every_s is not None and not every_s > 0:
-            raise ExportError(f"every_s is {every_s}, and must be seconds above 0, or None")
+        if every_s is not None and not (isinstance(every_s, Real) and 0 < every_s <= threading.TIMEOUT_MAX):
+            raise ExportError(f"every_s is {every_s!r}, and must be seconds above 0, or None")
+        if not isinstance(folder, str | os.PathLike):
+            raise ExportError(f"the folder is a {type(folder).__name__}, and must be the path of train.publish.dir")
         self._folder, self._every_s = Path(folder), every_s
         self.number, self.step, self._last = 0, 0, ""
         self.problem: str | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def check_recommends(run: Finished, k: int) -> None:
         raise UserError(f"model '{run.config.model.name}' has no vectors of items to recommend; predict scores rows")
     if run.config.data.items is None:
         raise UserError("config key 'data.items' names no data: the items to recommend")
-    if not isinstance(k, int) or k < 1:
+    if not isinstance(k, Integral) or k < 1:
         raise UserError(f"k is {k!r}, and must be a whole number above 0")
 
 

@@ -621,18 +621,18 @@ def sha256(path: Path) -> str:
     return total.hexdigest()
 
 
-def read_manifest(folder: Path, verify: bool) -> dict[str, Any]:
+def read_manifest(folder: str | Path, verify: bool) -> dict[str, Any]:
     """Return the manifest of an export, and compare its files with it: sizes, and checksums, those of vectors of more
     than `VERIFIED_BYTES` only with `verify`."""
-    path = folder / MANIFEST
     try:
+        path = Path(folder, MANIFEST)
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if manifest["sha256"] != checksum(manifest):
             raise ExportError(f"'{path}' has changed since it was written; export the run again")
         if manifest["format"] != FORMAT:
             raise ExportError(f"'{path}' has format {manifest['format']}, and this score.py reads {FORMAT}")
         for name, entry in manifest["files"].items():
-            size, path = entry["bytes"], folder / name
+            size, path = entry["bytes"], Path(folder, name)
             if (num_bytes := path.stat().st_size) != size:
                 raise ExportError(f"'{path}' has {num_bytes} bytes, and was written with {size}")
             if (verify or entry["always_verified"] or size <= VERIFIED_BYTES) and sha256(path) != entry["sha256"]:
@@ -641,7 +641,7 @@ def read_manifest(folder: Path, verify: bool) -> dict[str, Any]:
         raise ExportError(f"'{error.filename}' cannot be read ({os.strerror(error.errno or 0)})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         told = f"{type(error).__name__}: {error}"
-        raise ExportError(f"'{folder / MANIFEST}' is no manifest of an export ({told})") from error
+        raise ExportError(f"'{folder}/{MANIFEST}' is no manifest of an export ({told})") from error
     return manifest
 
 
@@ -657,8 +657,8 @@ class Scorer:
     """
 
     def __init__(self, folder: str | Path, verify: bool = False, num_threads: int = 1) -> None:
-        self._folder = folder = Path(folder)
         self.manifest = manifest = read_manifest(folder, verify)
+        self._folder = folder = Path(folder)
         tables = manifest["tables"]
         self._mappings = {name: Mapping(folder, entry["mapping"]) for name, entry in tables.items()}
         self._vectors = {name: Rows(folder, entry["vectors"]) for name, entry in tables.items()}
@@ -713,8 +713,8 @@ class Scorer:
         items = self._items
         if items is None:
             raise ExportError(f"model '{self.manifest['model']}' has no vectors of items to recommend; score its rows")
-        if k < 1:
-            raise ExportError(f"k is {k}, and must be a whole number above 0")
+        if not isinstance(k, int | np.integer) or k < 1:
+            raise ExportError(f"k is {k!r}, and must be a whole number above 0")
         users = as_table(users)
         names = (items[key] if name == "" else name for key, name in (("seen", seen), ("candidates", candidates)))
         vectors, best = self.outputs("user", users)[0], []

@@ -15,10 +15,14 @@ from omegaconf import OmegaConf
 from retrieval import NUM_ITEMS, train_towers, write_retrieval
 
 import recsys
+from recsys import errors
 from recsys.config import load_config
 from recsys.data import inputs
-from recsys.errors import UserError
+from recsys.errors import LAUNCHER_FILE, UserError, read_launcher_error
 from recsys.serving import api
+from recsys.serving.embeddings import table_of
+from recsys.serving.finished import Finished
+from recsys.serving.predict import check_recommends
 
 
 @pytest.mark.slow
@@ -89,11 +93,55 @@ def test_mistakes_of_arguments_are_told_before_anything_starts() -> None:
         ({"train": {"max_steps": object()}}, 1, r"config key 'train\.max_steps': .*; values are texts"),
         ("my.yaml", 0, "num_processes is 0, and must be a whole number above 0"),
         ("my.yaml", 1.5, r"num_processes is 1\.5"),
+        ("my.yaml", None, "num_processes is None"),
     ):
         with pytest.raises(UserError, match=said):
             train(config, num_processes=number)
     with pytest.raises(UserError, match=r"overrides: found .* each must be a text"):
         train(str(ROOT / "configs/dlrm_sample.yaml"), {"train.epochs": 3}, ["seed=1"])
+    opened: Any = recsys.open_run
+    for change in (None, 3, ["data.filter=null"], {"data.filter": None}):
+        with pytest.raises(UserError, match=r"overrides: found .* each must be a text"):
+            opened("nowhere", change)
+
+
+def test_names_of_vectors_and_numbers_of_items_have_their_type() -> None:
+    config = load_config(ROOT / "configs/two_tower_sample.yaml", ["data.items=nowhere"])
+    run = Finished(config, Path("nowhere"), ())
+    for name in (None, 3, ["item"], b"item", "items"):
+        with pytest.raises(UserError, match=r"^the run has no vectors of '.*known: user, item, tables\.user"):
+            table_of(run, name, None)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="--keep names columns of users or items, and vectors of table 'category'"):
+        table_of(run, "category", ["item_id"])
+    assert table_of(run, "item", ["item_id"]) is None
+    for k in (0, None, "20", 1.0):
+        with pytest.raises(UserError, match=r"^k is .*must be a whole number above 0"):
+            check_recommends(run, k)  # type: ignore[arg-type]
+    check_recommends(run, np.int64(20))
+
+
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_mistake_that_training_tells_is_raised_as_it_is_told(num_processes: int, tmp_path: Path) -> None:
+    where = f"data.train={tmp_path}/nowhere", f"run.dir={tmp_path}/run"
+    with pytest.raises(UserError) as raised:
+        recsys.train(ROOT / "configs/dlrm_sample.yaml", *where, num_processes=num_processes)
+    assert str(raised.value) == f"config key 'data.train': '{tmp_path}/nowhere' does not exist"
+
+
+def test_what_a_process_has_told_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "error.json"
+    assert read_launcher_error(told) is None
+    monkeypatch.setenv(LAUNCHER_FILE, str(told))
+    monkeypatch.setattr(errors, "_end_process", lambda status: None)
+    end: Any = errors.end_run
+    for error, lines in (
+        (UserError("no room for 'ä'", "table a: 3 GiB", "table b"), ("no room for 'ä'", "table a: 3 GiB", "table b")),
+        (errors.StuckError("rank 1 waits"), ("rank 1 waits",)),
+        (ZeroDivisionError("of the program itself"), None),
+    ):
+        end(error)
+        read = read_launcher_error(told)
+        assert (read and read.args) == lines
 
 
 def test_a_config_of_python_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,11 +177,12 @@ def test_a_trained_class_of_ones_own_is_opened(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_names_to_keep_are_a_list() -> None:
-    for keep in ("user_id", [3]):
+    for keep in ("user_id", [3], 3, True):
         with pytest.raises(
             UserError, match=r"keep: found .*, and each must be a text in a list, such as \['user_id'\]"
         ):
             api._texts("keep", keep, "'user_id'")
+    assert api._texts("keep", iter(["user_id"]), "'user_id'") == ["user_id"]  # an iterator gives its texts once
     unequal = api._as_files({"a": [1, 2], "b": [1]})
     with pytest.raises(UserError, match=r"a mapping of columns of one length \(Column 1 .* length 2"), unequal:
         pass

@@ -126,8 +126,13 @@ def test_candidates_and_unknown_items(towers: Path) -> None:
     assert [sorted(items) for items in best["items"]] == [["item-0", "item-1"], []]
     assert len(scorer.recommend(users, k=100, seen=None)["items"][0]) == 60
     assert scorer.recommend(users.slice(0, 0)).num_rows == 0
-    with pytest.raises(ExportError, match="k is 0, and must be a whole number above 0"):
-        scorer.recommend(users, k=0)
+    for k in (0, None, "20", 1.5):
+        with pytest.raises(ExportError, match=r"k is .*, and must be a whole number above 0"):
+            scorer.recommend(users, k=k)  # type: ignore[arg-type]
+    assert scorer.recommend(users, k=np.int64(3)) == scorer.recommend(users, k=3)  # type: ignore[arg-type]
+    for folder in (None, 3, b"out", "nowhere"):
+        with pytest.raises(ExportError, match=r"nowhere/manifest.json' cannot be read|/manifest.json' is no manifest"):
+            Scorer(folder)  # type: ignore[arg-type]
     assert scorer.recommend(users.to_batches()[0]) == scorer.recommend(users) == scorer.recommend(users.to_pydict())
     with pytest.raises(ExportError, match="rows are a list, and may be an Arrow table or batch, a dict of columns or"):
         scorer.recommend([1, 2])
