@@ -82,7 +82,13 @@ def load_config(
 def _schema(model: type) -> DictConfig:
     """Return all keys with types and defaults, to be merged into a copy; making it takes a quarter of a load."""
     schema = OmegaConf.structured(Config())
-    schema.model = OmegaConf.structured(model())
+    try:
+        schema.model = OmegaConf.structured(model())
+    except (OmegaConfBaseException, TypeError) as error:
+        key = ".".join(["model", *filter(None, [getattr(error, "full_key", None)])])
+        raise UserError(
+            f"config key '{key}': the default in class {model.__qualname__}: {_library_text(error)}"
+        ) from error
     return schema
 
 
@@ -172,6 +178,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _parse_override(text: str) -> dict[str, Any]:
     key, separator, _ = text.partition("=")
+    if key.strip() == "base":
+        raise UserError(f"'{text}': base stands in a config file alone, whose keys go over those of the file it names")
     if not separator or not all(name.strip() for name in key.split(".")) or "[" in key:
         raise UserError(f"'{text}' is not of the form key=value, such as train.epochs=3")
     try:
@@ -218,7 +226,7 @@ def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> No
     for name, value in section.items():
         full = f"{key}.{name}" if key else str(name)
         if fields and name not in fields:
-            raise UserError(_unknown_key(key, str(name), list(fields)))
+            raise UserError(_unknown_key(key, str(name), [*fields, *["base"] * (expected is Config)]))
         _check_keys(value, full, fields[name] if fields else (typing.get_args(expected) or [None])[-1], model)
 
 
@@ -282,7 +290,12 @@ def _wrong_value(error: Exception, model: type) -> str:
     if missing := re.search(r"Environment variable '(.*)' not found", str(error)):
         name = missing[1]
         return f"{where}: the environment variable {name} is not set; set it, or write ${{oc.env:{name},DEFAULT}}"
-    return f"{where}: {_one_line(error).split(' full_key:')[0]}"
+    return f"{where}: {_library_text(error)}"
+
+
+def _library_text(error: Exception) -> str:
+    """Return what OmegaConf says, without the key, which it names its own way."""
+    return _one_line(error).split(" full_key:")[0]
 
 
 def _wrong_name(error: KeyValidationError) -> str:

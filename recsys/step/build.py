@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from recsys.config import Config
 from recsys.config.features import float_features, model_features
 from recsys.config.model import find_model
+from recsys.errors import UserError
 from recsys.models.base import DenseInputs, checkpoint_mlps
 from recsys.models.experts import add_experts
 from recsys.models.projections import add_projections
@@ -38,8 +41,24 @@ def build_dense_half(config: Config, log_shares: Callable[[], tuple[torch.Tensor
     shares, num_counted = (None, 0) if config.model.needs().log_shares_of is None else log_shares()
     inputs = DenseInputs(dims, float_features(config), config.labels(), shares, config.train.distill, num_counted)
     model = find_model(config.model.name)(config.model, inputs)
+    _check_modules(model)
     add_projections(model, config)
     add_experts(model, config)
     if config.train.activation_checkpointing:
         checkpoint_mlps(model)
     return DenseHalf(model, config)
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Refuse modules of torch by which rows that are split over ranks or micro-batches in another way learn otherwise.
+
+    Raises:
+        UserError: names the module, and what does in its place.
+    """
+    for name, module in model.named_modules():
+        where = f"config key 'model.name': {type(model).__name__} has a {type(module).__name__} at '{name}'"
+        keeps_running = isinstance(module, _NormBase) and module.track_running_stats
+        if keeps_running or isinstance(module, _BatchNorm):
+            raise UserError(f"{where}, whose statistics are of the rows that a rank has at once; take nn.LayerNorm")
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            raise UserError(f"{where}, whose draws go by rank and not by row; take recsys.models.RowDropout")

@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,13 @@ import pytest
 import torch
 from launch import ROOT, environment
 from pages import blocks
+from torch import nn
 
-from recsys.config import LabelConfig, load_config
+from recsys.config import LabelConfig, ModelConfig, load_config
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Model
+from recsys.models.dropout import RowDropout
+from recsys.step.build import build_dense_half
 from recsys.step.micro_batches import StepLoss
 
 CONFIG = """
@@ -117,3 +121,82 @@ def test_a_name_of_no_model(name: str, said: str) -> None:
     with pytest.raises(UserError, match=r"config key 'model\.name'") as caught:
         load_config(ROOT / "configs" / "dlrm_sample.yaml", [f"model.name={name}"])
     assert said in str(caught.value)
+
+
+@dataclass
+class OwnConfig(ModelConfig):
+    width: int = 4
+
+
+class Own(Model):
+    Config = OwnConfig
+    layer: nn.Module
+
+    def __init__(self, config: OwnConfig, inputs: DenseInputs) -> None:
+        super().__init__(inputs)
+        self.net = nn.Sequential(nn.Linear(4, 4), self.layer)
+
+
+def config_of_own(folder: Path) -> Path:
+    path = folder / "own.yaml"
+    path.write_text(f"base: {ROOT}/configs/dlrm_sample.yaml\nmodel: {{name: {__name__}.Own}}")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        (nn.BatchNorm1d(4), r"'model\.name': Own has a BatchNorm1d at 'net\.1', .* take nn\.LayerNorm"),
+        (nn.BatchNorm1d(4, track_running_stats=False), "BatchNorm1d"),
+        (nn.SyncBatchNorm(4), "SyncBatchNorm"),
+        (nn.InstanceNorm1d(4, track_running_stats=True), "InstanceNorm1d"),
+        (nn.Dropout(0.1), r"a Dropout at 'net\.1', whose draws .* take recsys\.models\.RowDropout"),
+        (nn.LayerNorm(4), None),
+        (nn.InstanceNorm1d(4), None),
+        (nn.Dropout(0), None),
+        (RowDropout(0.1), None),
+    ],
+)
+def test_layers_that_learn_by_where_rows_are_computed(
+    layer: nn.Module, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Own, "layer", layer, raising=False)
+    config = load_config(config_of_own(tmp_path))
+    if said is None:
+        build_dense_half(config, lambda: (torch.zeros(0), 0))
+    else:
+        with pytest.raises(UserError, match=said):
+            build_dense_half(config, lambda: (torch.zeros(0), 0))
+
+
+class Undecorated(OwnConfig):
+    width = 8
+
+
+@dataclass(kw_only=True)
+class WithoutDefault(ModelConfig):
+    width: int
+
+
+@dataclass
+class OfAnotherType(ModelConfig):
+    width: int = "eight"  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        (
+            Undecorated,
+            r"^config key 'model\.name': the class Undecorated is no dataclass, .* write @dataclass above it",
+        ),
+        (WithoutDefault, r"^config key 'model': the default in class WithoutDefault: .* argument: 'width'"),
+        (OfAnotherType, r"^config key 'model\.width': the default in class OfAnotherType: Value 'eight' .* Integer$"),
+    ],
+)
+def test_a_section_whose_class_makes_no_keys(
+    section: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Own, "Config", section)
+    with pytest.raises(UserError, match=said):
+        load_config(config_of_own(tmp_path))
