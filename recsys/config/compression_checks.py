@@ -15,6 +15,11 @@ def check_dense_int8(config: Config) -> None:
         )
 
 
+def takes_code(table: TableConfig, code: RowCode) -> bool:
+    """Return whether a table's vectors can be quantised by a code."""
+    return code is not RowCode.INT2 or table.embedding_dim % 8 == 0
+
+
 def check_compression(config: Config, name: str, table: TableConfig) -> None:
     """Raise a UserError where a table's vectors cannot be quantised as it says, or its rows not have been pruned."""
     key = f"config key 'tables.{name}"
@@ -23,7 +28,7 @@ def check_compression(config: Config, name: str, table: TableConfig) -> None:
             f"{key}.sharding_type': quantize takes the vectors of single ids, which goes with "
             f"{', '.join(choice.name for choice in UNPOOLED)}, found {table.sharding_type.name}"
         )
-    if table.quantize is RowCode.INT2 and table.embedding_dim % 8:
+    if table.quantize is not None and not takes_code(table, table.quantize):
         raise UserError(
             f"{key}.quantize': INT2 takes an embedding_dim that is a multiple of 8, found {table.embedding_dim}; use "
             f"INT4"

@@ -19,14 +19,16 @@ import numpy as np
 
 from recsys.config import Config, load_config
 from recsys.config.choices import RowCode
+from recsys.config.compression_checks import takes_code
 from recsys.config.experts import deciding_tables
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.world import World, open_world
-from recsys.serving.compressed_run import make_empty_folder, write_run
+from recsys.serving.compressed_run import begin_folder, finish_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
 from recsys.serving.distill import check_student, train_student
 from recsys.serving.finished import Finished, find_run
+from recsys.serving.parts import lock_of_parts
 from recsys.serving.trials import Compression, Trials
 from recsys.tables.row_codes import row_bytes
 
@@ -68,7 +70,7 @@ class Request:
         if "distill" in self.steps and world_size > 1:
             raise UserError("--steps: distill trains in a process of its own; start recsys compress on one rank")
         if "distill" in self.steps:
-            check_student(run.checkpoint, self.student)
+            check_student(run.checkpoint, self.student, self.steps)
         self.allowed(1.0)
 
     def allowed(self, value: float) -> float:
@@ -94,8 +96,14 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
         UserError: a request, or data, that do not fit the model, or a folder that is not empty.
     """
     quiet_libraries()
-    with open_world(run.config.run.device, run.config.run.num_threads) as world:
+    with open_world(run.config.run.device, run.config.run.num_threads) as world, lock_of_parts() as lock:
+        world.agree(lambda: request.check(run, world.world_size))
+        world.from_rank_zero(lambda: begin_folder(out, lock))
+        start_logging(out / "logs", world.rank)
         _compress(run, trained, out, request, world)
+        lock.check(now=True)
+        world.from_rank_zero(lambda: finish_folder(out))
+        logger.info("done: %s", out)
     return 0
 
 
@@ -118,16 +126,12 @@ class _State:
 
 
 def _compress(run: Finished, trained: Config, out: Path, request: Request, world: World) -> None:
-    world.agree(lambda: request.check(run, world.world_size))
-    world.from_rank_zero(lambda: make_empty_folder(out))
-    start_logging(out / "logs", world.rank)
     trials = Trials(run, world, request.metric)
     trials.introduce()
     allowed = request.allowed(trials.base.metrics[request.metric])
     stages, state = _stages(_State(trials, trained, trials.given), request, allowed, out)
     state.write(out)
     world.from_rank_zero(lambda: write_report(stages, trials, request.max_loss, allowed, out))
-    logger.info("done: %s", out)
 
 
 def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple[list[Stage], _State]:
@@ -151,7 +155,7 @@ def _stages(state: _State, request: Request, allowed: float, out: Path) -> tuple
 def _distill(state: _State, request: Request, budget: float, teacher: Trials, folder: Path) -> tuple[_State, str]:
     """Return a student of the run, and what it began with; nothing where it loses more than is allowed."""
     start = folder / "start"
-    make_empty_folder(start)
+    start.mkdir(parents=True)
     state.write(start)
     run, began = train_student(teacher.source.path, start, folder, request.student)
     student = find_run(str(run), request.overrides, request.trust_code)
@@ -202,8 +206,7 @@ def _code_moves(trials: Trials, before: Compression, budget: float) -> list[tupl
         losses[table, now], sizes[table, now] = 0.0, trials.num_bytes(before)
         for code in RowCode:
             changed = replace(before, codes={**before.codes, table: code})
-            is_possible = code is not RowCode.INT2 or settings.embedding_dim % 8 == 0
-            if is_possible and trials.num_bytes(changed) < sizes[table, now]:
+            if takes_code(settings, code) and trials.num_bytes(changed) < sizes[table, now]:
                 sizes[table, code] = trials.num_bytes(changed)
                 losses[table, code] = trials.loss(changed, f"quantize, {table} alone to {code.name}").value
     return cheapest_first(losses, sizes, dict(before.codes), budget)

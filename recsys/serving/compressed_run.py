@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -21,21 +22,35 @@ from recsys.errors import UserError
 from recsys.ids import KeptRows
 from recsys.models.projections import PROJECTIONS
 from recsys.runtime.files import copy_files, make_folder, replace_file, sync
+from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.serving.neurons import narrower, without_neurons
 from recsys.serving.trials import Compression, Pruning, Trials
 from recsys.training.learning import facts_entries
 from recsys.training.run import MARKER
 
+_UNFINISHED = ".unfinished"  # in the folder of a run that is being written
+_WRITTEN = ("logs", "distill-*", "config.yaml", "checkpoints", FACTS, FOOTERS, MARKER, "compression.*", "*.tmp")
 
-def make_empty_folder(out: Path) -> None:
-    """Make the folder of a run that is to be written.
+
+def begin_folder(out: Path, lock: RunLock) -> None:
+    """Make and lock the folder of a run that is to be written, and empty it of what an interrupted attempt has left.
 
     Raises:
-        UserError: it cannot be made, or is not empty.
+        UserError: it cannot be made, another process writes to it, or it is not empty.
     """
     make_folder(out)
-    if any(out.iterdir()):
+    lock.take(out)
+    if (out / _UNFINISHED).exists():
+        for path in chain.from_iterable(map(out.glob, _WRITTEN)):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if any(path.name != _UNFINISHED and not path.name.startswith(LOCK_FILE) for path in out.iterdir()):
         raise UserError(f"OUT: '{out}' is not empty; name another folder, or remove it")
+    (out / _UNFINISHED).touch()
+
+
+def finish_folder(out: Path) -> None:
+    """Note that a run and its reports are written."""
+    (out / _UNFINISHED).unlink()
 
 
 def write_run(

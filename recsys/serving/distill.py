@@ -1,31 +1,65 @@
 """Distillation within `recsys compress`: a smaller student of a finished run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recsys.config import Config, load_config
+from recsys.config import Config, IdMappingType, load_config
+from recsys.config.choices import UNPOOLED, RowCode
+from recsys.config.compression_checks import takes_code
+from recsys.config.experts import deciding_tables
 from recsys.errors import UserError
 from recsys.runtime.command import run_command
 from recsys.runtime.logs import logger
 from recsys.serving.compressed_run import narrow_tables
 from recsys.training.taught import scored_path
 
+_PRUNED = "rows that prune keeps"  # in place of a file of them, which is not there yet
 
-def check_student(teacher: Path, changes: Sequence[str]) -> None:
-    """Refuse changes that make no config of a student, before anything is written.
+
+def check_student(teacher: Path, changes: Sequence[str], steps: Sequence[str]) -> None:
+    """Refuse changes that make no config of a student, whatever earlier steps accept, before anything is written.
 
     Args:
-        teacher: checkpoint of the run. changes: `key=value` over its config.
+        teacher: checkpoint of the run. changes: `key=value` over its config. steps: of the compression, in their order.
 
     Raises:
         UserError: a mistake in the changes.
     """
-    try:
-        student = load_config(teacher / "config.yaml", changes)
-        if student.model.needs().labels:
-            scored_path(student)
-    except UserError as error:
-        raise UserError(f"--student: {error}") from error
+    trained = load_config(teacher / "config.yaml")
+    before = steps[: len(steps) - 1 - steps[::-1].index("distill")]
+    for accepted, keys in [("", []), *_acceptable(trained, before)]:
+        try:
+            student = load_config(teacher / "config.yaml", [*keys, *changes])
+            if student.model.needs().labels:
+                scored_path(student)
+            _check_rows(trained, student)
+        except UserError as error:
+            raise UserError(f"--student{accepted}: {error}") from error
+
+
+def _acceptable(trained: Config, steps: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield what steps may accept, in words, and as `key=value` over the config."""
+    if "quantize" in steps:
+        for code in RowCode:
+            tables = [name for name, table in trained.tables.items() if takes_code(table, code)]
+            plans = [f"{n}.sharding_type=auto" for n in tables if trained.tables[n].sharding_type not in UNPOOLED]
+            keys = [*plans, *(f"{name}.quantize={code.name}" for name in tables)]
+            yield f", where quantize accepts {code.name} before", [f"tables.{key}" for key in keys]
+    if "prune" in steps:
+        by_number = [name for name, table in trained.tables.items() if table.mapping is not IdMappingType.vocabulary]
+        pruned = [name for name in by_number if name not in deciding_tables(trained)]
+        yield ", where prune takes rows before", [f"tables.{name}.kept_rows={_PRUNED}" for name in pruned]
+
+
+def _check_rows(trained: Config, student: Config) -> None:
+    """Refuse another number of rows for a table that may have been pruned by their numbers."""
+    for name, table in student.tables.items():
+        rows = trained.tables[name].num_embeddings if name in trained.tables else None
+        if table.kept_rows == _PRUNED and table.num_embeddings != rows:
+            raise UserError(
+                f"config key 'tables.{name}.num_embeddings' is {table.num_embeddings}, and those kept are of {rows}; "
+                f"leave it, or begin with all ids by tables.{name}.kept_rows=null"
+            )
 
 
 def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[str]) -> tuple[Path, str]:

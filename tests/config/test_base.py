@@ -91,9 +91,7 @@ def test_mistakes(folder: Path, base: str, said: str) -> None:
 
 
 def test_a_misspelt_base_and_one_that_is_a_change(folder: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"'bsae' is not known; did you mean 'base'\?.*, debug, base"
-    ):
+    with pytest.raises(UserError, match=r"'bsae' is not known; did you mean 'base'\?.*, debug, base"):
         load_config(write(folder / "mine.yaml", "bsae: shared/sample.yaml"))
     with pytest.raises(UserError, match=r"'base=shared/sample\.yaml': base stands in a config file alone"):
         load_config(SAMPLE, ["base=shared/sample.yaml"])

@@ -9,8 +9,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import load_tables
-from launch import evaluate, fork_train
+from launch import ROOT, evaluate, fork_train
 from retrieval import write_retrieval
+
+from recsys.config import config_text, load_config
+from recsys.errors import UserError
+from recsys.runtime.run_lock import RunLock
+from recsys.serving.compressed_run import begin_folder, finish_folder
+from recsys.serving.distill import check_student
 
 
 def run_recsys(*arguments: str) -> str:
@@ -107,3 +113,76 @@ def test_a_student_begins_with_low_rank_factors(run: Path, tmp_path: Path) -> No
     rows = pa.concat_tables([pq.read_table(path) for path in sorted(Path("data/sample/test").glob("*.parquet"))])
     scores = Scorer(tmp_path / "export").score(rows)["score"].to_numpy()
     np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-5)
+
+
+COLUMNS = ["tables.user.sharding_type=column_wise", "optimizer.tables.allow_column_split=true"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "said"),
+    [
+        ("distill", ["tables.user.embedding_dim=4"], None),
+        ("distill,quantize,prune", ["tables.user.embedding_dim=4", "tables.user.num_embeddings=200"], None),
+        (
+            "quantize,distill",
+            ["tables.user.embedding_dim=4"],
+            "where quantize accepts INT2 before: .*multiple of 8, fou",
+        ),
+        ("distill,quantize,distill", ["tables.user.embedding_dim=4"], "where quantize accepts INT2 before"),
+        ("quantize,distill", ["tables.user.embedding_dim=4", "tables.user.quantize=INT4"], None),
+        (
+            "quantize,distill",
+            ["tables.user.sharding_type=column_wise"],
+            "where quantize accepts FP16 before: .*goes with",
+        ),
+        (
+            "prune,distill",
+            ["tables.user.num_embeddings=200"],
+            r"prune takes rows before: .* is 200, .* of 1000; l",
+        ),
+        ("prune,distill", ["tables.user.num_embeddings=200", "tables.user.kept_rows=null"], None),
+        (
+            "prune,distill",
+            ["tables.user.mapping=vocabulary"],
+            "prune takes rows before: .*kept_rows' is for mappings",
+        ),
+        ("neurons,distill", ["train.epochs=two"], "^--student: config key 'train.epochs' must be a whole number"),
+    ],
+)
+def test_a_student_fits_whatever_the_steps_before_it_accept(
+    steps: str, changes: list[str], said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").write_text(config_text(load_config(ROOT / "configs" / "dlrm_sample.yaml")))
+    if said is None:
+        check_student(tmp_path, changes, steps.split(","))
+    else:
+        with pytest.raises(UserError, match=said):
+            check_student(tmp_path, changes, steps.split(","))
+
+
+def test_an_interrupted_compression_begins_anew_and_touches_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for _ in range(2):
+        with RunLock() as lock:
+            begin_folder(out, lock)
+            assert {path.name for path in out.iterdir()} == {".lock", ".unfinished"}
+            with RunLock() as other, pytest.raises(UserError, match="wait for its end"):
+                begin_folder(out, other)
+            for folder in ("logs", "distill-2/start", "checkpoints/step-000000001.tmp"):
+                (out / folder).mkdir(parents=True)
+            for file in ("config.yaml", "config.yaml.7.tmp", ".recsys-run", "compression.json", "logs/rank_0.log"):
+                (out / file).touch()
+    with RunLock() as lock:
+        begin_folder(out, lock)
+        (out / "mine").touch()
+    refused = pytest.raises(UserError, match=r"OUT: '.*out' is not empty; name another folder")
+    with RunLock() as lock, refused:
+        begin_folder(out, lock)
+    (out / "mine").unlink()
+    with RunLock() as lock:
+        begin_folder(out, lock)
+        (out / "config.yaml").touch()
+        finish_folder(out)
+    with RunLock() as lock, refused:
+        begin_folder(out, lock)
+    assert [path.name for path in out.iterdir()] == ["config.yaml"]
