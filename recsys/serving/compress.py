@@ -248,18 +248,30 @@ def _shown_codes(codes: Mapping[str, RowCode]) -> str:
 def _prune(trials: Trials, before: Compression, budget: float, by: str) -> tuple[Compression, str]:
     """Return the rows that the metric allows to be pruned, and how many they are; nothing where it allows none."""
     tables, rows, num_idle = _least_important(trials, before, by)
+    if not len(rows):
+        return before, "nothing, since no row is left"
     cuts = _cuts(len(rows), num_idle)
 
     def after(number: int) -> Compression:
         chosen = cuts[number - 1] if number else 0
         by_table = {name: rows[:chosen][tables[:chosen] == i] for i, name in enumerate(trials.config.tables)}
-        pruned = {name: trials.pruning(name, dropped) for name, dropped in by_table.items() if len(dropped)}
+        pruned = {
+            name: trials.pruning(name, np.concatenate([_gone(before, name), dropped]))
+            for name, dropped in by_table.items()
+            if len(dropped)
+        }
         return replace(before, pruned={**before.pruned, **pruned})
 
     number = most_accepted(
         len(cuts), lambda n: trials.loss(after(n), f"prune, {cuts[n - 1]:,} of {len(rows):,} rows").at_most <= budget
     )
     return after(number), f"{cuts[number - 1]:,} of {len(rows):,} rows" if number else ""
+
+
+def _gone(compression: Compression, table: str) -> np.ndarray:
+    """Return the rows of a table that are pruned, int64 [rows]."""
+    pruning = compression.pruned.get(table)
+    return np.zeros(0, np.int64) if pruning is None else (~pruning.kept).nonzero().flatten().numpy()
 
 
 def _cuts(number: int, idle: Sequence[int] = (0,)) -> np.ndarray:
@@ -274,7 +286,9 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
     A layer keeps its most important one.
     """
     if not trials.layers:
-        return before, "nothing, since no hidden layer's width is a key of the config of its own"
+        keys = " and ".join(f"model.{key}" for key in trials.config.model.mlps)
+        why = f"{keys} have no hidden layer but what other parts read" if keys else "no MLP has widths of its own"
+        return before, f"nothing, since {why}"
     columns = []
     for number, (name, importance) in enumerate(trials.neuron_gradients(before).items()):
         marks = before.neurons.get(name)
@@ -282,6 +296,8 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
         left = left[np.argsort(importance[left], kind="stable")][:-1]
         columns.append((np.full(len(left), number), left, importance[left] / trials.layers[name].num_weights))
     layers, neurons, values = map(np.concatenate, zip(*columns, strict=True))
+    if not len(neurons):
+        return before, "nothing, since each layer has one neuron left"
     order, cuts = np.argsort(values, kind="stable"), _cuts(len(neurons))
 
     def after(number: int) -> Compression:
@@ -297,7 +313,7 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
 
 
 def _least_important(trials: Trials, before: Compression, importance: str) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Return number of table and row of all rows that may be pruned, the least important for their bytes first.
+    """Return number of table and row of all rows that may be pruned yet, the least important for their bytes first.
 
     They begin with those that are 0, and those that data.train does not hold: where each of these kinds ends comes too.
     """
@@ -306,6 +322,7 @@ def _least_important(trials: Trials, before: Compression, importance: str) -> tu
         if name in whole:  # its pruned ids would be looked up in another expert
             continue
         rows = np.arange(1, len(trials.counts[name]) - trials.num_shared(name))
+        rows = np.setdiff1d(rows, _gone(before, name))
         counts, norms = trials.counts[name][rows], trials.norms[name][rows]
         values = {"count": trials.counts, "norm": trials.norms}.get(importance) or trials.gradients
         value = values[name][rows] / row_bytes(trials.config.tables[name], before.codes.get(name))

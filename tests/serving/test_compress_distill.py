@@ -115,9 +115,6 @@ def test_a_student_begins_with_low_rank_factors(run: Path, tmp_path: Path) -> No
     np.testing.assert_allclose(scores, pq.read_table(tmp_path / "scores")["score"].to_numpy(), rtol=0, atol=1e-5)
 
 
-COLUMNS = ["tables.user.sharding_type=column_wise", "optimizer.tables.allow_column_split=true"]
-
-
 @pytest.mark.parametrize(
     ("steps", "changes", "said"),
     [
@@ -132,8 +129,8 @@ COLUMNS = ["tables.user.sharding_type=column_wise", "optimizer.tables.allow_colu
         ("quantize,distill", ["tables.user.embedding_dim=4", "tables.user.quantize=INT4"], None),
         (
             "quantize,distill",
-            ["tables.user.sharding_type=column_wise"],
-            "where quantize accepts FP16 before: .*goes with",
+            ["tables.user.sharding_type=data_parallel"],
+            "quantize accepts FP16 before: .*goes with",
         ),
         (
             "prune,distill",

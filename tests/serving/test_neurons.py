@@ -1,7 +1,11 @@
 """Pruned neurons: what goes of a layer and of the next, by hand, and a run whose layers are narrower in earnest."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,12 +13,15 @@ import torch
 from checkpoints import load_tables
 from launch import evaluate, fork_train
 
+from recsys.config import ModelConfig, load_config
 from recsys.models.base import mlp
+from recsys.models.dcn import DCNConfig
 from recsys.models.dlrm import DLRMConfig
 from recsys.runtime.world import open_world
+from recsys.serving.compress import _gone, _neurons, _prune
 from recsys.serving.finished import find_run
 from recsys.serving.neurons import hidden_layers, narrower, without_neurons
-from recsys.serving.trials import Trials
+from recsys.serving.trials import Compression, Loss, Trials
 from recsys.training import build
 
 
@@ -106,3 +113,37 @@ def test_a_run_of_fewer_neurons_is_evaluated_trained_exported(tmp_path: Path) ->
     run_recsys("train", f"{small}/config.yaml", "run.resume=true", "train.max_steps=30")
     pytest.importorskip("onnxruntime")
     run_recsys("export", str(small), f"{tmp_path}/export")
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_second_step_prunes_more_of_what_the_first_has_left(seed: int) -> None:
+    generator, config = np.random.default_rng(seed), load_config("configs/dlrm_sample.yaml")
+    tables = config.tables = {name: replace(config.tables[name], num_embeddings=40) for name in ("user", "item")}
+    trials: Any = SimpleNamespace(config=config, num_shared=lambda table: 0)
+    trials.counts = {name: generator.integers(0, 3, 40) for name in tables}
+    trials.norms = {name: generator.random(40) * generator.integers(0, 2, 40) for name in tables}
+    trials.pruning = partial(Trials.pruning, trials)
+
+    def loss(compression: Compression, remark: str) -> Loss:  # not one that grows with the rows alone
+        value = sum(each.num_rows * -0.01 for each in compression.pruned.values()) + generator.random()
+        return Loss(value, value)
+
+    trials.loss = loss
+    state, left = Compression(), 2 * 39
+    for budget in (0.1, 0.3, 0.9, 0.9):
+        before = {name: set(_gone(state, name).tolist()) for name in tables}
+        state, remark = _prune(trials, state, budget, by="norm")
+        after = {name: set(_gone(state, name).tolist()) for name in tables}
+        assert all(before[name] <= after[name] for name in tables)
+        number = sum(map(len, after.values())) - sum(map(len, before.values()))
+        assert remark == (f"{number} of {left} rows" if number else "" if left else "nothing, since no row is left")
+        left -= number
+
+
+def test_what_has_no_neurons_to_go_is_said_why() -> None:
+    trials: Any = SimpleNamespace(layers={}, config=SimpleNamespace(model=DCNConfig()))
+    assert _neurons(trials, Compression(), 0.1)[1] == (
+        "nothing, since model.bottom_mlp and model.mlp have no hidden layer but what other parts read"
+    )
+    trials.config.model = ModelConfig()
+    assert _neurons(trials, Compression(), 0.1)[1] == "nothing, since no MLP has widths of its own"
