@@ -25,6 +25,7 @@ import benchmark_compress  # noqa: E402
 import benchmark_configs  # noqa: E402
 import benchmark_dense  # noqa: E402
 import benchmark_loader  # noqa: E402
+import benchmark_matrix  # noqa: E402
 import benchmark_peaks  # noqa: E402
 import benchmark_predict  # noqa: E402
 import benchmark_random  # noqa: E402
@@ -88,6 +89,10 @@ def main() -> None:
     benchmark_peaks.add_arguments(peaks)
     dense = commands.add_parser("dense", help="bytes and time that train.dense_sharding saves and costs, by width")
     benchmark_dense.add_arguments(dense)
+    matrix = commands.add_parser(
+        "matrix", help="every type × optimizer × kernel of tables: trains, leaves out bad steps"
+    )
+    benchmark_matrix.add_arguments(matrix)
     predict = commands.add_parser("predict", help="rate of predictions against that of evaluation, and their memory")
     benchmark_predict.add_arguments(predict)
     random = commands.add_parser("random", help="peaks of memory, predicted and measured, of random configs and data")
@@ -108,7 +113,8 @@ def main() -> None:
         "training": benchmark_training.run,
         "step": benchmark_step.run,
         "checkpoints": benchmark_checkpoints.run,
-        "peaks": benchmark_peaks.run,
+        "matrix": partial(benchmark_matrix.run, write=write),
+        "peaks": partial(benchmark_peaks.run, write=write),
         "random": partial(benchmark_random.run, write=write),
         "time": benchmark_time.run,
         "dense": benchmark_dense.run,

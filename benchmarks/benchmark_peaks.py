@@ -5,7 +5,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,23 +209,35 @@ def is_near(predicted: int, measured: int) -> bool:
     return abs(predicted - measured) < max(32 * MIB, 0.05 * measured)
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Carry out `benchmark.py peaks`."""
-    found = {}
-    for name in arguments.only or CASES:
-        if CASES[name].nproc > arguments.ranks:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            peaks = measure(CASES[name], Path(folder), *arguments.overrides)
-        found[name] = peaks
-        for rank, peak in enumerate(peaks):
-            mib = [round(peak[key] / MIB) for key in ("measured_bytes", "predicted_bytes", "unexplained_bytes")]
-            print(
-                f"{name}, rank {rank}: measured {mib[0]:,} MiB in {peak['phase']}, predicted {mib[1]:,} in "
-                f"{peak['predicted_phase']}: {peak['error']:+.1%}, {-mib[2]:+,} MiB",
-                flush=True,
-            )
-    return {"overrides": arguments.overrides, "peaks": found, "versions": installed_versions()}
+def run(arguments: argparse.Namespace, write: Callable[[Path | None, dict[str, Any]], Any]) -> dict[str, Any]:
+    """Carry out `benchmark.py peaks`; the file is written after each case, and one that fails is told by its error."""
+    found: dict[str, Any] = {}
+    result = {"overrides": arguments.overrides, "peaks": found, "versions": installed_versions()}
+    names = [name for name in arguments.only or CASES if CASES[name].nproc <= arguments.ranks]
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        begun = {pool.submit(_measure_apart, CASES[name], arguments.overrides): name for name in names}
+        for done in as_completed(begun):
+            name = begun[done]
+            found[name] = {"error": str(done.exception())} if done.exception() else done.result()
+            write(arguments.out, result)
+            for line in [str(done.exception())] if done.exception() else map(_line, done.result()):
+                print(f"{name}: {line}", flush=True)
+    result["peaks"] = {name: found[name] for name in names}
+    return result
+
+
+def _measure_apart(case: Case, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return measure(case, Path(folder), *overrides)
+
+
+def _line(peak: Mapping[str, Any]) -> str:
+    """Return a peak in words."""
+    mib = [round(peak[key] / MIB) for key in ("measured_bytes", "predicted_bytes", "unexplained_bytes")]
+    return (
+        f"measured {mib[0]:,} MiB in {peak['phase']}, predicted {mib[1]:,} in {peak['predicted_phase']}: "
+        f"{peak['error']:+.1%}, {-mib[2]:+,} MiB"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -232,4 +245,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="CASE", help="some of them")
     parser.add_argument("--ranks", type=int, default=4, help="leave cases of more out, such as where GPUs are fewer")
+    parser.add_argument("--at-once", type=int, default=1, help="cases: on GPUs, whose peaks others do not change")
     parser.add_argument("--out", type=Path, help="JSON file to write")

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,12 @@ prepare_environment()  # before pyarrow is imported
 
 import benchmark_training  # noqa: E402
 import torch  # noqa: E402
+from bare_loop import Bare, bare_batch, pinned  # noqa: E402
 from launcher import launch_command  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor  # noqa: E402
+from torchrec import EmbeddingBagCollection  # noqa: E402
 from torchrec.datasets.utils import Batch as BareBatch  # noqa: E402
-from torchrec.distributed.model_parallel import DistributedModelParallel  # noqa: E402
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology  # noqa: E402
-from torchrec.distributed.planner.types import ParameterConstraints  # noqa: E402
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist  # noqa: E402
-from torchrec.models.dlrm import DLRM, DLRMTrain  # noqa: E402
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
-from torchrec.optim.keyed import KeyedOptimizerWrapper  # noqa: E402
-from torchrec.optim.optimizers import in_backward_optimizer_filter  # noqa: E402
-from torchrec.optim.rowwise_adagrad import RowWiseAdagrad  # noqa: E402
+from torchrec.models.dlrm import DLRM  # noqa: E402
 
 from recsys.config import Config, load_config  # noqa: E402
 from recsys.data.inputs import Inputs, open_inputs  # noqa: E402
@@ -44,7 +37,6 @@ from recsys.memory import Timeline  # noqa: E402
 from recsys.runtime.versions import installed_versions  # noqa: E402
 from recsys.runtime.world import World, open_world  # noqa: E402
 from recsys.step.pipeline import TimedIterator, build_pipeline  # noqa: E402
-from recsys.tables.shard import TableSharder  # noqa: E402
 from recsys.training.build import build_model  # noqa: E402
 from recsys.training.trainer import Trainer  # noqa: E402
 
@@ -90,19 +82,7 @@ class Ours:
         """Return batches of the same rows for the bare loop."""
         loader = self._inputs.loader("train")
         with closing(loader.batches()) as batches:
-            return [
-                _pinned(
-                    BareBatch(
-                        dense_features=batch.floats.clone(),
-                        sparse_features=KeyedJaggedTensor(
-                            batch.ids.keys(), batch.ids.values().long(), lengths=batch.ids.lengths().clone()
-                        ),
-                        labels=batch.labels[:, 0].clone(),
-                    ),
-                    self._world.device,
-                )
-                for batch in islice(batches, BATCHES_IN_MEMORY)
-            ]
+            return [pinned(bare_batch(batch), self._world.device) for batch in islice(batches, BATCHES_IN_MEMORY)]
 
     def profile(self, steps: int) -> dict[str, float]:
         """Return ms per step of each part, over `steps` steps from the middle of an epoch."""
@@ -115,62 +95,20 @@ class Ours:
             return profiled(pipeline.progress, TimedIterator(batches), steps)
 
 
-class Bare:
-    """torchrec as its examples use it: DLRMTrain, DistributedModelParallel, TrainPipelineSparseDist."""
+def _bare(batches: list[BareBatch], world: World, sharding: str | None) -> Bare:
+    """Return the bare loop of the same DLRM."""
+    rows = dict.fromkeys(batches[0].sparse_features.keys(), NUM_EMBEDDINGS)
 
-    def __init__(self, batches: list[BareBatch], world: World, sharding: str | None) -> None:
-        device = self._device = world.device
-        self._world_size = world.world_size
-        keys = batches[0].sparse_features.keys()
-        tables = EmbeddingBagCollection(
-            device=torch.device("meta"),
-            tables=[
-                EmbeddingBagConfig(
-                    name=f"t_{key}", embedding_dim=DIM, num_embeddings=NUM_EMBEDDINGS, feature_names=[key]
-                )
-                for key in keys
-            ],
-        )
-        apply_optimizer_in_backward(RowWiseAdagrad, tables.parameters(), {"lr": 0.05})
-        num_floats = batches[0].dense_features.shape[1]
-        train = DLRMTrain(DLRM(tables, num_floats, [64, DIM], [64, 32, 1], dense_device=device))
-        sharders, plan = [TableSharder()], None  # torchrec's own, with row-wise sharding on CPU
-        if sharding is not None:
-            constraints = {f"t_{key}": ParameterConstraints(sharding_types=[sharding]) for key in keys}
-            topology = Topology(world.world_size, device.type)
-            plan = EmbeddingShardingPlanner(topology, constraints=constraints).collective_plan(train, sharders)
-        model = DistributedModelParallel(train, device=device, sharders=sharders if sharding else None, plan=plan)
-        optimizer = KeyedOptimizerWrapper(
-            dict(in_backward_optimizer_filter(model.named_parameters())), lambda params: torch.optim.Adam(params, 1e-3)
-        )
-        self._pipeline = TrainPipelineSparseDist(model, optimizer, device)
-        self._batches: Iterator[BareBatch] = cycle(batches)
-        self._rows = batches[0].dense_features.shape[0]
+    def make(tables: EmbeddingBagCollection, num_floats: int, device: torch.device) -> DLRM:
+        return DLRM(tables, num_floats, [64, DIM], [64, 32, 1], dense_device=device)
 
-    def measure(self, steps: int, num_threads: int) -> float:
-        """Train `steps` steps; return rows/s."""
-        torch.set_num_threads(num_threads)
-        start = _now(self._device)
-        for _ in range(steps):
-            self._pipeline.progress(self._batches)
-        return steps * self._rows * self._world_size / (_now(self._device) - start)
-
-    def profile(self, steps: int, num_threads: int) -> dict[str, float]:
-        """Return ms per step of each part."""
-        torch.set_num_threads(num_threads)
-        return profiled(self._pipeline.progress, self._batches, steps)
+    return Bare(batches, world, rows, DIM, make, sharding)
 
 
-def _pinned(batch: BareBatch, device: torch.device) -> BareBatch:
-    """Return a batch in page-locked memory, if it is for a GPU."""
-    return batch.pin_memory() if device.type == "cuda" else batch
-
-
-def _now(device: torch.device) -> float:
-    """Return the time when all that the device has been given is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.monotonic()
+def _profile(bare: Bare, num_threads: int) -> dict[str, float]:
+    """Return ms per step of each part of the bare loop."""
+    torch.set_num_threads(num_threads)
+    return profiled(bare.progress, bare.batches, PROFILED_STEPS)
 
 
 class Marked(Iterator[Any]):
@@ -225,7 +163,7 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
         config = load_config(file.name, overrides)
     with open_world(config.run.device, config.run.num_threads) as world:
         ours = Ours(config, world)
-        bare = Bare(ours.batches_in_memory(), world, arguments.sharding)
+        bare = _bare(ours.batches_in_memory(), world, arguments.sharding)
         rates: dict[str, list[float]] = {"ours": [], "wait_share": []}
         for repeat in range(arguments.repeats + 1):
             if arguments.only != "bare":
@@ -257,7 +195,7 @@ def measure_batch_size(arguments: argparse.Namespace, data: Path, batch_size: in
             "wait_share": round(medians["wait_share"], 4),
             "bare_rows_per_second_by_threads": {t: round(medians[f"bare_{t}"]) for t in arguments.threads},
             "ours_ms": ours.profile(PROFILED_STEPS),
-            "bare_ms": bare.profile(PROFILED_STEPS, best),
+            "bare_ms": _profile(bare, best),
         }
         del ours, bare
         return result

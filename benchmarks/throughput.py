@@ -11,8 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, nullcontext
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,12 @@ prepare_environment()  # before pyarrow is imported
 import numpy as np  # noqa: E402
 import pyarrow as pa  # noqa: E402
 import torch  # noqa: E402
+from bare_loop import Bare, bare_batch, now  # noqa: E402
 from launcher import launch_command, machine  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from torchrec import EmbeddingBagCollection  # noqa: E402
+from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 
 from recsys.config import Config, load_config  # noqa: E402
 from recsys.data.batch import Batch  # noqa: E402
@@ -51,28 +55,48 @@ MODELS = {
     "multi_hot": "{name: dcn, structure: stacked, num_cross_layers: 3, rank: 512, bottom_mlp: [512, 256, 128], "
     "mlp: [1024, 1024, 512, 256]}",
 }
-PRECISIONS = {"fp32": [], "tf32": ["precision.tf32=true"], "bf16": ["precision.autocast=bf16"]}
-FEEDS = ("device", "page_locked", "parquet")
+# What tables, products and messages may be beside FP32; UVM is of the tables of more than 100,000 rows.
+_LARGE = [i for i, rows in enumerate(ROWS) if rows > 100_000]
+VARIANTS = {
+    "fp32": [],
+    "tf32": ["precision.tf32=true"],
+    "bf16": ["precision.autocast=bf16"],
+    "fp16": ["precision.autocast=fp16"],
+    "fp16_tables": [f"tables.t{i}.data_type=FP16" for i in range(len(ROWS))],
+    "fp8_tables": [f"tables.t{i}.{each}" for i in range(len(ROWS)) for each in ("data_type=FP8", "init_range=0.01")],
+    "bf16_vectors": ["precision.output_dtype=BF16"],
+    "uvm": [f"tables.t{i}.compute_kernel=fused_uvm" for i in _LARGE],
+    "uvm_caching": [f"tables.t{i}.compute_kernel=fused_uvm_caching" for i in _LARGE],
+    "unread": ["train.check_every_step=false"],
+    "offload": ["train.activation_offload=true"],
+}
+FEEDS = ("device", "page_locked", "parquet", "bare")
+TRACED_STEPS = 5
 ROW_GROUP_ROWS = 65536
 EPOCHS = 3  # of the loader alone
 
 
 def write_files(folder: Path, shape: str, num_rows: int, max_rows: int) -> None:
     """Write ids popular by a power law, floats, and a label by chance."""
-    generator = np.random.default_rng(1)
+    generators = [np.random.default_rng((1, i)) for i in range(len(ROWS))]
+    floats = np.random.default_rng(1)
 
-    def column(rows: int, ids: int, number: int) -> pa.Array:
-        ids = 1 if shape == "criteo" else ids
-        found = pa.array((generator.zipf(1.2, number * ids) % min(rows, max_rows)).astype(np.int32))
+    def column(i: int, number: int) -> pa.Array:
+        ids = 1 if shape == "criteo" else IDS[i]
+        # A floor of Pareto's law of index 0.2: a tenth of the time of Zipf's, whose tail is the same.
+        drawn = np.minimum((1 - generators[i].random(number * ids)) ** -5, 1e18).astype(np.int64)
+        found = pa.array((drawn % min(ROWS[i], max_rows)).astype(np.int32))
         bounds = pa.array(np.arange(number + 1, dtype=np.int32) * ids)
         return found if shape == "criteo" else pa.ListArray.from_arrays(bounds, found)
 
     def tables() -> Iterator[pa.Table]:
-        for start in range(0, num_rows, ROW_GROUP_ROWS):
-            number = min(ROW_GROUP_ROWS, num_rows - start)
-            columns = {f"c{i}": column(*each, number) for i, each in enumerate(zip(ROWS, IDS, strict=True))}
-            columns |= {f"f{i}": pa.array(generator.random(number, np.float32)) for i in range(NUM_FLOATS)}
-            yield pa.table(columns | {"label": pa.array(generator.integers(0, 2, number, np.int8))})
+        with ThreadPoolExecutor() as pool:  # drawing numbers takes longer than all the rest
+            for start in range(0, num_rows, ROW_GROUP_ROWS):
+                number = min(ROW_GROUP_ROWS, num_rows - start)
+                ids = pool.map(column, range(len(ROWS)), [number] * len(ROWS))
+                columns = {f"c{i}": each for i, each in enumerate(ids)}
+                columns |= {f"f{i}": pa.array(floats.random(number, np.float32)) for i in range(NUM_FLOATS)}
+                yield pa.table(columns | {"label": pa.array(floats.integers(0, 2, number, np.int8))})
 
     write_parts(tables(), folder, ROW_GROUP_ROWS, 4 * ROW_GROUP_ROWS)
 
@@ -94,86 +118,125 @@ def config_of(shape: str, data: Path, arguments: argparse.Namespace, overrides: 
         return load_config(file.name, overrides)
 
 
-def now(device: torch.device) -> float:
-    """Return the time when all that the device has been given is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.monotonic()
-
-
-def train(built: Built, batches: Iterable[Batch], warm: int, world: World) -> dict[str, float]:
-    """Train all batches; return steps/s after the first `warm`, and of that time the shares of waiting and idling."""
+def train(built: Built, batches: Iterator[Batch], world: World, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train all batches; return steps/s after the first `warm`, the last loss, and what `traced` finds of GPUs."""
     pipeline = build_pipeline(built.model, built.dense_optimizer, world.device, debug=False)
-    timed, done, start, waited = TimedIterator(iter(batches)), 0, 0.0, 0.0
+    timed, start, waited = TimedIterator(batches), 0.0, 0.0
     on_gpu = world.device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA]) if on_gpu else nullcontext() as found:
-        while True:
-            if done == warm:
-                start, waited = now(world.device), timed.seconds
-            try:
-                pipeline.progress(timed)
-            except StopIteration:
-                break
-            done += 1
-    seconds = now(world.device) - start
-    pipeline.detach()
-    shares = {"wait_share": (timed.seconds - waited) / seconds}
     if on_gpu:
-        shares["idle_share"] = idle_share(found)
-    return {"steps_per_s": (done - warm) / seconds, **shares}
+        torch.cuda.reset_peak_memory_stats(world.device)
+
+    def step(number: int) -> Any:
+        built.table_updates.begin(1.0, lambda _: number)
+        return pipeline.progress(timed)
+
+    for number in range(arguments.warm + arguments.steps):
+        if number == arguments.warm:
+            start, waited = now(world.device), timed.seconds
+        output = step(number)
+    seconds = now(world.device) - start
+    output.read()
+    found = {"steps_per_s": arguments.steps / seconds, "wait_share": (timed.seconds - waited) / seconds}
+    found |= {"loss": output.loss}
+    if on_gpu:
+        found |= {"device_peak_bytes": torch.cuda.max_memory_allocated(world.device)}
+        found |= traced(lambda: [step(arguments.warm + arguments.steps) for _ in range(TRACED_STEPS)], arguments.trace)
+    pipeline.detach()
+    return found
 
 
-def idle_share(found: Any) -> float:
-    """Return the share of the second half of a profile in which the GPU ran no kernel."""
+def traced(steps: Callable[[], Any], path: Path | None) -> dict[str, Any]:
+    """Trace some steps on a GPU; return the share of their time in which it ran no kernel, None where none is seen."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        steps()
+        torch.cuda.synchronize()
+    if path is not None:
+        found.export_chrome_trace(str(path))
+    return {"idle_share": idle_share(found)}
+
+
+def idle_share(found: Any) -> float | None:
+    """Return the share of a profile in which the GPU ran no kernel; None: it knows of none."""
     spans = sorted(
         (event.time_range.start, event.time_range.end)
         for event in found.events() or []
-        if event.device_type == DeviceType.CUDA
+        # Ranges that the host marks are shown on the device too, from their first kernel to their last.
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and not event.name.startswith("##")
     )
-    spans = spans[len(spans) // 2 :]
+    if not spans:
+        return None
     busy, end = 0.0, spans[0][0]
     for begin, stop in spans:
         busy, end = busy + max(0.0, stop - max(begin, end)), max(end, stop)
     return 1 - busy / (end - spans[0][0])
 
 
-def measure(shape: str, precision: str, data: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Train from each feed in turn, in this process or as one of the ranks."""
-    config, results = config_of(shape, data, arguments, [*PRECISIONS[precision], *arguments.overrides]), []
+    config, results = config_of(shape, data, arguments, [*VARIANTS[variant], *arguments.overrides]), []
+    torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")  # as a run does
     with open_world(config.run.device, config.run.num_threads) as world:
         inputs = open_inputs(config, world)
-        built, loader = build_model(inputs), inputs.loader("train")
+        loader = inputs.loader("train")
         with closing(loader.batches()) as batches:
             held = list(islice(batches, arguments.held))  # the loader does not write over what is kept
-        steps = arguments.warm + arguments.steps
+        steps = arguments.warm + arguments.steps + TRACED_STEPS
+        rows, sizes = held[0].num_rows * world.world_size, sizes_of(config, held[0])
+        built: Built | None = None
+
+        def add(feed: str, found: dict[str, Any]) -> None:
+            shown = {"samples_per_s": round(found.pop("steps_per_s") * rows)}
+            results.append({"shape": shape, "variant": variant, "feed": feed, "ranks": world.world_size, **shown})
+            results[-1] |= {name: round(v, 4) if isinstance(v, float) else v for name, v in found.items()}
+            results[-1] |= sizes
+            if world.rank == 0:
+                print(json.dumps(results[-1]), flush=True)
+                if arguments.part is not None:
+                    arguments.part.write_text(json.dumps(results))
+
         for feed in arguments.feeds:
+            if feed == "bare":
+                built = None  # its tables make room for those of the bare loop
+                add(feed, measure_bare(shape, held, world, arguments))
+                continue
+            built = built or build_model(inputs)
             if feed == "parquet":
                 # More epochs than it takes, since the decoding of an epoch's first rows is not what is measured.
                 with closing(loader.batches(num_epochs=1 + steps)) as batches:
-                    found = train(built, islice(batches, steps), arguments.warm, world)
+                    found = train(built, islice(batches, steps), world, arguments)
             else:
                 mine = [each.to(world.device) for each in held] if feed == "device" else held
-                found = train(built, islice(cycle(mine), steps), arguments.warm, world)
-            rows = held[0].num_rows * world.world_size
-            shown = {"samples_per_s": round(found.pop("steps_per_s") * rows)}
-            results.append({"shape": shape, "precision": precision, "feed": feed, "ranks": world.world_size, **shown})
-            results[-1] |= {name: round(share, 4) for name, share in found.items()} | sizes_of(built, held[0])
-            if world.rank == 0:
-                print(json.dumps(results[-1]), flush=True)
-        if world.rank == 0 and arguments.part is not None:
-            arguments.part.write_text(json.dumps(results))
+                found = train(built, islice(cycle(mine), steps), world, arguments)
+            add(feed, found)
         del built, held
     return results
 
 
-def sizes_of(built: Built, batch: Batch) -> dict[str, int]:
-    """Return the bytes of all tables' weights, and of a sample on its way to the device and in its vectors."""
-    shapes, ids = [piece.size for piece in built.pieces], batch.ids.values().numel()
+def measure_bare(shape: str, held: list[Batch], world: World, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the steps/s of torchrec's own loop on batches that lie on the device."""
+
+    def make(tables: EmbeddingBagCollection, num_floats: int, device: torch.device) -> torch.nn.Module:
+        top, dim = [1024, 1024, 512, 256, 1], arguments.dim
+        if shape == "criteo":
+            return DLRM(tables, num_floats, [512, 256, dim], top, dense_device=device)
+        return DLRM_DCN(tables, num_floats, [512, 256, dim], top, 3, 512, dense_device=device)
+
+    batches = [bare_batch(each).to(world.device) for each in held]
+    rows = {f"c{i}": max(8, min(number, arguments.max_rows)) for i, number in enumerate(ROWS)}
+    bare, threads = Bare(batches, world, rows, arguments.dim, make, "table_wise"), torch.get_num_threads()
+    bare.measure(arguments.warm, threads)
+    samples = bare.measure(arguments.steps, threads)
+    return {"steps_per_s": samples / (held[0].num_rows * world.world_size)}
+
+
+def sizes_of(config: Config, batch: Batch) -> dict[str, int]:
+    """Return the bytes of all tables in FP32, and of a sample on its way to the device and in its vectors."""
+    tables, ids = config.tables.values(), batch.ids.values().numel()
     content = 0 if batch.content is None else batch.content.numel()
     return {
-        "table_bytes": sum(4 * rows * columns for rows, columns in shapes),
+        "table_bytes": sum(4 * table.num_embeddings * table.embedding_dim for table in tables),
         "batch_bytes_a_sample": content // batch.num_rows,
-        "vector_bytes_a_sample": 4 * max(columns for _, columns in shapes) * ids // batch.num_rows,
+        "vector_bytes_a_sample": 4 * max(table.embedding_dim for table in tables) * ids // batch.num_rows,
     }
 
 
@@ -192,29 +255,46 @@ def loader_rates(data: Path, shape: str, arguments: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    """Write the files, measure each shape and precision in processes of its own, and write the JSON."""
+    """Write the files, measure each shape and variant in processes of its own; the JSON is written after each."""
     arguments = parse()
     quiet_libraries()
     if arguments.part is not None:
-        measure(arguments.shapes[0], arguments.precisions[0], arguments.data, arguments)
+        measure(arguments.shapes[0], arguments.variants[0], arguments.data, arguments)
         return
-    results, loaders = [], {}
+    chosen = {key: getattr(arguments, key) for key in ("batch_size", "dim", "max_rows", "rows", "overrides")}
+    results: list[dict[str, Any]] = []
+    loaders: dict[str, dict[int, int]] = {}
+
+    def write() -> None:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        found = {**chosen, "results": results, "loader_rows_per_s_by_threads": loaders, "device": device}
+        if arguments.out is not None:
+            text = json.dumps({**found, "versions": installed_versions(), "machine": machine()}, indent=1)
+            arguments.out.write_text(text + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         for shape in arguments.shapes:
             data, part = Path(folder) / shape, Path(folder) / "part.json"
             write_files(data, shape, arguments.rows, arguments.max_rows)
-            for precision in arguments.precisions:
-                changed = ["--shapes", shape, "--precisions", precision, "--data", str(data), "--part", str(part)]
-                subprocess.run([*launch_command(arguments.ranks), *sys.argv, *changed], check=True)
-                results += json.loads(part.read_text())
+            for variant in arguments.variants:
+                changed = ["--shapes", shape, "--variants", variant, "--data", str(data), "--part", str(part)]
+                if arguments.out is not None:
+                    changed += ["--trace", str(arguments.out.with_name(f"trace_{shape}_{variant}.json.gz"))]
+                done = subprocess.run([*launch_command(arguments.ranks), *sys.argv, *changed])
+                if part.exists():  # of feeds that were measured, though another may have failed
+                    results += json.loads(part.read_text())
+                    part.unlink()
+                if done.returncode:
+                    results.append({"shape": shape, "variant": variant, "failed": done.returncode})
+                write()
             loaders[shape] = loader_rates(data, shape, arguments)
             print(f"{shape}: rows/s of the loader by its threads: {loaders[shape]}", flush=True)
-    chosen = {key: getattr(arguments, key) for key in ("batch_size", "dim", "max_rows", "rows", "overrides")}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    found = {**chosen, "results": results, "loader_rows_per_s_by_threads": loaders, "device": device}
-    if arguments.out is not None:
-        text = json.dumps({**found, "versions": installed_versions(), "machine": machine()}, indent=1)
-        arguments.out.write_text(text + "\n")
+            write()
+    if any("failed" in each for each in results):
+        sys.exit(1)
+
+
+_FEEDS_HELP = "without a GPU the first two are one; bare: torchrec's own loop, on batches that lie on the device"
 
 
 def parse() -> argparse.Namespace:
@@ -222,8 +302,14 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("overrides", metavar="key=value", nargs="*", default=[])
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["fp32", "bf16"])
-    parser.add_argument("--feeds", nargs="+", choices=FEEDS, default=FEEDS, help="without a GPU the first two are one")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["fp32", "bf16"])
+    parser.add_argument(
+        "--feeds",
+        nargs="+",
+        choices=FEEDS,
+        default=FEEDS[:3],
+        help="without a GPU the first two are one; bare: torchrec's own loop, on batches that lie on the device",
+    )
     parser.add_argument("--batch-size", type=int, default=2048, help="of all ranks; the field's figures are of 65,536")
     parser.add_argument("--dim", type=int, default=16, help="of the tables; the field's figures are of 128")
     parser.add_argument("--max-rows", type=int, default=100_000, help="of a table; MLPerf's have up to 40,000,000")
@@ -236,6 +322,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--part", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--trace", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

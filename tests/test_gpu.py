@@ -25,7 +25,8 @@ CONFIG = "configs/dlrm_sample.yaml"
 
 
 def train(run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[float]]:
-    done = run_train(CONFIG, f"run.dir={run_dir}", "train.log_every_steps=1", *overrides)
+    # One thread on CPUs, since several tests run at once, and OpenMP's threads spin.
+    done = run_train(CONFIG, f"run.dir={run_dir}", "train.log_every_steps=1", "run.num_threads=1", *overrides)
     assert done.returncode == 0, done.stderr[-3000:]
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return json.loads((run_dir / "result.json").read_text()), [r["loss"] for r in records if r["kind"] == "train"]
@@ -61,7 +62,8 @@ def test_a_plan_learns_what_a_cpu_learns(kind: ShardingChoice, dtype: str, nproc
     losses = {}
     for device, choice, ranks in (("cpu", "table_wise", 1), ("cuda", kind.name, nproc)):
         run_dir = tmp_path / device
-        options = (f"run.dir={run_dir}", f"run.device={device}", *overrides(choice, dtype, optimizer))
+        settings = (f"run.dir={run_dir}", f"run.device={device}", "run.num_threads=1")
+        options = (*settings, *overrides(choice, dtype, optimizer))
         done = run_train(str(config), *options, nproc=ranks, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
         records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

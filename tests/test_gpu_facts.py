@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import benchmark_step
+import bare_loop
 import pytest
 import torch
 from fbgemm_gpu import split_embedding_codegen_lookup_invokers as invokers
@@ -112,19 +112,19 @@ def test_the_bare_loop_is_timed_to_the_end_of_what_it_has_queued(monkeypatch: py
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: done.append("synchronised"))
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    bare = benchmark_step.Bare.__new__(benchmark_step.Bare)
-    bare._device, bare._world_size, bare._rows, bare._batches = CUDA, 1, 4, iter(())
+    bare = bare_loop.Bare.__new__(bare_loop.Bare)
+    bare._device, bare._world_size, bare._rows, bare.batches = CUDA, 1, 4, iter(())
     bare._pipeline = SimpleNamespace(progress=lambda _: done.append("step"))
     bare.measure(2, 1)
     assert done == ["synchronised", "step", "step", "synchronised"]
     batch = SimpleNamespace(pin_memory=lambda: "page-locked")
-    assert benchmark_step._pinned(batch, CUDA) == "page-locked" and benchmark_step._pinned(batch, CPU) is batch
+    assert bare_loop.pinned(batch, CUDA) == "page-locked" and bare_loop.pinned(batch, CPU) is batch
 
 
 @pytest.mark.slow
 def test_the_check_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
     """All but the tests of a GPU, which would be skipped."""
     command = [sys.executable, "scripts/gpu_check.py", "--out", str(tmp_path / "out"), "--device", "cpu", "--quick"]
-    parts = ["peaks", "seeds", "step", "loader", "throughput"]
-    subprocess.run([*command, "--parts", *parts], cwd=ROOT, check=True, capture_output=True, timeout=500)
+    parts = ["matrix", "peaks", "throughput", "variants", "two_ranks", "step", "loader", "seeds"]
+    subprocess.run([*command, "--parts", *parts, "sanitizer"], cwd=ROOT, check=True, capture_output=True, timeout=900)
     assert all(json.loads((tmp_path / "out" / f"{part}_cpu.json").read_text()) for part in parts)
