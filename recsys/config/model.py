@@ -143,10 +143,10 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
             f"{key}: '{name}' is no model: a class derived from recsys.models.Model, with `Config` derived from "
             f"recsys.config.ModelConfig"
         )
-    for each in section.__mro__:
-        if issubclass(each, ModelConfig) and "__dataclass_fields__" not in vars(each):
+    for base in section.__mro__:
+        if issubclass(base, ModelConfig) and "__dataclass_fields__" not in vars(base):
             raise UserError(
-                f"{key}: the class {each.__qualname__} is no dataclass, so that its fields would be no keys of the "
+                f"{key}: the class {base.__qualname__} is no dataclass, so that its fields would be no keys of the "
                 f"config; write @dataclass above it"
             )
     return model
