@@ -294,9 +294,6 @@ def main() -> None:
         sys.exit(1)
 
 
-_FEEDS_HELP = "without a GPU the first two are one; bare: torchrec's own loop, on batches that lie on the device"
-
-
 def parse() -> argparse.Namespace:
     """Return the options, whose defaults are what a CPU of two cores does in minutes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
