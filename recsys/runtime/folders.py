@@ -7,7 +7,7 @@ from pathlib import Path
 
 from recsys.errors import UserError, why
 from recsys.runtime.files import make_folder
-from recsys.runtime.run_lock import LOCK_FILE, RunLock
+from recsys.runtime.run_lock import beside_lock, output_lock
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> It
     """
     out = out.resolve()  # the folder itself, where a link leads to it
     aside = out.parent / f".{out.name}.tmp"
-    with RunLock(f"{argument}: another process writes to '{{}}'", "process") as lock:
+    with output_lock(argument) as lock:
         make_folder(aside, argument)
         lock.take(aside)
         try:
@@ -44,11 +44,8 @@ def whole_folder(out: Path, argument: str = "OUT", replaces: bool = False) -> It
 
 def _clear(folder: Path) -> None:
     """Remove all of a folder but its lock."""
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif not path.name.startswith(LOCK_FILE):
-            path.unlink()
+    for path in beside_lock(folder):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _rename(new: Path, out: Path) -> None:

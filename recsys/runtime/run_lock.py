@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -200,6 +201,16 @@ def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], refusal: str
             logger.warning(text, path.parent, _described(holder), age, _STALE_S - age)
         waits = True
         time.sleep(_BEAT_S / 10)
+
+
+def output_lock(argument: str = "OUT") -> RunLock:
+    """Return the lock of a folder that a command writes to, by `argument` of its user; it is not taken yet."""
+    return RunLock(f"{argument}: another process writes to '{{}}'", "process")
+
+
+def beside_lock(folder: Path) -> Iterator[Path]:
+    """Yield what is in a folder, but its lock and what taking that needs."""
+    return (path for path in folder.iterdir() if not path.name.startswith(LOCK_FILE))
 
 
 def is_locked(folder: Path) -> bool:

@@ -23,12 +23,12 @@ from recsys.config.compression_checks import takes_code
 from recsys.config.experts import deciding_tables
 from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
+from recsys.runtime.run_lock import output_lock
 from recsys.runtime.world import World, open_world
 from recsys.serving.compressed_run import begin_folder, finish_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
 from recsys.serving.distill import check_student, train_student
 from recsys.serving.finished import Finished, find_run
-from recsys.serving.parts import lock_of_parts
 from recsys.serving.trials import Compression, Trials
 from recsys.tables.row_codes import row_bytes
 
@@ -96,7 +96,7 @@ def compress(run: Finished, trained: Config, out: Path, request: Request) -> int
         UserError: a request, or data, that do not fit the model, or a folder that is not empty.
     """
     quiet_libraries()
-    with open_world(run.config.run.device, run.config.run.num_threads) as world, lock_of_parts() as lock:
+    with open_world(run.config.run.device, run.config.run.num_threads) as world, output_lock() as lock:
         world.agree(lambda: request.check(run, world.world_size))
         world.from_rank_zero(lambda: begin_folder(out, lock))
         start_logging(out / "logs", world.rank)

@@ -22,7 +22,7 @@ from recsys.errors import UserError
 from recsys.ids import KeptRows
 from recsys.models.projections import PROJECTIONS
 from recsys.runtime.files import copy_files, make_folder, replace_file, sync
-from recsys.runtime.run_lock import LOCK_FILE, RunLock
+from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.serving.neurons import narrower, without_neurons
 from recsys.serving.trials import Compression, Pruning, Trials
 from recsys.training.learning import facts_entries
@@ -43,7 +43,7 @@ def begin_folder(out: Path, lock: RunLock) -> None:
     if (out / _UNFINISHED).exists():
         for path in chain.from_iterable(map(out.glob, _WRITTEN)):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if any(path.name != _UNFINISHED and not path.name.startswith(LOCK_FILE) for path in out.iterdir()):
+    if any(path.name != _UNFINISHED for path in beside_lock(out)):
         raise UserError(f"OUT: '{out}' is not empty; name another folder, or remove it")
     (out / _UNFINISHED).touch()
 

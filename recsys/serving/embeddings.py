@@ -21,10 +21,11 @@ from recsys.data.wanted import column_of, needed_columns, row_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import IdMapping, build_mapping, read_vocabulary
 from recsys.runtime.logs import quiet_libraries, start_logging
+from recsys.runtime.run_lock import output_lock
 from recsys.runtime.world import World, open_world
 from recsys.serving.finished import Finished, OpenRun
 from recsys.serving.index import build_index, faiss
-from recsys.serving.parts import BLOCK_ROWS, Parts, lock_of_parts
+from recsys.serving.parts import BLOCK_ROWS, Parts
 from recsys.serving.predict import Results, naming_data, scored, write_results
 from recsys.step.output import StepOutput
 
@@ -77,7 +78,7 @@ def embeddings(
 def _write_table(run: Finished, table: str, out: Path, data: str | list[str] | None) -> int:
     quiet_libraries()
     config = run.config.run
-    with open_world(config.device, config.num_threads) as world, naming_data(), lock_of_parts() as lock:
+    with open_world(config.device, config.num_threads) as world, naming_data(), output_lock() as lock:
         vectors = open_table(run, verify_checkpoint(run.checkpoint, world), world, table, data)
         starts = range(0, vectors.num_ids, BLOCK_ROWS)
         rows = [min(BLOCK_ROWS, vectors.num_ids - start) for start in starts]

@@ -19,16 +19,11 @@ from recsys.runtime.files import make_folder, replace_file
 from recsys.runtime.live import Task
 from recsys.runtime.logs import logger
 from recsys.runtime.parquet import write_parquet
-from recsys.runtime.run_lock import LOCK_FILE, RunLock
+from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.world import World
 
 BLOCK_ROWS = 1 << 20  # about, which an interruption costs
 _STATE = "_state.json"  # readers of Parquet folders leave out what begins so
-
-
-def lock_of_parts() -> RunLock:
-    """Return the lock of a folder that `Parts` writes to, which is not taken yet."""
-    return RunLock("OUT: another process writes to '{}'", "process")
 
 
 @dataclass
@@ -61,7 +56,7 @@ class Parts:
             raise UserError(f"'{folder}' is a file; name a folder to write to")
         make_folder(folder)
         lock.take(folder)
-        if any(not path.name.startswith(LOCK_FILE) for path in folder.iterdir()):
+        if any(beside_lock(folder)):
             parts.done = parts._done_before()
         for path in folder.glob("part-*"):
             if int(path.name.split("-")[1]) >= parts.done:

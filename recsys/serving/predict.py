@@ -20,9 +20,10 @@ from recsys.data.parquet import narrowed
 from recsys.data.wanted import column_of, role_features, role_lists
 from recsys.errors import UserError
 from recsys.runtime.logs import quiet_libraries, start_logging
+from recsys.runtime.run_lock import output_lock
 from recsys.runtime.world import open_world
 from recsys.serving.finished import Finished, OpenRun
-from recsys.serving.parts import BLOCK_ROWS, Parts, lock_of_parts
+from recsys.serving.parts import BLOCK_ROWS, Parts
 from recsys.step.output import StepOutput
 from recsys.training.evaluation import outputs_of
 
@@ -114,7 +115,7 @@ def write_blocks(
     """
     inputs, world = opened.inputs, opened.world
     blocks = _blocks(inputs.datasets[role])
-    with lock_of_parts() as lock:
+    with output_lock() as lock:
         parts = world.from_rank_zero(lambda: Parts.begin(out, task, [block.num_rows for block in blocks], lock))
         start_logging(out / "_logs", world.rank)
         opened.introduce()

@@ -31,7 +31,7 @@ from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
 from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
-from recsys.runtime.run_lock import LOCK_FILE, RunLock
+from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.watchdog import Watchdog
 from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world
 from recsys.tables.shard import save_plan
@@ -250,7 +250,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
         # A copy may lack hidden files, and what goes on clears nothing.
         is_copy = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
         is_run = (run_dir / MARKER).exists() or is_copy
-        if not is_run and any(not path.name.startswith(LOCK_FILE) for path in run_dir.iterdir()):
+        if not is_run and any(beside_lock(run_dir)):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
         lock.take(run_dir, earlier)
         if is_run and not config.run.resume:
