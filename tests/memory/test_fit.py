@@ -109,6 +109,7 @@ def test_advice_names_what_is_enough_first() -> None:
         assert fitter.holders()[0][0] == "activations"
 
 
+@pytest.mark.slow
 def test_advice_that_is_not_enough_says_so() -> None:
     quiet_libraries()
     config = load_config(CONFIG, ["model.top_mlp=[20000,20000]", "memory.budget=900MiB"])

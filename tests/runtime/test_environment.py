@@ -110,6 +110,7 @@ print(rss() - before)
 """
 
 
+@pytest.mark.slow
 def test_products_of_halves_of_many_shapes_are_not_all_kept() -> None:
     """Here 97 shapes took 200 MiB where all were kept, and take 40; a CPU that has no such products takes less."""
     done = subprocess.run([sys.executable, "-c", PRODUCTS], cwd=ROOT, env=environment(), capture_output=True, text=True)

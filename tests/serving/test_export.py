@@ -302,7 +302,7 @@ def test_a_server_answers(ranker: Path) -> None:
     np.testing.assert_allclose(json.loads(done.stdout), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["texts", "numbers"])
+@pytest.mark.parametrize("kind", ["texts", pytest.param("numbers", marks=pytest.mark.slow)])
 def test_partition_keys_are_columns(kind: str, tmp_path: Path) -> None:
     """A model of a partition column scores as the run does; keys of digits alone are texts where training had such."""
     rows = pq.read_table(ROOT / "data/sample/train").slice(0, 900)

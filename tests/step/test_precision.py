@@ -136,7 +136,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW_MODELS = ("low rank", "final_mlp", "deepfm")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_MODELS else []) for name in MODELS]
+)
 def test_one_process_and_two_learn_the_same_to_the_last_bit(name: str, tmp_path: Path) -> None:
     """Two threads beside one in each of two processes; tables as they are planned: features lie in another order."""
     config = tmp_path / "config.yaml"
