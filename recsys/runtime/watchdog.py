@@ -55,11 +55,14 @@ class Watchdog:
         self._watched = False
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}
-        self._unanswered_since: float | None = None
+        self._asked_at: float | None = None  # when the store was asked for what it has not answered yet
+        self._broken = ""
         self._ended = threading.Event()
         self._main = threading.get_ident()
         self._interval_s = min(1.0, stuck_after_s / 10)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # A store whose process is stopped, or its machine gone, holds the thread that has asked it for ever.
+        self._store_thread = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
         self._stacks: IO[str] | None = None
 
     def __enter__(self) -> "Watchdog":
@@ -69,6 +72,7 @@ class Watchdog:
             self._tell()
             self._world.barrier()  # so that every rank has told once
             self._thread.start()
+            self._store_thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -76,6 +80,7 @@ class Watchdog:
             return
         self._ended.set()
         self._thread.join(timeout=5.0)
+        self._store_thread.join(timeout=5.0)
         faulthandler.cancel_dump_traceback_later()
         if error is None:
             self._tell(finished=True)
@@ -93,13 +98,21 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._interval_s):
+            self._rearm()
+            self._asked_at = self._asked_at or time.monotonic()
             try:
-                self._rearm()
                 self._tell()
                 error = self._judge(time.monotonic())
-                self._unanswered_since = None
+                self._asked_at, self._broken = None, ""
             except RuntimeError as broken:  # what stores raise
-                error = self._judge_store(time.monotonic(), broken)
+                self._broken = f" ({' '.join(str(broken).split())[:120]})"
+                continue
+            if error is not None and not self._ended.is_set():
+                self._end(error)
+
+    def _watch_store(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            error = self._judge_store(time.monotonic())
             if error is not None and not self._ended.is_set():
                 self._end(error)
 
@@ -189,15 +202,15 @@ class Watchdog:
             frame = frame.f_back
         return ""
 
-    def _judge_store(self, now: float, broken: RuntimeError) -> Exception | None:
+    def _judge_store(self, now: float) -> Exception | None:
         """Return the error that ends this rank when the store has been away for long, and there is no progress."""
-        self._unanswered_since = self._unanswered_since or now
-        age = self._age_s()
-        if age is None or age < self._limit_s or now - self._unanswered_since < self._limit_s / 2:
+        age, asked_at = self._age_s(), self._asked_at
+        if age is None or age < self._limit_s or asked_at is None or now - asked_at < self._limit_s / 2:
             return None
         return LostPeerError(
-            f"the process that keeps the ranks' store does not answer (rank 0, or its launcher), and rank "
-            f"{self._world.rank} waits in {self._place()} ({' '.join(str(broken).split())[:120]})"
+            f"the process that keeps the ranks' store has not answered for {now - asked_at:.0f} s (rank 0, or its "
+            f"launcher: it is stopped, or its machine is gone), and rank {self._world.rank} waits in "
+            f"{self._place()}{self._broken}"
         )
 
     def _end(self, error: Exception) -> None:

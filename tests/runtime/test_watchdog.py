@@ -1,18 +1,24 @@
 """The verdict on ranks that make no progress, and what torchrun's store may hold from an earlier start."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from launch import environment_of_the_server
 
 from recsys.config import Device
 from recsys.errors import LostPeerError, StuckError
+from recsys.runtime import watchdog as watchdog_module
 from recsys.runtime.watchdog import Beat, Watchdog
 from recsys.runtime.world import _agree_on_prefix, open_world
 
@@ -97,6 +103,45 @@ def test_progress_and_rest_are_not_stuck(watchdog: Watchdog) -> None:
     watchdog._mark -= LIMIT_S + 1
     watchdog.rest()
     assert judge(watchdog) is None
+
+
+def keep_store(pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_that_does_not_answer_is_told(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a machine that is frozen: an answer never comes, and its connections are not closed."""
+    mine, theirs = get_context("forkserver").Pipe()
+    with environment_of_the_server():
+        keeper = get_context("forkserver").Process(target=keep_store, args=(theirs,))
+        keeper.start()
+    errors: list[Exception] = []
+    told = threading.Event()
+
+    def end(error: Exception) -> None:
+        errors.append(error)
+        told.set()
+
+    monkeypatch.setattr(watchdog_module, "end_run", end)
+    with open_world(Device.cpu, 1) as world:
+        store = dist.TCPStore("127.0.0.1", mine.recv(), is_master=False)
+        store.set("failure", "")
+        watched = Watchdog(replace(world, store=store), 2.0, tmp_path / "rank_0.log")
+        with pytest.raises(KeyboardInterrupt), watched as watchdog:  # a run that fails tells the store nothing more
+            watchdog.enter("forward", 7)
+            os.kill(keeper.pid or 0, number)
+            in_time = told.wait(6.0)
+            keeper.kill()
+            raise KeyboardInterrupt
+    keeper.join()
+    assert in_time and isinstance(errors[0], LostPeerError)
+    assert "keeps the ranks' store has not answered" in str(errors[0])
+    assert "rank 0 waits in forward of step 7" in str(errors[0])
 
 
 def test_ranks_agree_on_a_prefix_whatever_an_earlier_start_left() -> None:
