@@ -74,7 +74,9 @@ def disk_problem(error: Exception) -> Exception:
 
 
 def why(error: OSError) -> str:
-    """Return the system's text of an error, in one line."""
+    """Return the system's text of an error, in one line; of a link to nowhere, where it leads."""
+    if isinstance(error, FileExistsError) and error.filename and os.path.islink(error.filename):
+        return f"'{error.filename}' is a link to '{os.readlink(error.filename)}', which is not there"
     return os.strerror(error.errno) if error.errno else " ".join(str(error).split())[:200]
 
 

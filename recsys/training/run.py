@@ -285,8 +285,13 @@ def _clear(run_dir: Path, config: Config) -> None:
             f"run.overwrite=true to replace it"
         )
     _check_sources(run_dir, config)
-    for name in _WRITTEN:
-        path = run_dir / name
+    paths = [run_dir / name for name in _WRITTEN]
+    if linked := next((path for path in paths if path.is_symlink() and path.is_dir()), None):
+        raise UserError(
+            f"config key 'run.dir': '{linked}' of the earlier run is a link to '{linked.readlink()}', which is left as "
+            f"it is; remove the link, and what it leads to if nothing else needs that, or name another folder"
+        )
+    for path in paths:
         if path.is_dir():
             shutil.rmtree(path)
         else:

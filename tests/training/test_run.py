@@ -82,6 +82,26 @@ def test_an_earlier_run_is_kept_where_the_next_one_could_not_start(tmp_path: Pat
         assert checkpoint.exists()
 
 
+def test_links_on_the_way_to_a_run(tmp_path: Path) -> None:
+    """To a disk that is not mounted, they are told; what they lead to is not removed, and nothing else before that."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    run_dir = prepare(load_config(SAMPLE, [f"run.dir={tmp_path / 'link' / 'run'}"]))
+    (run_dir / "checkpoints").rename(tmp_path / "elsewhere")
+    (run_dir / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "step-000000001").mkdir()
+    before = sorted(run_dir.rglob("*"))
+    with pytest.raises(UserError, match=r"'.*/run/checkpoints' of the earlier run is a link to '.*/elsewhere'"):
+        prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.overwrite=true"]))
+    assert sorted(run_dir.rglob("*")) == before and (tmp_path / "elsewhere" / "step-000000001").exists()
+    for link, away in (("link/run/checkpoints", "elsewhere"), ("link", "disk")):
+        (tmp_path / away).rename(tmp_path / "away")
+        with pytest.raises(UserError, match=rf"'.*/{link}' is a link to '.*/{away}', which is not there"):
+            prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.resume=true"]))
+        (tmp_path / "away").rename(tmp_path / away)
+    assert prepare(load_config(SAMPLE, [f"run.dir={run_dir}", "run.resume=true"])) == run_dir
+
+
 def test_going_on_needs_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"'run\.resume' goes on with the run in run\.dir, which is not set"):
