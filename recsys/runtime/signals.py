@@ -1,5 +1,6 @@
 """Stop requests: signals and a file that end a run after its current step."""
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,7 @@ from recsys.runtime.logs import logger
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 _POLL_SECONDS = 1.0
+_ECHO_S = 2.0  # a terminal sends Ctrl-C to all its processes, and torchrun sends what it got to its ranks once more
 
 
 @contextmanager
@@ -47,10 +49,11 @@ class StopRequests:
     def __init__(self, target: Any, file: Path | None) -> None:
         self._target, self._file = target, file
         self._next_look = 0.0
+        self._signalled_at = -math.inf
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Treat SIGTERM, SIGINT and SIGUSR2 as requests; a second SIGINT interrupts at once."""
+        """Treat SIGTERM, SIGINT and SIGUSR2 as requests; a second SIGINT, later than an echo, interrupts at once."""
         with handled(_SIGNALS, self._handle):
             yield
 
@@ -68,6 +71,9 @@ class StopRequests:
         self._target.stop_requested = True
 
     def _handle(self, number: int, frame: Any) -> None:
-        if number == signal.SIGINT and self._target.stop_requested:
+        is_echo = time.monotonic() - self._signalled_at < _ECHO_S
+        if number == signal.SIGINT and self._target.stop_requested and not is_echo:
             raise KeyboardInterrupt  # a second Ctrl-C ends at once
+        if not is_echo:
+            self._signalled_at = time.monotonic()
         self._target.stop_requested = True
