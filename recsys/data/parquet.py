@@ -153,15 +153,26 @@ def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterP
         for column in parser.wanted:
             kind = layout.field(column).type if column in layout.names else files.partition_type(column, parser.like)
             before = types.setdefault(column, kind)
-            pair = [pa.schema([(column, arrow_type)]) for arrow_type in (before, kind)]
             try:
-                types[column] = pa.unify_schemas(pair, promote_options="permissive").field(0).type
+                types[column] = _unified(before, kind)
             except pa.ArrowException as error:
                 raise UserError(
                     f"config key '{parser.key}': column '{column}' is {kind} in '{name}', but {before} in the files "
                     f"before it; write it with one type"
                 ) from error
     return types
+
+
+def _unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return a type that the values of two can be cast to. Raises pa.ArrowException if there is none."""
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(_unified(one.value_type, other.value_type))
+    kinds = [one, other]
+    if any(map(pa.types.is_decimal, kinds)):  # for whose integers Arrow takes a digit less than its cast then asks for
+        digits = [len(str(2**kind.bit_width)) if pa.types.is_integer(kind) else 0 for kind in kinds]
+        kinds = [pa.decimal128(most, 0) if most else kind for most, kind in zip(digits, kinds, strict=True)]
+    schemas = [pa.schema([("", kind)]) for kind in kinds]
+    return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
 def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None) -> Dataset:

@@ -1,5 +1,6 @@
 """Columns of one kind in all data sets: what is told apart is refused, and what is the same gets the same rows."""
 
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from launch import fork_train
 from recsys.config import Config, Device, load_config
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import open_inputs
+from recsys.data.parquet import open_dataset, read_column
 from recsys.errors import UserError
 from recsys.runtime.world import open_world
 
@@ -87,3 +89,24 @@ def test_tables_are_not_taken_for_ids_of_another_kind(tmp_path: Path) -> None:
     assert "which train.init_from takes; write both with one type" in done.stderr
     done = fork_train(config, *options, f"run.dir={tmp_path}/third", "train.init.tables=none")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", [pa.decimal128(2, 2), pa.decimal128(5, 2), pa.decimal128(38, 30)], ids=str)
+@pytest.mark.parametrize("integer", [pa.int8(), pa.uint16(), pa.int32(), pa.int64(), pa.uint64()], ids=str)
+def test_integers_of_one_file_go_with_decimals_of_another(
+    integer: pa.DataType, kind: pa.DataType, is_first: bool, tmp_path: Path
+) -> None:
+    least, most = np.iinfo(integer.to_pandas_dtype()).min, np.iinfo(integer.to_pandas_dtype()).max
+    values = [Decimal(int(least)), Decimal(int(most)), None], [Decimal("0.25"), None]
+    for name, column in zip("ab" if is_first else "ba", values, strict=True):
+        of_file = pa.array(column, kind if column is values[1] else pa.decimal128(20, 0))
+        of_file = of_file if column is values[1] else of_file.cast(integer)
+        lists = pa.ListArray.from_arrays(range(len(column) + 1), of_file)
+        pq.write_table(pa.table({"number": of_file, "list": lists}), tmp_path / f"{name}.parquet")
+    dataset = open_dataset("data.train", str(tmp_path), {"number": "key", "list": "key"})
+    expected = [*values[not is_first], *values[is_first]]
+    assert read_column(dataset, "number").to_pylist() == expected
+    assert read_column(dataset, "list").to_pylist() == [[value] for value in expected]
+    above = open_dataset("data.train", str(tmp_path), {"number": "key"}, filter="number > 1")
+    assert read_column(above, "number").to_pylist() == [values[0][1]]
