@@ -97,8 +97,9 @@ def _with_label_sections(layer: dict[str, Any]) -> dict[str, Any]:
     labels = layer["data"].get("labels") if isinstance(layer.get("data"), dict) else None
     if not isinstance(labels, dict):
         return layer
+    column = re.compile(r"[\w.-]+")
     sections = {
-        name: {"column" if re.fullmatch(r"[\w-]+", given) else "expression": given} if isinstance(given, str) else given
+        name: {"column" if column.fullmatch(given) else "expression": given} if isinstance(given, str) else given
         for name, given in labels.items()
     }
     return {**layer, "data": {**layer["data"], "labels": sections}}

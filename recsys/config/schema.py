@@ -115,7 +115,7 @@ class FeatureConfig:
     """A feature: one input column. An `id` feature names the table that holds its vectors."""
 
     type: FeatureType = FeatureType.id
-    column: str | None = None  # default: the feature's name
+    column: str | None = None  # default: the feature's name; of a struct a field, such as device.os
     # In place of a column: of these columns, an id for each combination of their ids. [user_country, item_id]
     cross: list[str] | None = None
     table: str | None = None  # of an id: the table with its vectors, which features may share

@@ -40,6 +40,7 @@ _LITERALS: tuple[tuple[Callable[[pa.DataType], bool], tuple[type, ...], str], ..
     ),
     (pa.types.is_date, (str,), "write a date such as '2026-11-01'"),
     (pa.types.is_timestamp, (str,), "write a time such as '2026-11-01' or '2026-11-01 12:30:00'"),
+    (pa.types.is_struct, (), "compare one of its fields, as device.os"),
     (pa.types.is_nested, (), "a list has only 'is None' and 'is not None'"),
     (pa.types.is_null, (bool, int, float, str), "write 'is None'"),
     (lambda kind: pa.types.is_string(kind) or pa.types.is_binary(kind), (str,), "write a value in quotes"),

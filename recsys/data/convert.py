@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.config import Keep, NullPolicy
+from recsys.data.fields import advice
 from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
 from recsys.ids import NANOSECONDS, NULL_ROW, is_number, raw_times
@@ -88,7 +89,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     """
     array = decoded(array)
     if not is_number(array.type):
-        raise UserError(f"{part.title} must hold numbers, found {array.type}{_remedy(array.type, part)}")
+        raise UserError(f"{part.title} must hold numbers, found {array.type}{part.remedy(array.type)}")
     if array.null_count and part.fill is None:
         raise UserError(f"{part.title} holds {array.null_count} nulls, and may hold none; {part.without_nulls}")
     numbers = to_numbers(array)
@@ -128,6 +129,7 @@ def _map(
     if pa.types.is_nested(ids.type):
         raise UserError(
             f"ids must be integers or strings, found {ids.type}; a column holds one of these a row, or one list of them"
+            f"{advice(part.column, ids.type)}"
         )
     k, nulls = part.mapping.rows_per_id, ids.null_count
     if not nulls and part.route is None:
@@ -236,12 +238,6 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
             f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; name a condition in "
             f'its place, such as data.labels={{NAME: "{part.column} > 0"}}, or learn the number itself by loss: squared'
         )
-
-
-def _remedy(kind: pa.DataType, part: FloatColumn) -> str:
-    if pa.types.is_nested(kind):
-        return "; write one number a row, each position of a list or field of a struct as a column of its own"
-    return "; write it as numbers" + ("" if part.fill is None else ", or for ids use a feature of type id")
 
 
 # Arrow arrays as NumPy sees them: whole columns, few copies

@@ -1,10 +1,9 @@
 """Decoding of row groups: the columns asked for, in the dataset's types, of the rows that match the filter."""
 
-import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import pyarrow.parquet as pq
 from recsys.data.conditions import Origin
 from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
+from recsys.data.fields import Place
 from recsys.data.filters import parse_filter
 from recsys.data.footers import file_tail, footer_of, parsed_footer, plain_type
 from recsys.data.order import Segment
@@ -51,15 +51,17 @@ class _Plan:
     """How to read files of one layout.
 
     Attributes:
-        stored: columns to read from the file. constant: columns whose value is in the path.
+        stored: columns to read from the file, and where each is. constant: columns whose value is in the path.
         dictionaries: Parquet columns to read as dictionaries.
-        leaves: of each stored column that is flat or a plain list, its one Parquet column.
     """
 
-    stored: list[str]
+    stored: dict[str, Place]
     constant: list[str]
     dictionaries: list[str]
-    leaves: dict[str, int]
+
+    def paths(self, columns: Iterable[str]) -> list[str]:
+        """Return what pyarrow's readers are to read for some of the stored columns."""
+        return [path for column in columns for path in self.stored[column].paths]
 
 
 class SegmentReader:
@@ -81,9 +83,8 @@ class SegmentReader:
         self._types = {field.name: field.type for field in (*dataset.filter_schema, *dataset.schema)}
         self._plans: dict[tuple[int, bool], _Plan] = {}
         self._footers: OrderedDict[tuple[str, int, int], pq.FileMetaData] = OrderedDict()
-        self._footer_bytes = 0
         self._recent: OrderedDict[int, Future[pa.Table]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._footer_bytes, self._lock = 0, threading.Lock()
 
     def read(self, segment: Segment) -> pa.Table:
         """Return the rows of a segment; rows are counted without those that the filter leaves out.
@@ -114,13 +115,14 @@ class SegmentReader:
         group, is_filtered = self._group(number), self._condition is not None
 
         def read(plan: _Plan) -> pa.Table:
-            tables, first = list[pa.Table](), 0
+            tables, first, paths = list[pa.Table](), 0, plan.paths(plan.stored)
             with self._open(group, plan, _HEAD_BUFFER_BYTES) as file:
                 batches = file.iter_batches(
-                    min(num_rows, _HEAD_BATCH_ROWS), row_groups=[group.index], columns=plan.stored, use_threads=False
+                    min(num_rows, _HEAD_BATCH_ROWS), row_groups=[group.index], columns=paths, use_threads=False
                 )
                 while sum(map(len, tables)) < num_rows and (batch := next(batches, None)) is not None:
-                    table = pa.Table.from_batches([batch]).select(plan.stored).replace_schema_metadata()
+                    part = pa.Table.from_batches([batch])
+                    table = pa.table({column: place.take(part) for column, place in plan.stored.items()})
                     tables.append(self._matching(self._completed(table, group, plan), group, is_filtered, first))
                     first += len(batch)
             return pa.concat_tables(tables, promote_options="permissive").slice(0, num_rows)
@@ -169,12 +171,10 @@ class SegmentReader:
             of_filter = self._dataset.filter_schema.names if is_filtered else []
             columns = list(dict.fromkeys([*self._columns, *of_filter]))
             fields = [layout.field(column) for column in columns if column in layout.names]
-            leaves = {field.name: json.loads(field.metadata[b"leaves"]) for field in fields}
             self._plans[key] = _Plan(
-                stored=[field.name for field in fields],
+                stored={field.name: Place.of(field) for field in fields},
                 constant=[column for column in columns if column not in layout.names],
                 dictionaries=[path.decode() for field in fields if (path := field.metadata.get(b"dictionary"))],
-                leaves={column: numbers[0] for column, numbers in leaves.items() if len(numbers) == 1},
             )
         return self._plans[key]
 
@@ -200,7 +200,7 @@ class SegmentReader:
     def _read(self, group: _Group, is_filtered: bool) -> pa.Table:
         plan, table = self._plan(group, is_filtered), pa.table({})
         if plan.stored:
-            table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, plan.stored))
+            table = self._planned(group, is_filtered, lambda plan: self._stored(group, plan, [*plan.stored]))
         return self._completed(table, group, plan)
 
     def _stored(self, group: _Group, plan: _Plan, columns: list[str]) -> pa.Table:
@@ -209,11 +209,11 @@ class SegmentReader:
             # One after another: Arrow's reader of several columns keeps the buffers of each until all are decoded,
             # one to two times what the table takes. From elsewhere all at once, in few requests.
             for names in [columns] if self._dataset.storage.root else [[column] for column in columns]:
-                part = file.read_row_group(group.index, columns=names, use_threads=False)
+                part = file.read_row_group(group.index, columns=plan.paths(names), use_threads=False)
                 for column in names:
-                    if column not in part.column_names:
+                    if plan.stored[column].steps[0] not in part.column_names:
                         raise _changed(group, f"it has no column '{column}' any more")
-                    decoded[column] = part.column(column)
+                    decoded[column] = plan.stored[column].take(part)
             metadata = file.metadata
         table = pa.table(decoded)
         self._check(table, metadata, group.index, plan)
@@ -263,21 +263,21 @@ class SegmentReader:
         """
         group, schema, verify = metadata.row_group(index), metadata.schema, self._dataset.options.verify_checksums
         for name, column in zip(table.column_names, table.columns, strict=True):
-            is_list, leaf = _is_plain_list(column.type), plan.leaves.get(name)
+            is_list, leaves = _is_plain_list(column.type), plan.stored[name].leaves
             if len(column) != group.num_rows:
                 raise OSError(f"it holds {len(column)} rows, and the footer says {group.num_rows}")
             if pa.types.is_dictionary(column.type.value_type if is_list else column.type) and not all(
                 map(_is_in_dictionary, column.chunks)
             ):
                 raise OSError("it refers to entries that its dictionary does not have")
-            if leaf is None or not verify or (not is_list and pa.types.is_nested(column.type)):
+            if len(leaves) > 1 or not verify or (not is_list and pa.types.is_nested(column.type)):
                 continue
-            chunk = group.column(leaf)
+            chunk = group.column(leaves[0])
             if is_list:
                 if (count := sum(map(_num_values, column.chunks))) != chunk.num_values:
                     raise OSError(f"it holds {count} values, and the footer says {chunk.num_values}")
                 continue
-            if chunk.physical_type != schema.column(leaf).physical_type:  # see recsys.data.thrift
+            if chunk.physical_type != schema.column(leaves[0]).physical_type:  # see recsys.data.thrift
                 raise OSError(f"it is stored as {chunk.physical_type}, which its schema does not say")
             known = chunk.statistics
             if known is not None and known.has_null_count and known.null_count != column.null_count:

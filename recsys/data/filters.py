@@ -42,10 +42,10 @@ def parse_filter(text: str) -> Condition:
     """Parse a filter; the module's docstring says what it means.
 
     Known are comparisons of columns with literals or columns (== != < <= > >=, also chained), `in` and `not in` lists,
-    `is None` and `is not None`, bool columns by themselves, and, or, not, parentheses, and `col("odd name")` for a
-    column whose name is no Python name. `sampled(0.1, 7)` is true of a tenth of the rows, by seed 7. Literals are
-    numbers, strings, True and False. A string compared with a date or timestamp is read as ISO 8601 and as UTC where
-    the column has a zone and the string has none.
+    `is None` and `is not None`, bool columns by themselves, and, or, not, parentheses, `device.os` for a field of a
+    struct, and `col("odd name")` for a column whose name is no Python name. `sampled(0.1, 7)` is true of a tenth of the
+    rows, by seed 7. Literals are numbers, strings, True and False. A string compared with a date or timestamp is read
+    as ISO 8601 and as UTC where the column has a zone and the string has none.
 
     Raises:
         UserError: the text is no such expression.
@@ -113,7 +113,7 @@ class _Parser:
                 return node.args[0].value
             self._refuse(node, "col takes one name in quotes")
         if isinstance(node, ast.Attribute):
-            self._refuse(node, f"a column with a dot in its name is col('{ast.unparse(node)}')")
+            return name if re.fullmatch(r"\w+(\.\w+)+", name := ast.unparse(node)) else None
         return None
 
     def _literal(self, node: ast.expr) -> Any:

@@ -17,7 +17,7 @@ from recsys.runtime.files import replacing
 
 logger = logging.getLogger("recsys")
 
-_VERSION = 4
+_VERSION = 5
 _FACTS = {
     "layout": pa.int64(),
     "digest": pa.int64(),

@@ -1,6 +1,5 @@
 """Footers of Parquet files: what they say of the columns wanted, read once each and quickly."""
 
-import json
 import logging
 import os
 import threading
@@ -11,12 +10,12 @@ from functools import lru_cache
 from itertools import chain
 from operator import add
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
 from recsys.data.conditions import BY_DATASET, KEY
+from recsys.data.fields import Place, names, places
 from recsys.data.storage import BadDataError, Files, Storage, partition_keys, reason
 from recsys.data.thrift import Statistics, num_row_groups, num_values, schema_end, statistics
 from recsys.errors import UserError, nearest
@@ -59,7 +58,8 @@ class _Schema:
     Attributes:
         start: the bytes from the start of a footer to the end of the schema.
         layout: number in `FooterParser.layouts`.
-        names: of all columns. missing: names of those wanted that are not there. flat: one with a value a row, if any.
+        names: of all columns, of structs those of their fields. missing: names of those wanted that are not there.
+        flat: one with a value a row, if any.
         elements: paths of the Parquet columns in nested columns that windows hold.
         ordered: (name, path, type) of the columns whose statistics are wanted.
     """
@@ -86,7 +86,7 @@ class FooterParser:
 
     Attributes:
         layouts: schemas of the columns wanted that files have, with plain types (see `plain_type`). The metadata of a
-            field tell the numbers of its Parquet columns (`leaves`), and the path of the one that holds strings
+            field tell where it is (see `Place.of`), and the path of the Parquet column that holds strings
             (`dictionary`), which is read as a dictionary.
     """
 
@@ -153,45 +153,38 @@ class FooterParser:
 
     def _convert(self, name: str, start: bytes, schema: pq.ParquetSchema) -> _Schema:
         arrow = schema.to_arrow_schema()
-        ends = np.cumsum([_num_leaves(column.type) for column in arrow])
-        fields, paths = [], {}
+        found, there = places(schema), dict[str, Place]()
         for column in self.wanted:
-            if (count := arrow.names.count(column)) > 1:
-                raise UserError(
-                    f"{self.wanted[column]}: file '{name}' has {count} columns '{column}', and may have one"
-                )
-            if count:
-                place = arrow.get_field_index(column)
-                leaves = range(ends[place - 1] if place else 0, ends[place])
-                paths[column] = [schema.column(leaf).path for leaf in leaves]
-                fields.append(_field(column, plain_type(arrow.field(place).type), leaves, paths[column]))
-        layout = pa.schema(fields)
+            if (place := found.get(column)) is None:
+                continue
+            outer = place.steps[0]
+            if (count := arrow.names.count(outer)) > 1:
+                raise UserError(f"{self.wanted[column]}: file '{name}' has {count} columns '{outer}', and may have one")
+            there[column] = place
+        layout = pa.schema([_field(column, place) for column, place in there.items()])
         equals = (i for i, earlier in enumerate(self.layouts) if layout.equals(earlier, check_metadata=True))
         number = next(equals, len(self.layouts))
         if number == len(self.layouts):
             self.layouts.append(layout)
-        nested = {field.name for field in fields if pa.types.is_nested(field.type)}
+        nested = {field.name for field in layout if pa.types.is_nested(field.type)}
         return _Schema(
             start,
             number,
-            arrow.names,
-            [column for column in self.wanted if column not in paths],
+            list(names(arrow)),
+            [column for column in self.wanted if column not in there],
             next((column.name for column in arrow if not pa.types.is_nested(column.type)), None),
-            [_names(path, column) for column in self.columns if column in nested for path in paths[column]],
-            [(name, [name], layout.field(name).type) for name in self.filtered if name in paths.keys() - nested],
+            [path for name in self.columns if name in nested for path in there[name].parts()],
+            [(n, there[n].steps, layout.field(n).type) for n in self.filtered if n in there.keys() - nested],
         )
 
     def _check_missing(self, name: str, schema: _Schema) -> None:
         keys = partition_keys(name) if schema.missing else {}
         for column in schema.missing:
             if column not in keys:
-                have = list(dict.fromkeys([*schema.names, *keys]))
+                have = sorted(dict.fromkeys([*schema.names, *keys]), key=lambda other: not _are_beside(other, column))
                 advice = f"; {BY_DATASET}" if self.wanted[column].startswith(KEY) else ""
-                outer = column.partition(".")[0]
-                inside = f"; what lies inside column '{outer}' is not read: write '{column}' as a column of its own"
-                hint = inside if outer in have else nearest(column, have)
                 raise UserError(
-                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{hint} "
+                    f"{self.wanted[column]}: file '{name}' has no column '{column}'{nearest(column, have)} "
                     f"(it has: {_listed(have)}){advice}"
                 )
 
@@ -204,21 +197,15 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     return pa.list_(plain_type(kind.value_type)) if pa.types.is_list(kind) else kind
 
 
-def _num_leaves(kind: pa.DataType) -> int:
-    return sum(_num_leaves(kind.field(i).type) for i in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
-
-
-def _field(column: str, kind: pa.DataType, leaves: range, paths: list[str]) -> pa.Field:
+def _field(column: str, place: Place) -> pa.Field:
+    kind = plain_type(place.kind)
     values = kind.value_type if pa.types.is_list(kind) else kind
-    strings = {"dictionary": paths[0]} if pa.types.is_string(values) or pa.types.is_binary(values) else {}
-    return pa.field(column, kind, metadata={"leaves": json.dumps(list(leaves)), **strings})
+    strings = {"dictionary": place.paths[0]} if pa.types.is_string(values) or pa.types.is_binary(values) else {}
+    return place.field(column, kind, **strings)
 
 
-def _names(path: str, column: str) -> list[str]:
-    if path == column:  # a repeated field that is no part of a list's group
-        return [column]
-    # The column's name may hold a dot itself; those of its parts are the writer's.
-    return [column, *path.removeprefix(f"{column}.").split(".")]
+def _are_beside(column: str, other: str) -> bool:
+    return column.startswith(f"{other.partition('.')[0]}.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from recsys.data.conditions import BY_DATASET, KEY, Condition
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
+from recsys.data.fields import names
 from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import Known, load_footers, save_footers
 from recsys.data.footers import Footer, FooterParser, file_keys, footer_of, parsed_footer, read_footer, read_footers
@@ -194,7 +195,9 @@ def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None
 
 
 def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]:
-    """Return the names of the columns of some files, as the first of them has them; arguments as of `open_dataset`.
+    """Return the names of the columns of some files, of structs those of their fields, as the first file has them.
+
+    Arguments as of `open_dataset`.
 
     Raises:
         UserError: there is no file. BadDataError: its footer cannot be read.
@@ -203,7 +206,7 @@ def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]
     name = files.names[0]
     try:
         footer = parsed_footer(footer_of(read_footer(files.storage, name, int(files.sizes[0]))))
-        return {*footer.schema.to_arrow_schema().names, *partition_keys(name)}
+        return {*names(footer.schema.to_arrow_schema()), *partition_keys(name)}
     except (pa.ArrowException, OSError) as error:
         problem = f"'{name}' is not a readable Parquet file ({reason(error)}); write it anew"
         raise BadDataError(f"config key '{key}': {problem}", name) from error

@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+import pyarrow as pa
 
 from recsys.config import Keep, NullPolicy
 from recsys.data.conditions import Condition
+from recsys.data.fields import advice
 from recsys.ids import IdMapping, IdStatistics, Route
 
 
@@ -96,6 +98,13 @@ class FloatColumn:
         """What to do where it may hold no null and does."""
         is_label = self.name.startswith("data.labels.")
         return "drop such rows" + (f", or set {self.name}.nulls=unknown" if is_label else "")
+
+    def remedy(self, kind: pa.DataType) -> str:
+        """Return what to do where it holds no numbers, but values of this type."""
+        if pa.types.is_nested(kind):
+            inside = advice(self.column, kind) or ", each position of a list as a column of its own"
+            return f"; write one number a row{inside}"
+        return "; write it as numbers" + ("" if self.fill is None else ", or for ids use a feature of type id")
 
     def columns(self) -> set[str]:
         """Return the columns to read."""

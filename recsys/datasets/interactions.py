@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recsys.data.fields import names as names_in
+from recsys.data.fields import places
 from recsys.data.footers import footer_of, parsed_footer, read_footer
 from recsys.data.sources import find_files
 from recsys.data.storage import Files, partition_column, partition_keys, reason
@@ -180,19 +182,24 @@ def _read(flag: str, inputs: Sequence[Path], names: list[str], where: str | None
 def _columns(files: Files, name: str, size: int, wanted: list[str]) -> pa.Table:
     """Return columns of a file, in the types that Parquet itself has for them, and of the keys in its path."""
     keys, footer = partition_keys(name), parsed_footer(footer_of(read_footer(files.storage, name, size)))
+    stored, arrow = places(footer.schema), footer.schema.to_arrow_schema()
+    for outer in (stored[column].steps[0] for column in wanted if column in stored):
+        if (count := arrow.names.count(outer)) > 1:
+            raise UserError(f"{name} has {count} columns {outer!r}, and may have one")
+    if missing := [column for column in wanted if column not in stored and column not in keys]:
+        present = list(dict.fromkeys([*names_in(arrow), *keys]))
+        others = f"only {', '.join(present)}{nearest(missing[0], present)}"
+        raise UserError(f"{name} has no column {missing[0]!r}, {others}")
     with pq.ParquetFile(name, metadata=footer, page_checksum_verification=True) as opened:
-        stored = opened.schema_arrow.names
-        present = list(dict.fromkeys([*stored, *keys]))
-        missing = [column for column in wanted if column not in present]
-        if missing:
-            others = f"only {', '.join(present)}{nearest(missing[0], present)}"
-            raise UserError(f"{name} has no column {missing[0]!r}, {others}")
-        table = opened.read([column for column in wanted if column in stored])
+        table = opened.read([path for column in wanted if column in stored for path in stored[column].paths])
+    columns = {}
     for column in wanted:
-        if column not in stored:
+        if column in stored:
+            columns[column] = stored[column].take(table)
+        else:
             kind = files.partition_type(column)
-            table = table.append_column(column, partition_column(keys[column], kind, footer.num_rows).cast(kind))
-    return table.select(wanted)
+            columns[column] = partition_column(keys[column], kind, footer.num_rows).cast(kind)
+    return pa.table(columns)
 
 
 def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:

@@ -111,7 +111,6 @@ def avalanche(x: np.ndarray) -> np.ndarray:
 def xxh3(texts: np.ndarray, seed: int) -> np.ndarray:
     """Return the XXH3-64 of texts of one length, uint8 [n, length], as uint64 [n]."""
     n, length = texts.shape
-    x: np.ndarray
 
     def read(at: int, width: int = 8) -> np.ndarray:
         return np.ascontiguousarray(texts[:, at : at + width]).view(f"<u{width}")[:, 0].astype(np.uint64)
@@ -120,9 +119,8 @@ def xxh3(texts: np.ndarray, seed: int) -> np.ndarray:
         return folded(read(at) ^ (word(secret) + seed & BITS), read(at + 8) ^ (word(secret + 8) - seed & BITS))
 
     if length <= 3:
-        if length == 0:
-            x = np.full(n, seed ^ word(56) ^ word(64), np.uint64)
-        else:
+        x: np.ndarray = np.full(n, seed ^ word(56) ^ word(64), np.uint64)
+        if length:
             first, middle, last = (texts[:, at].astype(np.uint64) for at in (0, length >> 1, length - 1))
             key = ((word(0) & LOW) ^ (word(0) >> 32)) + seed & BITS
             x = (first << 16 | middle << 24 | last | length << 8) ^ key
@@ -287,12 +285,20 @@ def lists_of(array: pa.Array, max_length: int | None, keep: str) -> tuple[np.nda
 
 
 def column(table: pa.Table, name: str) -> pa.Array:
-    """Return a column in one piece, `stored`."""
-    if table.column_names.count(name) != 1:
-        problem = "is missing" if name not in table.column_names else "is there twice"
+    """Return a column in one piece, `stored`; `device.os` is a field of a struct, `items.id` one of those in lists."""
+    first, _, rest = (name, "", "") if name in table.column_names else name.partition(".")
+    if table.column_names.count(first) != 1:
+        problem = "is missing" if first not in table.column_names else "is there twice"
         raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, table.column_names[:20]))}")
-    chunks = [stored(chunk) for chunk in table.column(name).chunks]
-    return pa.concat_arrays(chunks) if chunks else stored(pa.array([], table.schema.field(name).type))
+    chunks = [stored(chunk) for chunk in table.column(first).chunks]
+    array = pa.concat_arrays(chunks) if chunks else stored(pa.array([], table.schema.field(first).type))
+    if not rest:
+        return array
+    inner = array.values if pa.types.is_list(array.type) else array
+    inner = column(pa.Table.from_struct_array(inner) if pa.types.is_struct(inner.type) else pa.table({}), rest)
+    if not pa.types.is_list(array.type):
+        return inner
+    return pa.Array.from_buffers(pa.list_(inner.type), len(array), array.buffers()[:2], -1, array.offset, [inner])
 
 
 def as_table(rows: Any) -> pa.Table:
@@ -550,9 +556,7 @@ DECODERS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
     "fp32": lambda raw, columns: raw.view("<f4"),
     "fp16": lambda raw, columns: raw.view("<f2").astype(np.float32),
     "bf16": lambda raw, columns: (raw.view("<u2").astype(np.uint32) << 16).view(np.float32),
-    "int8": partial(whole_numbers, 8),
-    "int4": partial(whole_numbers, 4),
-    "int2": partial(whole_numbers, 2),
+    **{f"int{bits}": partial(whole_numbers, bits) for bits in (8, 4, 2)},
 }
 
 
@@ -659,9 +663,8 @@ class Scorer:
     def __init__(self, folder: str | Path, verify: bool = False, num_threads: int = 1) -> None:
         self.manifest = manifest = read_manifest(folder, verify)
         self._folder = folder = Path(folder)
-        tables = manifest["tables"]
-        self._mappings = {name: Mapping(folder, entry["mapping"]) for name, entry in tables.items()}
-        self._vectors = {name: Rows(folder, entry["vectors"]) for name, entry in tables.items()}
+        self._mappings = {name: Mapping(folder, entry["mapping"]) for name, entry in manifest["tables"].items()}
+        self._vectors = {name: Rows(folder, entry["vectors"]) for name, entry in manifest["tables"].items()}
         self._features = {feature["name"]: feature for feature in manifest["features"]}
         self._num_threads = num_threads
         self._graphs = self._sessions(folder)
@@ -733,8 +736,8 @@ class Scorer:
                 best.append((places, row[places]))
         bounds = pa.array(np.cumsum([0, *(len(places) for places, _ in best)]), pa.int32())
         places, scores = (np.concatenate([np.zeros(0), *(pair[i] for pair in best)]) for i in (0, 1))
-        ids = self._item_ids.take(pa.array(places.astype(np.int64)))
-        values = {"items": ids, "scores": pa.array(scores.astype(np.float32))}
+        ids, numbers = pa.array(places.astype(np.int64)), pa.array(scores.astype(np.float32))
+        values = {"items": self._item_ids.take(ids), "scores": numbers}
         return pa.table({name: pa.ListArray.from_arrays(bounds, flat) for name, flat in values.items()})
 
     def id_columns(self, graph: str, table: pa.Table) -> list[str]:
@@ -816,10 +819,8 @@ def best_places(scores: np.ndarray, k: int) -> np.ndarray:
 
 def files_of(data: str) -> list[str]:
     """Return the Parquet files of a folder, a glob or a file, in order."""
-    if os.path.isdir(data):
-        paths = sorted(str(path) for path in Path(data).rglob("*.parquet") if path.name[0] not in "_.")
-    else:
-        paths = sorted(glob.glob(data)) if glob.has_magic(data) else [data]
+    below = (str(path) for path in Path(data).rglob("*.parquet") if path.name[0] not in "_.")
+    paths = sorted(below if os.path.isdir(data) else glob.glob(data) if glob.has_magic(data) else [data])
     if not paths:
         raise ExportError(f"'{data}' holds no Parquet file")
     return paths
@@ -890,10 +891,9 @@ def main() -> None:
     parser.add_argument("--verify", action="store_true", help="compare checksums of large files of vectors, too")
     words = parser.parse_args()
     try:
-        num_rows = write(results_of(Scorer(Path(__file__).parent, words.verify), words), words)
+        print(f"{words.out}: {write(results_of(Scorer(Path(__file__).parent, words.verify), words), words):,} rows")
     except ExportError as error:
         sys.exit(f"error: {error}")
-    print(f"{words.out}: {num_rows:,} rows")
 
 
 if __name__ == "__main__":

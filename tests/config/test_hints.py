@@ -49,8 +49,10 @@ def test_dates_without_quotes(filter_text: str, day: str) -> None:
 @pytest.mark.parametrize(
     "overrides, hint",
     [
-        (["features.user_id.column=phone.os"], "what lies inside column 'phone' is not read: write 'phone.os' as"),
-        (["features.price.column=phone"], "field of a struct as a column of its own"),
+        (["features.user_id.column=phone.oss"], "did you mean 'phone.os'? (it has: phone.os, phone.version, "),
+        (["features.user_id.column=phone"], "; name a field of the struct, such as 'phone.os'"),
+        (["features.price.column=phone"], "; name a field of the struct, such as 'phone.os'"),
+        (["data.filter=phone == 'ios'"], "compare one of its fields, as device.os"),
         (["features.user_id.column=phones.os"], "did you mean 'phones.osx'?"),
         (["data.label_column=hour"], 'data.labels={NAME: "hour > 0"}'),
     ],

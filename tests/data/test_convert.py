@@ -171,9 +171,10 @@ def test_refuse_allows_what_has_no_null_among_its_ids():
 def test_nested_ids_are_refused(kind):
     for column in (pa.array([], kind), pa.nulls(2, kind)):
         found = kind.value_type if pa.types.is_list(kind) else kind
+        advice = "; name a field of the struct, such as 'h.a'" * pa.types.is_struct(found)
         assert refusal(lambda column=column: convert(column)) == (
             f"column 'h' (feature 'history'): ids must be integers or strings, found {found}; "
-            "a column holds one of these a row, or one list of them"
+            f"a column holds one of these a row, or one list of them{advice}"
         )
 
 

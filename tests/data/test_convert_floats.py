@@ -126,7 +126,7 @@ def test_numbers_that_are_not_finite(value):
         (["1.5"], "string; write it as numbers, or for ids use a feature of type id"),
         ([b"1"], "binary; write it as numbers, or for ids"),
         ([[1.5]], "list<item: double>; write one number a row, each position"),
-        ([{"a": 1}], "struct<a: int64>; write one number a row"),
+        ([{"a": 1}], "struct<a: int64>; write one number a row; name a field of the struct, such as 'p.a'"),
     ],
     ids=["string", "binary", "list", "struct"],
 )

@@ -1,0 +1,118 @@
+"""Fields of structs as columns: `device.os` is the field `os` of the struct column `device`.
+
+In a list of structs, `items.id` is the list of their ids. A column whose own name has dots goes before a field.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a column is in a Parquet file.
+
+    Attributes:
+        kind: its type; of a field in a list of structs a list.
+        steps: names of the column and of the fields inside it, from the root; of most columns one.
+        leaves, paths: of its Parquet columns the numbers, and the names, by which pyarrow's readers take these alone.
+    """
+
+    kind: pa.DataType
+    steps: list[str]
+    leaves: list[int]
+    paths: list[str]
+
+    @classmethod
+    def of(cls, field: pa.Field) -> "Place":
+        """Return the place that `field` of this class has described."""
+        return cls(field.type, *json.loads(field.metadata[b"place"]))
+
+    def field(self, name: str, kind: pa.DataType, **metadata: str) -> pa.Field:
+        """Return a field of a schema, of another type perhaps, whose metadata tell the place."""
+        place = json.dumps([self.steps, self.leaves, self.paths])
+        return pa.field(name, kind, metadata={"place": place, **metadata})
+
+    def take(self, table: pa.Table) -> pa.ChunkedArray:
+        """Return the column, of what a reader has given for the paths; a field of a null struct is null."""
+        column = table.column(self.steps[0])
+        if len(self.steps) == 1:
+            return column
+        chunks = column.chunks or [pa.array([], column.type)]
+        return pa.chunked_array([_inside(chunk, self.steps[1:]) for chunk in chunks])
+
+    def parts(self) -> list[list[str]]:
+        """Return the names that each of the paths is made of: those of the steps, which may hold dots themselves, and
+        the writer's for elements of lists."""
+        return [_parts(path, self.steps) for path in self.paths]
+
+
+def places(schema: pq.ParquetSchema) -> dict[str, Place]:
+    """Return where each column of a file is, by name, and each field inside one."""
+    found = _places(schema.to_arrow_schema())
+    return {
+        name: Place(kind, steps, list(leaves), [schema.column(leaf).path for leaf in leaves])
+        for name, (kind, steps, leaves) in found.items()
+    }
+
+
+def _places(fields: Iterable[pa.Field], first: int = 0) -> dict[str, tuple[pa.DataType, list[str], range]]:
+    """Return of each field, and of those inside it, its type, steps and Parquet columns, numbered from `first` on."""
+    fields = list(fields)
+    bounds = list(pairwise(accumulate((_num_leaves(field.type) for field in fields), initial=first)))
+    found: dict[str, tuple[pa.DataType, list[str], range]] = {}
+    for field, (start, stop) in zip(fields, bounds, strict=True):
+        found.setdefault(field.name, (field.type, [field.name], range(start, stop)))
+    for field, (start, _) in zip(fields, bounds, strict=True):
+        for name, (kind, steps, leaves) in _places(_fields(field.type), start).items():
+            kind = pa.list_(kind) if pa.types.is_list(field.type) else kind
+            found.setdefault(f"{field.name}.{name}", (kind, [field.name, *steps], leaves))
+    return found
+
+
+def names(fields: Iterable[pa.Field], before: str = "") -> Iterator[str]:
+    """Yield the names of columns that hold values: of a struct those of its fields."""
+    for field in fields:
+        inner = _fields(field.type)
+        yield from names(inner, f"{before}{field.name}.") if inner else [before + field.name]
+
+
+def advice(column: str | None, kind: pa.DataType) -> str:
+    """Return what to name in place of a column of structs, for messages; of another type nothing."""
+    fields = _fields(kind)
+    return f"; name a field of the struct, such as '{column}.{fields[0].name}'" if fields else ""
+
+
+def _num_leaves(kind: pa.DataType) -> int:
+    return sum(_num_leaves(kind.field(i).type) for i in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
+
+
+def _parts(path: str, steps: Sequence[str]) -> list[str]:
+    parts: list[str] = []
+    for step in steps:
+        before, _, path = f".{path}.".partition(f".{step}.")
+        parts += [*filter(None, before.split(".")), step]
+        path = path.removesuffix(".")
+    return [*parts, *filter(None, path.split("."))]
+
+
+def _fields(kind: pa.DataType) -> list[pa.Field]:
+    """Return the fields of a struct, or of the structs in a list."""
+    kind = kind.value_type if pa.types.is_list(kind) else kind
+    return [kind.field(i) for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+
+
+def _inside(array: pa.Array, steps: Sequence[str]) -> pa.Array:
+    if not steps:
+        return array
+    if not pa.types.is_list(array.type):
+        return _inside(pc.struct_field(array, [steps[0]]), steps[1:])
+    values, bounds = _inside(array.values, steps), array.buffers()[:2]
+    return pa.Array.from_buffers(
+        pa.list_(values.type), len(array), bounds, array.null_count, array.offset, children=[values]
+    )
