@@ -31,6 +31,7 @@ from recsys.training.sweep_space import Space
 
 _STUDY = "sweep"
 _POLL_S = 0.2
+_OF_TRIALS = ("run.overwrite=true", "run.resume=false", "data.test=null")  # the other words: see `Space.parse`
 _NOT_ENDED = "not ended"  # of a trial that another process still trains
 
 
@@ -152,7 +153,7 @@ class Sweep:
             UserError: the process failed. TrialPruned: it was ended early. StoppedError: so is the search.
         """
         self.stop.check()
-        of_sweep = [f"seed={seed}", f"run.dir={run_dir}", "run.overwrite=true", "data.test=null"]
+        of_sweep = [f"seed={seed}", f"run.dir={run_dir}", *_OF_TRIALS]
         if self.jobs > 1 and not any(word.startswith("run.num_threads=") for word in self.overrides):
             of_sweep.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
         command = [sys.executable, "-m", "recsys", "train", self.config, *self.overrides, *words, *of_sweep]
@@ -237,13 +238,13 @@ def open_sweep(
     """
     _optuna()
     searched = Space.parse(space)
-    loaded = load_config(config, [*overrides, *searched.first()])
-    known = loaded.model.metric_names(loaded)
-    chosen = metric or loaded.train.early_stop.metric or known[0]
-    if chosen not in known:
-        raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(known)}")
-    if loaded.data.valid is None:
-        raise UserError("config key 'data.valid' is not set, and trials are compared on it")
+    configs = searched.loaded(lambda words: load_config(config, [*overrides, *words, *_OF_TRIALS]))
+    chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]
+    for loaded in configs:
+        if chosen not in (known := loaded.model.metric_names(loaded)):
+            raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(known)}")
+        if loaded.data.valid is None:
+            raise UserError("config key 'data.valid' is not set, and trials are compared on it")
     return Sweep(config, tuple(overrides), searched, out, metric=chosen, by_bytes=by_bytes, **numbers)
 
 

@@ -1,14 +1,26 @@
 """What keys of a config may be in a search: ranges and choices, as they are written."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from recsys.config import Config
 from recsys.errors import UserError
+
+# Keys that a sweep sets itself in each trial, and what says so.
+_OF_SWEEP = {
+    "seed": "--seeds says by how many seeds each trial is trained",
+    "run.dir": "trials lie under --out",
+    "run.overwrite": "a trial that was cut short is begun anew",
+    "run.resume": "a trial that was cut short is begun anew",
+    "data.test": "trials are compared on data.valid",
+}
+_TRIED = 8  # combinations with a value before it is said to fit with none
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,9 @@ class Space:
             if not isinstance(ranges, Mapping):
                 raise UserError(f"--space: '{word}' holds no keys with ranges or lists")
             texts |= ranges
+        for key in texts:
+            if key in _OF_SWEEP:
+                raise UserError(f"--space: '{key}' is set by the sweep itself ({_OF_SWEEP[key]}); leave it out")
         space = Space(texts)
         space.bounds()
         if not texts:
@@ -91,6 +106,48 @@ class Space:
         """Return values as `key=value`."""
         return [f"{key}={value}" for key, value in params.items()]
 
-    def first(self) -> list[str]:
-        """Return the first value of each key, to check the keys with."""
-        return self.overrides({key: values[0] for key, values in self.bounds().items()})
+    def samples(self) -> list[list[str]]:
+        """Return few lists of `key=value`, in which all choices and both ends of ranges are; the first has the first of
+        each key."""
+        return [
+            self.overrides({key: values[min(i, len(values) - 1)] for key, values in self._ends().items()})
+            for i in range(max(map(len, self._ends().values())))
+        ]
+
+    def loaded(self, load: Callable[[list[str]], Config]) -> list[Config]:
+        """Return configs that `load` makes of lists of `key=value`, in which all choices and both ends of ranges are.
+
+        Values that do not fit each other are not refused: trials of them fail, and the others tell enough.
+
+        Raises:
+            UserError: a value fits with none of the other keys' (of which some are tried).
+        """
+        configs: list[Config] = []
+        fitting: set[str] = set()
+        for words in self.samples():
+            try:
+                configs.append(load(words))
+                fitting.update(words)
+            except UserError:
+                continue  # whichever of the words it is, it is found below
+        choices = [[f"{key}={value}" for value in values] for key, values in self._ends().items()]
+        for place, words in enumerate(choices):
+            for word in (word for word in words if word not in fitting):
+                configs.append(_first_that_loads(load, [*choices[:place], [word], *choices[place + 1 :]]))
+        return configs
+
+    def _ends(self) -> dict[str, list[Any]]:
+        """Return by key the two ends of a range, or the choices of a list."""
+        is_range = {key: not isinstance(text, list) for key, text in self.texts.items()}
+        return {key: values[:2] if is_range[key] else values for key, values in self.bounds().items()}
+
+
+def _first_that_loads(load: Callable[[list[str]], Config], choices: Sequence[Sequence[str]]) -> Config:
+    """Return the config of the first combination of choices that makes one; raise the first error where none does."""
+    problems: list[UserError] = []
+    for words in islice(product(*choices), _TRIED):
+        try:
+            return load(list(words))
+        except UserError as error:
+            problems.append(error)
+    raise problems[0]

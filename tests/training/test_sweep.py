@@ -1,9 +1,11 @@
 """`recsys sweep`: what may be searched, a study that processes share, trials ended early, and what is told of them."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launch import ROOT, environment, fork_train
@@ -15,6 +17,7 @@ from recsys.training.sweep_report import Tried, pareto
 from recsys.training.sweep_space import Space
 
 optuna = pytest.importorskip("optuna")
+RATE = "optimizer.dense.learning_rate=[0.001]"
 CONFIG, SHORT = "configs/dlrm_sample.yaml", ("train.max_steps=8", "train.eval_every_steps=2")
 
 
@@ -30,7 +33,7 @@ def test_ranges_and_choices(tmp_path: Path) -> None:
         "e": kinds.IntDistribution(1, 8, log=True),
         "f": kinds.FloatDistribution(0.0, 1.0, step=0.25),
     }
-    assert space.first() == ["a.rate=0.0001", "b=[64]", "c=4", "d=0.0", "e=1", "f=0.0"]
+    assert space.samples()[0] == ["a.rate=0.0001", "b=[64]", "c=4", "d=0.0", "e=1", "f=0.0"]
 
 
 @pytest.mark.parametrize("word", ["a=3", "a=5..1", "a=0..1:log", "a=x..y", "a=1..9:0", "a=[]", "no/such/file"])
@@ -62,10 +65,38 @@ def sweep(out: Path, *words: str, status: int = 0) -> str:
 def test_mistakes(tmp_path: Path) -> None:
     for words, said in (
         (("--space", "tables.itm.embedding_dim=[8]"), "itm"),
-        (("--space", "seed=[1]", "--metric", "recall@3"), "--metric: 'recall@3' is none of the model's metrics: auc"),
-        (("data.valid=null", "--space", "seed=1..3"), "data.valid"),
+        (("--space", RATE, "--metric", "recall@3"), "--metric: 'recall@3' is none of the model's metrics: auc"),
+        (("data.valid=null", "--space", RATE), "data.valid"),
     ):
         assert said in sweep(tmp_path, *words, status=1)
+
+
+def opened(out: Path, *space: str) -> Any:
+    return open_sweep(f"{ROOT}/{CONFIG}", SHORT, space, out, {"trials": 1, "seeds": 1, "jobs": 1}, None, False)
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        (["model.name=[dlrm, dlmr]", RATE], "there is no model 'dlmr'; did you mean 'dlrm'?"),
+        ([RATE, "model.name=[dlmr, dlrm]"], "there is no model 'dlmr'; did you mean 'dlrm'?"),
+        (["tables.user.embedding_dim=-4..8", RATE], "'tables.user.embedding_dim' must be"),
+        (["train.epochs=1..2", "data.keep_negatives=0.5..1.5"], "'data.keep_negatives' must be"),
+        (["train.epochs=1..2", "data.valid=[data/sample/valid, null]"], "needs data.valid, which is not set"),
+        (["seed=1..3"], "--space: 'seed' is set by the sweep itself (--seeds says"),
+        ([RATE, "run.dir=[a, b]"], "--space: 'run.dir' is set by the sweep itself (trials lie under --out)"),
+    ],
+)
+def test_every_value_is_checked_before_the_first_trial(space: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        opened(tmp_path, *space)
+
+
+def test_values_that_fit_with_some_of_the_others_are_searched(tmp_path: Path) -> None:
+    steps, epochs = "train.eval_every_steps=[2, null]", "train.eval_every_epochs=[1, null]"
+    assert opened(tmp_path, steps, epochs).space.texts.keys() == {"train.eval_every_steps", "train.eval_every_epochs"}
+    with pytest.raises(UserError, match="exclude each other"):
+        opened(tmp_path, steps.replace("null", "3"), epochs.replace("null", "2"))
 
 
 @pytest.mark.slow
@@ -91,7 +122,7 @@ def test_processes_share_a_study(tmp_path: Path) -> None:
     table = (tmp_path / "sweep.md").read_text()
     assert "fewer bytes of tables" in table and (tmp_path / "sweep.svg").read_text().startswith("<svg")
     assert not list(tmp_path.glob("trials/*/*/checkpoints"))
-    assert "holds another sweep" in sweep(tmp_path, "--space", "seed=1..3", "--bytes", status=1)
+    assert "holds another sweep" in sweep(tmp_path, "--space", RATE, "--bytes", status=1)
 
 
 @pytest.mark.slow
