@@ -505,8 +505,7 @@ def buckets(array: pa.Array, boundaries: list[float]) -> pa.Array:
     if not is_number(array.type):
         raise ExportError(f"boundaries take numbers, found {array.type}")
     numbers, valid = numbers_of(array)
-    numbers = numbers.astype(np.float64)
-    return pa.array(np.searchsorted(boundaries, numbers, side="right"), mask=np.isnan(numbers) | ~valid)
+    return pa.array(np.searchsorted(boundaries, numbers.astype(float), side="right"), mask=np.isnan(numbers) | ~valid)
 
 
 def convert_floats(array: pa.Array, feature: dict[str, Any]) -> np.ndarray:
@@ -657,10 +656,12 @@ class Scorer:
             more than one wait for each other in a loop, which costs a request of a hundred rows more than it gains.
 
     Raises:
-        ExportError: a file is missing, or is not what was written.
+        ExportError: a file is missing, or is not what was written; or `num_threads` is no number of threads.
     """
 
     def __init__(self, folder: str | Path, verify: bool = False, num_threads: int = 1) -> None:
+        if not isinstance(num_threads, int | np.integer) or num_threads < 1:
+            raise ExportError(f"num_threads is {num_threads!r}, and must be a whole number above 0")
         self.manifest = manifest = read_manifest(folder, verify)
         self._folder = folder = Path(folder)
         self._mappings = {name: Mapping(folder, entry["mapping"]) for name, entry in manifest["tables"].items()}
@@ -759,10 +760,9 @@ class Scorer:
         inputs = {name: values for part in parts for name, values in part.items()}
         numbers = [self._floats(table, name, name in entry["features"]) for name in self.manifest["floats"]]
         inputs["floats"] = np.stack(numbers, axis=1) if numbers else np.zeros((len(table), 0), np.float32)
-        wanted = {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()}
         if not len(table):
             return [np.zeros((0, *tensor.shape[1:]), np.float32) for tensor in session.get_outputs()]
-        return session.run(None, wanted)
+        return session.run(None, {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()})
 
     def _floats(self, table: pa.Table, name: str, is_read: bool) -> np.ndarray:
         of = self._features[name]

@@ -4,11 +4,13 @@ import io
 import json
 import pickle
 import pickletools
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -357,3 +359,9 @@ def test_mistakes(ranker: Path, tmp_path: Path) -> None:
     assert said.endswith(f"'{nowhere}' is a folder, or is to lie in none; name a file")
     assert "cannot be" in score(ranker / "out", "predict", tmp_path / "nothing.parquet", tmp_path / "s", status=1)
     assert not [path for path in ranker.iterdir() if path.name.startswith(".out")]
+
+
+@pytest.mark.parametrize("num_threads", ["2", 0, -1, 1.5, None])
+def test_a_number_of_threads_is_refused_by_name(num_threads: Any, ranker: Path) -> None:
+    with pytest.raises(ExportError, match=re.escape(f"num_threads is {num_threads!r}, and must be a whole number")):
+        Scorer(ranker / "out", num_threads=num_threads)
