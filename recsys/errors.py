@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from typing import NoReturn
 
@@ -38,6 +39,11 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return "\n  ".join(_plain(str(line)) for line in self.args)
+
+    def within(self, what: str) -> "UserError":
+        """Return the mistake as that of a part: its sentence behind what has failed by it, and the lines below."""
+        first, *below = self.args
+        return UserError(f"{what}: {first}", *below)
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -128,6 +134,19 @@ def read_launcher_error(path: Path) -> UserError | None:
     except FileNotFoundError:
         return None
     return UserError(*text.removeprefix(_TOLD).split("\n  ")) if text.startswith(_TOLD) else None
+
+
+def told_error(output: str, status: int) -> UserError:
+    """Return what a process told last: the sentence of `end_run` with the lines below it, else the last line.
+
+    Args:
+        output: what it wrote to its standard error. status: its exit status, which is told where it wrote nothing.
+    """
+    lines = output.strip().splitlines() or [f"it ended with status {status}"]
+    starts = [i for i, line in enumerate(lines) if line.startswith(_TOLD)] or [len(lines) - 1]
+    first, *rest = lines[starts[-1] :]
+    below = [line[2:] for line in takewhile(lambda line: line.startswith("  "), rest)]
+    return UserError(first.removeprefix(_TOLD), *below)
 
 
 def _wait_for_torchrun() -> None:

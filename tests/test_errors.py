@@ -1,11 +1,13 @@
 """A mistake is told once, however many ranks find it, and as text that does nothing to a terminal."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 from launch import ROOT, fork_train, run_train
 
 from recsys.errors import UserError
+from recsys.runtime.command import run_command
 
 SAMPLE = str(ROOT / "configs" / "dlrm_sample.yaml")
 
@@ -31,3 +33,26 @@ def test_texts_are_cut_and_keep_to_their_lines() -> None:
     first, second = str(error).split("\n")
     assert first == f"found '{'x' * 99}… and '\\n\\x1b[2J\\ud800\\x00'" and second == "  a second line"
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("program", "lines"),
+    [
+        ("end_run(UserError('no room', 'table a: 3 GiB', '  in all'))", ("no room", "table a: 3 GiB", "  in all")),
+        ("end_run(UserError('no such key'))", ("no such key",)),
+        ("print('a warning', file=sys.stderr); end_run(UserError('a', 'b'))", ("a", "b")),
+        ("print('error: a\\n  b\\nall done', file=sys.stderr); sys.exit(1)", ("a", "b")),
+        ("1 / 0", ("ZeroDivisionError: division by zero",)),
+        ("sys.exit(3)", ("it ended with status 3",)),
+        ("print('error: once', file=sys.stderr)", None),
+    ],
+)
+def test_all_lines_of_what_a_command_told_are_handed_on(
+    program: str, lines: tuple[str, ...] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "program.py").write_text(f"import sys\nfrom recsys.errors import UserError, end_run\n{program}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    problem = run_command(module="program")
+    assert (problem and problem.args) == lines
+    if problem and lines:
+        assert str(problem.within("it failed")) == "\n  ".join(["it failed: " + lines[0], *lines[1:]])

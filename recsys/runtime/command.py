@@ -3,10 +3,11 @@
 import subprocess
 import sys
 
+from recsys.errors import UserError, told_error
 from recsys.runtime.launch import environment_of_child
 
 
-def run_command(*words: str, module: str = "recsys", shown: bool = True) -> str | None:
+def run_command(*words: str, module: str = "recsys", shown: bool = True) -> UserError | None:
     """Run `recsys WORDS` on one process, whatever launcher this one has; return why it failed, or None.
 
     It ends with this one, if that comes first.
@@ -19,7 +20,4 @@ def run_command(*words: str, module: str = "recsys", shown: bool = True) -> str 
     stdout = None if shown else subprocess.DEVNULL
     environment = environment_of_child()
     done = subprocess.run(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
-    if done.returncode == 0:
-        return None
-    *_, last = done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"]
-    return last.removeprefix("error: ")
+    return told_error(done.stderr, done.returncode) if done.returncode else None

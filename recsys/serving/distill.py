@@ -99,7 +99,7 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
     words = ["train", str(start / "config.yaml"), *words]
     logger.info("recsys %s", " ".join(words))
     if (problem := run_command(*words)) is not None:
-        raise UserError(f"--steps: distill: recsys train failed: {problem}")
+        raise problem.within("--steps: distill: recsys train failed")
     return run, began
 
 

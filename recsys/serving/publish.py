@@ -138,10 +138,10 @@ class Publisher:
     def _next_base(self) -> Path:
         return self._folder / f"base-{self._number:09d}"
 
-    def _begin(self, problem: str | None) -> None:
+    def _begin(self, problem: UserError | None) -> None:
         """Go on from the base that has been written, unless there was a problem."""
         if problem is not None:
-            raise UserError(problem)
+            raise problem
         self._base = json.loads((self._next_base / MANIFEST).read_text())
         self._last, self._delta_bytes = self._base["sha256"], 0
         self._remove_old()

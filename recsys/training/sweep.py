@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from recsys.config import Config, IdMappingType, load_config
 from recsys.data.facts import vocabulary_file
-from recsys.errors import UserError
+from recsys.errors import UserError, told_error
 from recsys.models.metrics import is_higher_better
 from recsys.runtime.launch import environment_of_child
 from recsys.runtime.logs import logger
@@ -142,7 +142,7 @@ class Sweep:
         except StoppedError:
             put_back(study, trial)
         except UserError as error:
-            trial.set_user_attr("error", str(error))
+            trial.set_user_attr("error", error.args[0])  # in a line of the table; all of it is in the trial's log
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
             logger.warning("trial %d failed: %s", trial.number, error)
 
@@ -173,8 +173,7 @@ class Sweep:
                 shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         self.stop.check_after(process)
         if process.returncode:
-            *_, last = log.read_text().strip().splitlines() or [f"it ended with status {process.returncode}"]
-            raise UserError(last.removeprefix("error: "))
+            raise told_error(log.read_text(), process.returncode)
         result = json.loads((run_dir / "result.json").read_text())["metrics"].get("valid", {})
         if result.get(self.metric) is None:
             raise UserError(f"the run tells no {self.metric} of data.valid")

@@ -36,7 +36,7 @@ def _score(config: Config, teacher: str, scores: str) -> None:
     columns = [column for column in needed_columns(config, "train") if column not in taught]
     logger.info("%s scores %s, to %s", teacher, data, scores)
     if (problem := run_command("predict", teacher, data, scores, "--keep", ",".join(columns), shown=False)) is not None:
-        raise UserError(f"{_KEY}: recsys predict failed: {problem}")
+        raise problem.within(f"{_KEY}: recsys predict failed")
 
 
 def scored_path(config: Config) -> str:
