@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -219,3 +220,13 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path) -> None:
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr[-3000:]
     assert re.search(r"error: '.*/run.*' (is gone|or its lock was removed)", done.stderr), done.stderr
     assert not run_dir.exists()
+
+
+def test_a_machine_without_a_folder_for_temporary_files_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python's tempfile tells it, which has no name of a file."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/nowhere", "/proc"])
+    with pytest.raises(FileNotFoundError) as caught:
+        tempfile.mkdtemp()
+    told = str(disk_problem(caught.value))
+    assert "['/proc/nowhere', '/proc']" in told and told.endswith("environment variable TMPDIR") and "gone" not in told
