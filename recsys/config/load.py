@@ -1,6 +1,7 @@
 """Loading a config: YAML plus `key=value` into a checked `Config`; a mistake is a sentence with the full key."""
 
 import dataclasses
+import json
 import os
 import re
 import types
@@ -175,6 +176,15 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not content:
         raise UserError(f"config file '{path}' must hold keys and values, found {content or 'nothing'}")
     return {str(key): value for key, value in content.items()}
+
+
+def as_value(text: object) -> str:
+    """Return a text, such as a path, as the value of a `key=value`: in quotes where YAML reads something else of it."""
+    try:
+        is_read = OmegaConf.from_dotlist([f"key={text}"]).key == str(text)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError):
+        is_read = False
+    return str(text) if is_read else json.dumps(str(text), ensure_ascii=False)
 
 
 def _parse_override(text: str) -> dict[str, Any]:

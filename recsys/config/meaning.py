@@ -5,6 +5,7 @@ Every key of a config counts unless it is listed here as free, so that a key tha
 
 import json
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import asdict
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import Any
 from recsys.config.choices import FeatureType, IdMappingType
 from recsys.config.features import float_features, model_features
 from recsys.config.initial import InitConfig, Take
+from recsys.config.load import as_value
 from recsys.config.names import flat
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
@@ -143,7 +145,8 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
 
 def _advice(path: object, keys: list[str], init: InitConfig | None) -> str:
     if init is None:
-        return f"start a run of its own with train.init_from={path}, to which train.init.* may allow more"
+        source = shlex.quote(as_value(path))
+        return f"start a run of its own with train.init_from={source}, to which train.init.* may allow more"
     options = []
     if "features" in keys:
         options.append("train.init.dense=matching, with which layers that read other features begin anew")

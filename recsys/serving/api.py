@@ -20,7 +20,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recsys.config import load_config
+from recsys.config import as_value, load_config
 from recsys.config.choices import Device
 from recsys.data.inputs import Given
 from recsys.errors import LAUNCHER_FILE, UserError, read_launcher_error
@@ -67,7 +67,7 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
         if num_processes > 1:  # by this machine's own address, since its name may not resolve
             torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
             launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
-        command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={run_dir}"]
+        command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={as_value(run_dir)}"]
         told = Path(folder) / "error.json"  # as torchrun asks ranks for their errors, and hands on the first
         try:
             subprocess.run(command, check=True, env={**environment_of_one_process(), LAUNCHER_FILE: str(told)})

@@ -1,9 +1,10 @@
 """Distillation within `recsys compress`: a smaller student of a finished run."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recsys.config import Config, IdMappingType, load_config
+from recsys.config import Config, IdMappingType, as_value, load_config
 from recsys.config.choices import UNPOOLED, RowCode
 from recsys.config.compression_checks import takes_code
 from recsys.config.experts import deciding_tables
@@ -83,21 +84,25 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
     student = load_config(start / "config.yaml", changes)
     words = list(changes)
     if student.model.needs().labels:
-        words = [f"train.distill.teacher={teacher}", f"train.distill.scores={folder}/scores", *words]
+        words = [
+            f"train.distill.teacher={as_value(teacher)}",
+            f"train.distill.scores={as_value(folder / 'scores')}",
+            *words,
+        ]
     began, narrow = "from the beginning", _narrowed(now, student)
     if student.train.init_from != now.train.init_from:
         began = f"from {student.train.init_from}"
     elif narrow is not None:
         began = "from low-rank factors" if narrow else "from the weights so far"
-        words = [f"train.init_from={start}", *words]
+        words = [f"train.init_from={as_value(start)}", *words]
         if narrow:
             narrow_tables(start, student, narrow)
             words.insert(0, "train.init.optimizers=none")
     run = folder / "student"
     # What followers of the run's publications read is the run's own model.
-    words = ["run.resume=false", "train.publish.dir=null", *words, f"run.dir={run}"]
+    words = ["run.resume=false", "train.publish.dir=null", *words, f"run.dir={as_value(run)}"]
     words = ["train", str(start / "config.yaml"), *words]
-    logger.info("recsys %s", " ".join(words))
+    logger.info("recsys %s", shlex.join(words))
     if (problem := run_command(*words)) is not None:
         raise problem.within("--steps: distill: recsys train failed")
     return run, began

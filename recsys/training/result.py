@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from recsys.checkpoint import TrainState
-from recsys.config import Config
+from recsys.config import Config, as_value
 from recsys.config.experts import expert_tables
 from recsys.data.inputs import Inputs
 from recsys.memory.page import when
@@ -115,7 +115,7 @@ def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir
 
 def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
     """Return the command line that goes on with this run, as far as this process can know it."""
-    place = ["run.dir=" + shlex.quote(str(run_dir)), "run.resume=true"]
+    place = ["run.dir=" + shlex.quote(as_value(run_dir)), "run.resume=true"]
     if launch_identity()["slurm_job"] is not None and config.run.stop_file is not None:
         return f"the same sbatch and {place[0]}, unless the job is requeued by itself"
     if world.world_size > world.local_world_size:

@@ -1,9 +1,11 @@
 """The start of training: from the beginning, a checkpoint of the same run, or another run's weights."""
 
+import shlex
 from functools import partial
 from pathlib import Path
 
 from recsys.checkpoint import Source, TableRows, TrainState, footers_of, import_table, load_tensors
+from recsys.config import as_value
 from recsys.data.footer_cache import changed_files
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
@@ -70,5 +72,5 @@ def _check_files(inputs: Inputs, source: Source, fingerprints: dict[str, str]) -
             what = "position in them" if role == "train" else f"best {config.train.early_stop.metric}"
             raise UserError(
                 f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
-                f"its {what} means nothing; start a new run with train.init_from={path}"
+                f"its {what} means nothing; start a new run with train.init_from={shlex.quote(as_value(path))}"
             )

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from recsys.config import Config, IdMappingType, load_config
+from recsys.config import Config, IdMappingType, as_value, load_config
 from recsys.data.facts import vocabulary_file
 from recsys.errors import UserError, told_error
 from recsys.models.metrics import is_higher_better
@@ -153,7 +153,7 @@ class Sweep:
             UserError: the process failed. TrialPruned: it was ended early. StoppedError: so is the search.
         """
         self.stop.check()
-        of_sweep = [f"seed={seed}", f"run.dir={run_dir}", *_OF_TRIALS]
+        of_sweep = [f"seed={seed}", f"run.dir={as_value(run_dir)}", *_OF_TRIALS]
         if self.jobs > 1 and not any(word.startswith("run.num_threads=") for word in self.overrides):
             of_sweep.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
         command = [sys.executable, "-m", "recsys", "train", self.config, *self.overrides, *words, *of_sweep]

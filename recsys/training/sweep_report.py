@@ -1,5 +1,6 @@
 """Reports of a search: its trials as JSON, Markdown and a drawing."""
 
+import shlex
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -62,12 +63,12 @@ def write_report(
         "versions": installed_versions(),
     }
     replace_file(out / "sweep.json", to_json(content, indent=1) + "\n")
-    parts = [f"# {len(tried)} trials of `{' '.join(command)}`, {len(whole)} to their end\n"]
+    parts = [f"# {len(tried)} trials of `{shlex.join(command)}`, {len(whole)} to their end\n"]
     if by_bytes and front:
         parts += [f"No other trial has both, a better {metric} and fewer bytes of tables:\n", _table(front, metric)]
     if front:
-        best = " ".join(f"'{key}={value}'" for key, value in whole[0].settings.items())
-        parts.append(f"The best {metric}, on data.valid: `{' '.join(command)} {best}`\n")
+        best = [*command, *(f"{key}={value}" for key, value in whole[0].settings.items())]
+        parts.append(f"The best {metric}, on data.valid: `{shlex.join(best)}`\n")
     rest = [trial for trial in tried if not trial.values]
     parts += ["All trials, the best first:\n", _table([*whole, *rest], metric)]
     replace_file(out / "sweep.md", "\n".join(parts))

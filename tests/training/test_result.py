@@ -1,6 +1,7 @@
 """The lines that a run ends with."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,15 @@ def test_the_command_that_goes_on(parent: list[str], shown: str, monkeypatch: py
     assert how_to_go_on(config, Path("a"), machines).startswith("the same command on every machine, and run.dir=a ")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert "the same sbatch and run.dir=a" in how_to_go_on(config, Path("a"), machines)
+
+
+@pytest.mark.parametrize("name", ["it s", "a #1", "a: b", "[a]", "1e3", "null", "'a", '"a" b', "- a", "a\\b", "é$HOME"])
+def test_the_command_that_goes_on_names_any_run_directory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a shell splits the line, and the config reads its words."""
+    monkeypatch.setattr(sys, "argv", OWN)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    *_, place, _ = shlex.split(how_to_go_on(load_config("configs/dlrm_sample.yaml"), Path(name), HERE))
+    assert load_config("configs/dlrm_sample.yaml", [place]).run.dir == name
 
 
 def test_a_run_ends_in_five_lines() -> None:
