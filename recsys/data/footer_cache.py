@@ -3,7 +3,8 @@
 import base64
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,7 +119,11 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
     totals = np.bincount(dataset.row_groups.file, weights=dataset.stored_rows, minlength=dataset.num_files)
     facts = zip(totals.astype(np.int64).tolist(), dataset.file_digests.tolist(), strict=True)
     now = dict(zip(dataset.row_groups.paths, facts, strict=True))
-    if not before.keys() & now.keys():  # they lie in another folder
+    folders, rewritten = "", "was rewritten"
+    if not before.keys() & now.keys():
+        old, new = map(_folder_of, (before, now))
+        if old != new:
+            folders, rewritten = f"they lie in '{new}', and lay in '{old}'; ", "is another there"
         before, now = (
             {dataset.own_name(name): fact for name, fact in files_by_name.items()} for files_by_name in (before, now)
         )
@@ -126,9 +131,16 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
     changes += [f"'{name}' is new" for name in now if name not in before]
     in_both = [(name, before[name], now[name]) for name in now if name in before]
     changes += [f"'{name}' has {new[0]:,} rows, and had {old[0]:,}" for name, old, new in in_both if new[0] != old[0]]
-    changes += [f"'{name}' was rewritten" for name, old, new in in_both if new[0] == old[0] and new[1] != old[1]]
+    changes += [f"'{name}' {rewritten}" for name, old, new in in_both if new[0] == old[0] and new[1] != old[1]]
     more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
-    return f" ({'; '.join(changes[:3])}{more})" if changes else ""
+    return f" ({folders}{'; '.join(changes[:3])}{more})" if changes else ""
+
+
+def _folder_of(paths: Iterable[str]) -> str:
+    """Return the folder that all files lie in or below."""
+    folders = [path.rpartition("/")[0] + "/" for path in paths]
+    # Cut behind a slash, so that no name is halved; `commonpath` would make s3:/ of s3://.
+    return os.path.commonprefix(folders).rpartition("/")[0]  # noqa: RUF071
 
 
 def _encoded(schema: pa.Schema) -> str:

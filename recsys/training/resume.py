@@ -69,8 +69,9 @@ def _check_files(inputs: Inputs, source: Source, fingerprints: dict[str, str]) -
         if fingerprints.get(role) != fingerprint:
             footers, all_rows = footers_of(path) / f"{role}.footers", config.data.max_rows is None
             changes = changed_files(footers, inputs.datasets[role], all_rows) if role in inputs.datasets else ""
+            instead = f"train.init_from={shlex.quote(as_value(path))}"
             what = "position in them" if role == "train" else f"best {config.train.early_stop.metric}"
             raise UserError(
                 f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
-                f"its {what} means nothing; start a new run with train.init_from={shlex.quote(as_value(path))}"
+                f"its {what} means nothing; name those by data.{role}, or start a new run with {instead}"
             )

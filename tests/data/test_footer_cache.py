@@ -188,7 +188,8 @@ def test_changed_files_are_named(work, tmp_path):
     assert changed_files(kept, again) == f" ('{tmp_path}/b.parquet' was rewritten)"
     shutil.copytree(tmp_path, tmp_path / "moved", ignore=lambda *_: ["run", "other", "moved", "c.parquet"])
     moved = open_dataset("data.train", str(tmp_path / "moved"), {"x": "key"})
-    assert changed_files(kept, moved) == " ('c.parquet' is gone; 'b.parquet' was rewritten)"
+    where = f"they lie in '{tmp_path}/moved', and lay in '{tmp_path}'; "
+    assert changed_files(kept, moved) == f" ({where}'c.parquet' is gone; 'b.parquet' is another there)"
     shutil.rmtree(tmp_path / "moved")
     write(tmp_path / "d.parquet", [1])
     write(tmp_path / "a.parquet", [1, 2])
