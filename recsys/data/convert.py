@@ -213,18 +213,18 @@ def _round(numbers: np.ndarray, out: np.ndarray) -> None:
 
 
 def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) -> None:
-    """Transform float64 numbers in place."""
+    """Transform float64 numbers in place, and refuse those that have no logarithm where `part` takes finite ones."""
     if transform.clip is not None:
         np.clip(x, *transform.clip, out=x)
     if transform.log1p:
-        if x.size and x.min() <= -1:
+        if part.finite and x.size and x.min() <= -1:
             raise UserError(f"{part.title} holds {x.min():.10g}, and log1p takes numbers above -1; clip them to such")
-        if transform.std is None:
-            # NumPy's log1p takes twice as long. What it saves is the rounding of 1 + x, 1.1e-16 where x is small.
-            x += 1
-            np.log(x, out=x)
-        else:  # which may be as small as x
-            np.log1p(x, out=x)
+        with np.errstate(divide="ignore", invalid="ignore"):  # what has no logarithm becomes NaN or -inf
+            if transform.std is None:
+                # NumPy's log1p takes twice as long. What it saves is the rounding of 1 + x, 1.1e-16 where x is small.
+                np.log(np.add(x, 1, out=x), out=x)
+            else:  # which may be as small as x
+                np.log1p(x, out=x)
     if transform.mean is not None:
         x -= transform.mean
     if transform.std is not None:

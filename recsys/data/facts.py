@@ -5,7 +5,7 @@ One pass over the columns concerned, each rank over its share of the row groups;
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -275,7 +275,8 @@ def _summarise(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
         return np.zeros(4)
     given = part.transform or Transform()
     done = raw.copy()
-    transform_numbers(done, Transform(given.clip, given.log1p, std=1.0), part)  # with a std, as it is to be trained on
+    # With a std, as it is to be trained on; and finite, since a mean of anything else is none.
+    transform_numbers(done, Transform(given.clip, given.log1p, std=1.0), replace(part, finite=True))
     return np.array([len(raw), _mean_and_std(raw)[0], *_mean_and_std(done)])
 
 

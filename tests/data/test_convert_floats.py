@@ -181,6 +181,16 @@ def test_log1p_of_minus_one_and_less(value):
     assert floats(pa.array([1.0, value]), transform=Transform(clip=(0, 0), log1p=True)) == [0, 0]
 
 
+@pytest.mark.parametrize("value", [-1.0, -3.0, -math.inf, math.nan])
+@pytest.mark.parametrize("std", [None, 2.0])
+@pytest.mark.filterwarnings("error")
+def test_with_bad_steps_what_has_no_logarithm_is_not_finite(value, std):
+    part = FloatColumn("price", "p", finite=False, transform=Transform(log1p=True, mean=0.0, std=std))
+    good, bad, least = convert_floats(pa.array([1.0, value, -0.5]), part)
+    assert not math.isfinite(bad)
+    assert [good, least] == pytest.approx([math.log(2) / (std or 1), math.log(0.5) / (std or 1)])
+
+
 def test_a_transform_beyond_float32():
     message = refusal(lambda: floats(pa.array([1e30]), transform=Transform(mean=0.0, std=1e-30)))
     assert "column 'p' (price) is beyond 3.4e38 after its transform" in message

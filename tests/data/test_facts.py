@@ -122,6 +122,15 @@ def test_log1p_of_small_numbers_keeps_their_differences(tmp_path):
     assert done.tolist() == pytest.approx([-math.sqrt(1.5), 0, math.sqrt(1.5)], abs=1e-6)
 
 
+@pytest.mark.parametrize("value", [-1.0, -7.0])
+def test_a_number_without_logarithm_is_in_no_mean(tmp_path, value):
+    """Of a column whose NaN are left to the steps that meet them, too."""
+    part = FloatColumn("x", "x", finite=False, transform=Transform(log1p=True))
+    pq.write_table(pa.table({"x": [1.0, value]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="log1p takes numbers above -1"):
+        measure(open_dataset("data.train", str(tmp_path), {"x": "x"}), {}, [part], Ranks(1))
+
+
 @pytest.mark.parametrize("value", [1e308, math.inf, math.nan])
 def test_numbers_beyond_float32_are_refused_by_column(tmp_path, value):
     with pytest.raises(UserError, match=r"column 'x' \(x\) holds .*, and only finite numbers up to 3.4e38 train"):
