@@ -31,20 +31,29 @@ def scaled(world: World, folder: Path, scale: float) -> Inputs:
     column = pa.array(prices, mask=np.arange(len(table)) % 9 == 0)
     table = table.set_column(table.column_names.index("price"), "price", column)
     pq.write_table(table, folder / "a.parquet")
-    data = [f"data.train={folder}", "data.valid=null", "data.test=null", "train.max_bad_steps=1"]
+    data = [f"data.train={folder}", "data.valid=null", "data.test=null", "train.max_bad_steps=1",
+            "features.price.log1p=false"]  # fmt: skip
     return open_inputs(load_config(ROOT / "configs/dlrm_sample.yaml", data), world)
 
 
-@pytest.mark.parametrize("scale", [0.01, 1, 20, 200, 1e4, 1e9])
+@pytest.mark.parametrize("scale", [0.01, 1, 20, 30, 200, 1e4, 1e9])
 def test_features_and_labels_are_told_by_their_size(scale: float, tmp_path: Path, world: World) -> None:
     inputs = scaled(world, tmp_path, scale)
     train, spec = inputs.datasets["train"], inputs.spec("train")
     told = large_numbers(train, spec)
-    assert bool(told) == (scale > 50) and len(told) < 2
+    assert bool(told) == (scale > 20) and len(told) < 2
     assert all("'features.price'" in line and "standardise" in line for line in told)
     (price,) = spec.floats
     divided = replace(spec, floats=[replace(price, transform=Transform(mean=0.0, std=scale))])
     assert not large_numbers(train, divided)
     label = FloatColumn("data.labels.watch", "price", finite=False)
     told = large_numbers(train, replace(spec, floats=[], labels=[*spec.labels, label]))
-    assert bool(told) == (scale > 50) and all("'data.labels.watch'" in line and "units" in line for line in told)
+    assert bool(told) == (scale > 20) and all("'data.labels.watch'" in line and "units" in line for line in told)
+
+
+def test_the_sample_and_its_first_config_are_told_nothing(world: World) -> None:
+    inputs = open_inputs(load_config(ROOT / "configs/dlrm_sample.yaml"), world)
+    assert large_numbers(inputs.datasets["train"], inputs.spec("train")) == []
+    raw = open_inputs(load_config(ROOT / "configs/dlrm_sample.yaml", ["features.price.log1p=false"]), world)
+    (told,) = large_numbers(raw.datasets["train"], raw.spec("train"))
+    assert "'features.price'" in told
