@@ -36,7 +36,8 @@ def _score(config: Config, teacher: str, scores: str) -> None:
     columns = [column for column in needed_columns(config, "train") if column not in taught]
     logger.info("%s scores %s, to %s", teacher, data, scores)
     if (problem := run_command("predict", teacher, data, scores, "--keep", ",".join(columns), shown=False)) is not None:
-        raise problem.within(f"{_KEY}: recsys predict failed")
+        where = f"the folder of the scores is '{scores}'; config key 'train.distill.scores' names another"
+        raise UserError(*problem.within(f"{_KEY}: recsys predict failed").args, where)
 
 
 def scored_path(config: Config) -> str:

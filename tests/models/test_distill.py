@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -9,9 +11,11 @@ import pytest
 import torch
 from launch import fork_train
 
-from recsys.config import DistillConfig, LabelConfig
+from recsys.config import DistillConfig, LabelConfig, load_config
 from recsys.config.choices import LabelLoss
+from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Model
+from recsys.training import taught
 
 COLUMNS = "user_id,item_id,history,category,device,hour,price,label,weight"
 SETTINGS = ("train.log_every_steps=1", "data.window_mib=1", "data.valid=null", "data.test=null", "train.max_steps=12")
@@ -116,8 +120,23 @@ def test_mistakes(overrides: list[str], said: str, tmp_path: Path) -> None:
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
+def test_scores_of_another_teacher_are_told_with_the_key_of_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of one that was trained anew in the same run directory."""
+    refusal = UserError("'runs/t/scores' holds what something else gave (other checkpoint); name another folder")
+    monkeypatch.setattr(taught, "run_command", lambda *_, **__: refusal)
+    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
+    for given, folder in (([], "runs/t/scores"), ([f"train.distill.scores={tmp_path}"], str(tmp_path))):
+        config = load_config("configs/dlrm_sample.yaml", ["train.distill.teacher=runs/t", *given])
+        with pytest.raises(UserError) as caught:
+            taught.with_scores(config, world)
+        first, second = caught.value.args
+        assert first == f"config key 'train.distill.teacher': recsys predict failed: {refusal}"
+        assert f"'{folder}'" in second and "'train.distill.scores'" in second
+
+
 def test_two_towers_have_no_teacher() -> None:
-    from recsys.errors import UserError
     from recsys.models.two_tower import TwoTower, TwoTowerConfig
 
     config = TwoTowerConfig(user_features=["user"], item_features=["item"], item_id="item")
