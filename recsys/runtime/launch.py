@@ -11,6 +11,7 @@ from recsys.errors import UserError
 
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PARENT = "RECSYS_PARENT"  # number of the process that a child ends with
+_CALLED = "RECSYS_CALLED"  # set where code has called `recsys.train`, and no command line goes on with the run
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by torch, to find the other ranks
 
@@ -76,6 +77,16 @@ def environment_of_one_process() -> dict[str, str]:
 def environment_of_child() -> dict[str, str]:
     """Return the environment of one process that is not to outlive this one; it calls `end_with_parent` first."""
     return {**environment_of_one_process(), _PARENT: str(os.getpid())}
+
+
+def environment_of_called() -> dict[str, str]:
+    """Return the environment of a child that trains because code has called for it."""
+    return {**environment_of_child(), _CALLED: "1"}
+
+
+def is_called() -> bool:
+    """Return whether this process was given `environment_of_called`."""
+    return _CALLED in os.environ
 
 
 def end_with_parent() -> None:

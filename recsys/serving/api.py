@@ -24,7 +24,8 @@ from recsys.config import as_value, load_config
 from recsys.config.choices import Device
 from recsys.data.inputs import Given
 from recsys.errors import LAUNCHER_FILE, UserError, read_launcher_error
-from recsys.runtime.launch import environment_of_one_process, rank_of_several
+from recsys.runtime.command import run_attended
+from recsys.runtime.launch import environment_of_called, rank_of_several
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.world import World, open_world
 from recsys.serving.embeddings import open_table, rows_of_tower, table_of, vectors_of_tower
@@ -39,6 +40,11 @@ from recsys.serving.predict import (
     scores_of_rows,
 )
 
+_TORCHRUN = """from recsys.runtime.launch import end_with_parent
+from torch.distributed.run import main
+end_with_parent()
+main()
+"""
 _worlds: list[World] = []  # of this process: none, or one,
 _open = ExitStack()  # and what leaves it
 
@@ -46,7 +52,7 @@ Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a d
 
 
 def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes: int = 1) -> "Run":
-    """Train in processes of their own, and open the finished run.
+    """Train in processes of their own, and open the finished run. Ctrl-C ends them as it ends the command.
 
     Args:
         config: a YAML file, or its content, in which paths are seen from the current folder. overrides: `key=value`, as
@@ -65,16 +71,12 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
         run_dir = read.run.dir or f"runs/{read.run.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         launcher = ["-m", "recsys", "train"]
         if num_processes > 1:  # by this machine's own address, since its name may not resolve
-            torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+            torchrun = ["-c", _TORCHRUN, "--standalone", "--local-addr=127.0.0.1"]
             launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
         command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={as_value(run_dir)}"]
         told = Path(folder) / "error.json"  # as torchrun asks ranks for their errors, and hands on the first
-        try:
-            subprocess.run(command, check=True, env={**environment_of_one_process(), LAUNCHER_FILE: str(told)})
-        except subprocess.CalledProcessError:
-            if (mistake := read_launcher_error(told)) is not None:
-                raise mistake from None
-            raise
+        if status := run_attended(command, {**environment_of_called(), LAUNCHER_FILE: str(told)}):
+            raise read_launcher_error(told) or subprocess.CalledProcessError(status, command)
     return open_run(run_dir, trust_code=True)  # whoever trains a class has named it
 
 

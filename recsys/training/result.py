@@ -1,5 +1,6 @@
 """The end of a run: result.json, and the lines that close its log."""
 
+import json
 import os
 import shlex
 import shutil
@@ -18,7 +19,7 @@ from recsys.data.inputs import Inputs
 from recsys.memory.page import when
 from recsys.report.page import PAGE
 from recsys.report.text import size
-from recsys.runtime.launch import launch_identity
+from recsys.runtime.launch import is_called, launch_identity
 from recsys.runtime.logs import git_commit, show_metrics
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World
@@ -114,8 +115,12 @@ def closing_lines(result: dict[str, Any], reports: list[dict[str, Any]], run_dir
 
 
 def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
-    """Return the command line that goes on with this run, as far as this process can know it."""
-    place = ["run.dir=" + shlex.quote(as_value(run_dir)), "run.resume=true"]
+    """Return the command line, or the call, that goes on with this run, as far as this process can know it."""
+    folder = as_value(run_dir)
+    if is_called():
+        words = json.dumps(f"run.dir={folder}", ensure_ascii=False)
+        return f'the same call, recsys.train(…, {words}, "run.resume=true")'
+    place = ["run.dir=" + shlex.quote(folder), "run.resume=true"]
     if launch_identity()["slurm_job"] is not None and config.run.stop_file is not None:
         return f"the same sbatch and {place[0]}, unless the job is requeued by itself"
     if world.world_size > world.local_world_size:

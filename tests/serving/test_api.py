@@ -1,7 +1,11 @@
 """`recsys.train`, `recsys.open_run`: a run from Python, with Arrow tables."""
 
+import os
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +132,29 @@ def test_a_mistake_that_training_tells_is_raised_as_it_is_told(num_processes: in
     assert str(raised.value) == f"config key 'data.train': '{tmp_path}/nowhere' does not exist"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_ctrl_c_saves_as_it_does_of_the_command(num_processes: int, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    code = f"""import recsys
+try:
+    recsys.train("configs/dlrm_sample.yaml", "train.epochs=10000", "run.dir={run}", num_processes={num_processes})
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        while not (run / "metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        said, _ = process.communicate(timeout=60)
+    assert "interrupted" in said.splitlines() and (run / "checkpoints/latest").exists()
+    log = (run / "logs/rank_0.log").read_text()
+    assert log.rstrip().endswith(f'go on with: the same call, recsys.train(…, "run.dir={run}", "run.resume=true")')
+
+
 def test_what_a_process_has_told_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = tmp_path / "error.json"
     assert read_launcher_error(told) is None
@@ -169,7 +196,7 @@ def test_one_of_several_ranks_opens_no_run(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_trained_class_of_ones_own_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subprocess, "run", lambda command, **named: None)
+    monkeypatch.setattr(api, "run_attended", lambda command, environment: 0)
     opened = list[Any]()
     monkeypatch.setattr(api, "open_run", lambda run, **named: opened.append((run, named)))
     recsys.train(ROOT / "configs/dlrm_sample.yaml", "run.dir=runs/mine")
