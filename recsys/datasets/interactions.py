@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,6 +121,21 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
     with replacing(out, marker, overwrite) as folder:
         write_retrieval(folder, log, split, last, options.history, options.train_rows, options.neighbours)
+    _tell_repeats(log, split)
+
+
+def _tell_repeats(log: Log, split: np.ndarray) -> None:
+    """Print how many rows that are held out are of items which their users had before, and so are never found."""
+    pair = log.user * len(log.items) + log.item
+    for number, name in ((1, "valid"), (2, "test")):
+        held_out = pair[split == number]
+        if again := np.isin(held_out, pair[split < number]).sum():
+            print(
+                f"note: {again:,} of {len(held_out):,} targets of {name} are items that their users had before; these "
+                f"are among 'seen', which no list holds, so they count as missed. Train with data.seen_column=null to "
+                f"have them ranked, too",
+                file=sys.stderr,
+            )
 
 
 def _new_split(log: Log, hold_out: str) -> np.ndarray:
@@ -176,6 +192,8 @@ def _read(flag: str, inputs: Sequence[Path], names: list[str], where: str | None
             hint = "; `python -m recsys prepare csv` makes Parquet of delimited files"
             raise UserError(f"{name} cannot be read as Parquet ({reason(error)}){hint}") from None
         tables.append((table if where is None else rows_where(table, where)).select(names))
+    if where is not None and not any(map(len, tables)):
+        raise UserError(f"--where: no row of {flag} matches {where!r}")
     return _joined(tables)
 
 

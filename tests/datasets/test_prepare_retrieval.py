@@ -104,6 +104,7 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
         ),
         (LogOptions("who", "what", "who"), "column 'who' is named twice"),
         (LogOptions("who", "what", hold_out="random"), "no user has 10 different items"),
+        (LogOptions("who", "what", where="age > 9"), "--where: no row of INPUT matches 'age > 9'"),
     ],
 )
 def test_mistakes_are_told(options: LogOptions, message: str, tmp_path: Path) -> None:
@@ -203,6 +204,23 @@ def test_lists_of_users_for_sequence_models(tmp_path: Path) -> None:
     (test,) = read(tmp_path / "out/test")
     assert test["history"] == ["a", "c", "d"] and test["targets"] == ["e"]
     assert sorted(row["items"] for row in read(tmp_path / "out/items")) == ["a", "b", "c", "d", "e"]
+
+
+@pytest.mark.parametrize("rows_of", ["users", "interactions"])
+def test_targets_that_were_there_before_are_told(
+    rows_of: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(3)
+    lists = {who: generator.integers(0, 6, 8).tolist() for who in "abcdefghijkl"}
+    rows = [{"who": who, "items": items} for who, items in lists.items()]
+    options = LogOptions("who", "items", train_rows=rows_of)
+    convert_log([log(tmp_path / "log", rows, files=1)], tmp_path / "out", options)
+    said = capsys.readouterr().err
+    for name in ("valid", "test"):
+        queries = read(tmp_path / "out" / name)
+        again = sum(target in row["seen"] for row in queries for target in row["targets"])
+        assert (f"note: {again} of {len(queries)} targets of {name} are items that" in said) == (rows_of == "users")
+        assert (again > 0) == (rows_of == "users")
 
 
 @pytest.mark.parametrize("history", [2, 3, 4, 100])
