@@ -86,6 +86,27 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     Raises:
         UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
     """
+    wanted = _wanted_columns(options)
+    parts = [
+        _one_item_a_row(_read(flag, paths, wanted, options.where), options.item)
+        for flag, paths in (("INPUT", inputs), ("--valid", options.valid), ("--test", options.test))
+        if paths
+    ]
+    table = _joined(parts)
+    for name in options.tokens:
+        table = table.set_column(table.column_names.index(name), name, tokenize(table[name], name))
+    log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
+    last = options.hold_out != "random" if split is None else _held_out_last(log, split)
+    if split is None:
+        split = _new_split(log, options.hold_out)
+    marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
+    with replacing(out, marker, overwrite) as folder:
+        write_retrieval(folder, log, split, last, options.history, options.train_rows, options.neighbours)
+    _tell_repeats(log, split)
+
+
+def _wanted_columns(options: LogOptions) -> list[str]:
+    """Return the columns that are read of a log. Raises UserError for options that do not go together."""
     check_bounds(options)
     wheres = {"--valid-where": options.valid_where, "--test-where": options.test_where}
     given = [options.valid or options.test, options.split_column, options.hold_out != LogOptions().hold_out]
@@ -103,25 +124,9 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     repeated = {name for name in wanted if [*wanted, *WRITTEN].count(name) > 1}
     if repeated:
         raise UserError(f"column {min(repeated)!r} is named twice, or is one of those written: {', '.join(WRITTEN)}")
-    of_split = [*filter(None, [options.split_column])]
-    of_split += [name for flag, where in wheres.items() for name in columns_where(where, flag)]
-    wanted = list(dict.fromkeys([*wanted, *of_split]))
-    parts = [
-        _one_item_a_row(_read(flag, paths, wanted, options.where), options.item)
-        for flag, paths in (("INPUT", inputs), ("--valid", options.valid), ("--test", options.test))
-        if paths
-    ]
-    table = _joined(parts)
-    for name in options.tokens:
-        table = table.set_column(table.column_names.index(name), name, tokenize(table[name], name))
-    log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
-    last = options.hold_out != "random" if split is None else _held_out_last(log, split)
-    if split is None:
-        split = _new_split(log, options.hold_out)
-    marker = {"kind": "retrieval", "inputs": list(map(str, inputs)), "options": asdict(options)}
-    with replacing(out, marker, overwrite) as folder:
-        write_retrieval(folder, log, split, last, options.history, options.train_rows, options.neighbours)
-    _tell_repeats(log, split)
+    wanted += [*filter(None, [options.split_column])]
+    wanted += [name for flag, where in wheres.items() for name in columns_where(where, flag)]
+    return list(dict.fromkeys(wanted))
 
 
 def _tell_repeats(log: Log, split: np.ndarray) -> None:

@@ -219,8 +219,10 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
     else:
         try:
             table = pa.table(data)
-        except (TypeError, ValueError, pa.ArrowException) as error:
+        except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
             reason = f" ({' '.join(str(error).split())[:300]})" if isinstance(data, Mapping) else ""
+            if isinstance(error, OverflowError):
+                reason = ", numbers from 2**63 on as uint64 of NumPy or Arrow"
             raise UserError(
                 f"DATA is a {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping of "
                 f"columns of one length{reason}"

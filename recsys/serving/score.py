@@ -305,8 +305,8 @@ def as_table(rows: Any) -> pa.Table:
     """Return an Arrow table of an Arrow table or batch, a dict of columns or a data frame."""
     try:
         return pa.table(rows)
-    except (TypeError, ValueError, pa.ArrowException) as error:
-        allowed = "an Arrow table or batch, a dict of columns or a data frame"
+    except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
+        allowed = "an Arrow table or batch, a dict of columns or a data frame, numbers from 2**63 on as uint64"
         raise ExportError(f"rows are a {type(rows).__name__}, and may be {allowed}: {error}") from error
 
 

@@ -27,6 +27,7 @@ from recsys.serving import api
 from recsys.serving.embeddings import table_of
 from recsys.serving.finished import Finished
 from recsys.serving.predict import check_recommends
+from recsys.serving.score import ExportError, as_table
 
 
 @pytest.mark.slow
@@ -213,3 +214,12 @@ def test_names_to_keep_are_a_list() -> None:
     unequal = api._as_files({"a": [1, 2], "b": [1]})
     with pytest.raises(UserError, match=r"a mapping of columns of one length \(Column 1 .* length 2"), unequal:
         pass
+    for large in ([2**63], [1, None, 2**64 - 1], [[2**63]]):
+        with (
+            pytest.raises(UserError, match=r"one length, numbers from 2.*63 on as uint64"),
+            api._as_files({"a": large}),
+        ):
+            pass
+        with pytest.raises(ExportError, match=r"rows are a dict, .* numbers from 2.*63 on as uint64"):
+            as_table({"a": large})
+    assert as_table({"a": np.array([2**63], np.uint64)})["a"].to_pylist() == [2**63]
