@@ -146,7 +146,8 @@ except KeyboardInterrupt:
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        while not (run / "metrics.jsonl").exists():
+        written = run / "metrics.jsonl"
+        while not (written.exists() and written.read_text()):  # before the first steps nothing is to be saved
             assert process.poll() is None
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)
