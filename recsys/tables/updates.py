@@ -135,13 +135,13 @@ class TableUpdates:
 def _allow_no_rows(fbgemm: Any) -> None:
     """Let tables in host memory have no row on this rank, as those of fewer rows than ranks have.
 
-    Without any memory FBGEMM would look for a GPU, and behind a last table without rows it reads on for a size.
+    Without any memory FBGEMM would look for a GPU. Where tables begin tells it which features share one, and from where
+    to where it reads: a table without rows would be one with the next, and be written as widely as that or that as it.
     """
     if not fbgemm.weights_host.numel():
         fbgemm.weights_host = nn.Parameter(fbgemm.weights_host.new_zeros(fbgemm.max_D))
-    ends = fbgemm.hash_size_cumsum
-    if ends[-1] == ends[-2]:
-        ends[-1] += 1
+    ends, tables = fbgemm.hash_size_cumsum, torch.tensor([*fbgemm.feature_table_map, -1])
+    ends[1:] += ((ends.diff() == 0) & (tables.diff() != 0)).cumsum(0)
 
 
 def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
