@@ -76,6 +76,7 @@ class DenseFacts:
         eval_bytes: the same of a forward pass alone, of each kind of batch in `DataFacts.eval_ids`.
         host_bytes: of a GPU: the most that `train.activation_offload` keeps in page-locked host memory.
         heap_bytes: the most that those of a step which lie in the heap take at once.
+        update_bytes: the most that the optimizer takes at once, beside its state.
     """
 
     parameter_bytes: int
@@ -87,6 +88,7 @@ class DenseFacts:
     eval_bytes: tuple[int, ...]
     heap_bytes: int
     host_bytes: int = 0
+    update_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ Nothing here allocates or looks at other ranks, so that it can be called some do
 from collections.abc import Iterable, Mapping
 
 from recsys.config import Config, DataType
-from recsys.config.choices import ROW_SPLITS, Autocast, ShardingChoice
-from recsys.config.features import dims_of, evaluated_rows
+from recsys.config.choices import Autocast
+from recsys.config.features import evaluated_rows
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
+from recsys.memory.lookups import Lookups
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
@@ -43,7 +44,7 @@ _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
 _SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
 _CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it
-_RESULT_BYTES = 16  # of a row evaluated: one integer, and once more while all are joined or sent
+_RESULT_BYTES = 8  # of a row evaluated, for each binary label; once more of one of them, while all are joined or sent
 
 
 def predict(
@@ -72,44 +73,13 @@ class _Rank:
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
         # Alone, what tables of several sharding types give is copied into one tensor; of one type it is that tensor.
         self._copies_lookups = topology.world_size == 1 and len({piece.sharding_type for piece in pieces}) > 1
-        self._dims, self._by_id, rows = dims_of(config), config.unpooled_tables(), dense.rows
-        self.pooled = self._pooled(rows, data.mean_ids)
+        rows, self._lookups = dense.rows, Lookups(config, pieces, topology.world_size, topology.on_gpu)
+        self.pooled = self._lookups.pooled(rows, data.mean_ids)
         self.ids = rows * sum(data.mean_ids.values())
         weighted = any(feature.weights is not None for feature in config.features.values())
         per_row = 4 * (len(config.features) + 2)
         self.batch_bytes = int(self.ids * (data.id_bytes + 4 * weighted) + rows * per_row)
-        self.looked_up, self.reduced, self.exchanged_ids = self._lookups(rows, data.mean_ids)
-
-    def _num_vectors(self, feature: str, rows: int, means: Mapping[str, float]) -> float:
-        """Return how many vectors the tables give for a feature of `rows` rows, with so many ids a row."""
-        by_id = self._config.features[feature].table in self._by_id
-        return rows * means[feature] if by_id else rows
-
-    def _pooled(self, rows: int, means: Mapping[str, float]) -> int:
-        """Return the bytes of the vectors that this rank gets for its rows."""
-        return int(sum(4 * dim * self._num_vectors(name, rows, means) for name, dim in self._dims.items()))
-
-    def _lookups(self, rank_rows: int, means: Mapping[str, float]) -> tuple[int, int, int]:
-        """Return the bytes of the vectors that this rank looks up for all ranks, of those the ones that are added up
-        over ranks, and the number of ids for all.
-
-        Args:
-            rank_rows: of each rank. means: ids of each feature in one of them.
-        """
-        ranks = self._topology.world_size
-        vectors = reduced = ids = 0.0
-        for piece in self._pieces:
-            whole = self._config.tables[piece.table].num_embeddings
-            own = piece.sharding_type == "data_parallel"
-            split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
-            rows = rank_rows * (1 if own else ranks)
-            for name, feature in self._config.features.items():
-                if feature.table == piece.table:
-                    size = self._num_vectors(name, rows, means) * piece.size[1] * 4
-                    vectors += size
-                    reduced += size if split else 0
-                    ids += rows * means[name] * (1 if own else piece.size[0] / whole)
-        return int(vectors), int(reduced), int(ids)
+        self.looked_up, self.reduced, self.exchanged_ids = self._lookups.of_ranks(rows, data.mean_ids)
 
     def memory(self) -> RankMemory:
         moments = {"init": self._init(), "step": self._step(), "save": self._save()}
@@ -278,24 +248,26 @@ class _Rank:
                 **given,
                 "pooled": self.pooled,
                 "pooled_gradient": 2 * self.pooled,
-                "replicated_gradient": self._replicated_gradient(),
+                "replicated_gradient": self._lookups.replicated_gradient(dense.rows, self._data.mean_ids),
                 "dense_gradient": dense.gradient_bytes,
             },
+            *self._updates(),
         ]
         highest = max(moments, key=lambda kinds: sum(kinds.values()))
         return {**in_flight, **highest}
 
-    def _replicated_gradient(self) -> int:
-        """Return the bytes of the gradients by tables that every rank holds, summed over ranks in FP32, with a mark for
-        each row, and of the gradient by the ids of one of their features."""
-        replicas = {p.table: p.size for p in self._pieces if p.sharding_type == "data_parallel"}
-        of_tables = sum(rows * (columns + 1) for rows, columns in replicas.values())
-        by_ids = (
-            self._data.mean_ids[name] * replicas[feature.table][1]
-            for name, feature in self._config.features.items()
-            if feature.table in replicas
-        )
-        return 4 * (of_tables + int(self._dense.rows * max(by_ids, default=0)))
+    def _updates(self) -> list[Bytes]:
+        """Return what comes and goes while rules in torch update tables, and while the dense part is updated."""
+        alone, gradient = self._topology.world_size == 1, self._dense.gradient_bytes
+        return [
+            {
+                "pooled_gradient": self.pooled if alone else 0,
+                "looked_up_gradient": 0 if alone else self.looked_up,
+                "update_temporaries": self._lookups.update_temporaries(self._dense.rows, self._data.mean_ids),
+                "dense_gradient": gradient,
+            },
+            {"update_temporaries": self._dense.update_bytes, "dense_gradient": gradient},
+        ]
 
     def _gloo_copies(self) -> int:
         """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""
@@ -308,17 +280,19 @@ class _Rank:
         loader = self._loader(in_evaluation=True)
         later = self._decoding.eval_later + sum(in_steps.values())
         loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
-        return {**self._trained(), **in_steps}, {**loader, "results": rows * _RESULT_BYTES}
+        binary = sum(label.loss.is_binary for label in self._config.labels().values())
+        results = rows * _RESULT_BYTES * (binary + 1 if binary else 0)
+        return {**self._trained(), **in_steps}, {**loader, "results": results}
 
     def _in_evaluation(self, means: Mapping[str, float], eval_bytes: int) -> Bytes:
         """Return what comes and goes with each batch of a kind, of so many ids of each feature in a row."""
         rows = evaluated_rows(self._config, self._topology.world_size, self._dense.rows)
-        looked_up, _, exchanged_ids = self._lookups(rows, means)
+        looked_up, _, exchanged_ids = self._lookups.of_ranks(rows, means)
         apart = self._copies_lookups or self._topology.world_size > 1
         return {
             "lookup_ids": exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes),
             "looked_up": looked_up if apart else 0,  # else it is what `pooled` is
-            "pooled": self._pooled(rows, means),
+            "pooled": self._lookups.pooled(rows, means),
             "activations": eval_bytes + self._data.ranking_bytes,
         }
 

@@ -81,6 +81,20 @@ def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) ->
             return shape.numel() if optimizer.momentum else 0
 
 
+def dense_update_bytes(dense: Any, config: Config) -> int:
+    """Return what a step of the dense part's optimizer takes beside its state: the updates of one parameter or of all.
+
+    Optimizers that ranks share out are none of these.
+    """
+    sizes = [4 * p.numel() for p in dense.model.parameters() if p.requires_grad]
+    match config.optimizer.dense.name:
+        case DenseOptimizer.adafactor:
+            return max(sizes, default=0)
+        case DenseOptimizer.lamb:
+            return sum(sizes)
+    return 0  # fused: each number as it is read
+
+
 def measure_dense(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, slices: Iterable[torch.Tensor] | None = None
 ) -> Bytes:

@@ -17,7 +17,7 @@ from recsys.config.features import dims_of, evaluated_rows, id_features, rank_ro
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
-from recsys.memory.tensors import storage_bytes
+from recsys.memory.tensors import dense_update_bytes, storage_bytes
 from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.report.text import size as shown
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
@@ -59,6 +59,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
             eval_bytes=tuple(peak for peak, _ in traces),
             heap_bytes=heap_bytes,
             host_bytes=max(offloaded, default=0),
+            update_bytes=dense_update_bytes(step.dense, config),
         )
 
 

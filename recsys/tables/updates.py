@@ -43,7 +43,7 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
     for table, parameter in parameters.items():
         settings = config.table_optimizer(table)
         rule = settings.name.value
-        if rule.path is None or not _in_fbgemm(config, table, on_gpu):
+        if rule.path is None or not in_fbgemm(config, table, on_gpu):
             # FBGEMM has to have some optimizer, and its gradients end before it (`update_in_torch`).
             apply_optimizer_in_backward(SGD, [parameter], {"lr": 0.0})
             continue
@@ -60,7 +60,8 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
             arguments["weight_decay_mode"] = WeightDecayMode.DECOUPLE
 
 
-def _in_fbgemm(config: Config, table: str, on_gpu: bool) -> bool:
+def in_fbgemm(config: Config, table: str, on_gpu: bool) -> bool:
+    """Return whether a kernel of FBGEMM updates a table that is not replicated, and not a rule in torch."""
     return config.table_optimizer(table).name.value.in_fbgemm(on_gpu) and not config.updated_in_torch(table)
 
 
@@ -77,7 +78,7 @@ class TableUpdates:
         self._shards: list[TorchTable] = []
         for kernel in kernels(model, FusedOptimizerModule):
             tables = [config_name(table.name) for table in kernel.config.embedding_tables]
-            if all(_in_fbgemm(config, table, on_gpu) for table in tables):
+            if all(in_fbgemm(config, table, on_gpu) for table in tables):
                 settings = config.table_optimizer(tables[0])  # they have one optimizer
                 self._fbgemm.append((settings, tables, kernel.emb_module))
                 if not on_gpu and kernel.emb_module.pooling_mode is PoolingMode.NONE:

@@ -1,13 +1,19 @@
-"""What an evaluation keeps of each row of a label."""
+"""What an evaluation keeps of each row of a label, and what predictions know of it."""
 
 import tracemalloc
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from test_metrics import LABELS, batch_of, over_ranks
 
+from recsys.config import load_config
+from recsys.memory import DataFacts, Decoding, DenseFacts, predict
 from recsys.models.label_metrics import LabelEvaluator, auc
+from recsys.runtime.machine import topology_of
 
 
 def test_a_row_takes_16_bytes_at_most() -> None:
@@ -24,3 +30,29 @@ def test_a_row_takes_16_bytes_at_most() -> None:
     tracemalloc.stop()
     assert found["rows"] == num_rows and found["auc"] == pytest.approx(auc(labels, logits, weights), rel=1e-12)
     assert kept < 8.5 * num_rows and peak < 16.5 * num_rows
+
+
+@pytest.mark.parametrize(("binary", "squared"), [(1, 0), (12, 0), (2, 3), (0, 2)])
+def test_what_an_evaluation_keeps_goes_by_its_labels(binary: int, squared: int, tmp_path: Path) -> None:
+    labels = {f"b{i}": {} for i in range(binary)} | {f"n{i}": {"loss": "squared"} for i in range(squared)}
+    content = {
+        "data": {"train": "data/sample/train", "labels": labels},
+        "features": {"user_id": {"table": "user"}},
+        "tables": {"user": {"num_embeddings": 1000, "embedding_dim": 8}},
+        "model": {"name": "mmoe"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
+    config, num_rows, at_once = load_config(tmp_path / "config.yaml"), 1 << 20, 1 << 13
+    data = DataFacts({"user_id": 1}, 4, 0, (Decoding(),), {"valid": num_rows}, "", eval_ids=({"user_id": 1.0},))
+    (rank,) = predict(config, data, DenseFacts(0, 0, 0, (0,), 1, 0, (0,), 0), topology_of(config), [])
+    evaluator, rng = LabelEvaluator(config.labels()), np.random.default_rng(0)
+    columns = rng.integers(0, 2, (at_once, binary + squared))
+    batch = replace(batch_of(columns[:, 0], np.ones(at_once)), labels=torch.tensor(columns).float())
+    outputs = torch.tensor(rng.normal(size=columns.shape)).float()
+    tracemalloc.start()
+    for _ in range(num_rows // at_once):
+        evaluator.update(outputs, batch)
+    over_ranks([evaluator])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert rank.phases["evaluation"]["host"].get("results", 0) == pytest.approx(peak, rel=0.1, abs=4 << 20)
