@@ -77,7 +77,7 @@ class Fitter:
         self._pieces: dict[str, list[Shard]] = {}
         self._dense: dict[str, DenseFacts] = {}
         if seen_bytes:
-            self._beyond = max(0, seen_bytes - self.fullest(config)) * topology.local_world_size
+            self._beyond = max(0, seen_bytes - self.fullest(config))
 
     def fit(self, allowed: Sequence[Saver]) -> Fit:
         """Return the config with the cheapest changes that make it fit, or with those that bring it nearest."""
@@ -191,8 +191,9 @@ class Fitter:
 
     def missing(self, config: Config) -> int:
         """Return the bytes by which ranks and machines exceed what they have, less the margin."""
-        needs = demands(self._ranks(config), self._topology)
-        return sum(max(0, size + self._beyond - int(there * (1 - MARGIN))) for _, size, there in needs)
+        places = demands(self._ranks(config), self._topology)
+        needs = ((place.size + self._beyond * place.num_ranks, place.there) for place in places)
+        return sum(max(0, size - int(there * (1 - MARGIN))) for size, there in needs)
 
 
 def with_changes(config: Config, changes: Sequence[Change]) -> Config:

@@ -37,7 +37,7 @@ class DryRun:
 
     Attributes:
         largest_batch: the largest global batch that fits, 0 where none does, None where no memory is given.
-        misfits: a sentence for each GPU and machine whose memory is not enough.
+        misfits: a sentence for each GPU, process and machine whose memory is not enough.
         instead: what the device has no kernel for, and what is done in its place.
         changes: what memory.fit has changed.
         time: of a step; None: `topology.speeds` is not given.
@@ -180,9 +180,9 @@ def _answer(result: DryRun) -> str:
     """Tell whether it fits, the tightest place, and the largest batch."""
     topology, largest = result.topology, result.largest_batch
     if largest is None:
-        need = max(size for _, size, _ in demands(result.prediction.ranks, topology))
+        need = max(place.size for place in demands(result.prediction.ranks, topology))
         return f"Host memory not given: {shown(need)} a machine would be needed (topology.host_memory decides)"
-    where, size, there = max(demands(result.prediction.ranks, topology), key=lambda demand: demand[1] / demand[2])
+    where, size, there, _ = max(demands(result.prediction.ranks, topology), key=lambda place: place.size / place.there)
     verdict = "DOES NOT FIT" if result.misfits else "Fits"
     digits = 10 ** max(0, len(str(largest)) - 3)  # more than three are not known
     most = max(largest // digits * digits, 0 if result.misfits else result.config.train.global_batch_size)
@@ -193,10 +193,11 @@ def _answer(result: DryRun) -> str:
 def _memory(result: DryRun) -> list[str]:
     """Tell what memory there is, by whose word, and how much of it batches lock."""
     topology, ranks = result.topology, result.prediction.ranks
-    need = max(size for where, size, _ in demands(ranks, topology) if where.startswith("the host"))
-    host = f"host memory not given: {shown(need)} a machine would be needed"
     if topology.host_known:
         host = f"{shown(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
+    else:
+        need = max(place.size for place in demands(ranks, topology) if place.where.startswith("the host"))
+        host = f"host memory not given: {shown(need)} a machine would be needed"
     if not topology.on_gpu:
         return [host[0].upper() + host[1:]]
     own = ranks[0].phases["step"]["host"].get("loader_batches", 0)
@@ -213,13 +214,14 @@ def _full_or_idle(result: DryRun) -> list[str]:
     topology, lines = result.topology, []
     world, local = topology.world_size, topology.local_world_size
     full = [
-        number for number, (_, size, there) in enumerate(demands(result.prediction.ranks, topology)) if size > there
+        number for number, place in enumerate(demands(result.prediction.ranks, topology)) if place.size > place.there
     ]
-    gpus = world if topology.on_gpu else 0  # which come first
-    if any(number < gpus for number in full):
-        lines.append(f"Too full: the GPUs of {listed(number for number in full if number < gpus)}")
-    if any(number >= gpus for number in full):
-        lines.append(f"Too full: the host memory of {listed((n - gpus for n in full if n >= gpus), 'machine')}")
+    first = 0 if not topology.on_gpu and topology.process_bytes is None else world  # machine, behind GPUs or processes
+    if any(number < first for number in full):
+        what = "GPUs" if topology.on_gpu else "processes"
+        lines.append(f"Too full: the {what} of {listed(number for number in full if number < first)}")
+    if any(number >= first for number in full):
+        lines.append(f"Too full: the host memory of {listed((n - first for n in full if n >= first), 'machine')}")
     idle = set(range(world)) - {piece.rank for piece in result.pieces}
     if idle:
         machines = [m for m in range(topology.num_machines) if idle.issuperset(range(m * local, (m + 1) * local))]

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -270,18 +270,33 @@ def _parabola(x: float, values: Sequence[int]) -> int:
     return max(0, int(y))
 
 
-def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[tuple[str, int, int]]:
-    """Yield for each GPU and machine what it is, the bytes that it needs at its peak, and the bytes that it has."""
-    for rank in ranks if topology.on_gpu else ():
-        size, phase = rank.peak("device")
-        yield f"the GPU of rank {rank.rank} ({phase})", size, topology.device_bytes
+class Demand(NamedTuple):
+    """What a GPU, a process or the processes of a machine need at their peaks, of the bytes that there are."""
+
+    where: str
+    size: int
+    there: int
+    num_ranks: int = 1
+
+
+def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[Demand]:
+    """Yield what each GPU needs, or each process with a budget; and each machine that has less than these budgets."""
+    for rank in ranks:
+        if topology.on_gpu:
+            size, phase = rank.peak("device")
+            yield Demand(f"the GPU of rank {rank.rank} ({phase})", size, topology.device_bytes)
+        elif topology.process_bytes is not None:
+            size, phase = rank.peak("host")
+            yield Demand(f"the process of rank {rank.rank} ({phase})", size, topology.process_bytes)
+    if topology.process_bytes is not None and topology.sources["host_bytes"] == "memory.budget":
+        return
+    local = topology.local_world_size
     for machine in range(topology.num_machines):
-        first = machine * topology.local_world_size
-        size = sum(rank.peak("host")[0] for rank in ranks[first : first + topology.local_world_size])
-        yield f"the host memory of machine {machine}", size, topology.host_bytes
+        size = sum(rank.peak("host")[0] for rank in ranks[machine * local : (machine + 1) * local])
+        yield Demand(f"the host memory of machine {machine}", size, topology.host_bytes, local)
 
 
 def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
-    """Return a sentence for each GPU and machine whose memory is not enough."""
-    places = demands(ranks, topology)
-    return [f"{where} would take {shown(size)} of {shown(memory)}" for where, size, memory in places if size > memory]
+    """Return a sentence for each GPU, process and machine whose memory is not enough."""
+    short = [place for place in demands(ranks, topology) if place.size > place.there]
+    return [f"{place.where} would take {shown(place.size)} of {shown(place.there)}" for place in short]

@@ -36,6 +36,7 @@ class Topology:
             bound by it, RDMA's and mlock's are.
         blas_bytes: what matrix products keep of a rank's memory, where it computes.
         sources: where the two sizes come from, by `device_bytes` and `host_bytes`.
+        process_bytes: of CPU: what a process may take, where memory.budget says so; None: what its machine has.
     """
 
     world_size: int
@@ -46,6 +47,7 @@ class Topology:
     locked_bytes: int | None
     blas_bytes: int
     sources: dict[str, str]
+    process_bytes: int | None = None
 
     @property
     def num_machines(self) -> int:
@@ -88,8 +90,8 @@ def topology_of(config: Config, world: World | None = None) -> Topology:
     device_bytes, device_source = _device_bytes(config) if on_gpu else (0, "")
     described = (settings.world_size, settings.local_world_size, settings.device, settings.device_memory)
     host_bytes, host_source = _host_bytes(config, here=world is not None or described == (None,) * 4)
-    if config.memory.budget is not None:
-        budget = num_bytes("memory.budget", config.memory.budget)
+    budget = None if config.memory.budget is None else num_bytes("memory.budget", config.memory.budget)
+    if budget is not None:
         if on_gpu and budget < device_bytes:
             device_bytes, device_source = budget, "memory.budget"
         elif not on_gpu and budget * local < host_bytes:
@@ -104,6 +106,7 @@ def topology_of(config: Config, world: World | None = None) -> Topology:
         None if limit == resource.RLIM_INFINITY else limit,
         _cublas_bytes() if on_gpu else _mkl_bytes(config, local),
         {"device_bytes": device_source, "host_bytes": host_source},
+        None if on_gpu else budget,
     )
 
 

@@ -134,7 +134,8 @@ def test_memory_of_other_machines_is_not_that_of_this_one(tmp_path: Path, monkey
     cpus = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2"])))
     assert cpus.startswith("# Host memory not given: ") and "a machine would be needed" in cpus.splitlines()[0]
     budget = format_dry_run(rehearse_run(load_config(path, ["topology.world_size=2", "memory.budget=1GiB"])))
-    assert budget.startswith("# DOES NOT FIT: the host memory of machine 0 ") and " of 2.00 GiB" in budget
+    assert budget.startswith("# DOES NOT FIT: the process of rank ") and " of 1.00 GiB" in budget
+    assert "- Too full: the processes of ranks 0-1\n" in budget
     assert "(this machine's)" not in budget
 
 

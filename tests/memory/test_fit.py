@@ -82,6 +82,19 @@ def test_ranks_share_out_the_dense_optimizer() -> None:
     assert "train.dense_sharding" not in keys(found)
 
 
+@pytest.mark.parametrize("budget_mib", [1020, 1080, 1140])
+def test_a_budget_is_that_of_each_rank(budget_mib: int) -> None:
+    """The fullest has to keep it, whatever the others have left."""
+    whole = [f"tables.{name}.sharding_type=table_wise" for name in ("user", "item", "category", "device", "hour")]
+    ranks = ("topology.world_size=2", "topology.local_world_size=2", "topology.device=cpu")
+    large = ("tables.user.num_embeddings=20000000", *whole, *ranks, f"memory.budget={budget_mib}MiB")
+    _, found = fitted((), *large)
+    assert found.before > budget_mib << 20 and not found.missing
+    assert keys(found) and found.after <= 0.95 * (budget_mib << 20)
+    places = rehearse_run(load_config(CONFIG, [*large])).misfits
+    assert len(places) == 1 and places[0].startswith("the process of rank ")
+
+
 def test_large_tables_of_gpus_go_to_host_memory() -> None:
     topology = (
         "topology.world_size=8",
