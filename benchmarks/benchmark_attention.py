@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from recsys.config.choices import SequenceLayer
 from recsys.models.jagged import Lists, PaddedLists
-from recsys.models.sasrec import Block, SASRecConfig
+from recsys.models.sequence_layers import Block
 from recsys.runtime.versions import installed_versions
 
 NUM_LISTS, MEAN, LONGEST, DIM, HEADS = 512, 20, 200, 64, 2
@@ -97,9 +98,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     lengths = draw_lengths()
-    block = Block(
-        SASRecConfig(history="history", item_id="item", dim=DIM, num_heads=HEADS, max_length=LONGEST, dropout=0.0)
-    )
+    block = Block(SequenceLayer.sasrec, DIM, HEADS, None, 0.0)
     qkv, x = torch.randn(lengths.sum(), 3 * DIM), torch.randn(lengths.sum(), DIM)
     cases = {"attention": partial(attention, lengths, qkv), "layer": partial(layer, block, lengths, x)}
     found = {}

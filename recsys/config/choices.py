@@ -78,12 +78,15 @@ class LabelLoss(Enum):
 class SequenceLayer(Enum):
     """Layer of a sequence model.
 
-    `sasrec`: attention, then two linear layers with a ReLU, each added to what came in. `ligr`: the same with SwiGLU,
-    and each added times a gate (Borisyuk et al. 2025, arXiv:2502.03417; as eSASRec, arXiv:2508.06450). `hstu`:
-    attention by SiLU, not by softmax, times a gate, and no other layers (Zhai et al. 2024, arXiv:2402.17152).
+    `sasrec`: attention, then two linear layers with a ReLU, each of what came in normalised, and added to what came in.
+    `original`: the same, each added to the normalised, and keys and values of what is not, as in the code of SASRec's
+    authors (github.com/kang205/SASRec); `sasrec` is the formula of their paper.
+    `ligr`: as `sasrec` with SwiGLU, each added times a gate (Borisyuk et al. 2025, arXiv:2502.03417; as eSASRec,
+    arXiv:2508.06450). `hstu`: attention by SiLU, not by softmax, times a gate, and no other layers (Zhai et al. 2024,
+    arXiv:2402.17152).
     """
 
-    sasrec, ligr, hstu = "sasrec", "ligr", "hstu"
+    sasrec, original, ligr, hstu = "sasrec", "original", "ligr", "hstu"
 
 
 class SequenceLoss(Enum):

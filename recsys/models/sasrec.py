@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from recsys.config import Config
 from recsys.config.bounds import bounded
@@ -17,16 +16,14 @@ from recsys.config.choices import SequenceLayer, SequenceLoss
 from recsys.config.names import one_of
 from recsys.data.batch import Batch
 from recsys.errors import UserError
-from recsys.models.base import WIDEST, DenseInputs, Vectors, mlp, row_of_each_id
+from recsys.models.base import WIDEST, DenseInputs, Vectors, row_of_each_id
 from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
 from recsys.models.halves import PartByPart, add_products, product_over_rows, sum_of_rows
 from recsys.models.items import barred_scores, gather
 from recsys.models.jagged import Lists, PaddedLists, host_lengths
 from recsys.models.retrieval import ListConfig, RetrievalModel, first_ids, gather_rows, pieces
-
-_FACTORS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}  # of HSTU's attention: FP32 numbers of several alike
-_FAKE_PARTS = 4  # at most, of fake tensors, since a dry run waits for each and learns little of more
+from recsys.models.sequence_layers import HSTU, Block
 
 
 @dataclass
@@ -46,6 +43,8 @@ class SASRecConfig(ListConfig):
     # Hidden width; default: dim, and of ligr 4 * dim; hstu has none.
     feed_forward: int | None = bounded(None, 1, WIDEST)
     dropout: float = bounded(0.2, 0, below=1)  # of the input, and of what each half of a layer gives
+    # Of elements of items' vectors: of lists, as inputs and as what is to be found, and of negatives.
+    embedding_dropout: float = bounded(0.0, 0, below=1)
     loss: SequenceLoss = SequenceLoss.softmax
     calibration: float = bounded(0.75, 0, 1)  # of gbce: 0 is plain binary cross-entropy
     # Leave out drawn items of a user's own list, before and after a position: where no item is taken twice and
@@ -53,7 +52,7 @@ class SASRecConfig(ListConfig):
     exclude_listed: bool = False
     num_items: int | None = bounded(None, 2)  # of gbce: how many there are in data.items
 
-    free: ClassVar = (*ListConfig.free, "dropout")
+    free: ClassVar = (*ListConfig.free, "dropout", "embedding_dropout")
     shapes: ClassVar = ("dim", "max_length", "feed_forward")
 
     def check(self, config: Config) -> None:
@@ -86,89 +85,6 @@ class SASRecConfig(ListConfig):
             raise UserError("config key 'train.compile': lists take other shapes in each step; set it to false")
 
 
-class SwiGLU(nn.Module):
-    """Two linear layers with a gate between them (Shazeer 2020, arXiv:2002.05202)."""
-
-    def __init__(self, dim: int, width: int, dropout: float) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(dim, 2 * width), nn.Linear(width, dim)
-        self.dropout = RowDropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [ids, dim] of [ids, dim]."""
-        gate, value = self.inner(x).chunk(2, dim=1)
-        return self.outer(self.dropout(F.silu(gate) * value))
-
-
-class Block(nn.Module):
-    """Attention over the ids before, then layers of each id by itself; both are added to what comes in.
-
-    As of LiGR, what is added is multiplied by a gate, a function of what comes in.
-    """
-
-    def __init__(self, config: SASRecConfig) -> None:
-        super().__init__()
-        dim, is_gated = config.dim, config.layer is SequenceLayer.ligr
-        self.num_heads = config.num_heads
-        self.norms = nn.ModuleList([nn.LayerNorm(dim), nn.LayerNorm(dim)])
-        self.gates = nn.ModuleList([nn.Linear(dim, dim), nn.Linear(dim, dim)] if is_gated else [])
-        self.dropouts = nn.ModuleList([RowDropout(config.dropout), RowDropout(config.dropout)])
-        self.qkv, self.output = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        width = config.feed_forward or (4 * dim if is_gated else dim)
-        layers = SwiGLU(dim, width, config.dropout) if is_gated else mlp(dim, [width], dim, config.dropout)
-        self.feed_forward: nn.Module = layers
-
-    def forward(self, x: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
-        """Return [ids, dim] of [ids, dim]."""
-        attended = self.output(lists.attend(self.qkv(self.norms[0](x)), self.num_heads))
-        x = x + self._gated(0, x, self.dropouts[0](attended))
-        return x + self._gated(1, x, self.dropouts[1](self.feed_forward(self.norms[1](x))))
-
-    def _gated(self, number: int, x: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
-        return self.gates[number](x).sigmoid() * change if len(self.gates) else change
-
-
-class HSTU(nn.Module):
-    """Attention whose factors are SiLUs of products, over a constant; times a gate, and added to what comes in.
-
-    To a product a learned number is added, for each distance of two ids. The constant is `max_length`: by the longest
-    list of a batch, other rows would change a row.
-    """
-
-    def __init__(self, config: SASRecConfig) -> None:
-        super().__init__()
-        self.dim, self.num_heads, self.length = config.dim, config.num_heads, config.max_length
-        self.norms = nn.ModuleList([nn.LayerNorm(config.dim), nn.LayerNorm(config.dim)])
-        self.inner, self.outer = nn.Linear(config.dim, 4 * config.dim), nn.Linear(config.dim, config.dim)
-        self.dropout = RowDropout(config.dropout)
-        self.distances = nn.Parameter(torch.zeros(config.max_length + 1))
-
-    def forward(self, x: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
-        """Return [ids, dim] of [ids, dim]."""
-        gate, qkv = F.silu(self.inner(self.norms[0](x))).split([self.dim, 3 * self.dim], dim=1)
-        attended = lists.attend(qkv, self.num_heads, self._attention)
-        return x + self.outer(self.dropout(self.norms[1](attended) * gate))
-
-    def _attention(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(queries.shape[2], device=queries.device)
-        between = places[:, None] - places
-        added = take_rows(self.distances, between.clamp(min=0).flatten()).view(between.shape)
-
-        def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            # In place, since these are the largest tensors; the gradient of SiLU alone needs what came in.
-            products = (queries @ keys.transpose(2, 3)).add_(added)
-            factors = F.silu(products, inplace=not torch.is_grad_enabled()).div_(self.length)
-            return factors.masked_fill_(between < 0, 0.0) @ values
-
-        if torch.compiler.is_exporting():
-            return attend(queries, keys, values)
-        at_once = max(1, _FACTORS_AT_ONCE[queries.device.type] // max(1, self.num_heads * len(places) ** 2))
-        if isinstance(queries, FakeTensor):
-            at_once = max(at_once, -(-len(queries) // _FAKE_PARTS))
-        parts = zip(*(matrix.split(at_once) for matrix in (queries, keys, values)), strict=True)
-        return torch.cat([attend(*part) for part in parts])
-
-
 class SASRec(RetrievalModel, PartByPart):
     """Attention over a user's items, trained to find the next one; a score is a dot product with an item's vector.
 
@@ -182,9 +98,10 @@ class SASRec(RetrievalModel, PartByPart):
         self.config = config
         self.positions = nn.Parameter(torch.empty(config.max_length, config.dim))
         self.dropout = RowDropout(config.dropout)
-        self.has_kinks = config.layer is SequenceLayer.sasrec
-        number, block = config.num_blocks, HSTU if config.layer is SequenceLayer.hstu else Block
-        self.blocks = nn.ModuleList(block(config) for _ in range(min(1, number) if config.share_layers else number))
+        self.list_dropout, self.item_dropout = (RowDropout(config.embedding_dropout) for _ in range(2))
+        self.has_kinks = config.layer in (SequenceLayer.sasrec, SequenceLayer.original)
+        number = min(1, config.num_blocks) if config.share_layers else config.num_blocks
+        self.blocks = nn.ModuleList(_block(config) for _ in range(number))
         self.norm = nn.LayerNorm(config.dim)
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -205,22 +122,29 @@ class SASRec(RetrievalModel, PartByPart):
             on_host = host_lengths(lengths, values.shape[0])
             if self.training:
                 parts = list(self._of_parts(values, on_host))
-                return parts[0] if len(parts) == 1 else torch.cat(parts), values, items
+                if self.list_dropout.p:
+                    values = torch.cat([vectors_of_part for vectors_of_part, _ in parts])
+                states = parts[0][1] if len(parts) == 1 else torch.cat([states for _, states in parts])
+                return states, values, self.item_dropout(items)
             lists = Lists.of(on_host, items.device)
         states = self._states(values, lists)
         # Of a list without ids the vector is 0.
         ends = torch.where(lengths > 0, lengths.cumsum(0), 0)
         return torch.cat([states.new_zeros(1, states.shape[1]), states])[ends], items
 
-    def _of_parts(self, values: torch.Tensor, lengths: np.ndarray) -> Iterator[torch.Tensor]:
-        """Yield the states after the ids of each part of the lists, [ids, dim] together.
+    def _of_parts(self, values: torch.Tensor, lengths: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield the vectors of the ids of each part of the lists and the states after them, each [ids, dim] together.
 
         Gradients are summed part by part, and lists padded with those of their part, as by processes with a part each.
 
         Args:
             values: vectors of the ids. lengths: of the lists, those of drawn items, which are empty, at the end.
         """
-        dropouts = [module for module in self.modules() if isinstance(module, RowDropout) and module.p > 0]
+        dropouts = [
+            module
+            for module in self.modules()
+            if isinstance(module, RowDropout) and module.p > 0 and module is not self.item_dropout
+        ]
         rows = dropouts[0].rows if dropouts else None
         parts = np.array_split(
             lengths if self.num_parts == 1 else lengths[: -self.config.sampled_negatives], self.num_parts
@@ -231,7 +155,8 @@ class SASRec(RetrievalModel, PartByPart):
             for module in dropouts:  # whose masks go by the place of an id in its list too, in place of rows alone
                 assert rows is not None
                 module.rows = rows[first + lists.row] * (self.config.max_length + 1) + lists.from_end
-            yield self._states(of_part, lists)
+            of_part = self.list_dropout(of_part)
+            yield of_part, self._states(of_part, lists)
             first += len(part)
 
     def _states(self, values: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
@@ -276,6 +201,12 @@ class SASRec(RetrievalModel, PartByPart):
             return None
         share = min(1.0, config.sampled_negatives / (config.num_items - 1))
         return share * (config.calibration * (1 - 1 / share) + 1 / share)
+
+
+def _block(config: SASRecConfig) -> nn.Module:
+    if config.layer is SequenceLayer.hstu:
+        return HSTU(config.dim, config.num_heads, config.max_length, config.dropout)
+    return Block(config.layer, config.dim, config.num_heads, config.feed_forward, config.dropout)
 
 
 class _LossOfDrawn(torch.autograd.Function):

@@ -22,12 +22,13 @@ from recsys.data.batch import Batch, Sampled
 from recsys.data.order import Position
 from recsys.data.pool import Fence
 from recsys.errors import UserError
-from recsys.models import DenseInputs, retrieval, sasrec
+from recsys.models import DenseInputs, retrieval, sasrec, sequence_layers
 from recsys.models.jagged import Lists
 from recsys.runtime.world import open_world
 from recsys.serving.score import Scorer
 
 NUM_ITEMS = 30
+GBCE = ("model.loss=gbce", "model.num_items=30", "model.embedding_dropout=0.2")
 CONFIG = """
 data: {train: DIR/train.parquet, valid: DIR/valid.parquet, test: DIR/valid.parquet, items: DIR/items.parquet}
 features:
@@ -105,7 +106,7 @@ def test_it_learns_what_comes_next(one_process: tuple[dict[str, float], list[flo
     assert metrics["recall@5"] > 0.3 and metrics["users"] == 150
 
 
-@pytest.mark.parametrize("settings", [(), ("model.loss=gbce", "model.num_items=30")])
+@pytest.mark.parametrize("settings", [(), (*GBCE, "model.layer=original")])
 def test_one_process_and_two_learn_the_same_to_the_last_bit(
     settings: tuple[str, ...], config: Path, tmp_path: Path
 ) -> None:
@@ -121,8 +122,7 @@ def test_one_process_and_two_learn_the_same_to_the_last_bit(
 
 def test_negatives_that_ranks_cannot_share_out_evenly_weigh_the_same(config: Path, tmp_path: Path) -> None:
     """Of 16 each of three ranks has six rows, two of which hold nothing."""
-    gbce = "model.loss=gbce", "model.num_items=30", "train.max_steps=6"
-    one, three = (train(config, tmp_path / f"{nproc}", *gbce, nproc=nproc)[1] for nproc in (1, 3))
+    one, three = (train(config, tmp_path / f"{nproc}", *GBCE, "train.max_steps=6", nproc=nproc)[1] for nproc in (1, 3))
     assert three == pytest.approx(one, rel=1e-5)
 
 
@@ -191,10 +191,36 @@ def test_a_later_item_changes_no_earlier_state(layer: SequenceLayer) -> None:
     assert not alone[1].any(), "of nothing there is no state"
 
 
+@pytest.mark.parametrize("layer", ["sasrec", "original", "ligr"])
+def test_a_layer_of_attention_by_hand(layer: str) -> None:
+    """Of lists of 3, 1 and 2 items. Of `ligr` a gate goes before; of `original` it is added to the normalised."""
+    block, lengths = model_of(layer=SequenceLayer(layer), dropout=0.0, num_heads=2, num_blocks=1).blocks[0], [3, 1, 2]
+    for norm in block.norms:
+        torch.nn.init.normal_(norm.weight)
+    x = torch.randn(6, 4)
+    result = block(x, Lists.of(np.array(lengths), torch.device("cpu")))
+    for rows, found in zip(x.split(lengths), result.split(lengths), strict=True):
+        normed, attended = block.norms[0](rows), []
+        if layer == "original":
+            queries, (keys, values) = block.query(normed), block.key_value(rows).chunk(2, dim=1)
+        else:
+            queries, keys, values = block.qkv(normed).chunk(3, dim=1)
+        for i in range(len(rows)):
+            heads = [slice(0, 2), slice(2, 4)]
+            shares = [(queries[i, head] @ keys[: i + 1, head].T / 2**0.5).softmax(0) for head in heads]
+            attended.append(torch.cat([s @ values[: i + 1, head] for s, head in zip(shares, heads, strict=True)]))
+        halves = [lambda _, attended=attended: block.output(torch.stack(attended)), block.feed_forward]
+        for number, half in enumerate(halves):
+            normed = block.norms[number](rows)
+            gate = block.gates[number](rows).sigmoid() if layer == "ligr" else 1
+            rows = (normed if layer == "original" else rows) + gate * half(normed)
+        torch.testing.assert_close(found, rows)
+
+
 @pytest.mark.parametrize("at_once", [1, 50, 1000])
 def test_hstu_by_hand(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of lists of 3, 3, 1 and 2 items, whose attention is computed all together or in pieces."""
-    monkeypatch.setattr(sasrec, "_FACTORS_AT_ONCE", {"cpu": at_once})
+    monkeypatch.setattr(sequence_layers, "_FACTORS_AT_ONCE", {"cpu": at_once})
     model = model_of(layer=SequenceLayer.hstu, dropout=0.0, num_heads=2, num_blocks=1)
     block, lengths = model.blocks[0], [3, 3, 1, 2]
     torch.nn.init.normal_(block.distances)
