@@ -137,7 +137,9 @@ def test_a_mistake_that_training_tells_is_raised_as_it_is_told(num_processes: in
 @pytest.mark.parametrize("num_processes", [1, 2])
 def test_ctrl_c_saves_as_it_does_of_the_command(num_processes: int, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    code = f"""import recsys
+    code = f"""import signal
+import recsys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 try:
     recsys.train("configs/dlrm_sample.yaml", "train.epochs=10000", "run.dir={run}", num_processes={num_processes})
 except KeyboardInterrupt:

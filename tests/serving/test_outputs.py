@@ -64,7 +64,7 @@ def test_a_file_is_written_where_it_can_be(command: str, run: Path, tmp_path: Pa
 def test_a_sweep_refuses_a_file_as_its_folder(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     (tmp_path / "file").touch()
-    words = ("sweep", "configs/dlrm_sample.yaml", "--space", "seed=1..3", "--out")
+    words = ("sweep", "configs/dlrm_sample.yaml", "--space", "train.epochs=1..3", "--out")
     for path in (tmp_path / "file", tmp_path / "file" / "deeper"):
         said = recsys(*words, path, status=1)
         assert said.startswith(f"error: --out: '{path}' cannot be made (") and said.endswith("name another folder")

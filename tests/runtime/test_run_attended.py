@@ -19,7 +19,8 @@ time.sleep(1)  # what it saves takes longer than subprocess.run would wait
 open(sys.argv[2], "w").write(str(len(asked)))
 """
 PARENT = f"""
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 from recsys.runtime.command import run_attended
 try:
     run_attended([sys.executable, "-c", {CHILD!r}, *sys.argv[1:]], os.environ)
