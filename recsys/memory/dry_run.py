@@ -182,12 +182,12 @@ def _answer(result: DryRun) -> str:
     if largest is None:
         need = max(place.size for place in demands(result.prediction.ranks, topology))
         return f"Host memory not given: {shown(need)} a machine would be needed (topology.host_memory decides)"
-    where, size, there, _ = max(demands(result.prediction.ranks, topology), key=lambda place: place.size / place.there)
+    place = max(demands(result.prediction.ranks, topology), key=lambda place: place.size / place.there)
     verdict = "DOES NOT FIT" if result.misfits else "Fits"
     digits = 10 ** max(0, len(str(largest)) - 3)  # more than three are not known
     most = max(largest // digits * digits, 0 if result.misfits else result.config.train.global_batch_size)
     batch = f"the largest global batch that fits is {most:,} rows" if most else "no batch fits"
-    return f"{verdict}: {where} would take {shown(size)} of {shown(there)}; {batch} under this plan"
+    return f"{verdict}: {place}; {batch} under this plan"
 
 
 def _memory(result: DryRun) -> list[str]:
@@ -196,7 +196,7 @@ def _memory(result: DryRun) -> list[str]:
     if topology.host_known:
         host = f"{shown(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
     else:
-        need = max(place.size for place in demands(ranks, topology) if place.where.startswith("the host"))
+        need = max(place.size for place in demands(ranks, topology) if place.is_machine)
         host = f"host memory not given: {shown(need)} a machine would be needed"
     if not topology.on_gpu:
         return [host[0].upper() + host[1:]]
@@ -213,15 +213,11 @@ def _full_or_idle(result: DryRun) -> list[str]:
     """Tell which GPUs and machines are too full, which hold no table, and which GPUs here are left out."""
     topology, lines = result.topology, []
     world, local = topology.world_size, topology.local_world_size
-    full = [
-        number for number, place in enumerate(demands(result.prediction.ranks, topology)) if place.size > place.there
-    ]
-    first = 0 if not topology.on_gpu and topology.process_bytes is None else world  # machine, behind GPUs or processes
-    if any(number < first for number in full):
-        what = "GPUs" if topology.on_gpu else "processes"
-        lines.append(f"Too full: the {what} of {listed(number for number in full if number < first)}")
-    if any(number >= first for number in full):
-        lines.append(f"Too full: the host memory of {listed((n - first for n in full if n >= first), 'machine')}")
+    full = [place for place in demands(result.prediction.ranks, topology) if place.is_too_much]
+    if ranks := [place.number for place in full if not place.is_machine]:
+        lines.append(f"Too full: the {'GPUs' if topology.on_gpu else 'processes'} of {listed(ranks)}")
+    if machines := [place.number for place in full if place.is_machine]:
+        lines.append(f"Too full: the host memory of {listed(machines, 'machine')}")
     idle = set(range(world)) - {piece.rank for piece in result.pieces}
     if idle:
         machines = [m for m in range(topology.num_machines) if idle.issuperset(range(m * local, (m + 1) * local))]

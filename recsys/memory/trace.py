@@ -276,7 +276,17 @@ class Demand(NamedTuple):
     where: str
     size: int
     there: int
+    number: int  # of the rank, or of the machine
     num_ranks: int = 1
+    is_machine: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.where} would take {shown(self.size)} of {shown(self.there)}"
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether it needs more than there is."""
+        return self.size > self.there
 
 
 def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[Demand]:
@@ -284,19 +294,18 @@ def demands(ranks: Sequence[RankMemory], topology: Topology) -> Iterator[Demand]
     for rank in ranks:
         if topology.on_gpu:
             size, phase = rank.peak("device")
-            yield Demand(f"the GPU of rank {rank.rank} ({phase})", size, topology.device_bytes)
+            yield Demand(f"the GPU of rank {rank.rank} ({phase})", size, topology.device_bytes, rank.rank)
         elif topology.process_bytes is not None:
             size, phase = rank.peak("host")
-            yield Demand(f"the process of rank {rank.rank} ({phase})", size, topology.process_bytes)
+            yield Demand(f"the process of rank {rank.rank} ({phase})", size, topology.process_bytes, rank.rank)
     if topology.process_bytes is not None and topology.sources["host_bytes"] == "memory.budget":
         return
     local = topology.local_world_size
     for machine in range(topology.num_machines):
         size = sum(rank.peak("host")[0] for rank in ranks[machine * local : (machine + 1) * local])
-        yield Demand(f"the host memory of machine {machine}", size, topology.host_bytes, local)
+        yield Demand(f"the host memory of machine {machine}", size, topology.host_bytes, machine, local, True)
 
 
 def misfits(ranks: Sequence[RankMemory], topology: Topology) -> list[str]:
     """Return a sentence for each GPU, process and machine whose memory is not enough."""
-    short = [place for place in demands(ranks, topology) if place.size > place.there]
-    return [f"{place.where} would take {shown(place.size)} of {shown(place.there)}" for place in short]
+    return [str(place) for place in demands(ranks, topology) if place.is_too_much]

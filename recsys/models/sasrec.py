@@ -123,9 +123,8 @@ class SASRec(RetrievalModel, PartByPart):
             if self.training:
                 parts = list(self._of_parts(values, on_host))
                 if self.list_dropout.p:
-                    values = torch.cat([vectors_of_part for vectors_of_part, _ in parts])
-                states = parts[0][1] if len(parts) == 1 else torch.cat([states for _, states in parts])
-                return states, values, self.item_dropout(items)
+                    values = _joined([vectors_of_part for vectors_of_part, _ in parts])
+                return _joined([states for _, states in parts]), values, self.item_dropout(items)
             lists = Lists.of(on_host, items.device)
         states = self._states(values, lists)
         # Of a list without ids the vector is 0.
@@ -201,6 +200,10 @@ class SASRec(RetrievalModel, PartByPart):
             return None
         share = min(1.0, config.sampled_negatives / (config.num_items - 1))
         return share * (config.calibration * (1 - 1 / share) + 1 / share)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # which would copy a part alone
 
 
 def _block(config: SASRecConfig) -> nn.Module:
