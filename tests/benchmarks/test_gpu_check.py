@@ -55,6 +55,7 @@ def test_a_part_that_hangs_is_stopped_and_those_behind_it_run(tmp_path: Path, mo
     }
 
 
+@pytest.mark.slow
 def test_the_settings_of_all_cases_are_a_configs() -> None:
     for overrides in benchmark_matrix.cases().values():
         load_config(benchmark_matrix.CONFIG, overrides)

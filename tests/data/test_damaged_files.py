@@ -293,6 +293,7 @@ def test_flipped_bits_in_page_headers_change_no_values(tmp_path):
     assert found > 250
 
 
+@pytest.mark.slow
 def test_flipped_bits_in_footers_end_no_process(tmp_path):
     """A footer has no checksum either; values that are read without an error are right but for their types."""
     flipped = Flipped(tmp_path / "a.parquet", 40, 20)

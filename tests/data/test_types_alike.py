@@ -75,6 +75,7 @@ def test_columns_of_a_cross_are_of_one_kind_too(tmp_path: Path) -> None:
         open_inputs(config_of(tmp_path), world)
 
 
+@pytest.mark.slow
 def test_tables_are_not_taken_for_ids_of_another_kind(tmp_path: Path) -> None:
     write(tmp_path / "train", ["1"])
     write(tmp_path / "valid", ["1"])

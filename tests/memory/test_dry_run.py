@@ -114,6 +114,7 @@ def test_mistakes(options: list[str], said: str) -> None:
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_memory_of_other_machines_is_not_that_of_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a machine of 2 GiB here: what is not given decides nothing, and the page says how much is needed."""
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=2 << 30))

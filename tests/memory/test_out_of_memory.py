@@ -94,6 +94,7 @@ def test_every_phase(target: str, where: str, tmp_path: Path) -> None:
     told(done, where)
 
 
+@pytest.mark.slow
 def test_a_budget_that_the_libraries_take_leaves_its_page(tmp_path: Path) -> None:
     """The tables are not there yet, so that their sizes are not either."""
     done = fork_train(SAMPLE, f"run.dir={tmp_path / 'run'}", "memory.budget=100MiB")

@@ -151,6 +151,7 @@ def test_a_null_has_a_row_of_the_first_expert_alone() -> None:
 KINDS = [choice.name for choice in ShardingChoice if choice is not ShardingChoice.auto]
 
 
+@pytest.mark.slow
 def test_two_ranks_and_pieces_learn_what_one_does_and_a_resumed_run_the_same(config: Path, tmp_path: Path) -> None:
     one = train(config, tmp_path / "one")
     assert sum(one[-3:]) < sum(one[:3])

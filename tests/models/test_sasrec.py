@@ -106,7 +106,7 @@ def test_it_learns_what_comes_next(one_process: tuple[dict[str, float], list[flo
     assert metrics["recall@5"] > 0.3 and metrics["users"] == 150
 
 
-@pytest.mark.parametrize("settings", [(), (*GBCE, "model.layer=original")])
+@pytest.mark.parametrize("settings", [pytest.param((), marks=pytest.mark.slow), (*GBCE, "model.layer=original")])
 def test_one_process_and_two_learn_the_same_to_the_last_bit(
     settings: tuple[str, ...], config: Path, tmp_path: Path
 ) -> None:
@@ -120,6 +120,7 @@ def test_one_process_and_two_learn_the_same_to_the_last_bit(
     assert all(torch.equal(found, weights[1][name]) for name, found in weights[0].items())
 
 
+@pytest.mark.slow
 def test_negatives_that_ranks_cannot_share_out_evenly_weigh_the_same(config: Path, tmp_path: Path) -> None:
     """Of 16 each of three ranks has six rows, two of which hold nothing."""
     one, three = (train(config, tmp_path / f"{nproc}", *GBCE, "train.max_steps=6", nproc=nproc)[1] for nproc in (1, 3))

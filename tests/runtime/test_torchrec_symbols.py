@@ -198,6 +198,7 @@ def installed() -> Sources:
     return Sources(files)
 
 
+@pytest.mark.slow
 def test_ours_fits_the_oldest(oldest, installed):
     found = problems_of_ours(oldest, installed)
     assert not found, "\n".join(found)

@@ -60,6 +60,7 @@ def test_what_adafactor_holds_for_rows_or_columns_is_cut_too(
     assert without_neurons("top.3.weight", torch.randn(1, 3), layers, kept).shape == (1, 2)
 
 
+@pytest.mark.slow
 def test_neurons_are_told_apart_where_gradients_are_summed_in_halves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,6 +112,7 @@ def test_an_export_that_a_signal_ends_leaves_nothing(run: Path, tmp_path: Path) 
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_one_prediction_at_a_time_writes_to_a_folder(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ("predict", str(run), f"{ROOT}/data/sample/test", str(out))

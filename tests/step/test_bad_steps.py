@@ -136,6 +136,7 @@ def test_whoever_calls_the_optimizer_is_stopped(skipped: bool) -> None:
     assert weight.isnan().item() != skipped
 
 
+@pytest.mark.slow
 def test_steps_read_later_train_the_same(tmp_path: Path) -> None:
     """Bit by bit, with evaluations, saves and lines of the log in between."""
     options = ("train.log_every_steps=7", "train.eval_every_steps=5", "train.checkpoint_every_steps=4",

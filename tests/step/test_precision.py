@@ -136,11 +136,11 @@ MODELS = {
 }
 
 
-SLOW_MODELS = ("low rank", "final_mlp", "deepfm")
+FAST_MODELS = ("dlrm", "experts", "micro-batches")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_MODELS else []) for name in MODELS]
+    "name", [pytest.param(name, marks=[] if name in FAST_MODELS else [pytest.mark.slow]) for name in MODELS]
 )
 def test_one_process_and_two_learn_the_same_to_the_last_bit(name: str, tmp_path: Path) -> None:
     """Two threads beside one in each of two processes; tables as they are planned: features lie in another order."""
@@ -197,6 +197,7 @@ def test_tables_of_several_widths(tmp_path: Path) -> None:
     assert narrow[1]["dense/projections.user_id.weight"].shape == (8, 16)
 
 
+@pytest.mark.slow
 def test_a_batch_without_an_id_of_a_list_travels_in_fp16(tmp_path: Path) -> None:
     rows = pq.read_table(ROOT / "data/sample/train")
     empty = pa.array([[]] * len(rows), rows["history"].type)

@@ -68,6 +68,7 @@ def test_small_weights_teach_what_large_ones_do(nproc: int, narrow: str, tmp_pat
     assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
 
 
+@pytest.mark.slow
 def test_weights_teach_one_process_what_they_teach_two(tmp_path: Path) -> None:
     data = write(tmp_path / "data", 1.0)
     one, two = (learned(tmp_path / f"run-{nproc}", data, nproc=nproc)[1] for nproc in (1, 2))

@@ -93,7 +93,7 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "exchanges"), [("whole", [20, 0]), ("half", [20, 0]), ("gaps", [20, 0]), ("lists", [9, 1])]
 )
-@pytest.mark.parametrize("nproc", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("nproc", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
 def test_the_same_as_torchrec(kind: str, exchanges: list[int], nproc: int, tmp_path: Path) -> None:
     config = write(tmp_path, kind)
     losses, state = train(config, "ours", nproc, counted)

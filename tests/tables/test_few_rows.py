@@ -21,7 +21,9 @@ _SPLIT = (
     [
         ("tables.device.num_embeddings=2", "tables.device.sharding_type=table_row_wise"),
         # In the kernel of a table without a row follows one that is wider, and one that is narrower.
-        (*_SPLIT, "tables.user.embedding_dim=4", "tables.category.embedding_dim=64"),
+        pytest.param(
+            (*_SPLIT, "tables.user.embedding_dim=4", "tables.category.embedding_dim=64"), marks=pytest.mark.slow
+        ),
         (*_SPLIT, "tables.user.embedding_dim=64", "tables.category.embedding_dim=4"),
     ],
 )
