@@ -333,7 +333,6 @@ def check_two_ranks(config: Path | str, overrides: list[str], said: Sequence[str
     return done.stdout
 
 
-@pytest.mark.slow
 def test_two_ranks_with_a_wrong_key() -> None:
     check_two_ranks(RANKER, ["train.epoch=3"], KEYS["unknown key"][1])
 
