@@ -27,7 +27,7 @@ from recsys.runtime.logs import logger
 from recsys.tables.row_codes import row_bytes
 from recsys.training.sweep_processes import PROCESS, StoppedError, StopSignal, counted, cut_torn, end, joined, put_back
 from recsys.training.sweep_report import Tried, write_report
-from recsys.training.sweep_space import Space
+from recsys.training.sweep_space import Space, refuse_own_keys
 
 _STUDY = "sweep"
 _POLL_S = 0.2
@@ -236,6 +236,7 @@ def open_sweep(
         UserError: optuna is not there, or config, space or metric do not fit each other.
     """
     _optuna()
+    refuse_own_keys((word.partition("=")[0] for word in overrides), "config key ")
     searched = Space.parse(space)
     configs = searched.loaded(lambda words: load_config(config, [*overrides, *words, *_OF_TRIALS]))
     chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]

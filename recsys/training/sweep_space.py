@@ -1,7 +1,7 @@
 """What keys of a config may be in a search: ranges and choices, as they are written."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
@@ -21,6 +21,13 @@ _OF_SWEEP = {
     "data.test": "trials are compared on data.valid",
 }
 _TRIED = 8  # combinations with a value before it is said to fit with none
+
+
+def refuse_own_keys(keys: Iterable[str], where: str) -> None:
+    """Raise a UserError, which begins with `where`, if a sweep sets one of these keys of a config itself."""
+    for key in keys:
+        if key in _OF_SWEEP:
+            raise UserError(f"{where}'{key}' is set by the sweep itself ({_OF_SWEEP[key]}); leave it out")
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,7 @@ class Space:
             if not isinstance(ranges, Mapping):
                 raise UserError(f"--space: '{word}' holds no keys with ranges or lists")
             texts |= ranges
-        for key in texts:
-            if key in _OF_SWEEP:
-                raise UserError(f"--space: '{key}' is set by the sweep itself ({_OF_SWEEP[key]}); leave it out")
+        refuse_own_keys(texts, "--space: ")
         space = Space(texts)
         space.bounds()
         if not texts:

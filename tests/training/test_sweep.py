@@ -67,6 +67,7 @@ def test_mistakes(tmp_path: Path) -> None:
         (("--space", "tables.itm.embedding_dim=[8]"), "itm"),
         (("--space", RATE, "--metric", "recall@3"), "--metric: 'recall@3' is none of the model's metrics: auc"),
         (("data.valid=null", "--space", RATE), "data.valid"),
+        (("seed=3", "--space", RATE), "config key 'seed' is set by the sweep itself (--seeds says"),
     ):
         assert said in sweep(tmp_path, *words, status=1)
 
