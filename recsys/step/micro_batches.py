@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
 from typing import Any
 
@@ -134,7 +134,7 @@ class Lookup:
             vectors[name] = jagged if name in unpooled else sum_by_row(jagged)
         for name, counted in averaged.items():
             if name not in unpooled:
-                number = lengths[[keys.index(key) for key in counted]].sum(0)
+                number = reduce(torch.add, (lengths[keys.index(key)] for key in counted))
                 vectors[name] = vectors[name] / number.clamp(min=1)[:, None]
         return vectors
 

@@ -67,7 +67,9 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _BY_NAME:
+        places = args[1] if name in ("__getitem__", "__setitem__") else ()
+        by_list = any(isinstance(place, list) for place in (places if isinstance(places, tuple) else (places,)))
+        if name in _BY_NAME or by_list:  # a list of places is a tensor on the host
             self.found[name, _caller()] += 1
         return func(*args, **(kwargs or {}))
 
