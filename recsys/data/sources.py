@@ -102,9 +102,8 @@ def _expand_local(key: str, path: str) -> list[_Found]:
     if not glob.has_magic(path):
         wrong = "is no regular file" if os.path.exists(path) else "does not exist"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
-    matches = sorted(glob.glob(path, recursive=True))
-    if not os.path.basename(path).startswith("_"):
-        matches = [match for match in matches if not os.path.basename(match).startswith("_")]
+    pattern = path.split("/")
+    matches = sorted(match for match in glob.glob(path, recursive=True) if _is_match(match.split("/"), pattern))
     by_name = {file.name: file for match in matches for file in _file_or_below(match)}
     if not by_name:
         raise UserError(f"config key '{key}': no file matches '{path}'")

@@ -245,6 +245,15 @@ def test_remote_folders_files_and_globs(tmp_path, remote):
     assert found(f"{root}/d=1/_x*") == ["d=1/_x.parquet"]
 
 
+@pytest.mark.parametrize("end", ["**", "**/*.parquet", "*", "*/*", "*/*/*", "d=*/*.pq", "_*/a*", "*/_[a-z]*/*"])
+def test_globs_find_the_same_here_and_elsewhere(tmp_path, remote, end):
+    for folder in (".", "d=1", "d=1/_tmp/0", "d=1/.tmp", "d=2/e.parquet", "_log"):
+        for name in ("a.parquet", "_b.parquet", "_SUCCESS", "c.pq"):
+            write(tmp_path / "bucket" / folder / name)
+    elsewhere = find_files("data.train", f"s3://bucket/{end}").names
+    assert sorted(find(f"{tmp_path}/bucket/{end}", tmp_path)) == [name.removeprefix("s3://") for name in elsewhere]
+
+
 def test_remote_mistakes(tmp_path, remote):
     write(tmp_path / "bucket" / "logs" / "train" / "a.parquet")
     (tmp_path / "bucket" / "text").mkdir()
