@@ -643,8 +643,7 @@ def read_manifest(folder: str | Path, verify: bool) -> dict[str, Any]:
     except OSError as error:
         raise ExportError(f"'{error.filename}' cannot be read ({os.strerror(error.errno or 0)})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ExportError(f"'{folder}/{MANIFEST}' is no manifest of an export ({told})") from error
+        raise ExportError(f"'{folder}/{MANIFEST}' is no manifest of an export ({error!r})") from error
     return manifest
 
 
@@ -732,9 +731,7 @@ class Scorer:
                     mask = np.full(scores.shape, not is_barred)
                     mask[pairs[0][mine] - start, pairs[1][mine]] = is_barred
                     scores[mask] = -np.inf
-            for row in scores:
-                places = best_places(row, k)
-                best.append((places, row[places]))
+            best += [(places := best_places(row, k), row[places]) for row in scores]
         bounds = pa.array(np.cumsum([0, *(len(places) for places, _ in best)]), pa.int32())
         places, scores = (np.concatenate([np.zeros(0), *(pair[i] for pair in best)]) for i in (0, 1))
         ids, numbers = pa.array(places.astype(np.int64)), pa.array(scores.astype(np.float32))
@@ -775,9 +772,8 @@ class Scorer:
         name, ids = feature["name"], self._ids(table, feature)
         vectors = self._vectors[feature["table"]].take(ids.rows)
         if feature["pooling"] == "none":
-            lengths = ids.numbers(len(table))
             weights = np.ones(len(vectors), np.float32) if ids.weights is None else ids.weights
-            return {f"values:{name}": vectors, f"lengths:{name}": lengths, f"weights:{name}": weights}
+            return {f"values:{name}": vectors, f"lengths:{name}": ids.numbers(len(table)), f"weights:{name}": weights}
         if ids.weights is not None:
             vectors = vectors * ids.weights[:, None]
         if ids.lengths is not None:
@@ -818,9 +814,12 @@ def best_places(scores: np.ndarray, k: int) -> np.ndarray:
 
 
 def files_of(data: str) -> list[str]:
-    """Return the Parquet files of a folder, a glob or a file, in order."""
-    below = (str(path) for path in Path(data).rglob("*.parquet") if path.name[0] not in "_.")
-    paths = sorted(below if os.path.isdir(data) else glob.glob(data) if glob.has_magic(data) else [data])
+    """Return the Parquet files of a folder, a file, or a glob of either, in order: as in training without what is
+    hidden, or begins with `_`, unless `data` names it."""
+    found = sorted(glob.glob(data, recursive=True)) if glob.has_magic(data) and not os.path.exists(data) else [data]
+    inside = (sorted(glob.glob(f"{glob.escape(path)}/**/*.parquet", recursive=True)) or [path] for path in found)
+    files = dict.fromkeys(path.replace("//", "/") for path in chain(*inside) if not os.path.isdir(path))
+    paths = [path for path in files if not {part[:1] for part in {*path.split("/")} - {*data.split("/")}} & {".", "_"}]
     if not paths:
         raise ExportError(f"'{data}' holds no Parquet file")
     return paths
@@ -853,31 +852,32 @@ def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
                 if twice := kept.keys() & set(results.column_names):
                     raise ExportError(f"--keep: column '{min(twice)}' would be there twice; leave it out")
                 table = pa.table({**kept, **dict(zip(results.column_names, results.columns, strict=True))})
-                schema = schema or table.schema
-                yield table.cast(schema)
+                yield table.cast(schema := schema or table.schema)
     except (pa.ArrowException, OSError) as error:
         raise ExportError(f"'{words.data}' cannot be scored ({' '.join(str(error).split())[:300]})") from error
 
 
 def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     """Write tables to a file, which appears when it is complete; return how many rows there are."""
-    aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
+    aside = f"{words.out}.{os.getpid()}.tmp"
     if os.path.isdir(words.out) or not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
         raise ExportError(f"'{words.out}' is a folder, or is to lie in none; name a file")
     try:
         if (first := next(tables, None)) is None:
             raise ExportError(f"'{words.data}' holds no rows")
+        is_there = os.path.exists(words.out) and os.path.getsize(words.out) > 0
+        if is_there and pq.read_schema(words.out).names[-1:] != first.column_names[-1:]:
+            raise ExportError(f"'{words.out}' is there, and holds no {first.column_names[-1]}; name another file")
         with pq.ParquetWriter(aside, first.schema, compression="zstd") as writer:
             for table in chain([first], tables):
                 writer.write_table(table)
-                num_rows += len(table)
         os.replace(aside, words.out)
     except (pa.ArrowException, OSError) as error:
         raise ExportError(f"'{words.out}' cannot be written ({' '.join(str(error).split())[:300]})") from error
     finally:
         with suppress(OSError):  # such as that it is not there
             os.remove(aside)
-    return num_rows
+    return pq.read_metadata(words.out).num_rows
 
 
 def main() -> None:

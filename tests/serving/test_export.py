@@ -23,6 +23,7 @@ from retrieval import train_towers
 
 from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensor_files import read_rows
+from recsys.data.sources import find_files
 from recsys.ids import hash_column
 from recsys.serving import score as score_module
 from recsys.serving.export_dense import translations
@@ -85,6 +86,32 @@ def test_scores_are_those_of_the_run(ranker: Path, tmp_path: Path) -> None:
     assert_same_scores(pq.read_table(out), pq.read_table(ranker / "predicted"))
     manifest = json.loads((ranker / "out" / "manifest.json").read_text())
     assert "/" not in manifest["made"]["run"] and manifest["made"]["step"] == 20
+
+
+def test_files_are_those_that_training_finds(tmp_path: Path) -> None:
+    """Folders named like files, links, and what other tools hide."""
+    for folder in (".", "d=1", "d=1/_temporary/0", "d=1/.tmp", "d=2/e.parquet", "_log"):
+        (tmp_path / "logs" / folder).mkdir(parents=True, exist_ok=True)
+        for name in ("a.parquet", "_b.parquet", "_SUCCESS", "c.txt"):
+            (tmp_path / "logs" / folder / name).touch()
+    (tmp_path / "logs" / "d=3").symlink_to(tmp_path / "logs" / "d=1")
+    for end in ("", "/", "/d=*", "/*/", "/**", "/**/*.parquet", "/*/a*", "/d=1/_temporary", "/d=[13]/_temporary/*/a*"):
+        path = f"{tmp_path}/logs{end}"
+        theirs = [name.replace("//", "/") for name in find_files("DATA", path).names]
+        assert score_module.files_of(path) == theirs and theirs, end
+
+
+def test_only_predictions_are_overwritten(ranker: Path, tmp_path: Path) -> None:
+    """A glob that the shell has expanded names a second file of the data where the output is expected."""
+    data, log, config = ROOT / "data/sample/test/part-00000.parquet", tmp_path / "log.parquet", tmp_path / "c.yaml"
+    log.write_bytes(before := data.read_bytes())
+    assert f"'{log}' is there, and holds no score" in score(ranker / "out", "predict", data, log, status=1)
+    config.write_text("data:")
+    assert f"'{config}' cannot be written" in score(ranker / "out", "predict", data, config, status=1)
+    assert log.read_bytes() == before and config.read_text() == "data:"
+    (out := tmp_path / "out.parquet").touch()  # as mktemp does
+    for _ in range(2):
+        assert score(ranker / "out", "predict", data, out, "--keep", "user_id").startswith(f"{out}: ")
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, *range(2, 40)))])
