@@ -159,6 +159,9 @@ class _Reader:
         for path in inputs:
             if not path.is_file():
                 raise UserError(f"{path} is not a file")
+            with path.open("rb") as file:
+                if file.read(4) == b"PAR1":
+                    raise UserError(f"{path} is Parquet already, which training reads as it is; leave it out")
         head = self._open(inputs[0]).schema
         self.names = head.names
         self._check_names(inputs[0])

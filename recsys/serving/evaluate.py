@@ -184,6 +184,8 @@ def _metrics(opened: OpenRun, loader: Loader, asked: Asked = Asked(), slices_of:
     kept, total, by_slice = KeptRows(loader, list(asked.columns()), numbered=in_units), make(), dict[str, Evaluator]()
     if in_units and not isinstance(total, (LabelEvaluator, RetrievalEvaluator)):
         raise UserError(f"--{'group' if asked.group else 'bootstrap'}: the model has metrics of its own; leave it out")
+    if asked.group and not asked.bootstrap and isinstance(total, RetrievalEvaluator):
+        raise UserError("--group: metrics of users and items have no AUC of groups; add --bootstrap N, or leave it out")
     for output in outputs_of(inputs, opened.model, loader):
         batch, rows = output.batch, kept.take(output.batch.num_rows)
         of_units = (_units(rows, asked.group, len(batch.weights)),) if in_units else ()
@@ -227,7 +229,10 @@ def _units(rows: pa.Table, group: str | None, num_rows: int) -> np.ndarray:
         if pa.types.is_nested(column.type):
             raise UserError(f"--group: column '{group}' is {column.type}; a group is one id a row")
         known = np.flatnonzero(column.is_valid().to_numpy(zero_copy_only=False))
-        units[known] = hash_column(column.drop_null())
+        try:
+            units[known] = hash_column(column.drop_null())
+        except UserError as error:
+            raise UserError(f"--group: column '{group}': {error}") from error
     return units
 
 

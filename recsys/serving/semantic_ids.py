@@ -102,9 +102,8 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
     try:
         table = pq.read_table(source)
     except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(
-            f"'{source}' cannot be read as Parquet ({error}); name vectors of `recsys embeddings`"
-        ) from error
+        problem = f"cannot be read as Parquet ({error})" if source.exists() else "does not exist"
+        raise UserError(f"'{source}' {problem}; name vectors of `recsys embeddings`") from error
     if "vector" not in table.column_names or not len(table):
         raise UserError(
             f"'{source}' has no vectors in a column 'vector'; name a folder of `recsys embeddings RUN item`"

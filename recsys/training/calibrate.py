@@ -24,6 +24,7 @@ from recsys.memory.speeds import (
     DATA_AMOUNTS,
     STEP_AMOUNTS,
     Speeds,
+    may_replace,
 )
 from recsys.memory.step_time import Load, fit_amounts, step_load
 from recsys.memory.trace import rehearse
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str], prog: str, about: str) -> int:
         if not words.out.parent.is_dir():
             raise UserError(f"'{words.out.parent}' is no folder to write {words.out.name} into; make it first")
         prepare_output(words.out)
+        if not may_replace(words.out):
+            raise UserError(f"OUT: '{words.out}' is there, and no file of `recsys calibrate`; name another file")
         if not os.access(words.out if words.out.exists() else words.out.parent, os.W_OK):
             raise UserError(f"OUT: '{words.out}' cannot be written; name another file")
     quiet_libraries()

@@ -233,9 +233,11 @@ def open_sweep(
         metric: default: that of early stopping, or the model's first.
 
     Raises:
-        UserError: optuna is not there, or config, space or metric do not fit each other.
+        UserError: optuna is not there, `out` holds a run, or config, space or metric do not fit each other.
     """
     _optuna()
+    if (out / "config.yaml").exists():
+        raise UserError(f"--out: '{out}' holds a run; name another folder")
     refuse_own_keys((word.partition("=")[0] for word in overrides), "config key ")
     searched = Space.parse(space)
     configs = searched.loaded(lambda words: load_config(config, [*overrides, *words, *_OF_TRIALS]))

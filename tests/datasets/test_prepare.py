@@ -338,6 +338,7 @@ def test_random_split_goes_by_row_number_whatever_is_read_at_once(log, tmp_path,
 
 MISTAKES = {
     "csv {tmp}/none.csv --out {tmp}/o": "none.csv is not a file",
+    "csv {tmp}/is.parquet --out {tmp}/o": "is.parquet is Parquet already, which training reads as it is",
     "csv {log} --out {tmp}/o --label starz>=4": "did you mean 'stars'?",
     "csv {log} --out {tmp}/o --label stars": "--label: column 'stars' is int64 and no condition by itself",
     "csv {log} --out {tmp}/o --label stars>=good": "no column 'good', only user, item, stars, ts, tags",
@@ -378,6 +379,7 @@ def test_a_mistake_gets_one_sentence_and_status_2(command, log, tmp_path, capsys
     (tmp_path / "semicolons.csv").write_text("user;item\n1;2\n")
     (tmp_path / "commas.csv").write_text("user;item\n1;a, b\n")
     (tmp_path / "header.csv").write_text("a,b\n")
+    (tmp_path / "is.parquet").write_bytes(b"PAR1")
     (tmp_path / "twice.csv").write_text("a,a\n1,2\n")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / movielens.WHEEL).write_text("no zip")

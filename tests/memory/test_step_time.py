@@ -14,7 +14,15 @@ from recsys.errors import UserError
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import format_dry_run, rehearse_run
 from recsys.memory.operators import OperatorTrace
-from recsys.memory.speeds import DATA_AMOUNTS, MATMUL_SIDES, MOST_MATMUL_FLOPS, STEP_AMOUNTS, Speeds, interpolate
+from recsys.memory.speeds import (
+    DATA_AMOUNTS,
+    MATMUL_SIDES,
+    MOST_MATMUL_FLOPS,
+    STEP_AMOUNTS,
+    Speeds,
+    interpolate,
+    may_replace,
+)
 from recsys.memory.step_time import fit_amounts, step_load
 from recsys.memory.trace import rehearse
 from recsys.runtime.machine import topology_of
@@ -240,6 +248,20 @@ def test_no_place_for_the_file_is_told_at_once(tmp_path: Path) -> None:
     assert done.returncode == 1 and "is no folder to write x.json into" in done.stderr
     done = fork_train("calibrate", str(tmp_path), program="recsys")
     assert done.returncode == 1 and f"OUT: '{tmp_path}' is a folder; name a file" in done.stderr
+
+
+def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
+    """As `recsys calibrate CONFIG` would, by its likeness to `recsys train CONFIG`."""
+    path = tmp_path / "x.yaml"
+    for content in ("data: {train: logs}", '["a"]', '{"schema_version": 1}'):
+        path.write_text(content)
+        done = fork_train("calibrate", str(path), program="recsys")
+        assert done.returncode == 1 and f"OUT: '{path}' is there, and no file of `recsys calibrate`" in done.stderr
+        assert path.read_text() == content
+    for content in ("", '{"schema_version": 0, "device": "x", "ranks": 1}'):
+        path.write_text(content)
+        assert may_replace(path)
+    assert may_replace(tmp_path / "none")
 
 
 @pytest.mark.slow

@@ -147,6 +147,11 @@ def test_users_and_names(towers: Path) -> None:
         assert said in str(raised.value) and "\n" not in str(raised.value), str(raised.value)
 
 
+def test_groups_of_users_and_items_have_no_auc(towers: Path) -> None:
+    done = fork_train("evaluate", str(towers), "--group", "user", program="recsys")
+    assert done.returncode == 1 and "--group: metrics of users and items have no AUC of groups" in done.stderr
+
+
 def test_folders_that_cannot_be(ranker: Path, towers: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     out = f"{tmp_path}/file/out"

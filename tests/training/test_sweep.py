@@ -93,6 +93,12 @@ def test_every_value_is_checked_before_the_first_trial(space: list[str], said: s
         opened(tmp_path, *space)
 
 
+def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(UserError, match=f"--out: '{tmp_path}' holds a run"):
+        opened(tmp_path, RATE)
+
+
 def test_values_that_fit_with_some_of_the_others_are_searched(tmp_path: Path) -> None:
     steps, epochs = "train.eval_every_steps=[2, null]", "train.eval_every_epochs=[1, null]"
     assert opened(tmp_path, steps, epochs).space.texts.keys() == {"train.eval_every_steps", "train.eval_every_epochs"}
