@@ -816,10 +816,12 @@ def best_places(scores: np.ndarray, k: int) -> np.ndarray:
 def files_of(data: str) -> list[str]:
     """Return the Parquet files of a folder, a file, or a glob of either, in order: as in training without what is
     hidden, or begins with `_`, unless `data` names it."""
-    found = sorted(glob.glob(data, recursive=True)) if glob.has_magic(data) and not os.path.exists(data) else [data]
+    is_glob = glob.has_magic(data) and not os.path.exists(data)
+    found = sorted(glob.glob(data, recursive=True)) if is_glob else [data]
     inside = (sorted(glob.glob(f"{glob.escape(path)}/**/*.parquet", recursive=True)) or [path] for path in found)
     files = dict.fromkeys(path.replace("//", "/") for path in chain(*inside) if not os.path.isdir(path))
-    paths = [path for path in files if not {part[:1] for part in {*path.split("/")} - {*data.split("/")}} & {".", "_"}]
+    named = data.split("/")
+    paths = [path for path in files if not any(part[:1] in ("_", ".") for part in path.split("/") if part not in named)]
     if not paths:
         raise ExportError(f"'{data}' holds no Parquet file")
     return paths
