@@ -31,9 +31,14 @@ from recsys.datasets.writer import (
     told_of,
 )
 from recsys.errors import UserError, nearest
+from recsys.ids import is_text, read_keys
 
 WRITTEN = ("history", "targets", "seen", "neighbours", "neighbour_weights")
 _FILES_HELP = ": the log's rows of it, files or folders; INPUT is then all of train"
+_TIMES = (
+    "a number, a date, a timestamp or a text such as '2026-11-05 18:30'; `recsys prepare csv --time-format FORMAT` "
+    "reads other texts"
+)
 _SPLIT_VALUES = {"train": 0, "valid": 1, "test": 2, "0": 0, "1": 1, "2": 2, "false": 0, "true": 2}
 
 
@@ -268,17 +273,34 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
 
 def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
     """Return for each row the number of its id, int64, and the ids in the order in which they come."""
-    kinds = (pa.types.is_integer, pa.types.is_string)
-    column = _whole_column(table, name, kinds, "an id", "an integer or a string")
-    encoded = column.combine_chunks().dictionary_encode()
+    kinds = (pa.types.is_integer, is_text, pa.types.is_decimal, pa.types.is_floating)
+    column = _whole_column(table, name, kinds, "an id", "a whole number, a string or bytes").combine_chunks()
+    if not (pa.types.is_integer(column.type) or is_text(column.type)):
+        column = _integers(column, name)
+    encoded = column.dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), [encoded.dictionary]
+
+
+def _integers(column: pa.Array, name: str) -> pa.Array:
+    """Return ids that are whole decimals or floats, such as pandas makes of integers with nulls, as int64."""
+    try:
+        keys = read_keys(column)
+    except UserError as error:
+        raise UserError(f"column {name!r}: {error}") from error
+    if len(keys.texts):
+        raise UserError(f"column {name!r} holds {keys.texts[0].as_py().decode()}; ids of decimals are below 2**63")
+    return pa.array(keys.numbers if keys.indices is None else keys.numbers[keys.indices])
 
 
 def _ranks(table: pa.Table, name: str) -> np.ndarray:
     """Return the place of each row's time among all times, int64."""
-    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal)
-    allowed = "a number, a date or a timestamp, which `recsys prepare csv --time-format FORMAT` makes of texts"
-    column = _whole_column(table, name, kinds, "a time", allowed)
+    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal, pa.types.is_string)
+    column = _whole_column(table, name, kinds, "a time", _TIMES)
+    if pa.types.is_string(column.type):
+        try:
+            column = column.cast(pa.timestamp("us"))
+        except pa.ArrowInvalid as error:
+            raise UserError(f"column {name!r} holds other texts than times ({error}); a time is {_TIMES}") from None
     return np.unique(column.to_numpy(), return_inverse=True)[1]
 
 

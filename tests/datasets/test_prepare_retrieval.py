@@ -93,7 +93,7 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
             "0.parquet has no column 'wat', only who, what, at, age, kind, some; did you mean 'what'?",
         ),
         (LogOptions("who", "what", "kind"), "column 'kind' is list<element: string>; a time is a number"),
-        (LogOptions("kind", "what"), "column 'kind' is list<element: string>; an id is an integer or a string"),
+        (LogOptions("kind", "what"), "column 'kind' is list<element: string>; an id is a whole number, a string or"),
         (
             LogOptions("who", "some"),
             "column 'some' holds 6 nulls; every row needs an id, so leave these out: --where \"some is not None\"",
@@ -121,8 +121,34 @@ def test_times_of_a_csv_are_written_in_two_ways(written: str, tmp_path: Path) ->
     assert read(tmp_path / "out") == [
         {"at": datetime.datetime(2026, 11, 5, 18, 30), "then": "5/11/2026", "who": "ann", "what": "tea"}
     ]
-    with pytest.raises(UserError, match=r"column 'then' is string; a time is .* `recsys prepare csv --time-format"):
+    with pytest.raises(
+        UserError, match=r"column 'then' holds other texts than times .*`recsys prepare csv --time-format"
+    ):
         convert_log([tmp_path / "out"], tmp_path / "data", LogOptions("who", "what", time="then"))
+
+
+def test_ids_and_times_of_warehouses_and_of_pandas(tmp_path: Path) -> None:
+    """Decimals and floats that are whole are integers; texts of times, as in the paths of partitions, are times."""
+    numbers = {name: number for number, name in enumerate(("ann", "bob", *"abcd"))}
+    rows = [row | {"who": numbers[row["who"]], "what": numbers[row["what"]]} for row in ROWS]
+    options = LogOptions("who", "what", "at")
+    convert_log([log(tmp_path / "log", rows)], tmp_path / "out", options)
+    table = pa.Table.from_pylist(rows)
+    for index, (kind, time) in enumerate(((pa.decimal128(20, 0), pa.string()), (pa.float64(), pa.timestamp("s")))):
+        folder = tmp_path / f"log-{index}"
+        folder.mkdir()
+        columns = {
+            "who": table["who"].cast(pa.float64()).cast(kind),
+            "what": table["what"].cast(pa.float64()).cast(kind),
+        }
+        pq.write_table(pa.table(columns | {"at": table["at"].cast(time)}), folder / "a.parquet")
+        convert_log([folder], tmp_path / f"out-{index}", options)
+        for part in ("valid", "test", "items"):
+            assert read(tmp_path / f"out-{index}" / part) == read(tmp_path / "out" / part)
+    for wrong, message in ((1.5, r"column 'who': .*1\.5"), (2.0**60, "column 'who': ")):
+        pq.write_table(pa.table({"who": [wrong], "what": [1]}), tmp_path / "log-0/a.parquet")
+        with pytest.raises(UserError, match=message):
+            convert_log([tmp_path / "log-0"], tmp_path / "wrong", LogOptions("who", "what"))
 
 
 def test_other_files_and_none(tmp_path: Path) -> None:
