@@ -1,11 +1,13 @@
 """Semantic ids: a few small codes for each item, alike for items whose vectors are alike (arXiv:2305.05065)."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from recsys.errors import UserError
@@ -47,7 +49,10 @@ def residual_codes(vectors: np.ndarray, levels: int, number: int, seed: int) -> 
 
 
 def _k_means(points: np.ndarray, number: int, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return centres, [number, dim], and the nearest of each point; Lloyd's, begun as k-means++ begins."""
+    """Return centres, [number, dim], and the nearest of each point; Lloyd's, begun as k-means++ begins.
+
+    Of fewer points that differ than centres, some centres are equal, and the later ones of these have no points.
+    """
     centres = points[[generator.integers(len(points))]]
     distances = np.square(points - centres[0]).sum(1)
     while len(centres) < number:
@@ -70,7 +75,7 @@ def _k_means(points: np.ndarray, number: int, generator: np.random.Generator) ->
         present = np.unique(nearest)
         sums = np.add.reduceat(points[order], first[present])
         centres[present] = sums / np.bincount(nearest, minlength=number)[present, None]
-    return centres, nearest
+    return centres, _nearest(points, centres)[0]  # not those moved to centres without points, which has parted equals
 
 
 def _nearest(points: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -108,22 +113,49 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         raise UserError(
             f"'{source}' has no vectors in a column 'vector'; name a folder of `recsys embeddings RUN item`"
         )
-    column = table["vector"].combine_chunks()
-    vectors = np.asarray(column.flatten(), np.float32).reshape(len(table), -1)
-    codes = residual_codes(vectors, levels, number, seed)
+    made = [*(f"code_{level + 1}" for level in range(levels)), "same"]
+    if taken := [name for name in table.column_names if name in made]:
+        raise UserError(f"'{source}' has a column '{taken[0]}', which is to be written; rename it there")
+    codes = residual_codes(_vectors(table["vector"], source), levels, number, seed)
     _, alike = np.unique(codes.codes, axis=0, return_inverse=True)
     order = np.argsort(alike, kind="stable")
     same = np.empty(len(alike), np.int64)
     same[order] = np.arange(len(alike)) - np.searchsorted(alike[order], alike[order])
     table = table.drop_columns(["vector"])
-    for level in range(levels):
-        table = table.append_column(f"code_{level + 1}", pa.array(codes.codes[:, level]))
+    for name, numbers in zip(made, [*codes.codes.T, same], strict=True):
+        table = table.append_column(name, pa.array(numbers))
     with replacing(out) as aside:
-        pq.write_table(table.append_column("same", pa.array(same)), aside, compression="zstd", write_page_checksum=True)
+        pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
     for level, left in enumerate(codes.left, start=1):
         yield f"level {level}: {left:.1%} of the variance left"
     different, most = int((same == 0).sum()), same.max() + 1
     yield f"{out}: {len(table):,} items, {different:,} different codes, {most:,} items of the same at most"
+
+
+def _vectors(column: pa.ChunkedArray, source: Path) -> np.ndarray:
+    """Return the vectors of a column as float32 [vectors, dim].
+
+    Raises:
+        UserError: a row has no list of finite numbers, or another number of them than other rows.
+    """
+    try:
+        lists = column.combine_chunks().cast(pa.large_list(pa.float32()))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise UserError(
+            f"'{source}' has {column.type} in its column 'vector'; write a list of numbers for each item"
+        ) from error
+    lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
+    dim = max(1, lengths.max())
+    numbers, problem = lists.flatten().fill_null(math.nan).to_numpy(), f"has not {dim} numbers, as others have"
+    is_bad = lengths != dim
+    if not is_bad.any():
+        numbers, problem = numbers.reshape(-1, dim), "has a number that is null, NaN or infinite"
+        is_bad = ~np.isfinite(numbers).all(1)
+    if is_bad.any():
+        raise UserError(
+            f"'{source}': the vector of row {is_bad.argmax():,} {problem}; leave out items without a whole vector"
+        )
+    return numbers
 
 
 def main(arguments: Sequence[str], prog: str, about: str) -> int:
@@ -135,6 +167,8 @@ def main(arguments: Sequence[str], prog: str, about: str) -> int:
     parser.add_argument("--codes", type=positive, default=256, help="how many there are of each level (256)")
     parser.add_argument("--seed", type=int, default=1)
     words = parser.parse_args(arguments)
+    if words.seed < 0:
+        parser.error(f"--seed must be at least 0, got {words.seed}")
     for line in semantic_ids(words.vectors, words.out, words.levels, words.codes, words.seed):
         print(line)
     return 0

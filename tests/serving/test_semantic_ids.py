@@ -9,6 +9,7 @@ import pytest
 
 from recsys.__main__ import main
 from recsys.errors import UserError
+from recsys.serving.semantic_ids import main as semantic_ids_main
 from recsys.serving.semantic_ids import residual_codes, semantic_ids
 
 GROUPS = 8
@@ -39,9 +40,21 @@ def test_levels_are_groups_within_groups() -> None:
 def test_fewer_vectors_than_codes_and_vectors_that_are_alike() -> None:
     few = np.array([[0.0, 1], [5, 5], [5, 5]], np.float32)
     found = residual_codes(few, 3, 256, seed=1)
-    assert found.codes[1].tolist() == found.codes[2].tolist() or found.codes.max() < 3
+    assert found.codes[1].tolist() == found.codes[2].tolist() and found.codes.max() < 3
     assert found.left[-1] < 1e-9
     assert residual_codes(np.zeros((4, 2), np.float32), 2, 2, seed=1).left == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_equal_vectors_have_equal_codes_and_no_others(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    different = draw.normal(size=(draw.integers(1, 40), draw.integers(1, 9))).astype(np.float32)
+    which = draw.integers(0, len(different), draw.integers(1, 300))
+    codes = residual_codes(different[which], 3, int(draw.integers(1, 64)), seed).codes
+    of_vectors = {(int(number), *row) for number, row in zip(which, codes.tolist(), strict=True)}
+    assert len(of_vectors) == len(set(which.tolist())), "one row of codes for each vector"
+    enough = residual_codes(different[which], 1, len(different), seed).codes
+    assert len(np.unique(enough)) == len(set(which.tolist())), "where there are enough, a code for each vector"
 
 
 def test_a_file_of_codes_that_rows_are_joined_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,3 +82,30 @@ def test_what_has_no_vectors(content: dict | None, tmp_path: Path) -> None:
         UserError, match="does not exist.*`recsys embeddings" if content is None else "`recsys embeddings"
     ):
         list(semantic_ids(tmp_path / "a.parquet", tmp_path / "out.parquet", 3, 8, 1))
+
+
+@pytest.mark.parametrize(
+    "vectors, problem",
+    [
+        (pa.array([[1, 2, 3, 4], None, [5, 6, 7, 8], [1, 1, 1, 1]], pa.list_(pa.float32())), "row 1 has not 4"),
+        (pa.array([[1], [2, 3, 4]], pa.list_(pa.float64())), "row 0 has not 3"),
+        (pa.array([[1, 2], None], pa.list_(pa.float32(), 2)), "row 1 has not 2"),
+        (pa.array([[], []], pa.list_(pa.float32())), "row 0 has not 1"),
+        (pa.array([[1, 2], [np.nan, 3]], pa.list_(pa.float32())), "row 1 has a number that is null, NaN"),
+        (pa.array([[1, None], [2, 3]], pa.list_(pa.float32())), "row 0 has a number that is null"),
+        (pa.array([1.0, 2.0]), "double in its column 'vector'"),
+        (pa.array([["a"], ["b"]]), "string> in its column 'vector'"),
+    ],
+)
+def test_vectors_that_are_not_whole(vectors: pa.Array, problem: str, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"vector": vectors}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=problem):
+        list(semantic_ids(tmp_path / "a.parquet", tmp_path / "out.parquet", 3, 8, 1))
+
+
+def test_columns_and_seeds_that_cannot_be(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"same": [1], "vector": [[1.0]]}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match="a column 'same', which is to be written"):
+        list(semantic_ids(tmp_path / "a.parquet", tmp_path / "out.parquet", 3, 8, 1))
+    with pytest.raises(UserError, match="--seed must be at least 0, got -1"):
+        semantic_ids_main([f"{tmp_path}/a.parquet", f"{tmp_path}/out.parquet", "--seed", "-1"], "recsys", "")
