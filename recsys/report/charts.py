@@ -4,7 +4,6 @@ Charts are as wide as a phone; pages put several beside each other, so that thei
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -83,7 +82,7 @@ def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
 
 def _figure(axis: Axis, curves: Mapping[str, list[list[Bucket]]], drawing: str) -> str:
     """Put a drawing into a figure with a caption, a description in words, and a legend where there are several."""
-    told, key = [], re.sub(r"\W+", "-", axis.title.lower())
+    told = []
     there = {name: (f"c{i % NUM_COLOURS}", runs) for i, (name, runs) in enumerate(curves.items()) if runs}
     for name, (_, runs) in there.items():
         points = [bucket for run in runs for bucket in run]
@@ -98,8 +97,8 @@ def _figure(axis: Axis, curves: Mapping[str, list[list[Bucket]]], drawing: str) 
     described = escape(f"{axis.title} over {axis.x_label}. {'; '.join(told)}.")
     return (
         f"<figure><figcaption>{escape(axis.title)} <span>{escape(axis.unit)}</span></figcaption>"
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-labelledby='{key}-t {key}-d'>"
-        f"<title id='{key}-t'>{escape(axis.title)}</title><desc id='{key}-d'>{described}</desc>{drawing}</svg>"
+        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{described}'>"
+        f"<title>{escape(axis.title)}</title>{drawing}</svg>"
         f"{legend(entries)}</figure>"
     )
 
@@ -192,7 +191,7 @@ def _ticks(low: float, high: float, base: int = 1) -> list[float]:
     With a base there are no parts of a byte; what is 0 everywhere lies on the lower edge, since most things that are
     drawn cannot be less.
     """
-    if high <= low:
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # the same but for rounding, which has no ticks between
         gap = abs(high) * 0.1 or 1.0
         low, high = low - gap if low else low, high + gap
     unit = float(base ** int(math.log(max(abs(low), abs(high), 1), base))) if base > 1 else 1.0

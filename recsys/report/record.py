@@ -1,10 +1,12 @@
 """What a run directory tells of its run, whether that is done, failed, was killed or still goes on."""
 
 import json
+import math
 import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,7 +55,7 @@ class Record:
     @cached_property
     def endings_of_ranks(self) -> list[dict[str, Any]]:
         """What each rank has left at its end, by rank; empty before the end of a run."""
-        reports = [json.loads(path.read_text()) for path in self.folder.glob("memory/rank_*.json")]
+        reports = [_read_json(path) for path in self._of_ranks()]
         return sorted(reports, key=lambda report: report["identity"]["rank"])
 
     @property
@@ -166,8 +168,9 @@ class Record:
         """Name, time and bytes of each checkpoint, the oldest first."""
         checkpoints = []
         for path in sorted(self.folder.glob(f"checkpoints/step-*[0-9]/{_CHECKPOINT}")):
-            num_bytes = sum(file.stat().st_size for file in path.parent.iterdir())
-            checkpoints.append((path.parent.name, path.stat().st_mtime, num_bytes))
+            with suppress(FileNotFoundError):  # a run that goes on may remove it just now
+                num_bytes = sum(file.stat().st_size for file in path.parent.iterdir())
+                checkpoints.append((path.parent.name, path.stat().st_mtime, num_bytes))
         return checkpoints
 
     def _failed_since(self) -> bool:
@@ -175,11 +178,15 @@ class Record:
         if not self.log or self.log[-1][1] != "ERROR":
             return False
         at = time.mktime(time.strptime(self.log[-1][0], "%Y-%m-%d %H:%M:%S"))
-        return not self.endings_of_ranks or at > (self.folder / "memory" / "rank_0.json").stat().st_mtime - 1
+        return at > max((path.stat().st_mtime for path in self._of_ranks()), default=-math.inf) - 1
+
+    def _of_ranks(self) -> list[Path]:
+        """Return the memory reports; a rank that was killed has left none."""
+        return list(self.folder.glob("memory/rank_*.json"))
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.folder / name
-        return json.loads(path.read_text()) if path.exists() else {}
+        return _read_json(path) if path.exists() else {}
 
 
 def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
@@ -204,6 +211,13 @@ def open_record(path: Path, error: str | None = None) -> Record:
     if not (path / "config.yaml").exists():
         raise UserError(f"'{path}' holds no run; name a folder that a run has written to, such as runs/NAME-TIME")
     return Record(path, error)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"'{path}' is damaged ({error}); remove it, and the page shows what else is there") from error
 
 
 def _leaves(value: Any, key: str) -> Any:

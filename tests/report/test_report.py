@@ -1,11 +1,15 @@
 """The page of a run and the comparison of several: whole, self-contained, and with the figures of the run's files."""
 
 import json
+import math
+import os
 import re
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 from launch import ROOT, fork_train
@@ -13,7 +17,7 @@ from launch import ROOT, fork_train
 from recsys.__main__ import main
 from recsys.errors import UserError
 from recsys.report.charts import Axis, line_chart, stacked_bars
-from recsys.report.compare import differing_keys, names_of
+from recsys.report.compare import compare_page, differing_keys, names_of
 from recsys.report.html import Html, table
 from recsys.report.page import report_page
 from recsys.report.record import Record, open_record
@@ -181,6 +185,44 @@ def test_a_checkpoint_is_refused(command: str, runs: Path) -> None:
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and sorted(checkpoint.iterdir()) == before
 
 
+def test_a_run_whose_first_rank_was_killed(runs: Path, tmp_path: Path) -> None:
+    copytree(runs / "two", tmp_path / "a")
+    (tmp_path / "a" / "memory" / "rank_0.json").unlink()
+    report = json.loads((tmp_path / "a" / "memory" / "rank_1.json").read_text())
+    report["identity"]["status"] = "failed"
+    with (tmp_path / "a" / "logs" / "rank_1.log").open("a") as log:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 ERROR recsys: another rank ended\n")
+    for at in (0, 100):  # the report was written with the error, or long after it, by a start that went on
+        (tmp_path / "a" / "memory" / "rank_1.json").write_text(json.dumps(report))
+        os.utime(tmp_path / "a" / "memory" / "rank_1.json", (time.time() + at,) * 2)
+        assert open_record(tmp_path / "a").status == "failed"
+        Page(report_page(open_record(tmp_path / "a")))
+
+
+@pytest.mark.parametrize("name", ["result.json", "plan.json", "memory/rank_1.json"])
+def test_a_damaged_file_is_named(name: str, runs: Path, tmp_path: Path) -> None:
+    copytree(runs / "two", tmp_path / "a")
+    (tmp_path / "a" / name).write_bytes((runs / "two" / name).read_bytes()[:-9])
+    with pytest.raises(UserError, match=f"{name}' is damaged"):
+        report_page(open_record(tmp_path / "a"))
+    (tmp_path / "a" / name).unlink()
+    Page(report_page(open_record(tmp_path / "a")))
+
+
+def test_charts_of_titles_alike(runs: Path, tmp_path: Path) -> None:
+    copytree(runs / "killed", tmp_path / "a")
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        for step in (100, 200):
+            figures = {"Buy.auc": step, "buy.auc": 2 * step, "a-b.auc": step, "a_b.auc": -step}
+            for kind in ("valid", "test"):
+                file.write(json.dumps({"kind": kind, "time": 0, "step": step, **figures}) + "\n")
+    run = open_record(tmp_path / "a")
+    for text in (report_page(run), compare_page([run, open_record(runs / "two")])):
+        Page(text)
+        for name in ("Buy.auc", "buy.auc"):
+            assert f"aria-label='{name} over step. " in text
+
+
 def test_checkpoints_that_are_aside_are_none_of_the_run(runs: Path) -> None:
     [checkpoint] = (runs / "two" / "checkpoints").glob("step-*")
     aside = checkpoint.with_name("step-000009999.refused")
@@ -211,6 +253,15 @@ def test_a_curve_has_round_ticks_gaps_and_a_band() -> None:
     drawn = line_chart(Axis("Loss"), {"loss": many})
     assert drawn.count("<polygon") == 1 and drawn.count("class=tip") < 300
     assert line_chart(Axis("Loss"), {"loss": [(0, None)]}) == "" and line_chart(Axis("One"), {"a": [(3, 7.0)]})
+
+
+@pytest.mark.parametrize("value", [1.0, 0.5, -3.0, 1e-9, 1e12])
+def test_a_curve_whose_values_differ_by_rounding(value: float) -> None:
+    near = value
+    for _ in range(20):
+        near = math.nextafter(near, 0)
+        drawn = line_chart(Axis("AUC"), {"auc": [(1, near), (2, value)]})
+        assert len(re.findall("class=grid", drawn)) >= 2 and "nan" not in drawn
 
 
 def test_bars_and_tables() -> None:
