@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from recsys.config import Config
-from recsys.data.wanted import needed_columns
+from recsys.data.filters import parse_filter
+from recsys.data.wanted import needed_columns, row_filter
 from recsys.errors import UserError
 from recsys.runtime.command import run_command
 from recsys.runtime.logs import logger
@@ -32,8 +33,9 @@ def with_scores(config: Config, world: World) -> Config:
 
 def _score(config: Config, teacher: str, scores: str) -> None:
     data = scored_path(config)
-    taught = set(config.taught_columns().values())
-    columns = [column for column in needed_columns(config, "train") if column not in taught]
+    taught, filter = set(config.taught_columns().values()), row_filter(config, "train")
+    read = [*needed_columns(config, "train"), *(sorted(parse_filter(filter).columns()) if filter else ())]
+    columns = [column for column in dict.fromkeys(read) if column not in taught]
     logger.info("%s scores %s, to %s", teacher, data, scores)
     if (problem := run_command("predict", teacher, data, scores, "--keep", ",".join(columns), shown=False)) is not None:
         where = f"the folder of the scores is '{scores}'; config key 'train.distill.scores' names another"

@@ -136,6 +136,26 @@ def test_scores_of_another_teacher_are_told_with_the_key_of_their_folder(
         assert f"'{folder}'" in second and "'train.distill.scores'" in second
 
 
+@pytest.mark.parametrize(
+    ("changes", "more"),
+    [
+        ([], set()),
+        (['data.filter={train: "day > 2 and hour < 20"}'], {"day"}),
+        (["data.filter=\"col('in stock') or day == 1\"", "data.keep_negatives=0.5"], {"day", "in stock"}),
+        (['data.filter={valid: "day > 2"}'], set()),
+    ],
+)
+def test_a_student_has_the_columns_of_its_filter(
+    changes: list[str], more: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(taught, "run_command", lambda *words, **_: commands.append(words))
+    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
+    taught.with_scores(load_config("configs/dlrm_sample.yaml", ["train.distill.teacher=runs/t", *changes]), world)
+    kept = commands[0][commands[0].index("--keep") + 1].split(",")
+    assert sorted(kept) == sorted({*COLUMNS.split(","), *more})
+
+
 def test_two_towers_have_no_teacher() -> None:
     from recsys.models.two_tower import TwoTower, TwoTowerConfig
 
