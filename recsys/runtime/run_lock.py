@@ -27,6 +27,7 @@ logger = logging.getLogger("recsys")
 
 LOCK_FILE = ".lock"
 _BEAT_S = 10.0
+OUTPUT_TAKEN = "{}: another process writes to '{}'"  # begins what is told of a folder that is locked
 _STALE_S = 120.0  # NFS may show times of other machines a minute late
 
 
@@ -205,7 +206,7 @@ def _await_end(path: Path, file: IO[bytes], holder: dict[str, Any], refusal: str
 
 def output_lock(argument: str = "OUT") -> RunLock:
     """Return the lock of a folder that a command writes to, by `argument` of its user; it is not taken yet."""
-    return RunLock(f"{argument}: another process writes to '{{}}'", "process")
+    return RunLock(OUTPUT_TAKEN.format(argument, "{}"), "process")
 
 
 def beside_lock(folder: Path) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 """Scores of a teacher on data.train, written before a run that learns from them begins."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,16 +9,19 @@ from recsys.data.filters import parse_filter
 from recsys.data.wanted import needed_columns, row_filter
 from recsys.errors import UserError
 from recsys.runtime.command import run_command
-from recsys.runtime.logs import logger
+from recsys.runtime.live import Task
+from recsys.runtime.run_lock import OUTPUT_TAKEN, is_locked
 from recsys.runtime.world import World
 
 _KEY = "config key 'train.distill.teacher'"
+_LOOK_S = 1.0
 
 
 def with_scores(config: Config, world: World) -> Config:
     """Return a config whose data.train has the scores of `train.distill.teacher`, if it names one; collective.
 
-    They are made by `recsys predict` on rank 0. Scores of the same rows and columns that are there stay.
+    They are made by `recsys predict` on rank 0. Scores of the same rows and columns that are there stay, and those that
+    another run has made just now are waited for.
 
     Raises:
         UserError: data.train is a list, or the teacher cannot score it.
@@ -36,10 +40,18 @@ def _score(config: Config, teacher: str, scores: str) -> None:
     taught, filter = set(config.taught_columns().values()), row_filter(config, "train")
     read = [*needed_columns(config, "train"), *(sorted(parse_filter(filter).columns()) if filter else ())]
     columns = [column for column in dict.fromkeys(read) if column not in taught]
-    logger.info("%s scores %s, to %s", teacher, data, scores)
-    if (problem := run_command("predict", teacher, data, scores, "--keep", ",".join(columns), shown=False)) is not None:
-        where = f"the folder of the scores is '{scores}'; config key 'train.distill.scores' names another"
-        raise UserError(*problem.within(f"{_KEY}: recsys predict failed").args, where)
+    words = ("predict", teacher, data, scores, "--keep", ",".join(columns))
+    while True:
+        with Task(f"{teacher} scores {data}, to {scores}"):
+            problem = run_command(*words, shown=False)
+        if problem is None:
+            return
+        if not problem.args[0].startswith(OUTPUT_TAKEN.format("OUT", Path(scores))):
+            where = f"the folder of the scores is '{scores}'; config key 'train.distill.scores' names another"
+            raise UserError(*problem.within(f"{_KEY}: recsys predict failed").args, where)
+        with Task(f"waiting for another run, such as a trial of the same sweep, which writes to {scores}"):
+            while is_locked(Path(scores)):
+                time.sleep(_LOOK_S)
 
 
 def scored_path(config: Config) -> str:

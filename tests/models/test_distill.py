@@ -1,6 +1,8 @@
 """Distillation: a teacher's scores in a column of data.train are learned beside the labels, or in their place."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from recsys.config import DistillConfig, LabelConfig, load_config
 from recsys.config.choices import LabelLoss
 from recsys.errors import UserError
 from recsys.models.base import DenseInputs, Model
+from recsys.runtime.run_lock import output_lock
 from recsys.training import taught
 
 COLUMNS = "user_id,item_id,history,category,device,hour,price,label,weight"
@@ -154,6 +157,32 @@ def test_a_student_has_the_columns_of_its_filter(
     taught.with_scores(load_config("configs/dlrm_sample.yaml", ["train.distill.teacher=runs/t", *changes]), world)
     kept = commands[0][commands[0].index("--keep") + 1].split(",")
     assert sorted(kept) == sorted({*COLUMNS.split(","), *more})
+
+
+def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As trials of a sweep do."""
+    done: list[bool] = []
+
+    def predict(*_: str, **__: bool) -> UserError | None:
+        with output_lock() as lock:
+            try:
+                lock.take(tmp_path)
+            except UserError as error:
+                return error
+            if not done:
+                time.sleep(0.5)
+            done.append(True)
+        return None
+
+    monkeypatch.setattr(taught, "run_command", predict)
+    monkeypatch.setattr(taught, "_LOOK_S", 0.01)
+    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
+    config = load_config("configs/dlrm_sample.yaml", [f"train.distill={{teacher: runs/t, scores: {tmp_path}}}"])
+    with ThreadPoolExecutor(4) as pool:
+        configs = list(pool.map(lambda _: taught.with_scores(config, world), range(4)))
+    assert len(done) == 4 and {str(config.data.train) for config in configs} == {str(tmp_path)}
 
 
 def test_two_towers_have_no_teacher() -> None:
