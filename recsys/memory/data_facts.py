@@ -17,10 +17,8 @@ from recsys.data.wanted import column_of, role_features, role_lists, with_figure
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
 from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes
-from recsys.models.items import rows_at_once
 from recsys.runtime.threads import decoding_threads
 
-_LISTED_BYTES = 72  # of an item of a list of a user: twice with its row, and in the batches ahead
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
 
@@ -55,6 +53,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         "train": sample,
         **{role: Sample(inputs, role) if role_lists(config, role) else sample for role in roles},
     }
+    of_evaluation = max((samples[role].row_bytes * rows for role, (rows, _) in others.items()), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted = _vocabularies(config, inputs, distinct)
     vocabularies += _drawn_bytes(inputs)
@@ -62,10 +61,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
         most_ids=_most_ids(config, sample, held, world_size),
         id_bytes=inputs.spec("train").dtype.itemsize,
-        window_bytes=int(
-            sample.window_bytes(held, largest)
-            + max((samples[r].row_bytes * rows for r, (rows, _) in others.items()), default=0)
-        ),
+        window_bytes=int(sample.window_bytes(held, largest) + of_evaluation),
         decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
         eval_rows=roles,
         source=f"the first {sample.rows:,} rows",
@@ -73,7 +69,8 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         counted_ids=counted,
         counted_bytes=_counted_bytes(inputs, sample, counted),
         statistics_bytes=sum(map(statistics_bytes, distinct.values())),
-        ranking_bytes=_ranking_bytes(inputs, max(samples[role].listed for role in samples)),
+        num_items=0 if inputs.corpus is None else len(inputs.corpus),
+        listed_items=max(samples[role].listed for role in samples),
         eval_ids=_eval_ids(config, sample.mean_ids()),
     )
 
@@ -194,19 +191,6 @@ def _decoding_by_rank(
         of_evaluation = (max((sizes[rank][i] for sizes in evaluated), default=0) for i in range(3))
         by_rank.append(Decoding(first, later, *of_evaluation))
     return tuple(by_rank)
-
-
-def _ranking_bytes(inputs: Inputs, listed: float) -> int:
-    """Return what a rank's items' vectors take, as they come and in order, and scores and hits of some users.
-
-    Args:
-        listed: items in a user's lists, to find and to leave out.
-    """
-    items, train = 0 if inputs.corpus is None else len(inputs.corpus), inputs.config.train
-    own, users = (-(-n // inputs.world.world_size) for n in (items, train.eval_batch_size or train.global_batch_size))
-    scores, hits = (n * min(users, rows_at_once(n, inputs.world.device.type)) for n in (own, items))
-    vector = 4 * inputs.config.model.needs().vector_dim + _NUMBER_BYTES
-    return int(2 * vector * own + 4 * scores + hits + _LISTED_BYTES * users * listed)
 
 
 def _counted_bytes(inputs: Inputs, sample: Sample, tables: Collection[str]) -> int:

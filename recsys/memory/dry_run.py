@@ -26,7 +26,7 @@ from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import World, rehearse_world
 from recsys.tables.spec import Shard
 
-SCHEMA_VERSION = 2  # from 2 on optimizer_bytes of the dense part are by rank
+SCHEMA_VERSION = 3  # from 3 on `data` has num_items and listed_items in place of ranking_bytes
 _APART = 0.02  # ranks that differ by less are shown as one
 _SHOWN_PIECES = 40
 

@@ -40,7 +40,7 @@ class DataFacts:
         counted_ids: by table, distinct ids that its vocabulary is chosen from; by `counts_of` a feature, those counted.
         source: where the figures come from, in words.
         statistics_bytes: host memory of the counts of ids, once the data have been seen.
-        ranking_bytes: of the vectors of the items that an evaluation ranks, and of their scores.
+        num_items: that an evaluation ranks. listed_items: of a user's lists, to find and to leave out.
         most_ids: as `mean_ids`, of the rows of the largest of some hundred batches of training; none: not known.
         counted_bytes: of what is decoded for vocabularies, means and deviations, by a rank at once.
     """
@@ -54,7 +54,8 @@ class DataFacts:
     vocabulary_bytes: int = 0
     counted_ids: Mapping[str, int] = field(default_factory=dict)
     statistics_bytes: int = 0
-    ranking_bytes: int = 0
+    num_items: int = 0
+    listed_items: float = 0
     counted_bytes: int = 0
     eval_ids: tuple[Mapping[str, float], ...] = ()
     most_ids: Mapping[str, float] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from recsys.config.choices import Autocast
 from recsys.config.features import evaluated_rows
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.lookups import Lookups
+from recsys.memory.ranking import ranking_bytes
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
@@ -293,7 +294,7 @@ class _Rank:
             "lookup_ids": exchanged_ids * (_WIRE_ID_BYTES + 2 * self._data.id_bytes),
             "looked_up": looked_up if apart else 0,  # else it is what `pooled` is
             "pooled": self._lookups.pooled(rows, means),
-            "activations": eval_bytes + self._data.ranking_bytes,
+            "activations": eval_bytes + ranking_bytes(self._config, self._data, rows, self._topology),
         }
 
     def _save(self) -> tuple[Bytes, Bytes]:

@@ -152,23 +152,3 @@ def test_what_a_vocabulary_counts_is_decoded(tmp_path: Path) -> None:
     assert facts_of(tmp_path).counted_bytes == 0
     found = facts_of(tmp_path, table={"mapping": "vocabulary"})
     assert found.counted_bytes > 3 * ROWS * 10 * 8 and found.counted_ids.keys() == {"table"}
-
-
-def test_no_more_scores_are_expected_than_a_batch_has_users(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"user": np.arange(100) % 7, "item": np.arange(100)}), tmp_path / "rows.parquet")
-    pq.write_table(pa.table({"item": np.arange(5000)}), tmp_path / "items.parquet")
-    places = {"train": str(tmp_path / "rows.parquet"), "items": str(tmp_path / "items.parquet")}
-    content = {
-        "data": {**places, "label_column": None, "seen_column": None},
-        "features": {name: {"table": name} for name in ("user", "item")},
-        "tables": {name: {"num_embeddings": 1000, "embedding_dim": 8} for name in ("user", "item")},
-        "model": {"name": "two_tower", "user_features": ["user"], "item_features": ["item"], "item_id": "item"},
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    found = {}
-    with rehearse_world(1, 1, torch.device("cpu")) as world:
-        for users in (10, 20, 1 << 20):
-            config = load_config(tmp_path / "config.yaml", [f"train.eval_batch_size={users}"])
-            found[users] = data_facts(config, open_inputs(config, world), 1).ranking_bytes
-    assert found[20] - found[10] == 10 * (4 + 1) * 5000  # a score and a mark for each item
-    assert found[1 << 20] - found[10] < (4 + 1) * (1 << 21)
