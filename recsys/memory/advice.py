@@ -13,9 +13,9 @@ from recsys.config.topology import num_bytes
 from recsys.data.inputs import Inputs
 from recsys.errors import NoPlanError, UserError, is_out_of_memory
 from recsys.memory import BudgetExceeded, DataFacts, Timeline
-from recsys.memory.autofit import MARGIN, Fitter, Offer, with_changes
+from recsys.memory.autofit import MARGIN, Fitter, Offer
 from recsys.memory.data_facts import data_facts
-from recsys.memory.levers import Change
+from recsys.memory.levers import Change, with_changes
 from recsys.memory.predict import CUDA_CONTEXT_BYTES
 from recsys.runtime.logs import logger
 from recsys.runtime.machine import Topology, topology_of

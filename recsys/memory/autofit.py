@@ -1,8 +1,7 @@
 """Settings that make a run fit into its memory: the cheapest first, and none that changes what is learned unasked."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from recsys.config import Config
 from recsys.config.choices import Saver
@@ -10,7 +9,7 @@ from recsys.config.features import rank_rows
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
 from recsys.memory.data_facts import streams_of_a_rank
-from recsys.memory.levers import LEVERS, Change
+from recsys.memory.levers import LEVERS, Change, with_changes
 from recsys.memory.trace import demands, rehearse
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import decoding_threads
@@ -196,24 +195,8 @@ class Fitter:
         return sum(max(0, size - int(there * (1 - MARGIN))) for size, there in needs)
 
 
-def with_changes(config: Config, changes: Sequence[Change]) -> Config:
-    """Return a config with other values of some keys."""
-    for change in changes:
-        for key, value in change.settings.items():
-            config = _set(config, key.split("."), value)
-    return config
-
-
 def _joined(changes: Sequence[Change]) -> Change:
     """Return several changes as one."""
     settings = {key: value for change in changes for key, value in change.settings.items()}
     saver = next((change.saver for change in changes if change.saver), None)
     return Change(settings, "; ".join(change.cost for change in changes), saver)
-
-
-def _set(node: Any, path: Sequence[str], value: Any) -> Any:
-    head, *rest = path
-    if isinstance(node, dict):
-        return {**node, head: _set(node[head], rest, value) if rest else value}
-    assert is_dataclass(node) and not isinstance(node, type)
-    return replace(node, **{head: _set(getattr(node, head), rest, value) if rest else value})

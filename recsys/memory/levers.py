@@ -1,12 +1,14 @@
 """Changes of settings by which a run takes less memory, from the cheapest to the dearest."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
-from recsys.config.choices import COLUMN_SPLITS, ELEMENTWISE, Autocast, DenseSharding, Saver
+from recsys.config.checks import check_sharding
+from recsys.config.choices import ELEMENTWISE, Autocast, DenseSharding, Saver
 from recsys.config.table_optimizers import TableOptimizer
+from recsys.errors import UserError
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead
 from recsys.tables.bytes import WEIGHT_BYTES
@@ -25,6 +27,22 @@ class Change:
 
     def __str__(self) -> str:
         return " ".join(f"{key}={_shown(value)}" for key, value in self.settings.items())
+
+
+def with_changes(config: Config, changes: Sequence[Change]) -> Config:
+    """Return a config with other values of some keys."""
+    for change in changes:
+        for key, value in change.settings.items():
+            config = _set(config, key.split("."), value)
+    return config
+
+
+def _set(node: Any, path: Sequence[str], value: Any) -> Any:
+    head, *rest = path
+    if isinstance(node, dict):
+        return {**node, head: _set(node[head], rest, value) if rest else value}
+    assert is_dataclass(node) and not isinstance(node, type)
+    return replace(node, **{head: _set(getattr(node, head), rest, value) if rest else value})
 
 
 def _shown(value: Any) -> str:
@@ -118,17 +136,24 @@ def _windows(config: Config, topology: Topology) -> Iterator[Change]:
 def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
     settings: dict[str, Any] = {}
     optimizers = {config.table_optimizer_key(table): config.table_optimizer(table) for table in config.tables}
-    in_columns = {  # whose rows no rank has whole, so that a number for each would depend on the plan
-        config.table_optimizer_key(name)
-        for name, table in config.tables.items()
-        if table.sharding_type in COLUMN_SPLITS and not config.table_optimizer(name).allow_column_split
-    }
     for key, optimizer in {"optimizer.tables": config.optimizer.tables, **optimizers}.items():
-        row_wise = None if key in in_columns else optimizer.name.value.row_wise
-        if row_wise is not None and (topology.on_gpu or TableOptimizer[row_wise].value.trains_on_cpu):
+        row_wise = optimizer.name.value.row_wise
+        if row_wise is None or not (topology.on_gpu or TableOptimizer[row_wise].value.trains_on_cpu):
+            continue
+        changed = _set(config, [*key.split("."), "name"], TableOptimizer[row_wise])
+        if all(_goes_with(changed, name) for name in config.tables if config.table_optimizer_key(name) == key):
             settings[f"{key}.name"] = TableOptimizer[row_wise]
     if settings:
         yield Change(settings, "one step size for a whole row", Saver.row_wise_state)
+
+
+def _goes_with(config: Config, table: str) -> bool:
+    """Return whether a table may have its optimizer, as it is split and trained."""
+    try:
+        check_sharding(config, table, config.tables[table])
+    except UserError:
+        return False
+    return True
 
 
 def _fp16(config: Config, topology: Topology) -> Iterator[Change]:

@@ -12,9 +12,9 @@ from recsys.config import Config, load_config
 from recsys.config.choices import ComputeKernel, Saver
 from recsys.memory import DataFacts, Decoding
 from recsys.memory.advice import advise
-from recsys.memory.autofit import Fitter, with_changes
+from recsys.memory.autofit import Fitter
 from recsys.memory.dry_run import rehearse_run
-from recsys.memory.levers import LEVERS
+from recsys.memory.levers import LEVERS, _row_wise_state, with_changes
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import topology_of
 from recsys.runtime.world import rehearse_world
@@ -158,6 +158,8 @@ def test_a_budget_below_what_a_process_takes_is_told_so() -> None:
     [
         ("optimizer.tables.name=adagrad", "tables.user.sharding_type=column_wise"),
         ("data.num_streams=100", "train.eval_batch_size=1000"),
+        ("optimizer.tables.name=adagrad", "tables.item.sparsity.l1=0.001", "tables.user.optimizer.name=adagrad"),
+        ("optimizer.tables.name=adam", "tables.item.sharding_type=data_parallel", "tables.user.optimizer.name=adagrad"),
     ],
 )
 def test_every_change_is_one_that_a_config_may_have(options: tuple[str, ...], machine: tuple[str, ...]) -> None:
@@ -168,6 +170,14 @@ def test_every_change_is_one_that_a_config_may_have(options: tuple[str, ...], ma
     assert len([change for last in changes for change in last]) >= 6
     for change in (change for last in changes for change in last):
         assert load_config(CONFIG, [*options, *machine, *str(change).split()]) == with_changes(config, [change])
+
+
+@pytest.mark.parametrize("of_item", ["sharding_type=data_parallel", "sparsity.l1=0.001"])
+def test_row_wise_state_is_for_the_tables_that_may_have_it(of_item: str) -> None:
+    options = ("optimizer.tables.name=adam", f"tables.item.{of_item}", "tables.user.optimizer.name=adam")
+    config = load_config(CONFIG, [*options, "topology.device=cuda", "topology.device_memory=1GiB"])
+    (change,) = _row_wise_state(config, topology_of(config))
+    assert str(change) == "tables.user.optimizer.name=partial_rowwise_adam"
 
 
 @pytest.mark.slow

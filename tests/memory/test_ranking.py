@@ -13,9 +13,9 @@ import yaml
 from recsys.config import load_config
 from recsys.data.inputs import open_inputs
 from recsys.memory import DataFacts
-from recsys.memory.autofit import Fitter, with_changes
+from recsys.memory.autofit import Fitter
 from recsys.memory.data_facts import data_facts
-from recsys.memory.levers import Change
+from recsys.memory.levers import Change, with_changes
 from recsys.memory.ranking import ranking_bytes
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import topology_of
