@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -39,8 +40,9 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None, {})
         counts, evaluated = len(mean_ids) * statistics_bytes(math.inf), _eval_ids(config, mean_ids)
         decoding = (Decoding(later=windows // 2),) * world_size
+        of_batches = _mean_ids(config, mean_ids, world_size)
         return DataFacts(
-            mean_ids, id_bytes, windows, decoding, {}, source, *of_ids, statistics_bytes=counts, eval_ids=evaluated
+            of_batches, id_bytes, windows, decoding, {}, source, *of_ids, statistics_bytes=counts, eval_ids=evaluated
         )
     sample = Sample(inputs, "train")
     sizes = {role: -(-dataset.num_rows // world_size) for role, dataset in inputs.datasets.items()}
@@ -90,6 +92,21 @@ def _mean_ids(config: Config, means: Mapping[str, float], world_size: int) -> di
     items = {} if needs.items_in_rows else dict.fromkeys(of_items, drawn)
     kept = {} if not needs.items_in_rows else {name: means[name] for name in of_items if name in means}
     return {name: mean * (1 - drawn) for name, mean in means.items()} | kept | items
+
+
+def of_rank_rows(config: Config, data: DataFacts, world_size: int, rows: int) -> DataFacts:
+    """Return the facts for batches of training of another size: the more rows of a rank's `rows` are items that are
+    drawn, the fewer have the features of users."""
+    needs, drawn = config.model.needs(), sampled_rows(config, world_size)
+    before = 1 - drawn / rank_rows(config, world_size)
+    share = min(1.0, drawn / rows)
+    items = set(with_experts(config, needs.item_features)) if drawn else set()
+
+    def resized(means: Mapping[str, float]) -> dict[str, float]:
+        of_items = {name: mean if needs.items_in_rows else share for name, mean in means.items() if name in items}
+        return {name: mean * (1 - share) / before for name, mean in means.items()} | of_items
+
+    return replace(data, mean_ids=resized(data.mean_ids), most_ids=resized(data.most_ids))
 
 
 def _eval_ids(config: Config, means: Mapping[str, float]) -> tuple[Mapping[str, float], ...]:

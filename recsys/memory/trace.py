@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from recsys.config import Config
 from recsys.config.features import dims_of, evaluated_rows, id_features, rank_rows, sampled_rows
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict, predict_dense
+from recsys.memory.data_facts import of_rank_rows
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import dense_update_bytes, storage_bytes
@@ -215,9 +216,12 @@ def predict_run(config: Config, data: DataFacts, topology: Topology, pieces: Seq
 def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> int:
     """Return the largest global batch that fits under a plan, to a fiftieth; 0 where none does."""
 
+    ranks, drawn = topology.world_size, sampled_rows(config, topology.world_size)
+
     def fits(rows: int, facts: DenseFacts) -> bool:
-        train = replace(config.train, global_batch_size=rows * topology.world_size)
-        return not misfits(predict(replace(config, train=train), data, facts, topology, pieces), topology)
+        train = replace(config.train, global_batch_size=max(1, rows - drawn) * ranks)
+        of_rows = of_rank_rows(config, data, ranks, rows)
+        return not misfits(predict(replace(config, train=train), of_rows, facts, topology, pieces), topology)
 
     def search(dense: Callable[[int], DenseFacts]) -> int:
         low, high = 0, _MOST_ROWS
@@ -227,14 +231,14 @@ def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: S
         return low
 
     def rehearsed(rows: int) -> DenseFacts:
-        return rehearse(config, data, rows, topology.device)
+        return rehearse(config, of_rank_rows(config, data, ranks, rows), rows, topology.device)
 
-    base = max(64, -(-config.train.global_batch_size // topology.world_size), 4 * (config.train.micro_batch_size or 0))
+    base = max(64, rank_rows(config, ranks), 4 * (config.train.micro_batch_size or 0))
     low = search(_by_rows(base, rehearsed))
     low = search(_by_rows(max(base, low // 4), rehearsed))  # near what has been found, where it is exact
     while low and not fits(low, rehearsed(low)):
         low = int(low * (1 - _PRECISION))
-    return low * topology.world_size
+    return max(0, low - drawn) * ranks
 
 
 def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int], DenseFacts]:

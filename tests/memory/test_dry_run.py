@@ -268,6 +268,16 @@ def test_copies_for_the_background_hold_the_dense_part_too(tmp_path: Path) -> No
         assert host["save_copies"] == sum(host.get(kind, 0) for kind in kinds) > 48 << 20
 
 
+def test_the_largest_batch_of_rows_beside_items_that_are_drawn_fits() -> None:
+    """Of a small batch most rows are items, which have no history; of a large one hardly any are."""
+    options = ("features.history.max_length=40", "memory.budget=4GiB")
+    largest = rehearse_run(load_config("configs/simplex_movielens.yaml", options)).largest_batch
+    assert largest
+    for rows, fits in ((largest, True), (int(1.05 * largest), False)):
+        of_rows = load_config("configs/simplex_movielens.yaml", [*options, f"train.global_batch_size={rows}"])
+        assert bool(rehearse_run(of_rows).misfits) != fits, rows
+
+
 def test_publishing_marks_rows_and_gathers_them(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", 2, 100_000)
     options = ["topology.device=cpu", f"train.publish={{dir: {tmp_path}/published, every_steps: 10}}"]
