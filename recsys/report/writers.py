@@ -5,6 +5,7 @@ Rank 0 alone imports the last three, and not before they are asked for.
 
 import hashlib
 import json
+import math
 import re
 import threading
 import time
@@ -65,24 +66,35 @@ class Writer:
 
 
 class JsonLines(Writer):
-    """Appends to metrics.jsonl.
+    """Appends to metrics.jsonl, which has one line of a kind and a step: the last that is written takes its place.
 
     Args:
         step: where the run goes on; lines of later steps, from before a crash, are dropped.
     """
 
     def __init__(self, path: Path, step: int) -> None:
-        _drop_later(path, step)
+        self._path = path
+        lines = _lines_until(path, step)
+        if path.exists():
+            replace_file(path, b"".join(text for _, text in lines))
+        self._keys = {key for key, _ in lines}
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line.
+        """Append a line, or replace that of the same kind and step, such as of an evaluation that is done again.
 
         Raises:
             OSError: it cannot be written.
         """
-        text = to_json(line).encode() + b"\n"
-        with naming(Path(self._file.name)):
+        key, text = (line["kind"], line["step"]), to_json(line).encode() + b"\n"
+        if key in self._keys:
+            lines = _lines_until(self._path, math.inf)
+            replace_file(self._path, b"".join(text if other == key else before for other, before in lines))
+            self._file.close()
+            self._file = self._path.open("ab", buffering=0)
+            return
+        self._keys.add(key)
+        with naming(self._path):
             while text:
                 text = text[self._file.write(text) :]
 
@@ -90,17 +102,17 @@ class JsonLines(Writer):
         self._file.close()
 
 
-def _drop_later(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text().splitlines():
+def _lines_until(path: Path, step: float) -> list[tuple[tuple[str, int], bytes]]:
+    """Return the lines of metrics.jsonl up to a step, each with its kind and step."""
+    lines = []
+    for text in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):  # the last line of a killed process may be cut
+            line = json.loads(text)
+            if line["step"] <= step:
+                lines.append(((str(line["kind"]), line["step"]), text + b"\n"))
+        except (ValueError, KeyError, TypeError):  # the last line of a killed process may be cut
             continue
-    replace_file(path, "".join(kept))
+    return lines
 
 
 def _scalars(line: dict[str, Any]) -> dict[str, float]:

@@ -63,10 +63,11 @@ def run_result(
 
 def _data_report(inputs: Inputs, state: TrainState) -> dict[str, Any]:
     """Return for each epoch the rows to be trained, those that were, and those that were not; and ids by feature."""
-    train, position = inputs.datasets["train"], state.position
+    train, position, config = inputs.datasets["train"], state.position, inputs.config
+    num_left_out = train.num_rows % config.train.global_batch_size if config.data.drop_last else 0
     epochs = []
     for epoch, (seen, bad, skipped) in enumerate(state.epoch_rows):
-        expected = position.num_rows - position.rows_before if epoch == position.epoch else train.num_rows
+        expected = position.rows if epoch == position.epoch else train.num_rows - num_left_out
         epochs.append({"expected": expected, "seen": seen, "bad": bad, "skipped": skipped})
     ids = inputs.id_report(position.num_rows)
     return {

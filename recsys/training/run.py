@@ -1,6 +1,7 @@
 """A run from its config to its result: makes the run directory, trains, evaluates, reports."""
 
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from recsys.memory.levers import Change
 from recsys.memory.page import describe_plan
 from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
+from recsys.report.record import Record
 from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
 from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import copy_files, replace_file, unused_folder
@@ -131,7 +133,12 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     source = find_source(config, run_dir, world)
     explained.folder = run_dir / "memory"
     explained.write = partial(_write_unbuilt, explained.folder, world)
+    asked = world.from_rank_zero(lambda: _asked_of(run_dir))  # before config.yaml is written again
     inputs, changes = _settle(opened, session, source)
+    if source is not None and source.goes_on and world.from_rank_zero(lambda: _is_finished(run_dir, source, asked)):
+        text = "done at step %d already, and nothing more is asked for: %s; train.epochs, now %d, goes on with it"
+        logger.info(text, source.marker.state.step, run_dir / "result.json", config.train.epochs)
+        return 0
     explained.inputs = inputs
     with timeline.phase("init"):
         built = build_model(inputs)
@@ -220,6 +227,23 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     for sentence in opened.world.from_rank_zero(lambda: large_numbers(inputs.datasets["train"], inputs.spec("train"))):
         logger.warning("%s", sentence)
     return inputs, changes
+
+
+def _asked_of(run_dir: Path) -> list[bytes]:
+    """Return the sections of config.yaml but for those that change no number of a run."""
+    path = run_dir / "config.yaml"
+    sections = re.split(rb"\n(?=\S)", path.read_bytes().rstrip() if path.exists() else b"")
+    return [section for section in sections if not section.startswith((b"run:", b"topology:", b"memory:"))]
+
+
+def _is_finished(run_dir: Path, source: Source, asked: list[bytes]) -> bool:
+    """Return whether a run that goes on was done, and its config asks for nothing else than it did then (`asked`)."""
+    try:
+        result = Record(run_dir).result
+    except UserError:  # a file that is damaged
+        return False
+    is_done = result.get("status") == "done" and result["steps"] == source.marker.state.step
+    return is_done and asked == _asked_of(run_dir)
 
 
 def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, Any]) -> None:

@@ -1,0 +1,58 @@
+"""A finished run that is told to go on changes nothing, unless more is asked for; metrics.jsonl has each line once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launch import fork_train
+
+CONFIG = "configs/dlrm_sample.yaml"
+OPTIONS = (
+    "data.drop_last=true", "train.eval_every_steps=5", "train.early_stop.metric=auc", "train.early_stop.patience=9",
+    "run.resume=true", "run.num_threads=1", "run.track.to=[]",
+)  # fmt: skip
+EPOCH = {"expected": 11 * 256, "seen": 11 * 256, "bad": 0, "skipped": 0}
+
+
+def train(run_dir: Path, epochs: int, *options: str) -> str:
+    """Train, and return what is told."""
+    done = fork_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, f"train.epochs={epochs}", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    places = [(record["kind"], record["step"]) for record in records]
+    assert len(set(places)) == len(places)
+    return [{name: value for name, value in record.items() if name != "time"} for record in records]
+
+
+def contents(run_dir: Path) -> dict[Path, bytes]:
+    """What is in a run directory but for its log, and what each start writes anew."""
+    paths = (path for path in run_dir.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in paths if path.name not in ("rank_0.log", "report.html", "config.yaml")}
+
+
+def test_a_finished_run_goes_on_only_where_more_is_asked_for(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    train(run_dir, 2)
+    result, told = json.loads((run_dir / "result.json").read_text()), lines(run_dir)
+    assert result["best_step"] is not None and result["data"]["epochs"] == [EPOCH] * 2
+    before = contents(run_dir)
+    again = train(run_dir, 2, f"run.stop_file={tmp_path}/stop")
+    assert "done at step 22 already, and nothing more is asked for" in again and "valid at step" not in again
+    assert contents(run_dir) == before
+
+    # As of a run that was killed in its last evaluation, on a disk that has lost more.
+    (run_dir / "memory/rank_0.json").write_bytes(b"\xff")
+    (run_dir / "config.yaml").write_bytes(b"\xff\x00")
+    (run_dir / "result.json").write_bytes(b"\xff")
+    with (run_dir / "metrics.jsonl").open("ab") as file:
+        file.write(b"7\n\xff")
+    train(run_dir, 2)
+    assert lines(run_dir) == told and json.loads((run_dir / "result.json").read_text())["metrics"] == result["metrics"]
+    train(run_dir, 3)
+    result = json.loads((run_dir / "result.json").read_text())
+    assert result["steps"] == 33 and result["data"]["epochs"] == [EPOCH] * 3
+    assert lines(run_dir)[-1]["step"] == result["best_step"]
