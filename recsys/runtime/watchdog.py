@@ -2,7 +2,8 @@
 
 Every rank tells the others about once a second, through the store, what it is doing. It looks at what they tell only
 when it makes no progress itself. Ranks wait for each other in collectives, so all of them look stuck when one is; the
-one that the others wait for has begun the fewest collectives, or does not answer at all.
+one that the others wait for has begun the fewest collectives, or does not answer at all. Before training and after it,
+where no progress is told, only ranks that do not answer are looked for.
 """
 
 import faulthandler
@@ -41,7 +42,7 @@ class Beat:
 
 
 class Watchdog:
-    """Watches this rank's main thread, between the first `enter` and `rest`, and the other ranks.
+    """Watches this rank's main thread, between the first `enter` and `rest`, and always whether other ranks answer.
 
     Args:
         stuck_after_s: seconds without progress after which a rank is stuck; infinite: nothing is watched.
@@ -55,6 +56,7 @@ class Watchdog:
         self._watched = False
         self._number = 0
         self._seen: dict[int, tuple[int, float]] = {}
+        self._looked_at = time.monotonic()  # at the beats of others, while this rank is not watched
         self._asked_at: float | None = None  # when the store was asked for what it has not answered yet
         self._broken = ""
         self._ended = threading.Event()
@@ -97,7 +99,7 @@ class Watchdog:
         self._watched = False
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._interval_s):
+        while not self._wait():
             self._rearm()
             self._asked_at = self._asked_at or time.monotonic()
             try:
@@ -110,17 +112,31 @@ class Watchdog:
             if error is not None and not self._ended.is_set():
                 self._end(error)
 
+    def _wait(self) -> bool:
+        """Wait for the next look; return whether the run has ended meanwhile.
+
+        Where the whole process stood still meanwhile (Ctrl-Z, a job that was suspended), all times begin again.
+        """
+        due = time.monotonic() + self._interval_s
+        ended, now = self._ended.wait(self._interval_s), time.monotonic()
+        if now - due > self._limit_s / 4:
+            self._mark, self._asked_at = now, self._asked_at and now
+            self._seen.clear()
+        return ended
+
     def _watch_store(self) -> None:
-        while not self._ended.wait(self._interval_s):
+        while not self._wait():
             error = self._judge_store(time.monotonic())
             if error is not None and not self._ended.is_set():
                 self._end(error)
 
     def _rearm(self) -> None:
-        # This thread needs the interpreter's lock. Where other code keeps it, faulthandler still dumps and ends.
+        # This thread needs the interpreter's lock. Where other code keeps it, faulthandler still dumps, and ends a rank
+        # that others wait for. One process may as well have been stopped by Ctrl-Z, which faulthandler cannot tell.
         if self._watched:
             wait = self._limit_s + self._interval_s + _FAILURE_GRACE_S
-            faulthandler.dump_traceback_later(wait, exit=True, file=self._stacks or sys.stderr)
+            ends = self._world.world_size > 1
+            faulthandler.dump_traceback_later(wait, exit=ends, file=self._stacks or sys.stderr)
         else:
             faulthandler.cancel_dump_traceback_later()
 
@@ -142,26 +158,39 @@ class Watchdog:
         age, limit = self._age_s(), self._limit_s
         if age is not None and age > _FAILURE_GRACE_S and (failure := self._store.get(FAILURE_KEY).decode()):
             return LostPeerError(f"another rank ended: {failure}")
-        if age is None or age < limit / 2:
+        if age is None:
+            return self._judge_answers(now)
+        if age < limit / 2:
             self._seen.clear()
             return None
-        keys = [f"{_KEY}/{rank}" for rank in range(self._world.world_size)]
-        beats = [Beat(**json.loads(value)) for value in self._store.multi_get(keys)]
-        silent = self._silent(beats, now)
+        beats = self._beats()
+        silent = self._silent(beats, now, limit / 2)
         if age < limit:
             return None
         if silent:
             return LostPeerError(self._describe_silent(silent, beats))
         return self._slowest(beats, age)
 
-    def _silent(self, beats: list[Beat], now: float) -> dict[int, float]:
-        """Return the ranks that have told nothing new for half of the limit, and for how many seconds."""
+    def _judge_answers(self, now: float) -> Exception | None:
+        """Return the error for ranks that do not answer, while this one is not watched; it looks ten times a limit."""
+        if now - self._looked_at < self._limit_s / 10:
+            return None
+        self._looked_at, beats = now, self._beats()
+        silent = self._silent(beats, now, self._limit_s)
+        return LostPeerError(self._describe_silent(silent, beats)) if silent else None
+
+    def _beats(self) -> list[Beat]:
+        keys = [f"{_KEY}/{rank}" for rank in range(self._world.world_size)]
+        return [Beat(**json.loads(value)) for value in self._store.multi_get(keys)]
+
+    def _silent(self, beats: list[Beat], now: float, limit_s: float) -> dict[int, float]:
+        """Return the ranks that have told nothing new for so long, and for how many seconds."""
         silent = {}
         for rank, beat in enumerate(beats):
             number, since = self._seen.get(rank, (0, now))
             if beat.number != number:
                 self._seen[rank] = (beat.number, now)
-            elif now - since >= self._limit_s / 2 and not beat.finished:
+            elif now - since >= limit_s and not beat.finished:
                 silent[rank] = now - since
         return silent
 
@@ -205,7 +234,8 @@ class Watchdog:
     def _judge_store(self, now: float) -> Exception | None:
         """Return the error that ends this rank when the store has been away for long, and there is no progress."""
         age, asked_at = self._age_s(), self._asked_at
-        if age is None or age < self._limit_s or asked_at is None or now - asked_at < self._limit_s / 2:
+        least = self._limit_s if age is None else self._limit_s / 2
+        if asked_at is None or now - asked_at < least or (age is not None and age < self._limit_s):
             return None
         return LostPeerError(
             f"the process that keeps the ranks' store has not answered for {now - asked_at:.0f} s (rank 0, or its "

@@ -2,6 +2,7 @@
 
 FAULT happens on one rank in one step, the first time that torchrun starts the ranks: `raise` an exception, `kill` or
 `stop` the process, `sleep` in the backward pass, `hold` the interpreter's lock there, or `load`: never get a batch.
+STEP may be `start`, before the model is built, or `end`, when training has ended.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ from recsys.runtime.environment import prepare_environment  # noqa: E402
 prepare_environment()
 
 from recsys.step.step import DenseHalf  # noqa: E402
-from recsys.training import trainer  # noqa: E402
+from recsys.training import run, trainer  # noqa: E402
 
 
 def raise_error() -> None:
@@ -34,6 +35,18 @@ FAULTS = {
     "sleep": lambda: time.sleep(1000),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),
 }
+
+
+def install_aside(fault: str, place: str) -> None:
+    """Make this process fail before its steps, or after them."""
+    name = {"start": "build_model", "end": "run_result"}[place]
+    whole = getattr(run, name)
+
+    def faulty(*arguments: object) -> object:
+        FAULTS[fault]()
+        return whole(*arguments)
+
+    setattr(run, name, faulty)
 
 
 def install(fault: str, step: int) -> None:
@@ -64,6 +77,6 @@ def hanging(batches: object, step: int) -> object:
 if __name__ == "__main__":
     fault, rank, step, *arguments = sys.argv[1:]
     if os.environ["RANK"] == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        install(fault, int(step))
+        install(fault, int(step)) if step.isdigit() else install_aside(fault, step)
     sys.argv = ["train.py", *arguments]
     runpy.run_path(str(ROOT / "train.py"), run_name="__main__")

@@ -36,7 +36,9 @@ def watchdog(tmp_path: Path) -> Iterator[Watchdog]:
         yield watchdog
 
 
-def tell(watchdog: Watchdog, rank: int, num_collectives: int, age_s: float = LIMIT_S + 50, **values: object) -> None:
+def tell(
+    watchdog: Watchdog, rank: int, num_collectives: int, age_s: float | None = LIMIT_S + 50, **values: object
+) -> None:
     """What rank `rank` tells next; `num_collectives` is relative to rank 0."""
     number = watchdog._seen.get(rank, (0, 0.0))[0] + 1
     beat = Beat(number, "forward of step 7", age_s, watchdog._world.num_collectives + num_collectives, "there")
@@ -79,6 +81,19 @@ def test_a_rank_that_does_not_answer_is_named_first(watchdog: Watchdog) -> None:
     tell(watchdog, 2, -1, age_s=1.0)
     error = judge(watchdog, later_s=LIMIT_S / 2 + 1)
     assert isinstance(error, LostPeerError) and "rank 1 on there is stuck: it has not answered for 51 s" in str(error)
+    assert "rank 2" not in str(error)
+
+
+@pytest.mark.parametrize("phase", ["start", "end"])
+def test_a_rank_that_does_not_answer_is_named_where_no_progress_is_told(phase: str, watchdog: Watchdog) -> None:
+    watchdog.rest()
+    for rank in (1, 2):
+        tell(watchdog, rank, 0, age_s=None, finished=phase == "end" and rank == 2)
+    assert judge(watchdog, later_s=11.0) is None and judge(watchdog, later_s=LIMIT_S) is None
+    if phase == "start":
+        tell(watchdog, 2, -9, age_s=None)
+    error = judge(watchdog, later_s=LIMIT_S + 15)
+    assert isinstance(error, LostPeerError) and "rank 1 on there is stuck: it has not answered for 104 s" in str(error)
     assert "rank 2" not in str(error)
 
 

@@ -3,13 +3,14 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launch import ROOT, environment, fork_train, run_train
+from launch import ROOT, environment, fork_train, run_train, train_command
 
 CONFIG = str(ROOT / "configs" / "dlrm_sample.yaml")
 STUCK = ("run.stuck_after_s=4",)
@@ -17,13 +18,13 @@ GONE_S = 30
 
 
 def run_faulty(
-    fault: str, rank: int, folder: Path, *arguments: str, nproc: int = 2, restarts: int = 0
+    fault: str, rank: int, folder: Path, *arguments: str, nproc: int = 2, restarts: int = 0, step: str = "7"
 ) -> subprocess.CompletedProcess[str]:
-    """Run with a fault in step 7, in a folder that will hold runs/."""
+    """Run with a fault in a step, in a folder that will hold runs/."""
     (folder / "data").symlink_to(ROOT / "data")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     launcher += ["--max-restarts", str(restarts), "--nproc_per_node", str(nproc)]
-    command = [*launcher, str(ROOT / "tests" / "helpers" / "faulty.py"), fault, str(rank), "7", CONFIG, *arguments]
+    command = [*launcher, str(ROOT / "tests" / "helpers" / "faulty.py"), fault, str(rank), step, CONFIG, *arguments]
     return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=150)
 
 
@@ -85,6 +86,28 @@ def test_a_stuck_rank_is_named(fault: str, said: str, tmp_path: Path) -> None:
     if fault != "stop":
         log = next(tmp_path.glob("runs/*/logs/rank_1.log")).read_text()
         assert "most recent call first" in log and "faulty.py" in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "where"), [("start", "start"), ("end", r".* of step 60")])
+def test_a_rank_that_is_stopped_before_or_after_training_is_named(step: str, where: str, tmp_path: Path) -> None:
+    done = run_faulty("stop", 1, tmp_path, *STUCK, step=step)
+    said = rf"rank 1 on \S+ is stuck: it has not answered for .* was last heard of in {where}; rank 0 waits for it in"
+    assert re.search(said, root_cause(done.stderr)), done.stderr[-3000:]
+    assert not processes_in(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_that_stood_still_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """As after Ctrl-Z and `fg`, or in a job that was suspended, for longer than a run may make no progress."""
+    command = train_command(CONFIG, f"run.dir={tmp_path}/run", *STUCK, "train.epochs=20", "data.test=null")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    next(line for line in process.stdout if line.startswith("step "))
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4 + 10 + 4)  # what STUCK allows, and what faulthandler waits beyond
+    process.send_signal(signal.SIGCONT)
+    assert "done at step 240" in process.stdout.read() and process.wait(60) == 0
 
 
 @pytest.mark.slow
