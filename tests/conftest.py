@@ -1,9 +1,13 @@
-"""What all tests share: Python's collector of cycles is off while they are imported and gathered.
+"""What all tests share: a limit of time, and Python's collector of cycles is off while they are imported and gathered.
 
 All of that stays, and looking through it again and again took a third of the time. It is left out later too.
 """
 
 import gc
+import signal
+from collections.abc import Generator
+
+import pytest
 
 gc.disable()
 
@@ -11,3 +15,18 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def _limit(item: pytest.Item) -> Generator[None, object, object]:
+    """Let a test that hangs fail, where it hangs, and not the whole session without a word."""
+    seconds = 1800 if {"slow", "slurm", "gpu"} & {mark.name for mark in item.iter_markers()} else 600
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"it takes more than {seconds} s"))
+    signal.alarm(seconds)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+pytest_runtest_setup = pytest_runtest_call = pytest.hookimpl(wrapper=True)(_limit)
