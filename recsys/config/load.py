@@ -286,7 +286,7 @@ def _wrong_value(error: Exception, model: type) -> str:
     if isinstance(error, ValidationError) and expected and not isinstance(error, InterpolationResolutionError):
         value = getattr(error, "value", None)
         hint = (
-            nearest(str(value), expected.__members__)
+            nearest({"gpu": "cuda"}.get(str(value), str(value)), expected.__members__)  # else it is like cpu
             if isinstance(expected, type) and issubclass(expected, Enum)
             else ""
         )

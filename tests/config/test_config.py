@@ -149,3 +149,8 @@ def test_elements_of_lists_that_may_be_null(given: str, said: str, tmp_path: Pat
     path.write_text(f"{{model: {{name: fm}}, features: {{a: {{table: t, {given}}}}}, data: {{train: x}}}}")
     with pytest.raises(UserError, match=re.escape(said)):
         load_config(path)
+
+
+def test_a_gpu_is_called_cuda() -> None:
+    with pytest.raises(UserError, match=r"'run\.device' must be .*, found 'gpu'; did you mean 'cuda'\?"):
+        load_config(CONFIGS[0], ["run.device=gpu"])
