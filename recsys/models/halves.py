@@ -19,6 +19,7 @@ from recsys.config.choices import Autocast
 from recsys.models.dropout import RowDropout
 
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
+_MOST_PIECES = 256  # of a weight however large: each costs some operators, and two of so many little memory
 _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
 _LONG = 512  # sums of more products may be shared out over threads
 _FEW_ROWS = 16  # fewer than that have on some processors a product of their own on two threads
@@ -324,7 +325,7 @@ def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
         wide, narrow = (gradients, inputs) if width == 1 else (inputs, gradients)
         sums = [(some * narrow).sum(1).sum(0) for some in wide.split(_COLUMNS_AT_ONCE, dim=2)]
         return torch.cat(sums).view(outputs, width)
-    pieces = min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2)
+    pieces = min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2, _MOST_PIECES)
     if pieces == 1:
         return torch.bmm(gradients.mT, inputs).sum(0)
     result = gradients.new_empty(outputs, width)

@@ -136,8 +136,8 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     asked = world.from_rank_zero(lambda: _asked_of(run_dir))  # before config.yaml is written again
     inputs, changes = _settle(opened, session, source)
     if source is not None and source.goes_on and world.from_rank_zero(lambda: _is_finished(run_dir, source, asked)):
-        text = "done at step %d already, and nothing more is asked for: %s; train.epochs, now %d, goes on with it"
-        logger.info(text, source.marker.state.step, run_dir / "result.json", config.train.epochs)
+        text = "done at step %d already, and nothing more is asked for, such as train.epochs above %d: %s"
+        logger.info(text, source.marker.state.step, config.train.epochs, run_dir / "result.json")
         return 0
     explained.inputs = inputs
     with timeline.phase("init"):

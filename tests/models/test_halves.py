@@ -1,10 +1,13 @@
 """Gradients summed over halves of a batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from recsys.memory.trace import LivePeak
@@ -261,3 +264,22 @@ def test_gradients_of_rows_are_summed_in_their_order(width: tuple[int, ...]) -> 
         torch.set_num_threads(threads)
     assert all(torch.equal(each, found[0]) for each in found)
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-3)
+
+
+class Count(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_wide_layers_take_no_more_operators() -> None:
+    """Their gradients are cut into pieces, of which there were 100,000: predictions took minutes."""
+    with FakeTensorMode():
+        layer, x = nn.Linear(200_000, 200_000, bias=False), torch.empty(128, 200_000)
+        sum_in_halves(layer, 1)
+        outputs = layer(x)
+        with Count() as count:
+            torch.autograd.grad(outputs, list(layer.parameters()), outputs)
+    assert 256 < count.number < 10 * 256
