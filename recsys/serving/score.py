@@ -731,7 +731,9 @@ class Scorer:
                     mask = np.full(scores.shape, not is_barred)
                     mask[pairs[0][mine] - start, pairs[1][mine]] = is_barred
                     scores[mask] = -np.inf
-            best += [(places := best_places(row, k), row[places]) for row in scores]
+            for row in scores:
+                places = best_places(row, k)
+                best.append((places, row[places]))
         bounds = pa.array(np.cumsum([0, *(len(places) for places, _ in best)]), pa.int32())
         places, scores = (np.concatenate([np.zeros(0), *(pair[i] for pair in best)]) for i in (0, 1))
         ids, numbers = pa.array(places.astype(np.int64)), pa.array(scores.astype(np.float32))
@@ -772,8 +774,9 @@ class Scorer:
         name, ids = feature["name"], self._ids(table, feature)
         vectors = self._vectors[feature["table"]].take(ids.rows)
         if feature["pooling"] == "none":
+            lengths = ids.numbers(len(table))
             weights = np.ones(len(vectors), np.float32) if ids.weights is None else ids.weights
-            return {f"values:{name}": vectors, f"lengths:{name}": ids.numbers(len(table)), f"weights:{name}": weights}
+            return {f"values:{name}": vectors, f"lengths:{name}": lengths, f"weights:{name}": weights}
         if ids.weights is not None:
             vectors = vectors * ids.weights[:, None]
         if ids.lengths is not None:
@@ -854,14 +857,15 @@ def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
                 if twice := kept.keys() & set(results.column_names):
                     raise ExportError(f"--keep: column '{min(twice)}' would be there twice; leave it out")
                 table = pa.table({**kept, **dict(zip(results.column_names, results.columns, strict=True))})
-                yield table.cast(schema := schema or table.schema)
+                schema = schema or table.schema
+                yield table.cast(schema)
     except (pa.ArrowException, OSError) as error:
         raise ExportError(f"'{words.data}' cannot be scored ({' '.join(str(error).split())[:300]})") from error
 
 
 def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     """Write tables to a file, which appears when it is complete; return how many rows there are."""
-    aside = f"{words.out}.{os.getpid()}.tmp"
+    aside, num_rows = f"{words.out}.{os.getpid()}.tmp", 0
     if os.path.isdir(words.out) or not os.path.isdir(os.path.dirname(os.path.abspath(words.out))):
         raise ExportError(f"'{words.out}' is a folder, or is to lie in none; name a file")
     try:
@@ -873,13 +877,14 @@ def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
         with pq.ParquetWriter(aside, first.schema, compression="zstd") as writer:
             for table in chain([first], tables):
                 writer.write_table(table)
+                num_rows += len(table)
         os.replace(aside, words.out)
     except (pa.ArrowException, OSError) as error:
         raise ExportError(f"'{words.out}' cannot be written ({' '.join(str(error).split())[:300]})") from error
     finally:
         with suppress(OSError):  # such as that it is not there
             os.remove(aside)
-    return pq.read_metadata(words.out).num_rows
+    return num_rows
 
 
 def main() -> None:
