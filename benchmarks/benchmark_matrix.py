@@ -35,7 +35,7 @@ NUM_STEPS, BATCH_SIZE = 8, 256
 # Beside the product of the three: what else a step does in another way on GPUs.
 OTHERS = {
     "decay": ["optimizer.tables.weight_decay=0.01"],
-    "state in FP16": ["optimizer.tables.name=partial_rowwise_adam", "optimizer.tables.state_dtype=FP16"],
+    "state in BF16": ["optimizer.tables.name=partial_rowwise_adam", "optimizer.tables.state_dtype=BF16"],
     "stochastic rounding": ["tables.user.data_type=FP16", "tables.user.stochastic_rounding=true"],
     "BF16 autocast": ["precision.autocast=bf16"],
     "FP16 autocast": ["precision.autocast=fp16"],

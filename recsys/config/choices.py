@@ -137,7 +137,7 @@ class FloatType(Enum):
 class StateType(Enum):
     """Type that an optimizer of tables keeps its state for each element in; state for each row is FP32."""
 
-    FP32, FP16 = "FP32", "FP16"
+    FP32, BF16 = "FP32", "BF16"
 
 
 class Pooling(Enum):

@@ -6,7 +6,7 @@ What a device has no kernel for is refused where something else would be learned
 import math
 
 from recsys.config.choices import ELEMENTWISE, ComputeKernel, DataType, DenseSharding, FloatType
-from recsys.config.schema import Config, TableOptimizerConfig
+from recsys.config.schema import Config, TableConfig, TableOptimizerConfig
 from recsys.config.table_optimizers import optimizer_names
 from recsys.errors import UserError
 
@@ -20,6 +20,8 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     check_ranks(config, world_size)
     instead = _check_dense_sharding(config, world_size)
     if on_gpu:
+        for name, table in config.tables.items():
+            check_table_on_gpu(config, name, table)
         return instead
     if config.train.activation_offload:
         raise UserError(
@@ -43,6 +45,30 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     if config.precision.tf32:
         instead.append("precision.tf32=true changes nothing on CPU")
     return instead
+
+
+def check_table_on_gpu(config: Config, name: str, table: TableConfig) -> None:
+    """Refuse what neither FBGEMM's GPU kernel of an optimizer takes nor the rule in torch that stands in for it.
+
+    Raises:
+        UserError: a table that is not in FP32 lies in host memory, or has weight decay.
+    """
+    optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
+    rule = optimizer.name.value
+    if rule.path is None or rule.in_fbgemm(True, table.data_type):
+        return
+    only, found = f"FBGEMM's {optimizer.name.name} trains tables in FP32 alone on GPUs", table.data_type.name
+    instead = f"use tables.{name}.data_type=FP32, or {key}.name={rule.row_wise}"
+    if table.compute_kernel is not ComputeKernel.fused:
+        raise UserError(
+            f"config key 'tables.{name}.compute_kernel': {only}, and a rule in torch those in device memory, found "
+            f"{found} and {table.compute_kernel.name}; {instead}, or fused"
+        )
+    if optimizer.weight_decay:
+        raise UserError(
+            f"config key '{key}.weight_decay': {only}, and a rule in torch others without it, found {found} and "
+            f"{optimizer.weight_decay}; {instead}, or weight_decay=0"
+        )
 
 
 def _check_dense_sharding(config: Config, world_size: int) -> list[str]:

@@ -19,9 +19,9 @@ def check_optimizers(config: Config) -> None:
 
 def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
     rule, name = optimizer.name.value, optimizer.name.name
-    if optimizer.state_dtype is StateType.FP16 and not rule.fp16_state:
+    if optimizer.state_dtype is StateType.BF16 and not rule.bf16_state:
         raise UserError(
-            f"config key '{key}.state_dtype': FBGEMM keeps FP16 state for {optimizer_names('fp16_state')} alone, found "
+            f"config key '{key}.state_dtype': FBGEMM keeps BF16 state for {optimizer_names('bf16_state')} alone, found "
             f"{key}.name={name}; use FP32, or that"
         )
     if optimizer.l1 and "l1" not in rule.numbers:

@@ -149,7 +149,7 @@ class TableOptimizerConfig:
     beta1: float = bounded(0.9, 0, 1)  # of adam and lamb
     beta2: float = bounded(0.999, 0, 1)  # likewise
     weight_decay: float = bounded(0.0, 0, LARGE)  # on GPUs, not of sgd, adagrad and ftrl; times the rate, as AdamW's
-    state_dtype: StateType = StateType.FP32  # FP16: of partial_rowwise_adam, its first moment
+    state_dtype: StateType = StateType.FP32  # BF16: of partial_rowwise_adam, its first moment
     allow_column_split: bool = False  # of row-wise optimizers: what is learned then depends on the plan
 
 

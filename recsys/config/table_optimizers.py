@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from recsys.config.choices import DataType
+
 
 @dataclass(frozen=True)
 class UpdateRule:
@@ -18,7 +20,7 @@ class UpdateRule:
             keeps no state of whole rows, all tables where FBGEMM has no kernel.
         leaves_idle_rows: a row with a gradient of 0 stays as it is, whatever was before.
         reads_decay: its GPU kernels read weight decay. decay_has_modes: they take none unless told which kind.
-        fp16_state: state of elements may be FP16.
+        bf16_state: state of elements may be BF16. fp32_on_gpu: its GPU kernel trains tables in FP32 alone.
         row_wise: name of its kind that keeps less, a number for a row in place of one for each element.
     """
 
@@ -33,17 +35,19 @@ class UpdateRule:
     leaves_idle_rows: bool = False
     reads_decay: bool = True
     decay_has_modes: bool = False
-    fp16_state: bool = False
+    bf16_state: bool = False
+    fp32_on_gpu: bool = False
     row_wise: str | None = None
 
-    def in_fbgemm(self, on_gpu: bool) -> bool:
-        """Return whether FBGEMM has a kernel for it on a device."""
-        return self.path is not None and (on_gpu or self.on_cpu)
+    def in_fbgemm(self, on_gpu: bool, data_type: DataType) -> bool:
+        """Return whether FBGEMM has a kernel for it and a table's type on a device."""
+        of_device = (data_type is DataType.FP32 or not self.fp32_on_gpu) if on_gpu else self.on_cpu
+        return self.path is not None and of_device
 
     @property
     def trains_on_cpu(self) -> bool:
         """Whether tables that are split can be trained by it on CPUs."""
-        return self.in_fbgemm(on_gpu=False) or (self.in_torch and not self.row_state)
+        return (self.path is not None and self.on_cpu) or (self.in_torch and not self.row_state)
 
 
 _ADAM = ("eps", "beta1", "beta2")
@@ -77,10 +81,11 @@ class TableOptimizer(Enum):
         element_state=2,
         counts_updates=True,
         in_torch=True,
+        fp32_on_gpu=True,  # FBGEMM 1.6.0, on an H100: "Expected tensor 'row_counter_dev' to have scalar type Float"
         row_wise="partial_rowwise_adam",
     )
     partial_rowwise_adam = UpdateRule(
-        f"{_OPTIMIZERS}.PartialRowWiseAdam", _ADAM, row_state=1, element_state=1, counts_updates=True, fp16_state=True
+        f"{_OPTIMIZERS}.PartialRowWiseAdam", _ADAM, row_state=1, element_state=1, counts_updates=True, bf16_state=True
     )
     lamb = UpdateRule(
         f"{_OPTIMIZERS}.LAMB",

@@ -7,11 +7,13 @@ from typing import Any
 from recsys.config import ComputeKernel, Config, DataType, ShardingChoice, TableConfig
 from recsys.config.checks import check_sharding
 from recsys.config.choices import ELEMENTWISE, Autocast, DenseSharding, Saver
+from recsys.config.device import check_table_on_gpu
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead
 from recsys.tables.bytes import WEIGHT_BYTES
+from recsys.tables.updates import in_fbgemm
 
 _LEAST_ROWS = 32  # of a micro-batch
 _FINE_STEPS = 4  # up to which tables are moved one by one
@@ -95,7 +97,7 @@ def _caching(config: Config, topology: Topology) -> Iterator[Change]:
     movables = {
         name: table
         for name, table in config.tables.items()
-        if not config.updated_in_torch(name)
+        if in_fbgemm(config, name, on_gpu=True)
         and table.sharding_type is not ShardingChoice.data_parallel
         and table.compute_kernel is ComputeKernel.fused
     }
@@ -157,9 +159,21 @@ def _goes_with(config: Config, table: str) -> bool:
 
 
 def _fp16(config: Config, topology: Topology) -> Iterator[Change]:
-    for names in _largest({name: t for name, t in config.tables.items() if t.data_type is DataType.FP32}):
+    able = {name: table for name, table in config.tables.items() if _may_be_fp16(config, name, topology)}
+    for names in _largest(able):
         settings = {f"tables.{name}.data_type": DataType.FP16 for name in names}
         yield Change(settings, "updates are rounded to 11 bits", Saver.fp16_tables)
+
+
+def _may_be_fp16(config: Config, name: str, topology: Topology) -> bool:
+    table = config.tables[name]
+    if table.data_type is not DataType.FP32:
+        return False
+    try:
+        check_table_on_gpu(config, name, replace(table, data_type=DataType.FP16))
+    except UserError:
+        return not topology.on_gpu
+    return True
 
 
 def _autocast(config: Config, topology: Topology) -> Iterator[Change]:

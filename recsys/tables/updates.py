@@ -51,8 +51,8 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
         arguments["lr"] = settings.learning_rate
         if settings.weight_decay:
             arguments["weight_decay"] = settings.weight_decay
-        if settings.state_dtype is StateType.FP16:
-            arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.FP16)
+        if settings.state_dtype is StateType.BF16:
+            arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.BF16)
         apply_optimizer_in_backward(pydoc.locate(rule.path), [parameter], arguments)
         if settings.weight_decay and rule.decay_has_modes:
             # FBGEMM has three kinds for it and takes none by default. torchrec hands on what stands here when it
@@ -62,7 +62,8 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
 
 def in_fbgemm(config: Config, table: str, on_gpu: bool) -> bool:
     """Return whether a kernel of FBGEMM updates a table that is not replicated, and not a rule in torch."""
-    return config.table_optimizer(table).name.value.in_fbgemm(on_gpu) and not config.updated_in_torch(table)
+    rule, data_type = config.table_optimizer(table).name.value, config.tables[table].data_type
+    return rule.in_fbgemm(on_gpu, data_type) and not config.updated_in_torch(table)
 
 
 class TableUpdates:

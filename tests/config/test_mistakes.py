@@ -49,7 +49,7 @@ KEYS = {
     "too many threads": ("run.num_threads=100000", ["'run.num_threads' must be at most 1024"]),
     "seed": ("seed=99999999999999999999", ["'seed' must be at most"]),
     "infinite rate": ("optimizer.dense.learning_rate=.inf", ["must be at most", "found inf"]),
-    "state of FP16": ("optimizer.tables.state_dtype=FP16", ["'optimizer.tables.state_dtype'", "use FP32"]),
+    "state of BF16": ("optimizer.tables.state_dtype=BF16", ["'optimizer.tables.state_dtype'", "use FP32"]),
     "rows split by columns": ("tables.user.sharding_type=column_wise", ["'tables.user.sharding_type'", "insist"]),
     "norms of rows split by columns": (
         "tables.user={sharding_type: column_wise, optimizer: {name: lamb}}",

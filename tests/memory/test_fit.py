@@ -1,5 +1,6 @@
 """What is changed so that a run fits into memory, and what is told when it does not."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 from launch import fork_train, run_train
 
 from recsys.config import Config, load_config
-from recsys.config.choices import ComputeKernel, Saver
+from recsys.config.choices import ComputeKernel, DataType, Saver
+from recsys.config.device import check_device
+from recsys.config.table_optimizers import TableOptimizer
+from recsys.errors import UserError
 from recsys.memory import DataFacts, Decoding
 from recsys.memory.advice import advise
 from recsys.memory.autofit import Fitter
@@ -105,6 +109,25 @@ def test_large_tables_of_gpus_go_to_host_memory() -> None:
     _, found = fitted((), "tables.user.num_embeddings=5000000000", *topology)
     assert not found.missing and found.config.tables["user"].compute_kernel is ComputeKernel.fused_uvm_caching
     assert found.config.tables["item"].compute_kernel is ComputeKernel.fused
+
+
+@pytest.mark.parametrize("optimizer", TableOptimizer, ids=lambda optimizer: optimizer.name)
+def test_no_change_of_a_gpu_run_is_refused_there(optimizer: TableOptimizer) -> None:
+    """Such as to FP16 of tables in host memory that Adam trains, or to host memory of tables in FP16."""
+    topology, tried = ("topology.device=cuda", "topology.device_memory=16MiB"), 0
+    for kernel, data_type in itertools.product(ComputeKernel, DataType):
+        settings = (f"tables.user.compute_kernel={kernel.name}", f"tables.user.data_type={data_type.name}")
+        options = [*topology, *settings, "tables.user.init_range=0.1", f"optimizer.tables.name={optimizer.name}"]
+        try:
+            config = load_config(CONFIG, [*options, "tables.user.num_embeddings=1000000"])
+            check_device(config, on_gpu=True)
+        except UserError:
+            continue
+        for lever in LEVERS:
+            for change in lever(config, topology_of(config)):
+                check_device(with_changes(config, [change]), on_gpu=True)
+                tried += 1
+    assert tried
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import math
+from dataclasses import replace
 
 import pytest
 import pytorch_optimizer
@@ -15,13 +16,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from recsys.config import Config, OptimizerConfig, Schedule, TableConfig, TableOptimizerConfig, load_config
-from recsys.config.choices import DenseOptimizer, StateType
+from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, StateType
 from recsys.config.device import check_device
 from recsys.config.schema import DenseOptimizerConfig, ScheduleConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.step.optim import Adam, AdamW, build_dense_optimizer, schedule_factor, set_learning_rate
-from recsys.tables.updates import attach_table_optimizers
+from recsys.tables.updates import attach_table_optimizers, in_fbgemm
 
 
 def parameters(count: int = 1) -> list[torch.nn.Parameter]:
@@ -119,15 +120,31 @@ def test_table_optimizer_of_each_table(name):
     assert vars(other)["_optimizer_kwargs"] == [{"lr": 0.1}]
 
 
-def test_state_in_fp16_reaches_fbgemm_grouped_with_its_like():
-    half = TableOptimizerConfig(TableOptimizer.partial_rowwise_adam, state_dtype=StateType.FP16)
+def test_state_in_bf16_reaches_fbgemm_grouped_with_its_like():
+    half = TableOptimizerConfig(TableOptimizer.partial_rowwise_adam, state_dtype=StateType.BF16)
     tables = dict(zip("abc", parameters(3), strict=True))
     config = config_of(half, a=None, b=None, c=TableOptimizerConfig(TableOptimizer.partial_rowwise_adam))
     attach_table_optimizers(tables, config, on_gpu=True)
     given = {name: vars(weight)["_optimizer_kwargs"][0] for name, weight in tables.items()}
-    assert given["a"]["optimizer_state_dtypes"]["momentum1"].as_dtype() is torch.float16
+    assert given["a"]["optimizer_state_dtypes"]["momentum1"].as_dtype() is torch.bfloat16
     keys = [tuple(sorted(given[name].items())) for name in "abc"]  # as torchrec's group_tables makes them
     assert len(set(keys)) == 2 and keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("kernel", list(ComputeKernel))
+@pytest.mark.parametrize("data_type", list(DataType))
+def test_adam_of_tables_that_are_not_in_fp32_is_a_rule_in_torch_on_gpus(data_type: DataType, kernel: ComputeKernel):
+    """As an H100 has shown, FBGEMM's kernel takes FP32 alone; the rule is for tables in device memory."""
+    for decay in (0.0, 0.1):
+        config = config_of(TableOptimizerConfig(TableOptimizer.adam, weight_decay=decay), item=None)
+        config.tables["item"] = replace(config.tables["item"], data_type=data_type, compute_kernel=kernel)
+        assert in_fbgemm(config, "item", on_gpu=True) == (data_type is DataType.FP32)
+        if data_type is DataType.FP32 or (kernel is ComputeKernel.fused and not decay):
+            assert check_device(config, on_gpu=True) == []
+            continue
+        key = "tables.item.compute_kernel" if kernel is not ComputeKernel.fused else "optimizer.tables.weight_decay"
+        with pytest.raises(UserError, match=rf"'{key}': FBGEMM's adam .* FP32 .*name=partial_rowwise_adam"):
+            check_device(config, on_gpu=True)
 
 
 def test_what_fbgemm_lacks_on_cpu_is_refused():

@@ -66,10 +66,10 @@ def overrides(kind: str, dtype: str, optimizer: str) -> list[str]:
 
 
 class Reference:
-    """The tables as plain tensors, the optimizers' rules written out."""
+    """The tables as plain tensors, the optimizers' rules written out; `on_gpu`: as kernels there round."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, config: Config, on_gpu: bool = False) -> None:
+        self.config, self.on_gpu = config, on_gpu
         torch.manual_seed(config.seed)
         dims = {f: config.tables[config.features[f].table].embedding_dim for f in id_features(config)}
         self.dense = DLRM(config.model, DenseInputs(dims, float_features(config), config.labels()))
@@ -152,7 +152,7 @@ class Reference:
         first += (gradient**2).mean(dim=1, keepdim=True) if rowwise else gradient**2
         step = rate * gradient / (first.sqrt() + eps)
         # FBGEMM's Adagrad on CPU rounds the step to the weights' type before it subtracts it.
-        return weights - (step if rowwise else step.to(self.tables[table].dtype))
+        return weights - (step if rowwise or self.on_gpu else step.to(self.tables[table].dtype))
 
     @staticmethod
     def _ftrl(
@@ -174,11 +174,11 @@ class Reference:
 
 
 @cache
-def reference(folder: Path, *options: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def reference(folder: Path, *options: str, on_gpu: bool = False) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return the losses of each step, and the tables after the last."""
     config = load_config(write(folder), options)
     with open_world(Device.cpu, 1) as world:
-        trained = Reference(config)
+        trained = Reference(config, on_gpu)
         inputs = open_inputs(config, world)
         with closing(_batches(inputs)) as batches:
             losses = [trained.step(batch) for batch in islice(batches, STEPS)]
