@@ -29,6 +29,7 @@ from recsys.data.permutation import Permutation, PermutedReader
 from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window
+from recsys.runtime.threads import windows_ahead
 
 WindowSource = Callable[["_Placed"], Callable[[], Columns]]  # begins to read a window; returns what waits for it
 
@@ -131,11 +132,11 @@ class Loader:
         """
         position = position or Position()
         if self._options.num_threads == 0:
-            yield from self._produce(position, num_epochs, lambda placed: lambda: self._read(placed), num_ahead=0)
+            yield from self._produce(position, num_epochs, lambda placed: lambda: self._read(placed))
             return
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
-        batches = self._produce(position, num_epochs, lambda placed: pool.submit(self._read, placed).result, 1)
+        batches = self._produce(position, num_epochs, lambda placed: pool.submit(self._read, placed).result)
         depth, device = self._options.prefetch_batches, self._options.pin_device
         pinning = (None, ()) if device is None else (torch.cuda.set_device, (device,))  # else a context on GPU 0 starts
         thread = ThreadPoolExecutor(1, "read-ahead", *pinning)
@@ -163,7 +164,8 @@ class Loader:
         options, row_groups = self._options, self.dataset.row_groups
         return EpochOrder(row_groups, options.seed, epoch, options.shuffle, self._slots, options.window_bytes)
 
-    def _produce(self, position: Position, num_epochs: int, source: WindowSource, num_ahead: int) -> Iterator[Batch]:
+    def _produce(self, position: Position, num_epochs: int, source: WindowSource) -> Iterator[Batch]:
+        num_ahead = windows_ahead(self._options.num_threads, len(self._shares))
         readers = [_StreamReader(self._placed(position, num_epochs, s), source, num_ahead) for s in self._shares]
         while position.epoch < num_epochs:
             following = self._advance(position)

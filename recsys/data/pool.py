@@ -5,8 +5,9 @@ done. So whoever keeps a batch keeps its values, and a loop that lets go of them
 """
 
 import mmap
-import sys
 import threading
+import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ class Fence:
 class Block:
     """Cuts arrays out of a piece of memory of a pool."""
 
-    def __init__(self, held: "_Held") -> None:
-        self._memory, self.fence = held.memory, held.fence
+    def __init__(self, memory: np.ndarray, fence: Fence) -> None:
+        self._memory, self.fence = memory, fence
         self._used = 0
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -82,10 +83,10 @@ class BlockPool:
 
     def __init__(self, pin: bool = False) -> None:
         self._pin = pin
-        self._held: dict[int, list[_Held]] = {}  # by size
+        self._free: dict[int, deque[_Held]] = {}  # by size, those that have been free for longest first
+        self._held: set[_Held] = set()  # all of them
         self._most_used = 0
         self._lock = threading.Lock()
-        self._unused = _num_references(_Held(mmap.PAGESIZE, pin=False))
 
     @property
     def num_bytes(self) -> int:
@@ -99,41 +100,29 @@ class BlockPool:
         # memory, pages that were never written to take none.
         size = 1 << max(12, (num_bytes - 1).bit_length())
         with self._lock:
-            held = self._free_one(size)
-            if held is None:
+            fitting = next((each for each in (size, 2 * size, 4 * size) if self._free.get(each)), None)
+            if fitting is not None:
+                held = self._free[fitting].popleft()
+            else:
                 self._make_room(size)
                 held = _Held(size, self._pin)
-                self._held.setdefault(size, []).append(held)
+                self._held.add(held)
             held.fence.wait()
-            return Block(held)
-
-    def _free_one(self, size: int) -> "_Held | None":
-        for fitting in (size, 2 * size, 4 * size):
-            for held in self._held.get(fitting, ()):
-                if self._is_free(held):
-                    return held
-        return None
+            return Block(held.lend(self._free.setdefault(held.size, deque())), held.fence)
 
     def _total(self) -> int:
-        return sum(size * len(held) for size, held in self._held.items())
-
-    def _is_free(self, held: "_Held") -> bool:
-        return _num_references(held) <= self._unused
+        return sum(held.size for held in self._held)
 
     def _make_room(self, size: int) -> None:
         """Drop free blocks, small ones first, unless no more bytes are held than have been in use at once."""
-        free = [
-            (num_bytes, held)
-            for num_bytes in sorted(self._held)
-            for held in self._held[num_bytes]
-            if self._is_free(held)
-        ]
         total = self._total() + size
-        self._most_used = max(self._most_used, total - sum(num_bytes for num_bytes, _ in free))
-        for num_bytes, held in free:
-            if total > self._most_used:
+        free_bytes = sum(num_bytes * len(blocks) for num_bytes, blocks in self._free.items())
+        self._most_used = max(self._most_used, total - free_bytes)
+        for num_bytes in sorted(self._free):
+            while self._free[num_bytes] and total > self._most_used:
+                held = self._free[num_bytes].popleft()
                 held.fence.wait()
-                self._held[num_bytes].remove(held)
+                self._held.remove(held)
                 total -= num_bytes
 
 
@@ -141,14 +130,17 @@ class _Held:
     """Memory of a pool, and the fence of its copies."""
 
     def __init__(self, size: int, pin: bool) -> None:
-        self.fence = Fence()
+        self.size, self.fence = size, Fence()
         if pin:
-            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         else:  # outside malloc's heaps, where blocks that come and go leave holes
-            self.memory = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+            self._memory = torch.frombuffer(
+                mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
+            )
 
-
-def _num_references(held: _Held) -> int:
-    # Every array that is cut out of a block refers to its memory; how many references there are without any is measured
-    # in the same way, since Python's versions count differently.
-    return sys.getrefcount(held.memory)
+    def lend(self, free: "deque[_Held]") -> np.ndarray:
+        """Return the memory; when that array and all that are cut out of it are gone, this is in `free`."""
+        lent = self._memory.numpy()  # arrays and tensors that view it refer to this one, which is new each time
+        # Whatever thread lets go of the last one runs this, maybe one that holds the pool's lock.
+        self._lent = weakref.ref(lent, lambda _: free.append(self))
+        return lent

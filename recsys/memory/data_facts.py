@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import cycle, islice
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from recsys.data.wanted import column_of, role_features, role_lists, with_figure
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
 from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes
-from recsys.runtime.threads import decoding_threads
+from recsys.runtime.threads import decoding_threads, windows_ahead
 
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
@@ -61,7 +62,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     vocabularies += _drawn_bytes(inputs)
     return DataFacts(
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
-        most_ids=_most_ids(config, sample, held, world_size),
+        most_ids=_most_ids(inputs, sample, held),
         id_bytes=inputs.spec("train").dtype.itemsize,
         window_bytes=int(sample.window_bytes(held, largest) + of_evaluation),
         decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
@@ -77,10 +78,11 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     )
 
 
-def _most_ids(config: Config, sample: Sample, held: int, world_size: int) -> dict[str, float]:
+def _most_ids(inputs: Inputs, sample: Sample, held: int) -> dict[str, float]:
     """Return as `_mean_ids` those of the largest batches, where windows hold so many rows at once."""
-    # Of two windows of a stream one is the next.
-    at_once = max(streams_of_a_rank(config, world_size), held / 2 / sample.group_rows)
+    config, world_size = inputs.config, inputs.world.world_size
+    streams = streams_of_a_rank(config, world_size)
+    at_once = max(streams, held / _windows_at_once(inputs, streams) / sample.group_rows)  # without the next windows
     return _mean_ids(config, sample.most_ids(rank_rows(config, world_size), at_once), world_size)
 
 
@@ -159,14 +161,20 @@ def _num_threads(inputs: Inputs) -> int:
     return decoding_threads(inputs.config.data.num_threads, inputs.world.device, inputs.world.local_world_size)
 
 
+def _windows_at_once(inputs: Inputs, num_streams: int) -> int:
+    """Return how many windows of a stream there are: the one that rows are taken from, and the next ones."""
+    return 1 + windows_ahead(_num_threads(inputs), num_streams)
+
+
 def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     """Return the most rows of windows that a loader's streams hold at once, and those of the largest window."""
-    held, largest = 0, 0
-    again = role == "train" and inputs.config.train.epochs > 1
-    for rows in inputs.loader(role).window_rows():
-        following = [*rows[1:], rows[0] if rows and again else 0]
-        pairs = [sum(pair) for pair in zip(rows, following, strict=False)] if _num_threads(inputs) else rows
-        held += max(pairs, default=0)
+    held, largest, streams = 0, 0, inputs.loader(role).window_rows()
+    epochs = inputs.config.train.epochs if role == "train" else 1
+    at_once = _windows_at_once(inputs, len(streams))
+    for rows in streams:
+        following = islice(cycle(rows), min(at_once, epochs * len(rows)) - 1) if epochs > 1 else []
+        sums = np.convolve([*rows, *following], np.ones(at_once, int)) if rows else np.zeros(1, int)
+        held += int(sums.max())
         largest = max(largest, *rows, 0)
     return held, largest
 

@@ -30,6 +30,14 @@ def decoding_threads(wanted: int | None, device: torch.device, local_world_size:
     return max(2, min(_MOST_DECODING, cores - 2))
 
 
+def windows_ahead(num_threads: int, num_streams: int) -> int:
+    """Return how many windows of each stream that a rank reads are decoded ahead: enough to keep its threads at work.
+
+    Where ranks have few streams each, such as 8 of them one of 8 each, one window at a time would keep one thread.
+    """
+    return -(-num_threads // max(1, num_streams))
+
+
 def batches_ahead(wanted: int | None, device: torch.device) -> int:
     """Return how many batches a thread collates ahead of training: `wanted`, or the default.
 

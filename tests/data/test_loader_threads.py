@@ -1,5 +1,7 @@
 """The loader's threads: orderly ends, bounded reading ahead, errors where they belong."""
 
+import itertools
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -47,6 +49,22 @@ def test_closing_early_ends_all_threads(dataset, taken, prefetch):
     batches.close()
     assert not threads()
     assert not list(batches)
+
+
+@pytest.mark.parametrize(("num_streams", "num_threads"), [(1, 4), (3, 4), (8, 4)])
+def test_all_threads_decode_however_few_streams_there_are(dataset, monkeypatch, num_streams, num_threads):
+    """As on each of 8 ranks of 8 streams, which reads one."""
+    together, original = threading.Barrier(num_threads, timeout=30), Loader._read
+    begun = itertools.count()
+
+    def read(self: Loader, placed: Any) -> Columns:
+        if next(begun) < num_threads:
+            together.wait()  # breaks unless so many threads come here
+        return original(self, placed)
+
+    monkeypatch.setattr(Loader, "_read", read)
+    options = {"num_streams": num_streams, "num_threads": num_threads, "window_bytes": 1}
+    assert sum(batch.num_rows for batch in build(dataset, 8, **options).batches()) == 101
 
 
 def test_closing_gives_up_windows_that_wait_for_a_thread(dataset, monkeypatch):
