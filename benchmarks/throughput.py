@@ -36,6 +36,7 @@ from torchrec import EmbeddingBagCollection  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 
 from recsys.config import Config, load_config  # noqa: E402
+from recsys.config.choices import Autocast  # noqa: E402
 from recsys.data.batch import Batch  # noqa: E402
 from recsys.data.inputs import open_inputs  # noqa: E402
 from recsys.datasets.writer import write_parts  # noqa: E402
@@ -62,6 +63,8 @@ VARIANTS = {
     "tf32": ["precision.tf32=true"],
     "bf16": ["precision.autocast=bf16"],
     "fp16": ["precision.autocast=fp16"],
+    "compiled": ["train.compile=true"],
+    "bf16_compiled": ["precision.autocast=bf16", "train.compile=true"],
     "fp16_tables": [f"tables.t{i}.data_type=FP16" for i in range(len(ROWS))],
     "fp8_tables": [f"tables.t{i}.{each}" for i in range(len(ROWS)) for each in ("data_type=FP8", "init_range=0.01")],
     "bf16_vectors": ["precision.output_dtype=BF16"],
@@ -197,7 +200,7 @@ def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace)
         for feed in arguments.feeds:
             if feed == "bare":
                 built = None  # its tables make room for those of the bare loop
-                add(feed, measure_bare(shape, held, world, arguments))
+                add(feed, measure_bare(shape, held, world, arguments, config.precision.autocast))
                 continue
             built = built or build_model(inputs)
             if feed == "parquet":
@@ -212,8 +215,10 @@ def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace)
     return results
 
 
-def measure_bare(shape: str, held: list[Batch], world: World, arguments: argparse.Namespace) -> dict[str, float]:
-    """Return the steps/s of torchrec's own loop on batches that lie on the device."""
+def measure_bare(
+    shape: str, held: list[Batch], world: World, arguments: argparse.Namespace, autocast: Autocast
+) -> dict[str, float]:
+    """Return the steps/s of torchrec's own loop on batches that lie on the device, under the same autocast."""
 
     def make(tables: EmbeddingBagCollection, num_floats: int, device: torch.device) -> torch.nn.Module:
         top, dim = [1024, 1024, 512, 256, 1], arguments.dim
@@ -224,8 +229,10 @@ def measure_bare(shape: str, held: list[Batch], world: World, arguments: argpars
     batches = [bare_batch(each).to(world.device) for each in held]
     rows = {f"c{i}": max(8, min(number, arguments.max_rows)) for i, number in enumerate(ROWS)}
     bare, threads = Bare(batches, world, rows, arguments.dim, make, "table_wise"), torch.get_num_threads()
-    bare.measure(arguments.warm, threads)
-    samples = bare.measure(arguments.steps, threads)
+    dtype = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}.get(autocast)
+    with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
+        bare.measure(arguments.warm, threads)
+        samples = bare.measure(arguments.steps, threads)
     return {"steps_per_s": samples / (held[0].num_rows * world.world_size)}
 
 
