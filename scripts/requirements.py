@@ -32,6 +32,7 @@ def requirements(kind: str, name: str | None = None) -> list[str]:
         *project["dependencies"],
         *extras["torch"],
         *extras[kind],
+        *extras["threads"],
         *extras["faiss"],
         *extras["export"],
         *extras["sweep"],
@@ -40,7 +41,7 @@ def requirements(kind: str, name: str | None = None) -> list[str]:
         *extras["dev"],
         *torchrec,
     ]
-    return [instead.get(pin.partition("==")[0], pin) for pin in dict.fromkeys(pins) if pin != "recsys[torch]"]
+    return [instead.get(pin.partition("==")[0], pin) for pin in dict.fromkeys(pins) if not pin.startswith("recsys[")]
 
 
 def main() -> None:

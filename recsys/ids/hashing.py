@@ -1,7 +1,7 @@
 """Raw ids of any Arrow type as keys, numbers or texts, and keys as 64-bit hashes: the same on every machine.
 
-A number is mixed with the finalizer of SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195), a
-one-to-one function of 64 bits; a text, which is its UTF-8 bytes, is hashed with XXH3-64. Both are seeded.
+A number is mixed with the finalizer of SplitMix64 (`recsys.ids.loops`), a one-to-one function of 64 bits; a text, which
+is its UTF-8 bytes, is hashed with XXH3-64. Both are seeded.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,10 @@ import pyarrow as pa
 import xxhash
 
 from recsys.errors import UserError
+from recsys.ids.loops import hash_numbers, mix
 
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 _GOLDEN = 0x9E3779B97F4A7C15
-# Arrays without dimensions: of a NumPy scalar, every call would make one.
-_ROUNDS = tuple(
-    (np.array(shift, np.uint64), np.array(factor, np.uint64))
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-)
-_LAST_SHIFT = np.array(31, np.uint64)
 # Of the integers that Arrow holds dates and times as, by their unit or, of dates, by their type.
 NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
@@ -59,8 +54,7 @@ class IdKeys:
             part = self.numbers[start : start + CHUNK]
             chunk = scratch[:, : len(part)]
             hashes = chunk[0]
-            _load(part, hashes, increment)
-            mix(hashes, chunk[1])
+            hash_numbers(part, increment, hashes, chunk[1])
             yield start, chunk
         for start in range(0, len(self.texts), CHUNK):
             part = _hash_texts(self.texts.slice(start, CHUNK), seed)
@@ -138,42 +132,14 @@ def hash_column(ids: pa.Array, seed: int = 0) -> np.ndarray:
     return hashed if keys.indices is None else hashed[keys.indices]
 
 
-def mix(x: np.ndarray, scratch: np.ndarray) -> None:
-    """Apply SplitMix64's finalizer to uint64 `x` in place; `scratch` is uint64 of the same shape, overwritten."""
-    # In place and chunk by chunk, because on whole columns these eight passes would wait for memory.
-    for shift, multiplier in _ROUNDS:
-        np.right_shift(x, shift, scratch)
-        np.bitwise_xor(x, scratch, x)
-        np.multiply(x, multiplier, x)
-    np.right_shift(x, _LAST_SHIFT, scratch)
-    np.bitwise_xor(x, scratch, x)
-
-
 def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -> None:
     """Write the hashes of uint64 `hashes` by another seed to `out`; `scratch` is overwritten. All of one shape."""
     np.add(hashes, _increment(seed), out=out)
     mix(out, scratch)
 
 
-def modulo(x: np.ndarray, divisor: int, scratch: np.ndarray) -> None:
-    """Reduce uint64 `x` in place to x % divisor; `scratch` is uint64 of the same shape, overwritten."""
-    # NumPy's own remainder does not use vector instructions, its division by a constant does.
-    by = np.array(divisor, np.uint64)
-    np.floor_divide(x, by, scratch)
-    np.multiply(scratch, by, scratch)
-    np.subtract(x, scratch, x)
-
-
 def _increment(seed: int) -> np.uint64:
     return np.uint64(_GOLDEN * (seed + 1) % 2**64)
-
-
-def _load(numbers: np.ndarray, out: np.ndarray, increment: np.uint64) -> None:
-    if numbers.dtype.itemsize == 8:
-        np.add(numbers.view(np.uint64), increment, out=out)
-        return
-    np.copyto(out.view(np.int64) if numbers.dtype.kind == "i" else out, numbers)
-    np.add(out, increment, out=out)
 
 
 def _texts(values: pa.Array) -> pa.Array:

@@ -5,7 +5,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from recsys.errors import UserError
-from recsys.ids.hashing import IdKeys, modulo, read_keys
+from recsys.ids.hashing import IdKeys, read_keys
+from recsys.ids.loops import modulo
 from recsys.ids.mappings import IdMapping, expected_share, share_of_collisions
 
 _PLACES_PER_ID = 4  # 2 at least; the more, the fewer ids share a place

@@ -14,7 +14,8 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.errors import UserError
-from recsys.ids.hashing import CHUNK, IdKeys, is_text, modulo, read_keys, remix
+from recsys.ids.hashing import CHUNK, IdKeys, is_text, read_keys, remix
+from recsys.ids.loops import modulo, pick_unseen, second_place, write_remainders, write_sum
 
 NULL_ROW = 0
 _RANGE = 2**64
@@ -63,15 +64,8 @@ class IdStatistics:
         Args:
             chunk: uint64 [3, n]: the hashes, and two rows that are overwritten.
         """
-        hashes, seen = chunk[0], self._seen
-        if self._limit < _RANGE:
-            hashes = hashes.take((hashes < np.uint64(self._limit)).nonzero()[0])
-        places, occupants = chunk[1:, : len(hashes)]
         # Without the lock: no hash stands in `_seen` that has not been taken in.
-        np.bitwise_and(hashes, np.uint64(len(seen) - 1), out=places)
-        np.take(seen, places.view(np.int64), out=occupants, mode="clip")
-        unseen = hashes.take((occupants != hashes).nonzero()[0])
-        unseen = unseen[seen[_second_place(unseen, seen)] != unseen]
+        unseen = pick_unseen(chunk, self._limit - 1, self._seen)
         if len(unseen):
             with self._lock:
                 self._new.append(np.unique(unseen))
@@ -134,16 +128,12 @@ class IdStatistics:
         first = (hashes & np.uint64(len(seen) - 1)).view(np.int64)
         seen[first] = hashes
         second = hashes[seen[first] != hashes]
-        seen[_second_place(second, seen)] = second
+        seen[second_place(second, seen)] = second
         self._hashes, self._new, self._seen = hashes, [], seen
 
 
 def _num_places(num_hashes: int) -> int:
     return max(_FEWEST_PLACES, 1 << (4 * num_hashes - 1).bit_length())
-
-
-def _second_place(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    return (hashes >> np.uint64(32) & np.uint64(len(seen) - 1)).view(np.int64)
 
 
 class IdMapping:
@@ -230,10 +220,8 @@ class HashMapping(IdMapping):
         # Further hashes are hashes of the first: a text is read but once.
         for j in range(k - 1, 0, -1):
             remix(chunk[0], j, chunk[2], chunk[1])
-            modulo(chunk[2], num_buckets, chunk[1])
-            _write_sum(chunk[2], 1, out[j::k])
-        modulo(chunk[0], num_buckets, chunk[1])
-        _write_sum(chunk[0], 1, out[::k])
+            write_remainders(chunk[2], num_buckets, out[j::k], chunk[1])
+        write_remainders(chunk[0], num_buckets, out[::k], chunk[1])
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
         if weight == 1:
@@ -281,10 +269,10 @@ class QuotientRemainderMapping(IdMapping):
         number, quotient = chunk[0], chunk[1]
         modulo(number, self._num_ids, quotient)
         np.floor_divide(number, np.uint64(self._num_remainders), out=quotient)
-        _write_sum(quotient, 1, out[::2])
+        write_sum(quotient, 1, out[::2])
         np.multiply(quotient, np.uint64(self._num_remainders), out=quotient)
         np.subtract(number, quotient, out=number)
-        _write_sum(number, 1 + self._num_quotients, out[1::2])
+        write_sum(number, 1 + self._num_quotients, out[1::2])
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
         if weight == 1:
@@ -292,15 +280,6 @@ class QuotientRemainderMapping(IdMapping):
         n, sizes = weight * len(hashes), (self._num_quotients, self._num_remainders)
         used = sum(size * expected_share(n, size) for size in sizes)
         return used / (self.num_rows - 1), expected_share(n, self._num_ids)
-
-
-def _write_sum(values: np.ndarray, addend: int, out: np.ndarray) -> None:
-    """Write uint64 `values` + addend to int32 or int64 `out`, in the fewest passes over memory."""
-    if out.dtype == np.int64:
-        np.add(values, np.uint64(addend), out=out.view(np.uint64))
-    else:
-        np.copyto(out.view(np.uint32), values, casting="unsafe")
-        np.add(out, np.int32(addend), out=out)
 
 
 def _num_quotients(num_rows: int, num_ids: int) -> int:

@@ -1,0 +1,138 @@
+"""Loops over ids, which most of decoding is: NumPy's passes, or the same compiled into one (numba.pydata.org).
+
+A pass of NumPy's over a chunk takes some ten microseconds, and after each a thread asks for Python's lock. With more
+than two or three threads that decode, they wait for each other: of 12 on 16 cores, no more came than of four. A loop
+that is compiled is one call, takes less than half the time, and other threads run meanwhile.
+"""
+
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+# SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195): xor with itself shifted, times; then
+# once more with the last shift.
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
+# Arrays without dimensions: of a NumPy scalar, every call would make one.
+_ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in ROUNDS)
+_LAST_SHIFT = np.array(LAST_SHIFT, np.uint64)
+_compiled: Any = None  # once `compile_loops` has been called
+
+
+def compile_loops() -> bool:
+    """Have this process's loops run compiled, if numba is installed; return whether it is. The results are the same."""
+    global _compiled
+    _compiled = _compile()
+    return _compiled is not None
+
+
+def hash_numbers(numbers: np.ndarray, increment: np.uint64, out: np.ndarray, scratch: np.ndarray) -> None:
+    """Write the hashes of integers to uint64 `out`; `scratch`, alike, is overwritten."""
+    if _compiled is not None:
+        _compiled.hash_numbers(numbers, increment, out)
+    elif numbers.dtype.itemsize == 8:
+        np.add(numbers.view(np.uint64), increment, out=out)
+        mix(out, scratch)
+    else:
+        np.copyto(out.view(np.int64) if numbers.dtype.kind == "i" else out, numbers)
+        np.add(out, increment, out=out)
+        mix(out, scratch)
+
+
+def mix(x: np.ndarray, scratch: np.ndarray) -> None:
+    """Apply SplitMix64's finalizer to uint64 `x` in place; `scratch` is uint64 of the same shape, overwritten."""
+    # In place and chunk by chunk, because on whole columns these eight passes would wait for memory.
+    for shift, multiplier in _ROUNDS:
+        np.right_shift(x, shift, scratch)
+        np.bitwise_xor(x, scratch, x)
+        np.multiply(x, multiplier, x)
+    np.right_shift(x, _LAST_SHIFT, scratch)
+    np.bitwise_xor(x, scratch, x)
+
+
+def modulo(x: np.ndarray, divisor: int, scratch: np.ndarray) -> None:
+    """Reduce uint64 `x` in place to x % divisor; `scratch` is uint64 of the same shape, overwritten."""
+    # NumPy's own remainder does not use vector instructions, its division by a constant does.
+    by = np.array(divisor, np.uint64)
+    np.floor_divide(x, by, scratch)
+    np.multiply(scratch, by, scratch)
+    np.subtract(x, scratch, x)
+
+
+def write_remainders(hashes: np.ndarray, divisor: int, out: np.ndarray, scratch: np.ndarray) -> None:
+    """Write hashes % divisor + 1 to int32 or int64 `out`, of any stride; `hashes` and `scratch` may be overwritten."""
+    if _compiled is not None:
+        _compiled.write_remainders(hashes, np.uint64(divisor), out)
+    else:
+        modulo(hashes, divisor, scratch)
+        write_sum(hashes, 1, out)
+
+
+def write_sum(values: np.ndarray, addend: int, out: np.ndarray) -> None:
+    """Write uint64 `values` + addend to int32 or int64 `out`, in the fewest passes over memory."""
+    if out.dtype == np.int64:
+        np.add(values, np.uint64(addend), out=out.view(np.uint64))
+    else:
+        np.copyto(out.view(np.uint32), values, casting="unsafe")
+        np.add(out, np.int32(addend), out=out)
+
+
+def pick_unseen(chunk: np.ndarray, last: int, seen: np.ndarray) -> np.ndarray:
+    """Return the hashes up to `last` that stand in neither of their two places in `seen`, some maybe several times.
+
+    Args:
+        chunk: uint64 [3, n]: the hashes, and two rows that are overwritten, and may be what is returned.
+        seen: uint64, as many as a power of two.
+    """
+    hashes, bits = chunk[0], np.uint64(len(seen) - 1)
+    if _compiled is not None:
+        return chunk[1, : _compiled.pick_unseen(hashes, np.uint64(last), seen, chunk[1])]
+    if last < 2**64 - 1:
+        hashes = hashes.take((hashes <= np.uint64(last)).nonzero()[0])
+    places, occupants = chunk[1:, : len(hashes)]
+    np.bitwise_and(hashes, bits, out=places)
+    np.take(seen, places.view(np.int64), out=occupants, mode="clip")
+    unseen = hashes.take((occupants != hashes).nonzero()[0])
+    return unseen[seen[second_place(unseen, seen)] != unseen]
+
+
+def second_place(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Return the second of the two places in `seen` of each hash, int64; the first is by its lowest bits."""
+    return (hashes >> np.uint64(32) & np.uint64(len(seen) - 1)).view(np.int64)
+
+
+@cache
+def _compile() -> Any:
+    try:
+        import numba
+    except ImportError:  # it is not needed, and of a new Python or NumPy there is none at first
+        return None
+    (shift_1, factor_1), (shift_2, factor_2) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in ROUNDS)
+    last_shift, one, high = np.uint64(LAST_SHIFT), np.uint64(1), np.uint64(32)
+
+    @numba.njit(nogil=True, cache=True)
+    def hash_numbers(numbers: Any, increment: Any, out: Any) -> None:
+        for i in range(len(numbers)):
+            x = np.uint64(numbers[i]) + increment
+            x = (x ^ (x >> shift_1)) * factor_1
+            x = (x ^ (x >> shift_2)) * factor_2
+            out[i] = x ^ (x >> last_shift)
+
+    @numba.njit(nogil=True, cache=True)
+    def write_remainders(hashes: Any, divisor: Any, out: Any) -> None:
+        for i in range(len(hashes)):
+            out[i] = hashes[i] % divisor + one
+
+    @numba.njit(nogil=True, cache=True)
+    def pick_unseen(hashes: Any, last: Any, seen: Any, out: Any) -> Any:
+        number, bits = 0, np.uint64(len(seen) - 1)
+        for i in range(len(hashes)):
+            x = hashes[i]
+            if x <= last and seen[x & bits] != x and seen[x >> high & bits] != x:
+                out[number] = x
+                number += 1
+        return number
+
+    return SimpleNamespace(hash_numbers=hash_numbers, write_remainders=write_remainders, pick_unseen=pick_unseen)
