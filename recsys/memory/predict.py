@@ -38,12 +38,12 @@ _GLOO_THREADS = 2  # of a group
 # Of a distinct id: counted; and while those of one table are merged, sorted and chosen (measured: 120 to 150).
 _COUNTED_BYTES, _CHOICE_BYTES = 16, 140
 _FILL_BYTES = 4 << 20  # temporaries of initial weights on CPU; on GPUs of an element:
-_FILLED_BYTES = 33
+_FILLED_BYTES = 25
 _SYNCHRONISED_BYTES = 250 << 20  # at once, by DistributedDataParallel when it is made
 _BATCHES_IN_PIPELINE = 3  # trained, its ids exchanged, copied; CPU ranks have one at a time
 _QUEUED_BATCHES = 2  # beside data.prefetch_batches: made by the loader's thread, trained
 _WIRE_ID_BYTES = 8  # FBGEMM looks up 64-bit ids
-_SORT_BYTES = {"cuda": 48, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
+_SORT_BYTES = {"cuda": 36, "cpu": 16}  # for each id looked up: FBGEMM's backward sorts ids with their rows
 _CACHED_ROW_LIST_BYTES = 16  # of host memory for each row of a cached table: Python lists, while FBGEMM makes it
 _RESULT_BYTES = 8  # of a row evaluated, for each binary label; once more of one of them, while all are joined or sent
 
@@ -232,6 +232,8 @@ class _Rank:
             in_flight["batches"] = (_BATCHES_IN_PIPELINE + self._unread_batches) * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
+        # A GPU alone, where a batch goes through at once, looks up and learns by one and the same tensor.
+        joined = not self._topology.on_gpu or ranks > 1 or self._config.train.in_micro_batches
         given = {"looked_up": self.looked_up if stays else 0}
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": copies, "dense_gradient": buckets},
@@ -239,7 +241,7 @@ class _Rank:
             {
                 **given,
                 "pooled": self.pooled,
-                "pooled_gradient": 2 * self.pooled,
+                "pooled_gradient": (1 + joined) * self.pooled,
                 "looked_up_gradient": self.looked_up if ranks > 1 else 0,
                 "collective_copies": copies,
                 "kernel_temporaries": self.exchanged_ids * sort,

@@ -19,6 +19,7 @@ from recsys.memory.data_facts import of_rank_rows
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
 from recsys.memory.layers import Layer, analyse_layers, format_layers
 from recsys.memory.tensors import dense_update_bytes, storage_bytes
+from recsys.memory.workspaces import no_workspace, workspace_bytes
 from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.report.text import size as shown
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
@@ -48,10 +49,10 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
         offloaded: list[int] = []
         if config.train.activation_offload:
             step.dense.offload = partial(_Counted, sizes=offloaded)
-        step_bytes, heap_bytes = _step_bytes(config, data.of_large_batches(), step, rows)
+        step_bytes, heap_bytes = _step_bytes(config, data.of_large_batches(), step, rows, device)
         evaluated = evaluated_rows(config, dist.get_world_size(), rows)
         of_batches = [replace(data, mean_ids=means) for means in data.eval_ids]
-        traces = [_traced(config, facts, step.eval(), evaluated, (0, evaluated)) for facts in of_batches]
+        traces = [_traced(config, facts, step.eval(), evaluated, (0, evaluated), device) for facts in of_batches]
         return DenseFacts(
             **predict_dense(step.dense, config, dist.get_world_size()),
             buffer_bytes=storage_bytes(step.dense.model.buffers()),
@@ -85,7 +86,7 @@ class _Counted(Offload):
         return torch.empty(packed[0], dtype=packed[1], device=device)
 
 
-def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> tuple[int, int]:
+def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int, device: torch.device) -> tuple[int, int]:
     """Return `step_bytes` and `heap_bytes` of the dense part."""
     micro = min(rows, config.train.micro_batch_size or rows)
     if config.train.micro_batch_ids is not None:
@@ -95,14 +96,16 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int) -> 
     if not step.dense.model.loss_by_rows:
         micro = max(micro, -(-rows // _MOST_TRACED))  # what smaller ones take less is little
     if not step.dense.model.loss_by_rows or rows <= (_TRACED_PIECES + 1) * micro:
-        return _traced(config, data, step, rows, (*range(0, rows, micro), rows))
+        return _traced(config, data, step, rows, (*range(0, rows, micro), rows), device)
     traced = micro * _TRACED_PIECES
     width = 4 * sum(dims_of(config).values())
-    peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced))
+    peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced), device)
     return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes
 
 
-def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...]) -> tuple[int, int]:
+def _traced(
+    config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...], device: torch.device
+) -> tuple[int, int]:
     """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, and the
     most of it that lies in the heap."""
     parameters = list(step.dense.parameters())
@@ -113,7 +116,12 @@ def _traced(config: Config, data: DataFacts, step: TrainStep, rows: int, bounds:
     tensors = [vectors.values() for vectors in (pooled, *by_id.values()) if vectors is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
-    live = LivePeak(outside, lambda: storage_bytes(p.grad for p in parameters if p.grad is not None), HEAP_BLOCK_BYTES)
+    live = LivePeak(
+        outside,
+        lambda: storage_bytes(p.grad for p in parameters if p.grad is not None),
+        HEAP_BLOCK_BYTES,
+        workspace_bytes if device.type == "cuda" else no_workspace,
+    )
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, [by_id], batch)
     if dist.get_world_size() > 1:  # gradients live in what ranks exchange all the time
@@ -128,6 +136,7 @@ class LivePeak(TorchDispatchMode):
     Args:
         outside: tensors whose memory is not counted, such as a model's parameters and its inputs.
         block_bytes: blocks of this size and larger ones do not come from the heap.
+        workspace: bytes that an operator takes while it computes, by itself and its arguments.
         apart: bytes, of those that live, which are accounted for elsewhere; asked at every new peak.
 
     Attributes:
@@ -140,8 +149,10 @@ class LivePeak(TorchDispatchMode):
         outside: Iterable[torch.Tensor] = (),
         apart: Callable[[], int] = lambda: 0,
         block_bytes: int = 0,
+        workspace: Callable[[Any, tuple[Any, ...]], int] = no_workspace,
     ) -> None:
         super().__init__()
+        self._workspace = workspace
         self.live = self.highest = self.peak = 0
         self._on_heap = self.heap_peak = 0
         self._apart, self._block_bytes = apart, block_bytes
@@ -152,7 +163,13 @@ class LivePeak(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._count(value.untyped_storage())
+        self._note(self.live + self._workspace(func, args))
         return result
+
+    def _note(self, size: int) -> None:
+        if size > self.highest:
+            self.highest = size
+            self.peak = max(self.peak, size - self._apart())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -161,9 +178,7 @@ class LivePeak(TorchDispatchMode):
         size = storage.nbytes()
         self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
         self.live += size
-        if self.live > self.highest:
-            self.highest = self.live
-            self.peak = max(self.peak, self.live - self._apart())
+        self._note(self.live)
         if size < self._block_bytes:
             self._on_heap += size
             self.heap_peak = max(self.heap_peak, self._on_heap)
