@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from recsys.config import Device
 from recsys.errors import EchoError, LostPeerError, StuckError, UserError, disk_problem, is_out_of_memory
+from recsys.runtime.environment import keep_freed_memory
 from recsys.runtime.launch import is_launched, local_ranks
 from recsys.runtime.threads import computing_threads
 
@@ -209,6 +210,7 @@ def open_world(
     sizes = dist.get_rank(), dist.get_world_size(), local_world_size
     world = World(*sizes, torch_device, host_group, store, launch_store)
     if torch_device.type == "cuda":
+        keep_freed_memory()
         _check_own_gpu(world)
     try:
         yield world
