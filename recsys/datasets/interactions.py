@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from recsys.data.fields import names as names_in
-from recsys.data.fields import places
-from recsys.data.footers import footer_of, parsed_footer, read_footer
-from recsys.data.sources import find_files
-from recsys.data.storage import Files, partition_column, partition_keys, reason
+from recsys.datasets.logs import LogFiles, id_column, joined, time_values
 from recsys.datasets.retrieval import HISTORY, Log, split_last, split_random, split_time, write_retrieval
 from recsys.datasets.tokens import TOKENS_HELP, tokenize
 from recsys.datasets.writer import (
@@ -28,17 +23,11 @@ from recsys.datasets.writer import (
     option,
     replacing,
     rows_where,
-    told_of,
 )
-from recsys.errors import UserError, nearest
-from recsys.ids import is_text, read_keys
+from recsys.errors import UserError
 
 WRITTEN = ("history", "targets", "seen", "neighbours", "neighbour_weights")
 _FILES_HELP = ": the log's rows of it, files or folders; INPUT is then all of train"
-_TIMES = (
-    "a number, a date, a timestamp or a text such as '2026-11-05 18:30'; `recsys prepare csv --time-format FORMAT` "
-    "reads other texts"
-)
 _SPLIT_VALUES = {"train": 0, "valid": 1, "test": 2, "0": 0, "1": 1, "2": 2, "false": 0, "true": 2}
 
 
@@ -97,7 +86,7 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         for flag, paths in (("INPUT", inputs), ("--valid", options.valid), ("--test", options.test))
         if paths
     ]
-    table = _joined(parts)
+    table = joined(parts)
     for name in options.tokens:
         table = table.set_column(table.column_names.index(name), name, tokenize(table[name], name))
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
@@ -192,42 +181,13 @@ def _given_split(table: pa.Table, options: LogOptions, sizes: Sequence[int]) -> 
 def _read(flag: str, inputs: Sequence[Path], names: list[str], where: str | None) -> pa.Table:
     """Return columns of the rows of files that match, as training reads them: see `find_files` and `parsed_footer`."""
     wanted = list(dict.fromkeys([*names, *columns_where(where)]))
-    with told_of(flag, f"config key '{flag}'"):
-        files = find_files(flag, list(map(str, inputs)))
     tables = []
-    for name, size in zip(files.names, files.sizes.tolist(), strict=True):
-        try:
-            table = _columns(files, name, size, wanted)
-        except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            hint = "; `python -m recsys prepare csv` makes Parquet of delimited files"
-            raise UserError(f"{name} cannot be read as Parquet ({reason(error)}){hint}") from None
+    for file in LogFiles(flag, inputs):
+        table = file.read(wanted)
         tables.append((table if where is None else rows_where(table, where)).select(names))
     if where is not None and not any(map(len, tables)):
         raise UserError(f"--where: no row of {flag} matches {where!r}")
-    return _joined(tables)
-
-
-def _columns(files: Files, name: str, size: int, wanted: list[str]) -> pa.Table:
-    """Return columns of a file, in the types that Parquet itself has for them, and of the keys in its path."""
-    keys, footer = partition_keys(name), parsed_footer(footer_of(read_footer(files.storage, name, size)))
-    stored, arrow = places(footer.schema), footer.schema.to_arrow_schema()
-    for outer in (stored[column].steps[0] for column in wanted if column in stored):
-        if (count := arrow.names.count(outer)) > 1:
-            raise UserError(f"{name} has {count} columns {outer!r}, and may have one")
-    if missing := [column for column in wanted if column not in stored and column not in keys]:
-        present = list(dict.fromkeys([*names_in(arrow), *keys]))
-        others = f"only {', '.join(present)}{nearest(missing[0], present)}"
-        raise UserError(f"{name} has no column {missing[0]!r}, {others}")
-    with pq.ParquetFile(name, metadata=footer, page_checksum_verification=True) as opened:
-        table = opened.read([path for column in wanted if column in stored for path in stored[column].paths])
-    columns = {}
-    for column in wanted:
-        if column in stored:
-            columns[column] = stored[column].take(table)
-        else:
-            kind = files.partition_type(column)
-            columns[column] = partition_column(keys[column], kind, footer.num_rows).cast(kind)
-    return pa.table(columns)
+    return joined(tables)
 
 
 def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
@@ -237,13 +197,6 @@ def _one_item_a_row(table: pa.Table, item: str) -> pa.Table:
         return table
     rows = table.drop_columns([item]).take(pc.list_parent_indices(column))
     return rows.append_column(item, pc.list_flatten(column))
-
-
-def _joined(tables: Sequence[pa.Table]) -> pa.Table:
-    try:
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise UserError(f"the files' columns are of different types: {error}") from None
 
 
 def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tuple[Log, np.ndarray | None]:
@@ -273,50 +226,13 @@ def _log(table: pa.Table, columns: LogOptions, split: np.ndarray | None) -> tupl
 
 def _numbered(table: pa.Table, name: str) -> tuple[np.ndarray, list[pa.Array]]:
     """Return for each row the number of its id, int64, and the ids in the order in which they come."""
-    kinds = (pa.types.is_integer, is_text, pa.types.is_decimal, pa.types.is_floating)
-    column = _whole_column(table, name, kinds, "an id", "a whole number, a string or bytes").combine_chunks()
-    if not (pa.types.is_integer(column.type) or is_text(column.type)):
-        column = _integers(column, name)
-    encoded = column.dictionary_encode()
+    encoded = id_column(table, name).dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), [encoded.dictionary]
-
-
-def _integers(column: pa.Array, name: str) -> pa.Array:
-    """Return ids that are whole decimals or floats, such as pandas makes of integers with nulls, as int64."""
-    try:
-        keys = read_keys(column)
-    except UserError as error:
-        raise UserError(f"column {name!r}: {error}") from error
-    if len(keys.texts):
-        raise UserError(f"column {name!r} holds {keys.texts[0].as_py().decode()}; ids of decimals are below 2**63")
-    return pa.array(keys.numbers if keys.indices is None else keys.numbers[keys.indices])
 
 
 def _ranks(table: pa.Table, name: str) -> np.ndarray:
     """Return the place of each row's time among all times, int64."""
-    kinds = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal, pa.types.is_string)
-    column = _whole_column(table, name, kinds, "a time", _TIMES)
-    if pa.types.is_string(column.type):
-        try:
-            column = column.cast(pa.timestamp("us"))
-        except pa.ArrowInvalid as error:
-            raise UserError(f"column {name!r} holds other texts than times ({error}); a time is {_TIMES}") from None
-    return np.unique(column.to_numpy(), return_inverse=True)[1]
-
-
-def _whole_column(
-    table: pa.Table, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], what: str, allowed: str
-) -> pa.ChunkedArray:
-    """Return a column of one of some kinds that has a value in each row; UserError for another."""
-    column = table[name]
-    if not any(fits(column.type) for fits in kinds):
-        raise UserError(f"column {name!r} is {column.type}; {what} is {allowed}")
-    if column.null_count:
-        raise UserError(
-            f"column {name!r} holds {column.null_count:,} nulls; every row needs {what}, so leave these out: "
-            f'--where "{name} is not None"'
-        )
-    return column
+    return np.unique(time_values(table, name), return_inverse=True)[1]
 
 
 def _held_out_last(log: Log, split: np.ndarray) -> bool:

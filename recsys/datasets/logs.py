@@ -1,0 +1,178 @@
+"""A Parquet log as converters read it: its files, the columns of a row group, ids and times of any type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys.data.fields import names as names_in
+from recsys.data.fields import places
+from recsys.data.footers import footer_of, parsed_footer, read_footer
+from recsys.data.sources import find_files
+from recsys.data.storage import partition_column, partition_keys, reason
+from recsys.datasets.writer import told_of
+from recsys.errors import UserError, nearest
+from recsys.ids import is_text, raw_times, read_keys
+
+_TIMES = (
+    "a number, a date, a timestamp or a text such as '2026-11-05 18:30'; `recsys prepare csv --time-format FORMAT` "
+    "reads other texts"
+)
+_ID_KINDS = (pa.types.is_integer, is_text, pa.types.is_decimal, pa.types.is_floating)
+_TIME_KINDS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal, pa.types.is_string)
+
+
+class LogFiles:
+    """The files of a log: paths, globs or folders, listed as training lists them (see `find_files`).
+
+    Args:
+        flag: by which the user named the paths, for messages.
+    """
+
+    def __init__(self, flag: str, paths: Sequence[Path]) -> None:
+        with told_of(flag, f"config key '{flag}'"):
+            self._files = find_files(flag, list(map(str, paths)))
+        keys = {key for name in self._files.names for key in partition_keys(name)}
+        self._key_kinds = {key: self._files.partition_type(key) for key in keys}
+
+    def __iter__(self) -> Iterator[LogFile]:
+        return map(self.open, range(len(self._files.names)))
+
+    def open(self, number: int) -> LogFile:
+        """Return a file, whose footer is read. Raises UserError where it is no Parquet file."""
+        name = self._files.names[number]
+        with _told(name):
+            footer = parsed_footer(footer_of(read_footer(self._files.storage, name, int(self._files.sizes[number]))))
+        return LogFile(name, footer, self._key_kinds)
+
+
+class LogFile:
+    """A file of a log: columns in the types that Parquet itself has for them, fields of structs, and keys in its path.
+
+    Attributes:
+        columns: all that it has, without fields; those of the path come last.
+        num_row_groups: that it has.
+    """
+
+    def __init__(self, name: str, footer: pq.FileMetaData, key_kinds: dict[str, pa.DataType]) -> None:
+        self._name, self._footer, self._key_kinds = name, footer, key_kinds
+        self._keys, self._arrow, self._stored = (
+            partition_keys(name),
+            footer.schema.to_arrow_schema(),
+            places(footer.schema),
+        )
+        self.columns = list(dict.fromkeys([*self._arrow.names, *self._keys]))
+        self.num_row_groups = footer.num_row_groups
+
+    @cached_property
+    def _opened(self) -> pq.ParquetFile:
+        return pq.ParquetFile(self._name, metadata=self._footer, page_checksum_verification=True)
+
+    def has(self, column: str) -> bool:
+        """Whether a column, or a field of a struct, or a key in the path, is there."""
+        return column in self._stored or column in self._keys
+
+    def read(self, wanted: Sequence[str], row_groups: Sequence[int] | None = None) -> pa.Table:
+        """Return columns of some row groups, or of all. Raises UserError for one that is not there or there twice."""
+        stored = {column: self._stored[column] for column in wanted if column in self._stored}
+        for outer in (place.steps[0] for place in stored.values()):
+            if (count := self._arrow.names.count(outer)) > 1:
+                raise UserError(f"{self._name} has {count} columns {outer!r}, and may have one")
+        if missing := [column for column in wanted if not self.has(column)]:
+            present = list(dict.fromkeys([*names_in(self._arrow), *self._keys]))
+            others = f"only {', '.join(present)}{nearest(missing[0], present)}"
+            raise UserError(f"{self._name} has no column {missing[0]!r}, {others}")
+        numbers = range(self.num_row_groups) if row_groups is None else row_groups
+        with _told(self._name):
+            table = self._opened.read_row_groups(numbers, [path for place in stored.values() for path in place.paths])
+        columns = {}
+        for column in wanted:
+            if column in stored:
+                columns[column] = stored[column].take(table)
+            else:
+                kind = self._key_kinds[column]
+                columns[column] = partition_column(self._keys[column], kind, table.num_rows).cast(kind)
+        return pa.table(columns)
+
+
+@contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Turn what Arrow and the system say of a file into a UserError."""
+    try:
+        yield
+    except (OSError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        hint = "; `python -m recsys prepare csv` makes Parquet of delimited files"
+        raise UserError(f"{name} cannot be read as Parquet ({reason(error)}){hint}") from None
+
+
+def joined(tables: Sequence[pa.Table]) -> pa.Table:
+    """Return the rows of tables, in types that hold all values; a column that one lacks is null there."""
+    try:
+        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise UserError(f"the files' columns are of different types: {error}") from None
+
+
+def id_column(table: pa.Table, name: str, nulls: bool = False) -> pa.Array:
+    """Return ids, of which decimals and whole floats have become integers; UserError for other types, and for nulls.
+
+    Args:
+        nulls: are allowed, and stay.
+    """
+    _check_kind(table, name, _ID_KINDS, "an id", "a whole number, a string or bytes")
+    if not nulls:
+        _check_nulls(table, name, "an id")
+    column = table[name].combine_chunks()
+    if pa.types.is_integer(column.type) or is_text(column.type):
+        return column
+    integers, valid = _integers(column.drop_null(), name), np.asarray(column.is_valid())
+    return integers.take(pa.array(np.cumsum(valid) - 1, mask=~valid))
+
+
+def _integers(column: pa.Array, name: str) -> pa.Array:
+    """Return ids that are whole decimals or floats, such as pandas makes of integers with nulls, as int64."""
+    try:
+        keys = read_keys(column)
+    except UserError as error:
+        raise UserError(f"column {name!r}: {error}") from error
+    if len(keys.texts):
+        raise UserError(f"column {name!r} holds {keys.texts[0].as_py().decode()}; ids of decimals are below 2**63")
+    return pa.array(keys.numbers if keys.indices is None else keys.numbers[keys.indices])
+
+
+def time_values(table: pa.Table, name: str) -> np.ndarray:
+    """Return times as numbers or datetime64, which compare; UserError for other types, nulls and NaN."""
+    _check_kind(table, name, _TIME_KINDS, "a time", _TIMES)
+    _check_nulls(table, name, "a time")
+    column = table[name].combine_chunks()
+    if pa.types.is_string(column.type):
+        try:
+            column = column.cast(pa.timestamp("us"))
+        except pa.ArrowInvalid as error:
+            raise UserError(f"column {name!r} holds other texts than times ({error}); a time is {_TIMES}") from None
+    values = raw_times(column) if pa.types.is_time(column.type) else column.to_numpy(zero_copy_only=False)
+    if values.dtype.kind == "f" and np.isnan(values).any():
+        raise UserError(f'column {name!r} holds NaN, which is no time; leave these out: --where "{name} > 0"')
+    return values
+
+
+def _check_kind(
+    table: pa.Table, name: str, kinds: Sequence[Callable[[pa.DataType], bool]], what: str, allowed: str
+) -> None:
+    kind = table[name].type
+    if not any(fits(kind) for fits in kinds):
+        raise UserError(f"column {name!r} is {kind}; {what} is {allowed}")
+
+
+def _check_nulls(table: pa.Table, name: str, what: str) -> None:
+    if count := table[name].null_count:
+        raise UserError(
+            f"column {name!r} holds {count:,} nulls; every row needs {what}, so leave these out: "
+            f'--where "{name} is not None"'
+        )
