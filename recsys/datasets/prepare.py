@@ -9,6 +9,7 @@ examples:
       --columns user_id,item_id,rating,ts --types user_id=string --label 'rating>=4' \\
       --split 0.8,0.1,0.1 --split-by user:user_id
   {prog} retrieval logs/ --time ts --out data/clicks-retrieval
+  {prog} histories logs/ --time ts --history-where 'label == 1' --out data/clicks-histories
 
 data/README.md describes the columns that are written and the rules for your own files.
 """
@@ -22,7 +23,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from recsys.datasets import delimited, interactions, movielens, synthetic, writer
+from recsys.datasets import delimited, histories, interactions, movielens, synthetic, writer
 from recsys.errors import TerminatedError, UserError, disk_problem
 from recsys.runtime.signals import ending_orderly
 
@@ -92,6 +93,12 @@ def _parser(prog: str) -> _Parser:
         description="Delimited files, streamed into Parquet. Types are inferred from the first 4 MiB of the "
         "first file where --types does not give them, and hold for all files. Empty fields are null.",
     )
+    _add_logs(commands)
+    return parser
+
+
+def _add_logs(commands: argparse._SubParsersAction) -> None:
+    """Add the converters of Parquet logs."""
     _add_converter(
         commands,
         "retrieval",
@@ -102,7 +109,18 @@ def _parser(prog: str) -> _Parser:
         description="A log with a row for each interaction, as train/, valid/, test/ (a user's queries, with what is "
         "to be found and what was seen) and items/.",
     )
-    return parser
+    _add_converter(
+        commands,
+        "histories",
+        ".parquet files, or globs or folders of them",
+        histories.HistoryOptions,
+        histories.convert_histories,
+        help="a Parquet log with, beside each row, lists of what its user did before",
+        description="The rows of a log, all columns, in the order of time (those of one moment as they are read), with "
+        "lists of the values that the same user's rows before that moment have, the oldest first. Held in memory are "
+        "about a million rows, or those of one moment where these are more, and --history values for each user so far "
+        f"and list; these are written to {histories.USERS}, which --after reads.",
+    )
 
 
 def _add_movielens(commands: argparse._SubParsersAction) -> None:

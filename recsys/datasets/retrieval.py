@@ -58,10 +58,9 @@ class Timeline:
 
     def lists(self, starts: np.ndarray, ends: np.ndarray, without: np.ndarray | None = None) -> pa.ListArray:
         """Lists of the item ids at positions start to end, end excluded, and one position of each left out."""
-        lengths = ends - starts
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        positions = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        offsets, positions = slices(starts, ends)
         if without is not None:
+            lengths = ends - starts
             positions = positions[positions != np.repeat(without, lengths)]
             offsets = np.concatenate([[0], np.cumsum(lengths - ((starts <= without) & (without < ends)))])
         return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), self.items.take(pa.array(positions)))
@@ -75,6 +74,13 @@ class Timeline:
         ends = self.starts(user + 1)
         starts = np.where(positions < ends - self.most, ends - self.most, ends - self.most - 1)
         return self.lists(np.maximum(self.starts(user), starts), ends, without=positions)
+
+
+def slices(starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets of lists, and the positions that are in them: of each list those from its start to before its end."""
+    lengths = ends - starts
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return offsets, np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
 
 def time_key(user: np.ndarray, time: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What every converter shares: writing Parquet, replacing an output folder whole, random numbers by key.
 
-The converters themselves are beside this file: ``movielens``, ``synthetic``, ``delimited`` and ``retrieval``.
+The converters themselves are beside this file: ``movielens``, ``synthetic``, ``delimited``, ``retrieval`` and
+``histories``.
 """
 
 from __future__ import annotations
