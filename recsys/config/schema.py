@@ -240,7 +240,7 @@ class PrecisionConfig:
     loss_scale_growth_steps: int | None = bounded(2000, 1)  # doubled after so many steps without overflow; null: never
     dense_int8: bool = False  # evaluate, predict and export linear layers in INT8; they are trained as they are
     output_dtype: FloatType = FloatType.FP32  # vectors that tables give, and their gradients; CPUs have no BF16 there
-    forward_wire: FloatType = FloatType.FP32  # of vectors sent between ranks; gloo sends FP16 for BF16
+    forward_wire: FloatType = FloatType.FP32  # of vectors sent between ranks
     backward_wire: FloatType = FloatType.FP32  # of their gradients
     tf32: bool = False  # GPUs: FP32 products of matrices with 10 bits of mantissa
 

@@ -1,5 +1,6 @@
 """The dense half of a step: vectors as they were looked up, cut into micro-batches, with passes and loss of each."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -20,6 +21,7 @@ from recsys.step.exchange import SumOverRanks, Totals, all_finite, filled
 from recsys.tables.row_codes import quantize_rows
 
 _MOST_IN_FP16 = 32752  # half of the largest number: what follows multiplies by 1.4 at the most
+_ROWS_IN_FP16 = 32  # gradients of means over so many are in the middle of what FP16 has numbers for
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,12 @@ def _lift(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.where(sums[0] > 0, (sums[1] / sums[0]).log2().round().exp2(), 1.0)
 
 
+def _lift_on_the_way(num_rows: int) -> float:
+    """Return the power of two that makes gradients of a mean over a rank's rows about those of one over few rows: of
+    65,536 rows they are about 1e-7, and FP16 has no number between 0 and 6e-8."""
+    return 2.0 ** max(0, round(math.log2(max(1, num_rows) / _ROWS_IN_FP16)))
+
+
 class MicroBatches:
     """The passes of one step, and what they leave.
 
@@ -247,16 +255,19 @@ class MicroBatches:
     Attributes:
         loss: of this rank's rows.
         gradients: by `Lookup.tensors`, FP32, of this rank's rows; None where the model does not read a tensor.
-        lift: what gradients are multiplied by beside the loss scale.
+        lift: what gradients are multiplied by beside the loss scale. lift_on_the_way: those by vectors, beside that.
         is_finite: whether the loss and `gradients` are, in the type that these travel in; a bool of no dimensions.
     """
 
     def __init__(self, dense: Any, lookup: Lookup, batch: Batch, loss: StepLoss) -> None:
         self._dense, self._lookup, self._batch, self.loss = dense, lookup, batch, loss
         self._parts = list(lookup.parts(batch.micro_batches, batch.id_bounds))
-        self.lift: float | torch.Tensor = _lift(loss.weight, len(batch.weights)) if dense.travels_in_fp16 else 1.0
+        rows, self.lift_on_the_way = len(batch.weights), 1.0
+        self.lift: float | torch.Tensor = 1.0
+        if dense.travels_in_fp16:
+            self.lift, self.lift_on_the_way = _lift(loss.weight, rows), _lift_on_the_way(rows)
         # The loss is a sum over rows, and the gradients exchanged are of the mean, but for weights and rows left out.
-        self._factor = self.lift * (dense.loss_scale.value / len(batch.weights))
+        self._factor = self.lift * (dense.loss_scale.value / rows)
         self._by_part: list[list[torch.Tensor | None]] = []
         self.gradients: list[torch.Tensor | None] = []
         self.is_finite = torch.zeros(())
@@ -310,6 +321,8 @@ class MicroBatches:
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}
             self._lookup.add_l2(self.gradients, factors, weights * self.lift)
+        if self.lift_on_the_way != 1 and own:
+            torch._foreach_mul_(own, self.lift_on_the_way)
         self.is_finite = all_finite([self.loss.total, self.loss.weight, *own])
         if dense.travels_in_fp16 and own:
             self.is_finite &= torch.stack(torch._foreach_norm(own, torch.inf)).amax() < _MOST_IN_FP16

@@ -79,8 +79,7 @@ class DenseHalf(nn.Module):
         self.loss_scale = LossScale()
         if config.precision.autocast is Autocast.fp16:
             self.loss_scale = LossScale(config.precision.loss_scale, config.precision.loss_scale_growth_steps)
-        types = {config.precision.output_dtype, config.precision.backward_wire}
-        self.travels_in_fp16 = types != {FloatType.FP32}  # gloo sends FP16 for BF16
+        self.travels_in_fp16 = FloatType.FP16 in (config.precision.output_dtype, config.precision.backward_wire)
         self._tasks = task_weights(model.labels)
         self.sums = nn.Parameter(torch.zeros(Totals.SIZE + len(self._tasks)))
         self.gate = UpdateGate()
@@ -179,8 +178,8 @@ class DenseHalf(nn.Module):
             scale = summands / output.weight if output.weight else 0.0
         else:
             self.is_bad, scale = agreement.is_bad(), agreement.over_weight(summands)
-        scale = scale / passes.lift
-        self._scale_dense_gradients(scale / scaled_by)
+        self._scale_dense_gradients(scale / (passes.lift * scaled_by))
+        scale = scale / (passes.lift * passes.lift_on_the_way)
         pooled_gradient = passes.gradients[0] if lookup.pooled is not None else None
         if self.replicated.tables and pooled_gradient is not None:
             by_row = scaled([pooled_gradient], scale / ranks, self.is_bad)[0]

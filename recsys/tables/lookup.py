@@ -39,7 +39,13 @@ class UpdateGate:
 
     FBGEMM updates tables as soon as a gradient comes in. Here it waits after the exchange over the ranks, so that this
     need not wait for what the ranks have to agree on first.
+
+    Attributes:
+        given: type in which vectors leave the tables. FBGEMM could give it too, but then takes gradients in it: FP16
+            has no number for those of the mean over a large batch.
     """
+
+    given = torch.float32
 
     def __init__(self) -> None:
         # Edges in place of tensors: what was looked up for all ranks is large, and not read after its exchange.
@@ -55,12 +61,13 @@ class UpdateGate:
         kernels.register_forward_hook(lambda _, __, vectors: self.cut(vectors))
 
     def cut(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return what a local lookup gives, with its gradient held until `open`."""
+        """Return what a local lookup gives, FP32, in the type `given`, with its gradient held until `open`."""
         if not (torch.is_grad_enabled() and vectors.requires_grad):
-            return vectors
+            return vectors.to(self.given)
         gradients: list[torch.Tensor] = []
         self._waiting.append((get_gradient_edge(vectors), gradients))
-        cut: torch.Tensor = Cut.apply(vectors.new_empty(0, requires_grad=True), vectors.detach(), gradients.append)
+        asks = vectors.new_empty(0, requires_grad=True)
+        cut: torch.Tensor = Cut.apply(asks, vectors.detach().to(self.given), gradients.append)
         return cut
 
     def open(self, scale: float | torch.Tensor, is_bad: torch.Tensor | None = None) -> None:
@@ -70,7 +77,7 @@ class UpdateGate:
         self.close()
         if not edges:
             return
-        torch.autograd.backward(edges, scaled(gradients, scale, is_bad))
+        torch.autograd.backward(edges, scaled([gradient.float() for gradient in gradients], scale, is_bad))
 
     def close(self) -> None:
         """Forget the gradients that have come in."""

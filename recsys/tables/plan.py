@@ -28,10 +28,9 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.planner.types import Topology as PlannerTopology
 from torchrec.distributed.types import CacheParams, ShardingPlan
-from torchrec.modules.embedding_configs import DataType
 
 from recsys.config import ComputeKernel, Config, ShardingChoice
-from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, FloatType
+from recsys.config.choices import COLUMN_SPLITS, UNPOOLED
 from recsys.errors import NoPlanError
 from recsys.runtime.machine import Topology
 from recsys.tables.bytes import cache_bytes, piece_bytes
@@ -195,16 +194,7 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
         ),
         pooling_factors=[1.0] * num_features,
         stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
-        output_dtype=output_dtype(config, topology.on_gpu),
     )
-
-
-def output_dtype(config: Config, on_gpu: bool) -> DataType | None:
-    """Return the type of the vectors that tables give; None: FP32."""
-    chosen = config.precision.output_dtype
-    if chosen is FloatType.FP32 or (chosen is FloatType.BF16 and not on_gpu):
-        return None
-    return DataType[chosen.name]
 
 
 def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[ShardingChoice]:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed import _remote_device
 from torch.overrides import TorchFunctionMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -24,7 +23,6 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
-from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from recsys.config import Config, ShardingChoice
 from recsys.config.checks import check_sharding
@@ -35,11 +33,12 @@ from recsys.runtime.machine import Topology
 from recsys.runtime.world import World
 from recsys.tables.lookup import local_lookup
 from recsys.tables.module_names import config_name, module_name
-from recsys.tables.plan import make_plan, output_dtype, table_constraints
+from recsys.tables.plan import make_plan, table_constraints
 from recsys.tables.spec import Shard
 from recsys.tables.updates import attach_table_optimizers, is_table, lookups, table_of
 
 _WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatType.BF16: CommType.BF16}
+_TYPES = {FloatType.FP32: torch.float32, FloatType.FP16: torch.float16, FloatType.BF16: torch.bfloat16}
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -178,7 +177,6 @@ def _parameter_sharding(table_shards: list[Shard], config: Config, topology: Top
         sharding_spec=None if whole else EnumerableShardingSpec(shards),
         cache_params=constraints.cache_params,
         stochastic_rounding=constraints.stochastic_rounding,
-        output_dtype=constraints.output_dtype,
     )
 
 
@@ -225,10 +223,8 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
             sharders=_sharders(config),
             init_data_parallel=False,
         )
-    vectors = output_dtype(config, world.device.type == "cuda")
-    if vectors is not None:
-        _without_tables_too(model, vectors)
     dense: Any = model.module.dense
+    dense.gate.given = _given_type(config, world)
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
@@ -238,12 +234,10 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     return model
 
 
-def _without_tables_too(model: nn.Module, vectors: DataType) -> None:
-    """Let a rank without tables give vectors of the type that the others send; torchrec's are FP32 there."""
-    for lookup in lookups(model):
-        if isinstance(lookup, GroupedEmbeddingsLookup | GroupedPooledEmbeddingsLookup):
-            nothing = lookup._dummy_embs_tensor.detach().to(data_type_to_dtype(vectors))
-            lookup._dummy_embs_tensor = nothing.requires_grad_()
+def _given_type(config: Config, world: World) -> torch.dtype:
+    chosen = config.precision.output_dtype
+    on_cpu = world.device.type == "cpu"
+    return torch.float32 if chosen is FloatType.BF16 and on_cpu else _TYPES[chosen]
 
 
 def _place(plan: ShardingPlan, world: World) -> None:
