@@ -167,7 +167,7 @@ class Fitter:
 
     def _ranks(self, config: Config) -> list[RankMemory]:
         data, rows = self._data_of(config), rank_rows(config, self._topology.world_size)
-        kernels = repr((config.tables, config.optimizer.tables, config.precision.output_dtype))
+        kernels = repr((config.tables, config.optimizer.tables))
         if kernels not in self._pieces:
             self._pieces[kernels] = pieces_of(config, self._topology)
         dims = [table.embedding_dim for table in config.tables.values()]

@@ -34,30 +34,38 @@ def fake_step(config: Config) -> TrainStep:
 
 
 def fake_inputs(
-    config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...], drawn: int = 0
+    config: Config,
+    data: DataFacts,
+    rows: int,
+    bounds: tuple[int, ...],
+    drawn: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[KeyedTensor | None, dict[str, JaggedTensor], Batch]:
     """Return what the dense half gets for a batch: vectors of rows and of single ids, and the batch.
 
     Args:
         bounds: rows at which its micro-batches begin and end. drawn: rows of them that are items to be told apart.
+        dtype: of the vectors.
     """
     batch = _batch(config, data, rows, bounds)
     if drawn:
         batch.sampled = Sampled(max(0, rows - drawn), 0)
-    return *_looked_up(config, data, rows), batch
+    return *_looked_up(config, data, rows, dtype), batch
 
 
-def _looked_up(config: Config, data: DataFacts, rows: int) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
+def _looked_up(
+    config: Config, data: DataFacts, rows: int, dtype: torch.dtype
+) -> tuple[KeyedTensor | None, dict[str, JaggedTensor]]:
     """Return what the tables give for a batch: vectors of rows, and of single ids."""
     dims = dims_of(config)
     by_id = {name: dims.pop(name) for name in list(dims) if config.features[name].table in config.unpooled_tables()}
-    values = torch.empty(rows, sum(dims.values()), requires_grad=True)
+    values = torch.empty(rows, sum(dims.values()), dtype=dtype, requires_grad=True)
     pooled = KeyedTensor(list(dims), list(dims.values()), values) if dims else None
-    lengths = torch.empty(rows, dtype=torch.int32)
-    return pooled, {
-        name: JaggedTensor(torch.empty(math.ceil(rows * data.mean_ids[name]), dim, requires_grad=True), lengths=lengths)
-        for name, dim in by_id.items()
-    }
+    lengths, jagged = torch.empty(rows, dtype=torch.int32), {}
+    for name, dim in by_id.items():
+        vectors = torch.empty(math.ceil(rows * data.mean_ids[name]), dim, dtype=dtype, requires_grad=True)
+        jagged[name] = JaggedTensor(vectors, lengths=lengths)
+    return pooled, jagged
 
 
 def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) -> Batch:

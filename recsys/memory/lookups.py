@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from recsys.config import Config
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
 from recsys.config.features import dims_of
-from recsys.tables.spec import Shard
+from recsys.tables.spec import Shard, vector_type
 from recsys.tables.updates import in_fbgemm
 
 _DISTINCT_BYTES = 32  # of an id, while those of a table are told apart: joined, sorted, their order and their places
@@ -17,11 +17,15 @@ class Lookups:
 
     Args:
         pieces: of tables on this rank. ranks: all there are.
+
+    Attributes:
+        number_bytes: of a number of the vectors that tables give.
     """
 
     def __init__(self, config: Config, pieces: Sequence[Shard], ranks: int, on_gpu: bool) -> None:
         self._config, self._pieces, self._ranks, self._on_gpu = config, pieces, ranks, on_gpu
         self._dims, self._by_id = dims_of(config), config.unpooled_tables()
+        self.number_bytes = vector_type(config, on_gpu).itemsize
 
     def _num_vectors(self, feature: str, rows: int, means: Mapping[str, float]) -> float:
         """Return how many vectors the tables give for a feature of `rows` rows."""
@@ -30,7 +34,8 @@ class Lookups:
 
     def pooled(self, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of the vectors that this rank gets for its rows."""
-        return int(sum(4 * dim * self._num_vectors(name, rows, means) for name, dim in self._dims.items()))
+        numbers = sum(dim * self._num_vectors(name, rows, means) for name, dim in self._dims.items())
+        return int(self.number_bytes * numbers)
 
     def _features(self, piece: Shard, rank_rows: int, means: Mapping[str, float]) -> Iterator[tuple[str, int, float]]:
         """Yield the features that a piece is looked up for, with their rows and ids here, of all ranks' rows."""

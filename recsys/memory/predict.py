@@ -76,6 +76,7 @@ class _Rank:
         self._copies_lookups = topology.world_size == 1 and len({piece.sharding_type for piece in pieces}) > 1
         rows, self._lookups = dense.rows, Lookups(config, pieces, topology.world_size, topology.on_gpu)
         self.pooled = self._lookups.pooled(rows, data.mean_ids)
+        self.pooled_gradient = 4 * self.pooled // self._lookups.number_bytes  # FP32, until it is handed on
         self.ids = rows * sum(data.mean_ids.values())
         weighted = any(feature.weights is not None for feature in config.features.values())
         per_row = 4 * (len(config.features) + 2)
@@ -232,8 +233,9 @@ class _Rank:
             in_flight["batches"] = (_BATCHES_IN_PIPELINE + self._unread_batches) * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
-        # A GPU alone, where a batch goes through at once, looks up and learns by one and the same tensor.
-        joined = not self._topology.on_gpu or ranks > 1 or self._config.train.in_micro_batches
+        # A GPU alone, where a batch goes through at once, looks up and learns by one and the same tensor of FP32.
+        in_fp32 = self.pooled_gradient == self.pooled
+        joined = not (self._topology.on_gpu and in_fp32) or ranks > 1 or self._config.train.in_micro_batches
         given = {"looked_up": self.looked_up if stays else 0}
         moments = [
             {"pooled": received, "looked_up": self.looked_up, "collective_copies": copies, "dense_gradient": buckets},
@@ -241,7 +243,7 @@ class _Rank:
             {
                 **given,
                 "pooled": self.pooled,
-                "pooled_gradient": (1 + joined) * self.pooled,
+                "pooled_gradient": self.pooled_gradient + joined * self.pooled,
                 "looked_up_gradient": self.looked_up if ranks > 1 else 0,
                 "collective_copies": copies,
                 "kernel_temporaries": self.exchanged_ids * sort,
@@ -250,7 +252,7 @@ class _Rank:
             {
                 **given,
                 "pooled": self.pooled,
-                "pooled_gradient": 2 * self.pooled,
+                "pooled_gradient": self.pooled_gradient + self.pooled,
                 "replicated_gradient": self._lookups.replicated_gradient(dense.rows, self._data.mean_ids),
                 "dense_gradient": dense.gradient_bytes,
             },
@@ -264,7 +266,7 @@ class _Rank:
         alone, gradient = self._topology.world_size == 1, self._dense.gradient_bytes
         return [
             {
-                "pooled_gradient": self.pooled if alone else 0,
+                "pooled_gradient": self.pooled_gradient if alone else 0,
                 "looked_up_gradient": 0 if alone else self.looked_up,
                 "update_temporaries": self._lookups.update_temporaries(self._dense.rows, self._data.mean_ids),
                 "dense_gradient": gradient,

@@ -26,7 +26,7 @@ from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.machine import Topology
 from recsys.step.offload import Offload
 from recsys.step.step import TrainStep
-from recsys.tables.spec import Shard
+from recsys.tables.spec import Shard, vector_type
 
 _MOST_ROWS = 1 << 24  # of a rank
 _PRECISION = 0.02  # of the largest batch that fits
@@ -43,6 +43,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
     with fake_tensors():
         step = fake_step(config)
         step.dense.model.rehearse(device)
+        step.dense.gate.given = vector_type(config, device.type == "cuda")
         # As CPUs compute layers. Models that go part by part are not among them: their peaks agree without.
         if device.type == "cpu" and is_in_halves(step.dense.model, config) and step.dense.model.loss_by_rows:
             sum_in_halves(step.dense.model, dist.get_world_size())
@@ -112,7 +113,7 @@ def _traced(
     for parameter in parameters:
         parameter.grad = None
     drawn = sampled_rows(config, dist.get_world_size()) if step.training else 0
-    pooled, by_id, batch = fake_inputs(config, data, rows, bounds, drawn)
+    pooled, by_id, batch = fake_inputs(config, data, rows, bounds, drawn, step.dense.gate.given)
     tensors = [vectors.values() for vectors in (pooled, *by_id.values()) if vectors is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())

@@ -34,11 +34,10 @@ from recsys.runtime.world import World
 from recsys.tables.lookup import local_lookup
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.plan import make_plan, table_constraints
-from recsys.tables.spec import Shard
+from recsys.tables.spec import Shard, vector_type
 from recsys.tables.updates import attach_table_optimizers, is_table, lookups, table_of
 
 _WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatType.BF16: CommType.BF16}
-_TYPES = {FloatType.FP32: torch.float32, FloatType.FP16: torch.float16, FloatType.BF16: torch.bfloat16}
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -224,7 +223,7 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
             init_data_parallel=False,
         )
     dense: Any = model.module.dense
-    dense.gate.given = _given_type(config, world)
+    dense.gate.given = vector_type(config, world.device.type == "cuda")
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
@@ -232,12 +231,6 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     if world.world_size > 1:
         dense.replicate(world.device)
     return model
-
-
-def _given_type(config: Config, world: World) -> torch.dtype:
-    chosen = config.precision.output_dtype
-    on_cpu = world.device.type == "cpu"
-    return torch.float32 if chosen is FloatType.BF16 and on_cpu else _TYPES[chosen]
 
 
 def _place(plan: ShardingPlan, world: World) -> None:

@@ -13,6 +13,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConf
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from recsys.config import Config, DataType, TableConfig
+from recsys.config.choices import FloatType
 from recsys.config.features import id_features
 from recsys.runtime.counter_random import make_key, uniform_numbers
 from recsys.runtime.uniform import uniform
@@ -23,6 +24,7 @@ _DATA_TYPES = {
     DataType.FP16: TorchrecDataType.FP16,
     DataType.FP8: TorchrecDataType.NFP8,
 }
+_VECTOR_TYPES = {FloatType.FP32: torch.float32, FloatType.FP16: torch.float16, FloatType.BF16: torch.bfloat16}
 # Drawn at once: on CPU few, since glibc keeps what temporaries of megabytes leave; on GPUs each kernel takes a while.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 
@@ -82,6 +84,12 @@ def _settings(config: Config, table: str) -> dict[str, Any]:
         "feature_names": [f for f in id_features(config) if config.features[f].table == table],
         "data_type": _DATA_TYPES[settings.data_type],
     }
+
+
+def vector_type(config: Config, on_gpu: bool) -> torch.dtype:
+    """Return the type of the vectors that tables give; CPUs have no BF16 there."""
+    chosen = config.precision.output_dtype
+    return torch.float32 if chosen is FloatType.BF16 and not on_gpu else _VECTOR_TYPES[chosen]
 
 
 def init_range(table: TableConfig) -> float:

@@ -1,4 +1,4 @@
-"""Peaks of steps in which updates take most."""
+"""Peaks of steps in which updates take most, or vectors of another type."""
 
 from pathlib import Path
 
@@ -26,4 +26,13 @@ def test_what_updates_take_besides_is_predicted(nproc: int, optimizer: str, tmp_
         case = peaks.Case(2000, ids=2, num_embeddings=100, dim=8, model=_WIDE, nproc=nproc, overrides=small)
     for peak in peaks.measure(case, tmp_path, f"optimizer.{optimizer}", "run.num_threads=1"):
         assert peak["by_kind_predicted"]["update_temporaries"] > 48 * peaks.MIB
+        assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+
+
+def test_vectors_in_fp16_are_read_in_fp32(tmp_path: Path) -> None:
+    """A batch to evaluate has both; in steps gradients take more."""
+    batches = ("train.global_batch_size=1024", "train.eval_batch_size=65536", "train.max_steps=3")
+    wide = (*batches, "data.valid=${data.train}", "precision.output_dtype=FP16", "run.num_threads=1")
+    case = peaks.Case(140_000, ids=6, num_embeddings=2000, dim=128, model={"top_mlp": [16]}, overrides=wide)
+    for peak in peaks.measure(case, tmp_path):
         assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
