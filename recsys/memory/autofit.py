@@ -186,7 +186,8 @@ class Fitter:
         if config.data.window_mib == self._config.data.window_mib:
             return self._data
         decoding = tuple(replace(of_rank, later=min(of_rank.later, most[1])) for of_rank in self._data.decoding)
-        return replace(self._data, window_bytes=min(self._data.window_bytes, most[0]), decoding=decoding)
+        windows = {key: min(getattr(self._data, key), most[0]) for key in ("window_bytes", "eval_window_bytes")}
+        return replace(self._data, decoding=decoding, **windows)
 
     def missing(self, config: Config) -> int:
         """Return the bytes by which ranks and machines exceed what they have, less the margin."""

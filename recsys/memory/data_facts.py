@@ -52,10 +52,8 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
     held, largest = _held_rows(inputs, "train")
     # Beside the windows of the training data there are some that evaluate, and keep their memory for the next time.
     others = {role: _held_rows(inputs, role) for role in roles}
-    samples = {
-        "train": sample,
-        **{role: Sample(inputs, role) if role_lists(config, role) else sample for role in roles},
-    }
+    samples = {role: Sample(inputs, role) if role_lists(config, role) else sample for role in roles}
+    samples["train"] = sample
     of_evaluation = max((samples[role].row_bytes * rows for role, (rows, _) in others.items()), default=0)
     distinct = dict(zip(sample.names, sample.distinct_ids(train_rows), strict=True))
     vocabularies, counted = _vocabularies(config, inputs, distinct)
@@ -64,7 +62,8 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         mean_ids=_mean_ids(config, sample.mean_ids(), world_size),
         most_ids=_most_ids(inputs, sample, held),
         id_bytes=inputs.spec("train").dtype.itemsize,
-        window_bytes=int(sample.window_bytes(held, largest) + of_evaluation),
+        window_bytes=int(sample.window_bytes(held, largest)),
+        eval_window_bytes=int(of_evaluation),
         decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
         eval_rows=roles,
         source=f"the first {sample.rows:,} rows",

@@ -33,7 +33,8 @@ class DataFacts:
         eval_ids: the same of a row of each kind of batch that an evaluation has, 0 for a feature that it has not: of
             rows to score, or of users and of items.
         id_bytes: of one table row number, as the loader holds it.
-        window_bytes: host memory of a rank's windows. decoding: by rank, that of what becomes windows.
+        window_bytes, eval_window_bytes: host memory of a rank's windows, of data.train and of the data set to evaluate
+            that takes most. decoding: by rank, that of what becomes windows.
         eval_rows: of a rank, by dataset.
         vocabulary_bytes: host memory of the vocabularies, of what finds ids in them, of counts of rows, and of items
             that negatives are drawn from.
@@ -59,6 +60,7 @@ class DataFacts:
     counted_bytes: int = 0
     eval_ids: tuple[Mapping[str, float], ...] = ()
     most_ids: Mapping[str, float] = field(default_factory=dict)
+    eval_window_bytes: int = 0
 
     def of_large_batches(self) -> "DataFacts":
         """Return the same with the rows of large batches of training in place of rows on average."""

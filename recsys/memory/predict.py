@@ -173,14 +173,18 @@ class _Rank:
         ahead = batches_ahead(data.prefetch_batches, topology.device)
         queued = ahead + _QUEUED_BATCHES if self._decoding_threads and ahead else 1
         queued += self._batches_in_pipeline - 1
-        of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept
+        train = self._config.train
+        follows_one = train.eval_every_steps is not None or train.eval_every_epochs is not None
+        of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept * follows_one
+        # What windows of an evaluation took is kept for the next one.
+        eval_windows = self._data.eval_window_bytes if in_evaluation or follows_one else 0
         batch = self.batch_bytes
         if self._topology.on_gpu:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
         else:
             queued += self._unread_batches
         return {
-            "loader_windows": self._data.window_bytes,
+            "loader_windows": self._data.window_bytes + eval_windows,
             "loader_decoding": self._decoding.later + of_evaluation,
             "loader_batches": queued * batch,
         }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from launch import fork_train
+from launch import ROOT, fork_train
 
 from recsys.config import load_config
 from recsys.config.topology import num_bytes
@@ -314,3 +314,19 @@ def test_topology_of_this_machine() -> None:
     assert topology.host_bytes > 1 << 30
     facts = data_facts(load_config("configs/dlrm_sample.yaml"), None, 1)
     assert facts.mean_ids["history"] == 10
+
+
+def test_steps_before_the_first_evaluation_hold_nothing_of_one() -> None:
+    """Without train.eval_every_* there is one at the end; from the second on, blocks of the first are kept."""
+    found = {}
+    for key, value in (("valid", "null"), ("epochs", "5"), ("eval_every_steps", "5"), ("eval_every_epochs", "1")):
+        room = "data" if key == "valid" else "train"
+        config = load_config(
+            ROOT / "configs/dlrm_sample.yaml", ["topology.device=cpu", "data.test=null", f"{room}.{key}={value}"]
+        )
+        (rank,) = rehearse_run(config).prediction.ranks
+        found[key] = {phase: sum(kinds["host"].values()) for phase, kinds in rank.phases.items()}
+    assert found["epochs"]["step"] == found["valid"]["step"] and found["epochs"]["save"] == found["valid"]["save"]
+    for phase in ("step", "save"):
+        assert found["eval_every_steps"][phase] == found["eval_every_epochs"][phase] > found["epochs"][phase]
+    assert len({found[key]["evaluation"] for key in found if key != "valid"}) == 1
