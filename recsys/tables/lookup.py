@@ -41,8 +41,7 @@ class UpdateGate:
     need not wait for what the ranks have to agree on first.
 
     Attributes:
-        given: type in which vectors leave the tables. FBGEMM could give it too, but then takes gradients in it: FP16
-            has no number for those of the mean over a large batch.
+        given: type in which vectors leave the tables, whatever FBGEMM gives (`plan.fbgemm_output`).
     """
 
     given = torch.float32
@@ -61,7 +60,7 @@ class UpdateGate:
         kernels.register_forward_hook(lambda _, __, vectors: self.cut(vectors))
 
     def cut(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return what a local lookup gives, FP32, in the type `given`, with its gradient held until `open`."""
+        """Return what a local lookup gives in the type `given`, with its gradient held until `open`."""
         if not (torch.is_grad_enabled() and vectors.requires_grad):
             return vectors.to(self.given)
         gradients: list[torch.Tensor] = []

@@ -28,9 +28,10 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.planner.types import Topology as PlannerTopology
 from torchrec.distributed.types import CacheParams, ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 
 from recsys.config import ComputeKernel, Config, ShardingChoice
-from recsys.config.choices import COLUMN_SPLITS, UNPOOLED
+from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, FloatType
 from recsys.errors import NoPlanError
 from recsys.runtime.machine import Topology
 from recsys.tables.bytes import cache_bytes, piece_bytes
@@ -194,7 +195,16 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
         ),
         pooling_factors=[1.0] * num_features,
         stochastic_rounding=settings.stochastic_rounding,  # on GPUs torchrec's default is to do it
+        output_dtype=fbgemm_output(config, topology.on_gpu),
     )
+
+
+def fbgemm_output(config: Config, on_gpu: bool) -> DataType | None:
+    """Return the type in which FBGEMM gives vectors, and takes gradients; None: FP32.
+
+    FP16 has no number for gradients of the mean over a large batch: such vectors are rounded behind FBGEMM.
+    """
+    return DataType.BF16 if on_gpu and config.precision.output_dtype is FloatType.BF16 else None
 
 
 def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[ShardingChoice]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import _remote_device
 from torch.overrides import TorchFunctionMode
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -23,6 +24,7 @@ from torchrec.distributed.types import (
     ShardingPlan,
     ShardMetadata,
 )
+from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from recsys.config import Config, ShardingChoice
 from recsys.config.checks import check_sharding
@@ -33,7 +35,7 @@ from recsys.runtime.machine import Topology
 from recsys.runtime.world import World
 from recsys.tables.lookup import local_lookup
 from recsys.tables.module_names import config_name, module_name
-from recsys.tables.plan import make_plan, table_constraints
+from recsys.tables.plan import fbgemm_output, make_plan, table_constraints
 from recsys.tables.spec import Shard, vector_type
 from recsys.tables.updates import attach_table_optimizers, is_table, lookups, table_of
 
@@ -176,6 +178,7 @@ def _parameter_sharding(table_shards: list[Shard], config: Config, topology: Top
         sharding_spec=None if whole else EnumerableShardingSpec(shards),
         cache_params=constraints.cache_params,
         stochastic_rounding=constraints.stochastic_rounding,
+        output_dtype=constraints.output_dtype,
     )
 
 
@@ -222,6 +225,9 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
             sharders=_sharders(config),
             init_data_parallel=False,
         )
+    vectors = fbgemm_output(config, world.device.type == "cuda")
+    if vectors is not None:
+        _without_tables_too(model, vectors)
     dense: Any = model.module.dense
     dense.gate.given = vector_type(config, world.device.type == "cuda")
     dense.late_exchange = world.device.type == "cuda"
@@ -231,6 +237,14 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     if world.world_size > 1:
         dense.replicate(world.device)
     return model
+
+
+def _without_tables_too(model: nn.Module, vectors: DataType) -> None:
+    """Let a rank without tables give vectors of the type that the others send; torchrec's are FP32 there."""
+    for lookup in lookups(model):
+        if isinstance(lookup, GroupedEmbeddingsLookup | GroupedPooledEmbeddingsLookup):
+            nothing = lookup._dummy_embs_tensor.detach().to(data_type_to_dtype(vectors))
+            lookup._dummy_embs_tensor = nothing.requires_grad_()
 
 
 def _place(plan: ShardingPlan, world: World) -> None:
