@@ -31,7 +31,8 @@ All keys, with their meaning and default: docs/config.md. The data: data/README.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ from recsys.runtime.arguments import (
     told_by_first_rank,
     with_data,
 )
-from recsys.runtime.environment import prepare_environment, restart_with_malloc_settings
+from recsys.runtime.environment import importing, restart_with_malloc_settings
 from recsys.runtime.files import make_folder
-from recsys.runtime.versions import check_versions, exit_unless_installed, own_version
+from recsys.runtime.versions import exit_unless_installed, own_version
 
 _COMMANDS = {
     "train": "train a model from a YAML config",
@@ -103,33 +104,9 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
         if words.command != "dry-run" and not words.debug:  # a debugger would lose the process
             restart_with_malloc_settings()
         # Imported in this order, so that a mistake is told before the slow imports, and a missing package by name.
-        prepare_environment()
-        check_versions()
-        from recsys.config import load_config
-
-        with told_by_first_rank():
-            if words.command == "evaluate":
-                from recsys.serving.evaluate import Asked, evaluate, roles_of
-                from recsys.serving.finished import find_run
-
-                run_to_evaluate = find_run(words.config, words.overrides, words.trust_code)
-                roles = roles_of(run_to_evaluate)
-                asked = Asked(words.by, words.cold, words.group, words.bootstrap, words.importance)
-            else:
-                config = load_config(words.config, words.overrides, words.debug)
-        if words.command == "evaluate":
-            return evaluate(run_to_evaluate, roles, asked)
-        if words.command == "dry-run":
-            from recsys.memory.dry_run import dry_run
-
-            return dry_run(config, words.price_per_hour)
-        from recsys.training.run import run
-
-        if config.train.publish.dir is None:
-            return run(config)
-        from recsys.serving.publish import Publisher
-
-        return run(config, Publisher)
+        with importing():
+            job = _job(words)
+        return job()
 
 
 def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
@@ -222,10 +199,9 @@ def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
     parser.add_argument("--bytes", action="store_true", help=about)
     with mistakes_told():
         words = parser.parse_intermixed_args(arguments)
-        prepare_environment()
-        check_versions()
-        from recsys.runtime.logs import quiet_libraries, start_logging
-        from recsys.training.sweep import open_sweep
+        with importing():
+            from recsys.runtime.logs import quiet_libraries, start_logging
+            from recsys.training.sweep import open_sweep
 
         quiet_libraries()
         numbers = {"trials": words.trials, "seeds": words.seeds, "jobs": words.jobs}
@@ -240,9 +216,8 @@ def calibrate(arguments: Sequence[str], prog: str = "recsys calibrate") -> int:
     with mistakes_told():
         if not {"-h", "--help"} & {*arguments}:  # which tests ask for in their own process
             restart_with_malloc_settings()
-        prepare_environment()
-        check_versions()
-        from recsys.training.calibrate import main as measure
+        with importing():
+            from recsys.training.calibrate import main as measure
 
         return measure(arguments, prog, _description("calibrate"))
 
@@ -290,22 +265,45 @@ def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace
     """Return the words of a command line, and the `Finished` run that they name."""
     words = parser.parse_intermixed_args(arguments)
     restart_with_malloc_settings()
-    prepare_environment()
-    check_versions()
-    from recsys.serving.finished import find_run
+    with importing(), told_by_first_rank():
+        from recsys.serving.finished import find_run
 
-    with told_by_first_rank():
         return words, find_run(words.run, words.overrides, words.trust_code)
 
 
 def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
     """Export a table of a checkpoint; return the exit status 0, or end the process with a mistake of the user."""
     with mistakes_told():
-        prepare_environment()
-        check_versions()
-        from recsys.checkpoint.parquet import main as export_rows
+        with importing():
+            from recsys.checkpoint.parquet import main as export_rows
 
         return export_rows(arguments, prog)
+
+
+def _job(words: argparse.Namespace) -> Callable[[], int]:
+    """Import what train, dry-run or evaluate takes, and read what it names; return what does it."""
+    from recsys.config import load_config
+
+    with told_by_first_rank():
+        if words.command == "evaluate":
+            from recsys.serving.evaluate import Asked, evaluate, roles_of
+            from recsys.serving.finished import find_run
+
+            run_to_evaluate = find_run(words.config, words.overrides, words.trust_code)
+            asked = Asked(words.by, words.cold, words.group, words.bootstrap, words.importance)
+            return partial(evaluate, run_to_evaluate, roles_of(run_to_evaluate), asked)
+        config = load_config(words.config, words.overrides, words.debug)
+    if words.command == "dry-run":
+        from recsys.memory.dry_run import dry_run
+
+        return partial(dry_run, config, words.price_per_hour)
+    from recsys.training.run import run
+
+    if config.train.publish.dir is None:
+        return partial(run, config)
+    from recsys.serving.publish import Publisher
+
+    return partial(run, config, Publisher)
 
 
 def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namespace:

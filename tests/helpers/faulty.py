@@ -16,12 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from recsys.runtime.environment import prepare_environment  # noqa: E402
+from recsys.runtime.environment import importing  # noqa: E402
 
-prepare_environment()
-
-from recsys.step.step import DenseHalf  # noqa: E402
-from recsys.training import run, trainer  # noqa: E402
+with importing():
+    from recsys.step.step import DenseHalf
+    from recsys.training import run, trainer
 
 
 def raise_error() -> None:

@@ -157,3 +157,26 @@ def test_beside_a_gpu_what_is_freed_is_used_again(keep: bool) -> None:
     command = [sys.executable, "-c", FREED, "keep" if keep else "give"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert (int(done.stdout) >= 20 * 10) is not keep, (done.stdout, done.stderr)
+
+
+def test_imports_are_without_the_collector_of_cycles_and_what_follows_is_with_it() -> None:
+    """In a process of its own: what is there is left out for good."""
+    program = """\
+import gc
+from contextlib import suppress
+from recsys.errors import UserError
+from recsys.runtime.environment import importing
+with importing():
+    print(gc.isenabled())
+    kept = [[] for _ in range(1000)]
+print(gc.isenabled(), gc.get_freeze_count() > 1000, len(gc.get_objects()) < 1000)
+with suppress(UserError), importing():
+    raise UserError("no such file")
+print(gc.isenabled())
+gc.disable()
+with importing():
+    pass
+print(gc.isenabled())
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True", "True", "True", "True", "False"], done.stdout + done.stderr
