@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ROOT
+from launch import ROOT, fork_train
 
 from recsys.__main__ import main
 
@@ -40,7 +40,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_a_mistake_is_told_in_one_line(arguments: list[str], status: int, said: str) -> None:
-    done = run("-m", "recsys", *arguments)
+    done = fork_train(*arguments, program="recsys")
     assert done.returncode == status and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 

@@ -1,13 +1,27 @@
-"""Imported by the process that `launch.fork_train` forks off."""
+"""Imported by the process that `launch.fork_train` forks off: what programs import, also where they do so late."""
 
-import gc
+import contextlib
+from importlib import import_module
 
-from recsys.runtime.environment import prepare_environment
+from recsys.runtime.environment import importing
 
-prepare_environment()
-gc.disable()  # a fifth of the time of the imports, none of which is garbage
+LATE = (
+    *("numpy.ma", "pyarrow.dataset", "torch.utils.tensorboard"),
+    *("onnxruntime", "onnxscript.function_libs.torch_lib.ops", "sympy.tensor.tensor"),
+    *("torch.export._trace", "torch.onnx._internal.exporter._core", "torch._inductor.ir"),
+)
 
-import recsys.training.run  # noqa: E402, F401
+with importing():
+    from launch import ROOT
 
-gc.freeze()  # else each process that is forked would look through all of it once
-gc.enable()
+    import recsys.serving.compress
+    import recsys.serving.export
+    import recsys.serving.predict
+    import recsys.training.run  # noqa: F401
+    from recsys.config import load_config
+
+    for name in LATE:
+        with contextlib.suppress(ImportError):
+            import_module(name)
+    for name in ("dlrm", "two_tower"):
+        load_config(f"{ROOT}/configs/{name}_sample.yaml")  # keys with their types and defaults are kept
