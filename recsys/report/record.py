@@ -13,7 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recsys.errors import UserError
 from recsys.report.text import duration, number, size
@@ -71,13 +73,18 @@ class Record:
     @cached_property
     def config_text(self) -> str:
         path = self.folder / "config.yaml"
-        return path.read_text() if path.exists() else ""
+        return path.read_text(errors="replace") if path.exists() else ""
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The config's values by dotted key; those of lists are one value."""
-        tree = OmegaConf.to_container(OmegaConf.create(self.config_text or "{}"))
-        return dict(_leaves(tree, ""))
+        try:
+            return dict(_leaves(OmegaConf.to_container(OmegaConf.create(self.config_text or "{}")), ""))
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
+            raise UserError(
+                f"'{self.folder / 'config.yaml'}' is damaged ({' '.join(str(error).split())}); each checkpoint has a "
+                "copy of it, checkpoints/step-N/config.yaml"
+            ) from error
 
     @property
     def name(self) -> str:
@@ -97,13 +104,15 @@ class Record:
 
     @cached_property
     def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are whole, of which a killed process may leave one that is not."""
+        """The lines of metrics.jsonl that are whole; a process or machine that was killed may leave others."""
         path, lines = self.folder / "metrics.jsonl", []
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
             try:
-                lines.append(json.loads(line))
+                line = json.loads(text)
             except ValueError:
                 continue
+            if isinstance(line, dict) and isinstance(line.get("kind"), str) and isinstance(line.get("step"), int):
+                lines.append(line)
         return lines
 
     def curves(self, kind: str) -> dict[str, Points]:
@@ -215,7 +224,10 @@ def open_record(path: Path, error: str | None = None) -> Record:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {json.dumps(content)[:40]}, and must hold names with their values")
+        return content
     except ValueError as error:
         raise UserError(f"'{path}' is damaged ({error}); remove it, and the page shows what else is there") from error
 

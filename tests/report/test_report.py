@@ -202,10 +202,34 @@ def test_a_run_whose_first_rank_was_killed(runs: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["result.json", "plan.json", "memory/rank_1.json"])
 def test_a_damaged_file_is_named(name: str, runs: Path, tmp_path: Path) -> None:
     copytree(runs / "two", tmp_path / "a")
-    (tmp_path / "a" / name).write_bytes((runs / "two" / name).read_bytes()[:-9])
-    with pytest.raises(UserError, match=f"{name}' is damaged"):
-        report_page(open_record(tmp_path / "a"))
+    for content in ((runs / "two" / name).read_bytes()[:-9], b"", b"\0" * 99, b'{"a": "\xff"}', b"null", b"[3]"):
+        (tmp_path / "a" / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name}' is damaged"):
+            report_page(open_record(tmp_path / "a"))
     (tmp_path / "a" / name).unlink()
+    Page(report_page(open_record(tmp_path / "a")))
+
+
+def test_lines_of_metrics_that_are_none_are_left_out(runs: Path, tmp_path: Path) -> None:
+    copytree(runs / "two", tmp_path / "a")
+    (tmp_path / "a" / "result.json").unlink()  # whose figures are shown in their place
+    whole = (runs / "two" / "metrics.jsonl").read_bytes()
+    lines = (b"3", b"null", b"[1]", b"{}", b'{"kind": 3, "step": 1}', b'{"kind": "train"}', b'"\xff"', b"\0\0")
+    (tmp_path / "a" / "metrics.jsonl").write_bytes(b"\n".join([*lines, whole, *lines]))
+    record = open_record(tmp_path / "a")
+    assert record.lines == open_record(runs / "two").lines
+    Page(report_page(record))
+
+
+@pytest.mark.parametrize("content", [b"a: [1", b"a: \0", b"{a: 1}}", b"a: ${", b"!!python/object:x.Y {}"])
+def test_a_damaged_config_is_named_with_where_a_copy_is(content: bytes, runs: Path, tmp_path: Path) -> None:
+    copytree(runs / "two", tmp_path / "a")
+    (tmp_path / "a" / "config.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=r"a/config.yaml' is damaged \(.*checkpoints/step-N/config.yaml$") as told:
+        report_page(open_record(tmp_path / "a"))
+    assert "\n" not in str(told.value)
+    [copy] = (tmp_path / "a" / "checkpoints").glob("step-*/config.yaml")
+    (tmp_path / "a" / "config.yaml").write_bytes(copy.read_bytes())
     Page(report_page(open_record(tmp_path / "a")))
 
 
