@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from recsys.config import Config, Device, load_config
+from recsys.config import Config, Device, as_value, load_config
 from recsys.data.inputs import open_inputs
 from recsys.errors import UserError
 from recsys.memory import Timeline
@@ -42,6 +42,7 @@ from recsys.training.trainer import Trainer
 
 _TRAINED_S = 0.8  # of a training, after the warm-up
 _WARM_STEPS, _LINES = 12, 5  # of a training; lines that it tells
+_ROWS_FILE = "part-0.parquet"
 _ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e6
 
 
@@ -100,7 +101,8 @@ def _references(data: Path) -> Iterator[Config]:
         named += [f"tables.{name}={{num_embeddings: 100000, embedding_dim: {dim}}}" for name in (*ids, *lists)]
         named += [f"tables.{name}.sharding_type=row_wise" for name in ids[:num_split]]
         named += [f"model.bottom_mlp={[layers[0]] if floats else []}", f"model.top_mlp={list(layers)}"]
-        yield load_config(data / "base.yaml", [*named, f"train.global_batch_size={batch}"])
+        named += [f"train.global_batch_size={batch}", f"data.train={as_value(str(data / _ROWS_FILE))}"]
+        yield load_config(data / "base.yaml", named)
 
 
 # Rows of a rank, features of one id, of lists, their dimension, floats, layers, features whose table is split by rows.
@@ -137,10 +139,8 @@ def _write_rows(folder: Path) -> None:
         columns[f"list_{i}"] = pa.ListArray.from_arrays(ends, ids(ends[-1]))
     columns["label"] = generator.integers(2, size=_ROWS).astype(np.int8)
     folder.mkdir()
-    pq.write_table(pa.table(columns), folder / "part-0.parquet", row_group_size=1 << 15)
-    (folder / "base.yaml").write_text(
-        f"data: {{train: {folder}/*.parquet, label_column: label}}\nmodel: {{name: dlrm}}\ntrain: {{epochs: 1000000}}\n"
-    )
+    pq.write_table(pa.table(columns), folder / _ROWS_FILE, row_group_size=1 << 15)
+    (folder / "base.yaml").write_text("data: {label_column: label}\nmodel: {name: dlrm}\ntrain: {epochs: 1000000}\n")
 
 
 def _fitted(speeds: Speeds, world: World, num_threads: int | None) -> Speeds:

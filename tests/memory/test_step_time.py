@@ -10,6 +10,7 @@ import torch
 from launch import fork_train
 
 from recsys.config import load_config
+from recsys.data.sources import find_files
 from recsys.errors import UserError
 from recsys.memory.data_facts import data_facts
 from recsys.memory.dry_run import format_dry_run, rehearse_run
@@ -28,6 +29,7 @@ from recsys.memory.trace import rehearse
 from recsys.runtime.machine import topology_of
 from recsys.runtime.world import rehearse_world
 from recsys.tables.spec import Shard
+from recsys.training import calibrate
 
 FLAT = [(1.0, 1e-30), (1e12, 1e-30)]  # takes no time
 
@@ -248,6 +250,17 @@ def test_no_place_for_the_file_is_told_at_once(tmp_path: Path) -> None:
     assert done.returncode == 1 and "is no folder to write x.json into" in done.stderr
     done = fork_train("calibrate", str(tmp_path), program="recsys")
     assert done.returncode == 1 and f"OUT: '{tmp_path}' is a folder; name a file" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a,b", "a #b", "a: b", "[a]", "{a}", "a*", "'a", "null, c: 3"])
+def test_rows_of_a_calibration_are_read_from_a_folder_of_any_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where TMPDIR says: names that YAML or a glob would take for something else."""
+    monkeypatch.setattr(calibrate, "_ROWS", 50)
+    calibrate._write_rows(tmp_path / name)
+    for config in calibrate._references(tmp_path / name):
+        assert [*find_files("data.train", config.data.train).names] == [str(tmp_path / name / "part-0.parquet")]
 
 
 def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
