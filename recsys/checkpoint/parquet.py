@@ -23,8 +23,7 @@ from recsys.config import IdMappingType, TableConfig
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, read_vocabulary
 from recsys.runtime.arguments import Parser
-from recsys.runtime.files import prepare_output
-from recsys.runtime.parquet import ROW_GROUP_ROWS, write_parquet
+from recsys.runtime.parquet import ROW_GROUP_ROWS, prepare_parquet, write_parquet
 
 VECTOR = "vector"
 _KEYS = ("row", "id", "bucket")
@@ -38,12 +37,12 @@ def export_table(source: Path, table: str, out: Path) -> int:
         out: replaced once it is complete.
 
     Raises:
-        UserError: there is no such checkpoint, it is corrupt, or it has no such table; or `out` is a folder, or cannot
-            lie where it is to.
+        UserError: there is no such checkpoint, it is corrupt, or it has no such table; or `out` is a folder or a file
+            of something else, or cannot lie where it is to.
     """
     path = find_checkpoint(source, "RUN_OR_CHECKPOINT")
     marker = Marker.read(path)
-    prepare_output(out)
+    prepare_parquet(out, "row", VECTOR)
     problems = [text for name, entry in marker.files.items() if (text := file_problem(path / name, *entry))]
     if problems:
         raise UserError(f"checkpoint '{path}' is corrupt: {problems[0]}; take another one")

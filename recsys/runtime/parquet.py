@@ -1,4 +1,4 @@
-"""A Parquet file from a stream of tables."""
+"""Parquet files that commands write: from a stream of tables, and in place of their own alone."""
 
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -9,9 +9,29 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from recsys.runtime.files import replacing
+from recsys.errors import UserError
+from recsys.runtime.files import prepare_output, replacing
 
 ROW_GROUP_ROWS = 1 << 16  # held in memory
+
+
+def prepare_parquet(path: Path, *columns: str) -> None:
+    """Refuse an OUT that is there, not empty, and none of a command's own files, which have these columns.
+
+    So a glob that the shell has expanded to the data's own files, or two words in the wrong order, costs nothing.
+
+    Raises:
+        UserError: it is such a file; or as of `prepare_output`.
+    """
+    prepare_output(path)
+    if not path.exists() or not path.stat().st_size:
+        return
+    try:
+        missing = [name for name in columns if name not in pq.read_schema(path).names]
+    except (OSError, pa.ArrowException):
+        missing = [*columns]
+    if missing:
+        raise UserError(f"OUT: '{path}' is there, and has no column '{missing[0]}' of such a file; name another file")
 
 
 def write_parquet(path: Path, tables: Iterable[pa.Table]) -> None:

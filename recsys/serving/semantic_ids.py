@@ -12,10 +12,12 @@ import pyarrow.parquet as pq
 
 from recsys.errors import UserError
 from recsys.runtime.arguments import Parser, positive
-from recsys.runtime.files import prepare_output, replacing
+from recsys.runtime.files import replacing
+from recsys.runtime.parquet import prepare_parquet
 
 _AT_ONCE = 1 << 22  # distances, of vectors and centres
 _MOST_ROUNDS = 50
+_SAME = "same"  # the column that numbers items of equal codes
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,10 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         source: folder of `recsys embeddings RUN item`, or Parquet with a column `vector`.
 
     Raises:
-        UserError: there are no such vectors, or `out` is a folder, or cannot lie where it is to.
+        UserError: there are no such vectors, or `out` is a folder or a file of something else, or cannot lie where
+            it is to.
     """
-    prepare_output(out)
+    prepare_parquet(out, "code_1", _SAME)
     try:
         table = pq.read_table(source)
     except (OSError, pa.ArrowInvalid) as error:
@@ -113,7 +116,7 @@ def semantic_ids(source: Path, out: Path, levels: int, number: int, seed: int) -
         raise UserError(
             f"'{source}' has no vectors in a column 'vector'; name a folder of `recsys embeddings RUN item`"
         )
-    made = [*(f"code_{level + 1}" for level in range(levels)), "same"]
+    made = [*(f"code_{level + 1}" for level in range(levels)), _SAME]
     if taken := [name for name in table.column_names if name in made]:
         raise UserError(f"'{source}' has a column '{taken[0]}', which is to be written; rename it there")
     codes = residual_codes(_vectors(table["vector"], source), levels, number, seed)

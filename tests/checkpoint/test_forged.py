@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import xxhash
 from small_checkpoints import checkpoints, loaded, names, state, tensors
@@ -225,3 +227,13 @@ def test_places_of_other_tensors_than_there_are(lie: Edit, said: str, good: Path
     with pytest.raises(UserError, match=r"^checkpoint '[^\n]*$") as caught:
         loaded(newest.parent, world)
     assert said in str(caught.value)
+
+
+def test_only_tables_are_overwritten(good: Path, tmp_path: Path) -> None:
+    checkpoint, out, log = good / names(good)[-1], tmp_path / "t.parquet", tmp_path / "log.parquet"
+    assert export_table(checkpoint, "t", out) == export_table(checkpoint, "t", out) == pq.read_metadata(out).num_rows
+    pq.write_table(pa.table({"row": [1], "clicked": [0]}), log)
+    before = log.read_bytes()
+    with pytest.raises(UserError, match=f"^OUT: '{log}' is there, and has no column 'vector' of such a file; name"):
+        export_table(checkpoint, "t", log)
+    assert log.read_bytes() == before

@@ -74,6 +74,30 @@ def test_a_file_of_codes_that_rows_are_joined_with(tmp_path: Path, capsys: pytes
     assert f"{len({tuple(each) for each in numbers.tolist()})} different codes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("there", ["the vectors", "other vectors", "a log", "a text", "nothing", "codes"])
+def test_only_codes_are_overwritten(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A glob that the shell has expanded names a second file of vectors where the output is expected."""
+    source = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"item_id": np.arange(9), "vector": list(planted(9)[0])}), source)
+    out = source if there == "the vectors" else tmp_path / "b.parquet"
+    if there == "other vectors":
+        out.write_bytes(source.read_bytes())
+    elif there == "a log":
+        pq.write_table(pa.table({"same": [1], "clicked": [0]}), out)
+    elif there in ("a text", "nothing"):  # as mktemp leaves it
+        out.write_text("data:" if there == "a text" else "")
+    elif there == "codes":
+        assert main(["semantic-ids", str(source), str(out)]) == 0
+    before = out.read_bytes()
+    if there in ("nothing", "codes"):
+        assert main(["semantic-ids", str(source), str(out), "--levels", "2"]) == 0
+        assert pq.read_schema(out).names == ["item_id", "code_1", "code_2", "same"]
+    else:
+        with pytest.raises(UserError, match=f"^OUT: '{out}' is there, and has no column 'code_1' of such a file"):
+            list(semantic_ids(source, out, 2, 8, 1))
+        assert out.read_bytes() == before
+
+
 @pytest.mark.parametrize("content", [None, {"item_id": [1]}, {"vector": pa.array([], pa.list_(pa.float32()))}])
 def test_what_has_no_vectors(content: dict | None, tmp_path: Path) -> None:
     if content is not None:
