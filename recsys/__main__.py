@@ -42,6 +42,7 @@ from recsys.runtime.arguments import (
     add_evaluation,
     add_out,
     mistakes_told,
+    names,
     positive,
     price,
     told_by_first_rank,
@@ -131,7 +132,7 @@ def predict(arguments: Sequence[str], command: str) -> int:
         parser.add_argument("data", metavar="DATA", help="Parquet: a directory, glob or file; labels are not needed")
     add_out(parser, "folder to write; an unfinished one is gone on with", "data.filter")
     about = "columns to write beside, with commas; default: ids that it reads"
-    parser.add_argument("--keep", metavar="COLUMNS", help=about)
+    parser.add_argument("--keep", metavar="COLUMNS", type=names, help=about)
     if command == "recommend":
         parser.add_argument("--k", type=positive, default=20, help="items for each row (20)")
     with mistakes_told(goes_on=True):
@@ -140,12 +141,11 @@ def predict(arguments: Sequence[str], command: str) -> int:
         from recsys.serving.predict import predict as score
         from recsys.serving.predict import recommend
 
-        keep = None if words.keep is None else [name for name in words.keep.split(",") if name]
         if command == "embeddings":
-            return embeddings(run, words.name, words.out, words.data, keep, words.faiss, words.queries)
+            return embeddings(run, words.name, words.out, words.data, words.keep, words.faiss, words.queries)
         if command == "recommend":
-            return recommend(run, words.data, words.out, words.k, keep)
-        return score(run, words.data, words.out, keep)
+            return recommend(run, words.data, words.out, words.k, words.keep)
+        return score(run, words.data, words.out, words.keep)
 
 
 def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:

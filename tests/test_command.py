@@ -10,6 +10,8 @@ import pytest
 from launch import ROOT, fork_train
 
 from recsys.__main__ import main
+from recsys.runtime.arguments import as_names, names
+from recsys.serving import score
 
 SAMPLE = "configs/dlrm_sample.yaml"
 
@@ -49,6 +51,15 @@ def test_help_takes_no_library(script: str) -> None:
     done = run("-X", "importtime", *script.split())
     assert done.returncode == 0 and "usage: " in done.stdout
     assert not any(f"| {' ' * depth}{name}\n" in done.stderr for name in ("torch", "numpy") for depth in range(40))
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [["a"], ["a,b"], ["a,b", "c"], ['"'], ['a "b"', "c"], ['a,"b",', ","], ['""', '","'], ["a\nb", " c "], []],
+)
+def test_names_with_commas_are_in_quotes(columns: list[str]) -> None:
+    assert names(as_names(columns)) == score.names(as_names(columns)) == columns
+    assert names("a,b,,c") == ["a", "b", "c"] and names('say "hi",b') == ['say "hi"', "b"]
 
 
 def test_the_version() -> None:

@@ -3,7 +3,8 @@
 import argparse
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +25,17 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
     return int(text)
+
+
+def names(text: str) -> list[str]:
+    """Return names that are separated by commas; one that holds a comma stands in double quotes."""
+    pairs = re.findall(r'"((?:[^"]|"")*)"(?=,|$)|([^,]+)', text)
+    return [quoted.replace('""', '"') or plain for quoted, plain in pairs]
+
+
+def as_names(columns: Iterable[str]) -> str:
+    """Return the text of which `names` makes these columns."""
+    return ",".join('"' + name.replace('"', '""') + '"' if "," in name or '"' in name else name for name in columns)
 
 
 def price(text: str) -> float:

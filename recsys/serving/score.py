@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -887,13 +888,19 @@ def write(tables: Iterator[pa.Table], words: argparse.Namespace) -> int:
     return num_rows
 
 
+def names(text: str) -> list[str]:
+    """Return names that are separated by commas; one that holds a comma stands in double quotes."""
+    pairs = re.findall(r'"((?:[^"]|"")*)"(?=,|$)|([^,]+)', text)
+    return [quoted.replace('""', '"') or plain for quoted, plain in pairs]
+
+
 def main() -> None:
     """Predict or recommend; a mistake is one sentence, and status 1."""
     parser = argparse.ArgumentParser(description="Score rows, or recommend items, with the model beside this file.")
     parser.add_argument("command", choices=["predict", "recommend"])
     parser.add_argument("data", metavar="DATA", help="Parquet: a file, a folder or a glob")
     parser.add_argument("out", metavar="OUT.parquet")
-    parser.add_argument("--keep", type=lambda text: [*filter(None, text.split(","))], help="columns to write beside")
+    parser.add_argument("--keep", type=names, help="columns to write beside, with commas")
     parser.add_argument("--k", type=int, default=20, help="items for each row (20)")
     parser.add_argument("--verify", action="store_true", help="compare checksums of large files of vectors, too")
     words = parser.parse_args()

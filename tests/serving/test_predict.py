@@ -98,6 +98,9 @@ def test_scores_are_those_of_the_rows(run: Path, rows: pa.Table, alone: pa.Table
     kept = predicted("predict", run, folder_of(rows), tmp_path / "one", "--keep", "user_id,label,price")
     assert kept.column_names == ["user_id", "label", "price", "score"] and kept["score"].equals(alone["score"])
     assert kept.drop_columns("score").equals(rows.select(["user_id", "label", "price"]))
+    pq.write_table(rows.append_column("a,b", rows["price"]), tmp_path / "commas.parquet")
+    kept = predicted("predict", run, tmp_path / "commas.parquet", tmp_path / "two", "--keep", '"a,b",label')
+    assert kept.column_names == ["a,b", "label", "score"] and kept["a,b"].equals(rows["price"])
     scores = alone["score"].to_numpy()
     metrics = evaluate(run, f"data.test={folder_of(rows)}")["test"]
     labels, weights = rows["label"].to_numpy(), rows["weight"].to_numpy()
