@@ -39,6 +39,7 @@ from recsys.config import Config, load_config  # noqa: E402
 from recsys.config.choices import Autocast  # noqa: E402
 from recsys.data.batch import Batch  # noqa: E402
 from recsys.data.inputs import open_inputs  # noqa: E402
+from recsys.data.order import Position  # noqa: E402
 from recsys.datasets.writer import write_parts  # noqa: E402
 from recsys.runtime.logs import quiet_libraries  # noqa: E402
 from recsys.runtime.versions import installed_versions  # noqa: E402
@@ -76,7 +77,7 @@ VARIANTS = {
 FEEDS = ("device", "page_locked", "parquet", "bare")
 TRACED_STEPS = 5
 ROW_GROUP_ROWS = 65536
-EPOCHS = 3  # of the loader alone
+EPOCHS = 4  # of the loader alone, after the first one, in which its threads begin
 
 
 def write_files(folder: Path, shape: str, num_rows: int, max_rows: int) -> None:
@@ -248,14 +249,16 @@ def sizes_of(config: Config, batch: Batch) -> dict[str, int]:
 
 
 def loader_rates(data: Path, shape: str, arguments: argparse.Namespace) -> dict[int, int]:
-    """Return rows/s of the loader alone by its number of threads, over whole epochs from before the first batch."""
+    """Return rows/s of the loader alone by its number of threads, over whole epochs behind the first."""
     rates = {}
     for threads in arguments.loader_threads:
         config = config_of(shape, data, arguments, [*arguments.overrides, f"data.num_threads={threads}"])
         with open_world(config.run.device, config.run.num_threads) as world:
             loader = open_inputs(config, world).loader("train")
-            start = time.monotonic()
-            with closing(loader.batches(num_epochs=EPOCHS)) as batches:
+            with closing(loader.batches(num_epochs=1 + EPOCHS)) as batches:
+                for _ in islice(batches, loader.steps_left(Position(), 1)):
+                    pass
+                start = time.monotonic()
                 rows = sum(batch.num_rows for batch in batches)
             rates[threads] = round(rows / (time.monotonic() - start))
     return rates
