@@ -29,7 +29,7 @@ import torch  # noqa: E402
 _ON = ("run.device={device}", "run.num_threads=1")
 # The shapes of the field, with tables of at most 10 M rows: 27 GiB.
 _FIELD = ("--batch-size", "65536", "--dim", "128", "--max-rows", "10000000", "--rows", "524288")
-_SPEED = ("--steps", "40", "--warm", "10", "--variants", "fp32", "tf32", "bf16")
+_SPEED = ("--steps", "40", "--warm", "10", "--variants", "bf16_compiled", "bf16", "tf32", "fp32")
 _FEEDS = ("--feeds", "device", "page_locked", "parquet", "bare", "--loader-threads", "1", "2", "4", "8", "12")
 _TINY = (
     *("--batch-size", "256", "--dim", "8", "--max-rows", "1000", "--rows", "1024", "--steps", "2", "--warm", "1"),

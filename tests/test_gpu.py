@@ -1,13 +1,16 @@
 """The same config on a GPU: the numbers of the CPU, a checkpoint that moves between the two, device peaks."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import benchmark_peaks as peaks
+import pyarrow.parquet as pq
 import pytest
 import torch
-from launch import run_train
+from launch import ROOT, environment, run_train
 from rows import SPEC, build, rows
 from rows import write as write_rows
 from test_fit import SHORT, follow_first_advice
@@ -103,6 +106,24 @@ def test_a_checkpoint_moves_between_cpu_and_gpu(tmp_path: Path) -> None:
     before, _ = train(tmp_path, "train.max_steps=20", "run.device=cuda")
     after, _ = train(tmp_path, "train.max_steps=20", "run.device=cpu", "run.resume=true")
     torch.testing.assert_close(after["metrics"], before["metrics"], rtol=0, atol=1e-4)
+
+
+def test_a_gpu_scores_what_a_cpu_scores(tmp_path: Path) -> None:
+    train(tmp_path / "run", "train.max_steps=20", "run.device=cuda")
+    found, data = {}, str(ROOT / "data/sample/test")
+    for device in ("cpu", "cuda"):
+        out, exported = tmp_path / f"scores-{device}", tmp_path / f"export-{device}"
+        for command in (
+            ["predict", "RUN", data, str(out)],
+            ["evaluate", "RUN", data],
+            ["export", "RUN", str(exported)],
+        ):
+            words = [str(tmp_path / "run") if word == "RUN" else word for word in command]
+            program = [sys.executable, "-m", "recsys", *words, f"run.device={device}"]
+            done = subprocess.run(program, cwd=ROOT, env=environment(), capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr[-3000:]
+        found[device] = torch.from_numpy(pq.read_table(out).column("score").to_numpy().copy())
+    torch.testing.assert_close(found["cuda"], found["cpu"], rtol=0, atol=1e-5)
 
 
 def test_debug_mode_and_device_peaks(tmp_path: Path) -> None:
