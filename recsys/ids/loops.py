@@ -112,7 +112,13 @@ def _compile() -> Any:
     (shift_1, factor_1), (shift_2, factor_2) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in ROUNDS)
     last_shift, one, high = np.uint64(LAST_SHIFT), np.uint64(1), np.uint64(32)
 
-    @numba.njit(nogil=True, cache=True)
+    def compiled(loop: Any) -> Any:
+        try:
+            return numba.njit(nogil=True, cache=True)(loop)
+        except RuntimeError:  # there is no folder that it may keep this in: compiled anew by each process
+            return numba.njit(nogil=True)(loop)
+
+    @compiled
     def hash_numbers(numbers: Any, increment: Any, out: Any) -> None:
         for i in range(len(numbers)):
             x = np.uint64(numbers[i]) + increment
@@ -120,12 +126,12 @@ def _compile() -> Any:
             x = (x ^ (x >> shift_2)) * factor_2
             out[i] = x ^ (x >> last_shift)
 
-    @numba.njit(nogil=True, cache=True)
+    @compiled
     def write_remainders(hashes: Any, divisor: Any, out: Any) -> None:
         for i in range(len(hashes)):
             out[i] = hashes[i] % divisor + one
 
-    @numba.njit(nogil=True, cache=True)
+    @compiled
     def pick_unseen(hashes: Any, last: Any, seen: Any, out: Any) -> Any:
         number, bits = 0, np.uint64(len(seen) - 1)
         for i in range(len(hashes)):

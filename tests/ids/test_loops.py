@@ -93,6 +93,21 @@ def mapped(mapping: IdMapping, column: pa.Array, statistics: IdStatistics) -> li
     return out.tolist()
 
 
+def test_compiled_where_no_folder_can_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose packages are read-only and whose user has no home."""
+    from numba.core import caching
+
+    monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
+    loops._compile.cache_clear()
+    try:
+        assert loops.compile_loops()
+        out, scratch = np.empty((2, 3), np.uint64)
+        loops.hash_numbers(np.arange(3), np.uint64(0), out, scratch)
+        assert out.tolist() == [by_hand(number) for number in range(3)]
+    finally:
+        loops._compile.cache_clear()
+
+
 def test_without_numba_numpy_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     loops._compile.cache_clear()
