@@ -36,9 +36,12 @@ def test_sums_over_rows(rows: int, width: int, mib: int) -> None:
     assert workspace_bytes(torch.ops.aten.add.Tensor, (gradient, gradient)) == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["wide layers", "checkpointed layers, autocast", "lists", "vocabularies", "two towers"]
-)
+FAST = ("wide layers", "lists", "vocabularies")
+# Vectors in FP16 were rounded by FBGEMM when they were measured, and are behind it now.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in MEASURED if name not in (*FAST, "FP16 vectors")]
+
+
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_peaks_of_an_h100_are_predicted_without_one(name: str, tmp_path: Path) -> None:
     case, (measured,) = peaks.CASES[name], MEASURED[name]
     peaks.write_rows(case, tmp_path / "data")
