@@ -29,10 +29,9 @@ from recsys.data.permutation import Permutation, PermutedReader
 from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window
-from recsys.ids import compile_loops
+from recsys.ids import are_worth_compiling, compile_loops
 from recsys.runtime.threads import windows_ahead
 
-_MOST_BY_NUMPY = 2  # threads that decode at their full speed side by side without `compile_loops`
 WindowSource = Callable[["_Placed"], Callable[[], Columns]]  # begins to read a window; returns what waits for it
 
 
@@ -136,7 +135,7 @@ class Loader:
         if self._options.num_threads == 0:
             yield from self._produce(position, num_epochs, lambda placed: lambda: self._read(placed))
             return
-        if self._options.num_threads > _MOST_BY_NUMPY:
+        if are_worth_compiling(self._options.num_threads):
             compile_loops()
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))

@@ -6,6 +6,7 @@ that is compiled is one call, takes less than half the time, and other threads r
 """
 
 from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,13 @@ LAST_SHIFT = 31
 # Arrays without dimensions: of a NumPy scalar, every call would make one.
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in ROUNDS)
 _LAST_SHIFT = np.array(LAST_SHIFT, np.uint64)
+_MOST_BY_NUMPY = 2  # threads that decode at their full speed side by side
 _compiled: Any = None  # once `compile_loops` has been called
+
+
+def are_worth_compiling(num_threads: int) -> bool:
+    """Return whether so many threads that decode would wait for each other by NumPy, and numba is installed."""
+    return num_threads > _MOST_BY_NUMPY and find_spec("numba") is not None
 
 
 def compile_loops() -> bool:

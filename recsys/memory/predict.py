@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from recsys.config import Config, DataType
 from recsys.config.choices import Autocast
 from recsys.config.features import evaluated_rows
+from recsys.ids import are_worth_compiling
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.lookups import Lookups
 from recsys.memory.ranking import ranking_bytes
@@ -29,6 +30,7 @@ _LIBRARY_BYTES = {"init": 10 << 20, "later": 36 << 20}
 _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
 _MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
+_COMPILER_BYTES = 100 << 20  # numba, and the loops over ids that it compiles
 _AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
@@ -118,6 +120,8 @@ class _Rank:
         """Return what libraries and, on rank 0, footers and plan take in "init" or "later"."""
         halves = when == "later" and self._config.precision.autocast is not Autocast.none
         size = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
+        if when == "later" and are_worth_compiling(self._decoding_threads):
+            size += _COMPILER_BYTES
         return size + (_AUTOCAST_BYTES if halves and not self._topology.on_gpu else 0)
 
     def _heaps(self, in_evaluation: bool) -> int:

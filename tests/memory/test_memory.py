@@ -58,6 +58,17 @@ def check(config: Path, variants: list[list[str]], nproc: int, folder: Path, tim
             assert 0 <= rank["rest"] < 64 << 10, overrides
 
 
+def test_loops_that_are_compiled_are_predicted(tmp_path: Path) -> None:
+    """By numba, where more than two threads decode."""
+    for num_threads in (2, 3):
+        run = tmp_path / str(num_threads)
+        options = (f"data.num_threads={num_threads}", "train.max_steps=20", "data.valid=null", "data.test=null")
+        done = fork_train("configs/dlrm_sample.yaml", f"run.dir={run}", *options)
+        assert done.returncode == 0, done.stderr[-3000:]
+        peak = json.loads((run / "memory/rank_0.json").read_text())["peak"]
+        assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+
+
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_tensors_are_predicted_to_the_byte(nproc: int, config: Path, tmp_path: Path) -> None:
     variants = [variant("row_wise", "FP16", "rowwise_adagrad"), variant("table_wise", "FP32", "adagrad")]
