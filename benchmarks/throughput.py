@@ -45,6 +45,7 @@ from recsys.runtime.logs import quiet_libraries  # noqa: E402
 from recsys.runtime.versions import installed_versions  # noqa: E402
 from recsys.runtime.world import World, open_world  # noqa: E402
 from recsys.step.pipeline import TimedIterator, build_pipeline  # noqa: E402
+from recsys.step.step import AUTOCAST_TYPES  # noqa: E402
 from recsys.training.build import Built, build_model  # noqa: E402
 
 # Rows of MLPerf's tables and ids of its lists: github.com/mlcommons/training, recommendation_v2/torchrec_dlrm.
@@ -230,7 +231,7 @@ def measure_bare(
     batches = [bare_batch(each).to(world.device) for each in held]
     rows = {f"c{i}": max(8, min(number, arguments.max_rows)) for i, number in enumerate(ROWS)}
     bare, threads = Bare(batches, world, rows, arguments.dim, make, "table_wise"), torch.get_num_threads()
-    dtype = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}.get(autocast)
+    dtype = AUTOCAST_TYPES.get(autocast)
     with torch.autocast(world.device.type, dtype, enabled=dtype is not None):
         bare.measure(arguments.warm, threads)
         samples = bare.measure(arguments.steps, threads)

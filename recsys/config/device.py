@@ -6,7 +6,7 @@ What a device has no kernel for is refused where something else would be learned
 import math
 
 from recsys.config.choices import ELEMENTWISE, ComputeKernel, DataType, DenseSharding, FloatType
-from recsys.config.schema import Config, TableConfig, TableOptimizerConfig
+from recsys.config.schema import Config, TableOptimizerConfig
 from recsys.config.table_optimizers import optimizer_names
 from recsys.errors import UserError
 
@@ -20,8 +20,8 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     check_ranks(config, world_size)
     instead = _check_dense_sharding(config, world_size)
     if on_gpu:
-        for name, table in config.tables.items():
-            check_table_on_gpu(config, name, table)
+        for name in config.tables:
+            check_table_on_gpu(config, name)
         return instead
     if config.train.activation_offload:
         raise UserError(
@@ -47,14 +47,14 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     return instead
 
 
-def check_table_on_gpu(config: Config, name: str, table: TableConfig) -> None:
+def check_table_on_gpu(config: Config, name: str) -> None:
     """Refuse what neither FBGEMM's GPU kernel of an optimizer takes nor the rule in torch that stands in for it.
 
     Raises:
         UserError: a table that is not in FP32 lies in host memory, or has weight decay.
     """
     optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
-    rule = optimizer.name.value
+    rule, table = optimizer.name.value, config.tables[name]
     if rule.path is None or rule.in_fbgemm(True, table.data_type):
         return
     only, found = f"FBGEMM's {optimizer.name.name} trains tables in FP32 alone on GPUs", table.data_type.name

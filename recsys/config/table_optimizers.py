@@ -47,7 +47,7 @@ class UpdateRule:
     @property
     def trains_on_cpu(self) -> bool:
         """Whether tables that are split can be trained by it on CPUs."""
-        return (self.path is not None and self.on_cpu) or (self.in_torch and not self.row_state)
+        return self.on_cpu or (self.in_torch and not self.row_state)
 
 
 _ADAM = ("eps", "beta1", "beta2")

@@ -15,9 +15,9 @@ import xxhash
 
 from recsys.errors import UserError
 from recsys.ids.loops import hash_numbers, mix
+from recsys.runtime.counter_random import INCREMENT
 
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
-_GOLDEN = 0x9E3779B97F4A7C15
 # Of the integers that Arrow holds dates and times as, by their unit or, of dates, by their type.
 NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
@@ -139,7 +139,7 @@ def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -
 
 
 def _increment(seed: int) -> np.uint64:
-    return np.uint64(_GOLDEN * (seed + 1) % 2**64)
+    return np.uint64(INCREMENT * (seed + 1) % 2**64)
 
 
 def _texts(values: pa.Array) -> pa.Array:

@@ -12,17 +12,16 @@ from typing import Any
 
 import numpy as np
 
-# SplitMix64's finalizer (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195): xor with itself shifted, times; then
-# once more with the last shift.
-ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-LAST_SHIFT = 31
+from recsys.runtime.counter_random import MIXING
+
 # Arrays without dimensions: of a NumPy scalar, every call would make one.
-_ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in ROUNDS)
-_LAST_SHIFT = np.array(LAST_SHIFT, np.uint64)
+_ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in MIXING)
+_LAST_SHIFT = np.array(31, np.uint64)
 _MOST_BY_NUMPY = 2  # threads that decode at their full speed side by side
 _compiled: Any = None  # once `compile_loops` has been called
 
 
+@cache  # looking for a package goes through folders, and predictions ask for each rank and phase
 def are_worth_compiling(num_threads: int) -> bool:
     """Return whether so many threads that decode would wait for each other by NumPy, and numba is installed."""
     return num_threads > _MOST_BY_NUMPY and find_spec("numba") is not None
@@ -116,8 +115,8 @@ def _compile() -> Any:
         import numba
     except ImportError:  # it is not needed, and of a new Python or NumPy there is none at first
         return None
-    (shift_1, factor_1), (shift_2, factor_2) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in ROUNDS)
-    last_shift, one, high = np.uint64(LAST_SHIFT), np.uint64(1), np.uint64(32)
+    (shift_1, factor_1), (shift_2, factor_2) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in MIXING)
+    last_shift, one, high = np.uint64(_LAST_SHIFT), np.uint64(1), np.uint64(32)
 
     def compiled(loop: Any) -> Any:
         try:

@@ -143,37 +143,33 @@ def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
         if row_wise is None or not (topology.on_gpu or TableOptimizer[row_wise].value.trains_on_cpu):
             continue
         changed = _set(config, [*key.split("."), "name"], TableOptimizer[row_wise])
-        if all(_goes_with(changed, name) for name in config.tables if config.table_optimizer_key(name) == key):
+        if all(_is_taken(changed, name, topology) for name in config.tables if config.table_optimizer_key(name) == key):
             settings[f"{key}.name"] = TableOptimizer[row_wise]
     if settings:
         yield Change(settings, "one step size for a whole row", Saver.row_wise_state)
 
 
-def _goes_with(config: Config, table: str) -> bool:
-    """Return whether a table may have its optimizer, as it is split and trained."""
+def _is_taken(config: Config, table: str, topology: Topology) -> bool:
+    """Return whether a table may have its optimizer and its type, as it is split and trained."""
     try:
         check_sharding(config, table, config.tables[table])
+        if topology.on_gpu:
+            check_table_on_gpu(config, table)
     except UserError:
         return False
     return True
 
 
 def _fp16(config: Config, topology: Topology) -> Iterator[Change]:
-    able = {name: table for name, table in config.tables.items() if _may_be_fp16(config, name, topology)}
+    able = {
+        name: table
+        for name, table in config.tables.items()
+        if table.data_type is DataType.FP32
+        and _is_taken(_set(config, ["tables", name, "data_type"], DataType.FP16), name, topology)
+    }
     for names in _largest(able):
         settings = {f"tables.{name}.data_type": DataType.FP16 for name in names}
         yield Change(settings, "updates are rounded to 11 bits", Saver.fp16_tables)
-
-
-def _may_be_fp16(config: Config, name: str, topology: Topology) -> bool:
-    table = config.tables[name]
-    if table.data_type is not DataType.FP32:
-        return False
-    try:
-        check_table_on_gpu(config, name, replace(table, data_type=DataType.FP16))
-    except UserError:
-        return not topology.on_gpu
-    return True
 
 
 def _autocast(config: Config, topology: Topology) -> Iterator[Change]:

@@ -39,7 +39,7 @@ from recsys.step.output import StepOutput
 from recsys.tables.lookup import LocalLookup, UpdateGate, scaled
 from recsys.tables.replicated import ReplicatedTables
 
-_DTYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
+AUTOCAST_TYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
 
 
 class DenseHalf(nn.Module):
@@ -75,7 +75,7 @@ class DenseHalf(nn.Module):
         tables = {name: config.tables[config.features[name].table or ""] for name in id_features(config)}
         self.l2 = {name: table.l2 for name, table in tables.items() if table.l2}
         self.codes, self.in_int8 = quantized_features(config), config.precision.dense_int8
-        self._dtype = _DTYPES.get(config.precision.autocast)
+        self._dtype = AUTOCAST_TYPES.get(config.precision.autocast)
         self.loss_scale = LossScale()
         if config.precision.autocast is Autocast.fp16:
             self.loss_scale = LossScale(config.precision.loss_scale, config.precision.loss_scale_growth_steps)
