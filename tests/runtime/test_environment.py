@@ -133,30 +133,31 @@ def test_blocks_of_two_mib_and_more_begin_at_a_page(chosen: dict[str, str], at_p
 
 
 FREED = """\
-import resource, sys
+import resource, statistics, sys
 from recsys.runtime.environment import give_unused_back, keep_freed_memory, prepare_environment
 prepare_environment()
 import torch
 if sys.argv[1] == "keep":
     keep_freed_memory()
 def faults():
+    begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.zeros(20 << 20, dtype=torch.uint8)
     give_unused_back()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun
 faults()
-begun = faults()
-for _ in range(20):
-    ended = faults()
-print(ended - begun)
+print(int(statistics.median(faults() for _ in range(21))))
 """
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_beside_a_gpu_what_is_freed_is_used_again(keep: bool) -> None:
-    """Without, each block of 20 MiB is pages that are new, of which the kernel may make huge ones of 2 MiB."""
+    """Without, each block of 20 MiB is pages that are new, of which the kernel may make huge ones of 2 MiB.
+
+    The median is of blocks, because once, on another machine, a few came as new pages that malloc had kept.
+    """
     command = [sys.executable, "-c", FREED, "keep" if keep else "give"]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert (int(done.stdout) >= 20 * 10) is not keep, (done.stdout, done.stderr)
+    assert (int(done.stdout) >= 10) is not keep, (done.stdout, done.stderr)
 
 
 def test_imports_are_without_the_collector_of_cycles_and_what_follows_is_with_it() -> None:
