@@ -14,7 +14,7 @@ import pyarrow as pa
 import xxhash
 
 from recsys.errors import UserError
-from recsys.ids.loops import hash_numbers, mix
+from recsys.ids.loops import can_hash_texts, hash_numbers, hash_texts, mix
 from recsys.runtime.counter_random import INCREMENT
 
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
@@ -49,17 +49,17 @@ class IdKeys:
         The array is overwritten with the next chunk, and may be by the caller.
         """
         scratch = np.empty((3, min(CHUNK, max(len(self.numbers), len(self.texts)))), np.uint64)
-        increment = _increment(seed)
+        by = increment(seed)
         for start in range(0, len(self.numbers), CHUNK):
             part = self.numbers[start : start + CHUNK]
             chunk = scratch[:, : len(part)]
             hashes = chunk[0]
-            hash_numbers(part, increment, hashes, chunk[1])
+            hash_numbers(part, by, hashes, chunk[1])
             yield start, chunk
         for start in range(0, len(self.texts), CHUNK):
-            part = _hash_texts(self.texts.slice(start, CHUNK), seed)
+            part = self.texts.slice(start, CHUNK)
             chunk = scratch[:, : len(part)]
-            chunk[0] = part
+            _hash_texts(part, seed, chunk[0])
             yield len(self.numbers) + start, chunk
 
     def hashes(self, seed: int) -> np.ndarray:
@@ -95,6 +95,8 @@ def read_keys(ids: pa.Array) -> IdKeys:
         raise TypeError(f"ids must be integers or strings, found {kind}")
     _refuse_nulls(ids)
     if is_text(kind):
+        if can_hash_texts():  # which takes a tenth of the time that finding the distinct ones does
+            return IdKeys(_NO_NUMBERS, _texts(ids))
         encoded = ids.dictionary_encode()
         return IdKeys(_NO_NUMBERS, _texts(encoded.dictionary), encoded.indices.to_numpy())
     if pa.types.is_decimal(kind):
@@ -134,11 +136,12 @@ def hash_column(ids: pa.Array, seed: int = 0) -> np.ndarray:
 
 def remix(hashes: np.ndarray, seed: int, out: np.ndarray, scratch: np.ndarray) -> None:
     """Write the hashes of uint64 `hashes` by another seed to `out`; `scratch` is overwritten. All of one shape."""
-    np.add(hashes, _increment(seed), out=out)
+    np.add(hashes, increment(seed), out=out)
     mix(out, scratch)
 
 
-def _increment(seed: int) -> np.uint64:
+def increment(seed: int) -> np.uint64:
+    """Return what is added to a number before it is mixed."""
     return np.uint64(INCREMENT * (seed + 1) % 2**64)
 
 
@@ -147,8 +150,13 @@ def _texts(values: pa.Array) -> pa.Array:
     return values.cast(pa.large_binary())
 
 
-def _hash_texts(texts: pa.Array, seed: int) -> np.ndarray:
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, texts.to_pylist(), repeat(seed)), np.uint64, len(texts))
+def _hash_texts(texts: pa.Array, seed: int, out: np.ndarray) -> None:
+    if can_hash_texts():
+        _, offsets, data = texts.buffers()
+        bounds = np.frombuffer(offsets, np.int64, len(texts) + 1, 8 * texts.offset)
+        hash_texts(data.address if data else 0, bounds, seed, out)
+    else:
+        out[:] = np.fromiter(map(xxhash.xxh3_64_intdigest, texts.to_pylist(), repeat(seed)), np.uint64, len(texts))
 
 
 def _split_dictionary(ids: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:

@@ -2,13 +2,13 @@
 
 A pass of NumPy's over a chunk takes some ten microseconds, and after each a thread asks for Python's lock. With more
 than two or three threads that decode, they wait for each other: of 12 on 16 cores, no more came than of four. A loop
-that is compiled is one call, takes less than half the time, and other threads run meanwhile.
+that is compiled is one call for a whole column, takes less time, and other threads run meanwhile.
 """
 
+import importlib
 from functools import cache
 from importlib.util import find_spec
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,21 @@ from recsys.runtime.counter_random import MIXING
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in MIXING)
 _LAST_SHIFT = np.array(31, np.uint64)
 _MOST_BY_NUMPY = 2  # threads that decode at their full speed side by side
-_compiled: Any = None  # once `compile_loops` has been called
+_compiled: Any = None  # recsys.ids.compiled, once `compile_loops` has been called
+
+
+class Sample(NamedTuple):
+    """Hashes that have been seen, for `pick_unseen`: none beyond `last` count; each is in one of two places of `seen`.
+
+    Attributes:
+        seen: uint64, as many as a power of two; 0 where there is none.
+    """
+
+    last: int
+    seen: np.ndarray
+
+
+NO_SAMPLE = Sample(0, np.zeros(1, np.uint64))  # in which no hash is new
 
 
 @cache  # looking for a package goes through folders, and predictions ask for each rank and phase
@@ -30,8 +44,46 @@ def are_worth_compiling(num_threads: int) -> bool:
 def compile_loops() -> bool:
     """Have this process's loops run compiled, if numba is installed; return whether it is. The results are the same."""
     global _compiled
-    _compiled = _compile()
+    try:
+        _compiled = importlib.import_module("recsys.ids.compiled")
+    except ImportError:  # numba is not needed, and of a new Python or NumPy there is none at first
+        _compiled = None
     return _compiled is not None
+
+
+def can_hash_texts() -> bool:
+    """Return whether `hash_texts` is there in this process."""
+    return _compiled is not None and _compiled.has_texts
+
+
+def hash_texts(data: int, offsets: np.ndarray, seed: int, out: np.ndarray) -> None:
+    """Write the hashes of texts by XXH3-64 to uint64 `out` [texts].
+
+    Args:
+        data: the address of their bytes. offsets: int64 [texts + 1], where each begins and the last one ends.
+    """
+    _compiled.hash_texts(data, offsets, np.uint64(seed), out)
+
+
+def can_write_rows() -> bool:
+    """Return whether `write_rows` is there in this process."""
+    return _compiled is not None
+
+
+def write_rows(
+    numbers: np.ndarray, increment: np.uint64, divisor: int, out: np.ndarray, sample: "Sample", unseen: np.ndarray
+) -> tuple[int, int]:
+    """Write hashes % divisor + 1 to int32 or int64 `out`, and gather those that a sample of hashes lacks, in one pass.
+
+    Args:
+        numbers: integers, as of `hash_numbers`. unseen: uint64, filled with what `pick_unseen` would return.
+
+    Returns:
+        How many rows have been written, which is less than all where `unseen` is full; how many of `unseen` are filled.
+    """
+    return _compiled.write_rows(
+        numbers, increment, np.uint64(divisor), out, np.uint64(sample.last), sample.seen, unseen
+    )
 
 
 def hash_numbers(numbers: np.ndarray, increment: np.uint64, out: np.ndarray, scratch: np.ndarray) -> None:
@@ -85,14 +137,14 @@ def write_sum(values: np.ndarray, addend: int, out: np.ndarray) -> None:
         np.add(out, np.int32(addend), out=out)
 
 
-def pick_unseen(chunk: np.ndarray, last: int, seen: np.ndarray) -> np.ndarray:
-    """Return the hashes up to `last` that stand in neither of their two places in `seen`, some maybe several times.
+def pick_unseen(chunk: np.ndarray, sample: Sample) -> np.ndarray:
+    """Return the hashes that a sample lacks and that count there, some maybe several times.
 
     Args:
         chunk: uint64 [3, n]: the hashes, and two rows that are overwritten, and may be what is returned.
-        seen: uint64, as many as a power of two.
     """
-    hashes, bits = chunk[0], np.uint64(len(seen) - 1)
+    hashes, (last, seen) = chunk[0], sample
+    bits = np.uint64(len(seen) - 1)
     if _compiled is not None:
         return chunk[1, : _compiled.pick_unseen(hashes, np.uint64(last), seen, chunk[1])]
     if last < 2**64 - 1:
@@ -107,44 +159,3 @@ def pick_unseen(chunk: np.ndarray, last: int, seen: np.ndarray) -> np.ndarray:
 def second_place(hashes: np.ndarray, seen: np.ndarray) -> np.ndarray:
     """Return the second of the two places in `seen` of each hash, int64; the first is by its lowest bits."""
     return (hashes >> np.uint64(32) & np.uint64(len(seen) - 1)).view(np.int64)
-
-
-@cache
-def _compile() -> Any:
-    try:
-        import numba
-    except ImportError:  # it is not needed, and of a new Python or NumPy there is none at first
-        return None
-    (shift_1, factor_1), (shift_2, factor_2) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in MIXING)
-    last_shift, one, high = np.uint64(_LAST_SHIFT), np.uint64(1), np.uint64(32)
-
-    def compiled(loop: Any) -> Any:
-        try:
-            return numba.njit(nogil=True, cache=True)(loop)
-        except RuntimeError:  # there is no folder that it may keep this in: compiled anew by each process
-            return numba.njit(nogil=True)(loop)
-
-    @compiled
-    def hash_numbers(numbers: Any, increment: Any, out: Any) -> None:
-        for i in range(len(numbers)):
-            x = np.uint64(numbers[i]) + increment
-            x = (x ^ (x >> shift_1)) * factor_1
-            x = (x ^ (x >> shift_2)) * factor_2
-            out[i] = x ^ (x >> last_shift)
-
-    @compiled
-    def write_remainders(hashes: Any, divisor: Any, out: Any) -> None:
-        for i in range(len(hashes)):
-            out[i] = hashes[i] % divisor + one
-
-    @compiled
-    def pick_unseen(hashes: Any, last: Any, seen: Any, out: Any) -> Any:
-        number, bits = 0, np.uint64(len(seen) - 1)
-        for i in range(len(hashes)):
-            x = hashes[i]
-            if x <= last and seen[x & bits] != x and seen[x >> high & bits] != x:
-                out[number] = x
-                number += 1
-        return number
-
-    return SimpleNamespace(hash_numbers=hash_numbers, write_remainders=write_remainders, pick_unseen=pick_unseen)

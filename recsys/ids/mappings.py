@@ -14,8 +14,18 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.errors import UserError
-from recsys.ids.hashing import CHUNK, IdKeys, is_text, read_keys, remix
-from recsys.ids.loops import modulo, pick_unseen, second_place, write_remainders, write_sum
+from recsys.ids.hashing import CHUNK, IdKeys, increment, is_text, read_keys, remix
+from recsys.ids.loops import (
+    NO_SAMPLE,
+    Sample,
+    can_write_rows,
+    modulo,
+    pick_unseen,
+    second_place,
+    write_remainders,
+    write_rows,
+    write_sum,
+)
 
 NULL_ROW = 0
 _RANGE = 2**64
@@ -64,8 +74,15 @@ class IdStatistics:
         Args:
             chunk: uint64 [3, n]: the hashes, and two rows that are overwritten.
         """
-        # Without the lock: no hash stands in `_seen` that has not been taken in.
-        unseen = pick_unseen(chunk, self._limit - 1, self._seen)
+        self.add_unseen(pick_unseen(chunk, self.sample))
+
+    @property
+    def sample(self) -> Sample:
+        """The hashes that have been taken in, to be looked at without the lock: none stands there that has not been."""
+        return Sample(self._limit - 1, self._seen)
+
+    def add_unseen(self, unseen: np.ndarray) -> None:
+        """Take in hashes, uint64 [n], that a `sample` lacked."""
         if len(unseen):
             with self._lock:
                 self._new.append(np.unique(unseen))
@@ -167,10 +184,7 @@ class IdMapping:
         keys = read_keys(ids)
         self._check(keys, ids.type.value_type if pa.types.is_dictionary(ids.type) else ids.type)
         rows = out if keys.indices is None else np.empty(len(keys) * k, out.dtype)
-        for start, chunk in keys.hash_chunks(self._seed):
-            if statistics is not None:
-                statistics.add_hashes(chunk)
-            self._write(keys, start, chunk, rows[start * k : (start + chunk.shape[1]) * k])
+        self._write_all(keys, rows, statistics)
         if keys.indices is not None:
             by_key, by_id = rows.reshape(-1, k), out.reshape(-1, k)
             for start in range(0, len(keys.indices), CHUNK):  # of the indices NumPy makes an int64 copy
@@ -190,6 +204,14 @@ class IdMapping:
 
     def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
         """Raise UserError for ids that the mapping does not take; of a dictionary, `kind` is that of its values."""
+
+    def _write_all(self, keys: IdKeys, out: np.ndarray, statistics: IdStatistics | None) -> None:
+        """Write the rows of all keys, and count them."""
+        k = self.rows_per_id
+        for start, chunk in keys.hash_chunks(self._seed):
+            if statistics is not None:
+                statistics.add_hashes(chunk)
+            self._write(keys, start, chunk, out[start * k : (start + chunk.shape[1]) * k])
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         """Write the rows of a chunk of keys, as `hash_chunks` yields it from `start` on, which may be overwritten."""
@@ -214,6 +236,18 @@ class HashMapping(IdMapping):
     def __init__(self, num_embeddings: int, seed: int, num_hashes: int = 1) -> None:
         super().__init__(num_embeddings, seed)
         self.rows_per_id = num_hashes
+
+    def _write_all(self, keys: IdKeys, out: np.ndarray, statistics: IdStatistics | None) -> None:
+        if self.rows_per_id > 1 or len(keys.texts) or not can_write_rows():
+            return super()._write_all(keys, out, statistics)
+        start, unseen = 0, np.empty(min(CHUNK, len(out)), np.uint64)
+        while start < len(out):
+            sample = NO_SAMPLE if statistics is None else statistics.sample
+            how = increment(self._seed), self.num_rows - 1
+            written, found = write_rows(keys.numbers[start:], *how, out[start:], sample, unseen)
+            if statistics is not None:
+                statistics.add_unseen(unseen[:found])
+            start += written
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         k, num_buckets = self.rows_per_id, self.num_rows - 1

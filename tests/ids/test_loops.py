@@ -1,17 +1,25 @@
 """Loops over ids give the same compiled as by NumPy, and by hand."""
 
+import ctypes
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import xxhash
 
 from recsys.ids import HashMapping, IdStatistics, QuotientRemainderMapping, loops
+from recsys.ids.hashing import hash_column
 from recsys.ids.mappings import IdMapping
 
 pytest.importorskip("numba")
+COMPILED = "recsys.ids.compiled"
 INTEGERS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 
 
@@ -73,11 +81,21 @@ def test_remainders(dtype: type, divisor: int) -> None:
     assert by_numpy == compiled == [row for each in hashes.tolist() for row in (0, each % divisor + 1)]
 
 
+MAPPINGS = [
+    lambda: HashMapping(1000, 7),
+    lambda: HashMapping(1000, 7, 3),
+    lambda: QuotientRemainderMapping(100, 900, 7),
+]
+
+
 @pytest.mark.parametrize("size", [16, 16384])
-@pytest.mark.parametrize("make", [lambda: HashMapping(1000, 7, 3), lambda: QuotientRemainderMapping(100, 2000, 7)])
-def test_rows_and_statistics_are_the_same(make: Any, size: int) -> None:
-    """With samples that are cut down many times, and ids that come again."""
-    columns = [pa.array(edges(np.dtype(np.int64), 3000) % modulus) for modulus in (10**15, 50, 20_000, 20_000)]
+@pytest.mark.parametrize("make", MAPPINGS)
+@pytest.mark.parametrize("kind", [pa.int64(), pa.string()], ids=str)
+def test_rows_and_statistics_are_the_same(make: Any, size: int, kind: pa.DataType) -> None:
+    """With samples that are cut down many times, ids that come again, and more new ones than are gathered at once."""
+    moduli = (10**15, 50, 20_000, 20_000)
+    columns = [pa.array(edges(np.dtype(np.int64), 3000) % modulus).cast(kind) for modulus in moduli]
+    columns.append(pa.array(np.arange(200_000)).cast(kind).slice(7))
 
     def run() -> Any:
         mapping, statistics = make(), IdStatistics(size)
@@ -85,9 +103,29 @@ def test_rows_and_statistics_are_the_same(make: Any, size: int) -> None:
 
     by_numpy, compiled = twice(run)
     assert by_numpy == compiled
+    assert compiled[0] == [mapped(make(), column, None) for column in columns]
 
 
-def mapped(mapping: IdMapping, column: pa.Array, statistics: IdStatistics) -> list[int]:
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_binary(), pa.string_view()], ids=str)
+def test_texts_of_any_length_hash_alike(kind: pa.DataType) -> None:
+    """XXH3 has four ways for texts of up to 16, 128 and 240 bytes, and longer ones."""
+    texts = [chr(97 + size % 26) * size for size in (*range(300), 5000)]
+    column = pa.array([*texts, *texts], kind)
+    by_numpy, compiled = twice(lambda: hash_column(column.slice(3), 2**64 - 1).tolist())
+    assert by_numpy == compiled == [xxhash.xxh3_64_intdigest(text.encode(), 2**64 - 1) for text in [*texts, *texts][3:]]
+    assert hash_column(column.slice(0, 0)).tolist() == hash_column(pa.array([], kind)).tolist() == []
+
+
+def test_a_library_that_shows_no_function_hashes_texts_by_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, COMPILED, raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace())
+    assert loops.compile_loops() and not loops.can_hash_texts()
+    assert hash_column(pa.array(["a", "b", "a"])).tolist() == [
+        xxhash.xxh3_64_intdigest(each.encode()) for each in "aba"
+    ]
+
+
+def mapped(mapping: IdMapping, column: pa.Array, statistics: IdStatistics | None) -> list[int]:
     out = np.empty(len(column) * mapping.rows_per_id, np.int32)
     mapping.map(column, out, statistics)
     return out.tolist()
@@ -98,23 +136,38 @@ def test_compiled_where_no_folder_can_keep_it(monkeypatch: pytest.MonkeyPatch) -
     from numba.core import caching
 
     monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
-    loops._compile.cache_clear()
-    try:
-        assert loops.compile_loops()
-        out, scratch = np.empty((2, 3), np.uint64)
-        loops.hash_numbers(np.arange(3), np.uint64(0), out, scratch)
-        assert out.tolist() == [by_hand(number) for number in range(3)]
-    finally:
-        loops._compile.cache_clear()
+    monkeypatch.delitem(sys.modules, COMPILED, raising=False)
+    assert loops.compile_loops()
+    out, scratch = np.empty((2, 3), np.uint64)
+    loops.hash_numbers(np.arange(3), np.uint64(0), out, scratch)
+    assert out.tolist() == [by_hand(number) for number in range(3)]
 
 
 def test_without_numba_numpy_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, COMPILED, raising=False)
     monkeypatch.setitem(sys.modules, "numba", None)
-    loops._compile.cache_clear()
-    try:
-        assert not loops.compile_loops()
-        out, scratch = np.empty((2, 3), np.uint64)
-        loops.hash_numbers(np.arange(3), np.uint64(0), out, scratch)
-        assert out.tolist() == [by_hand(number) for number in range(3)]
-    finally:
-        loops._compile.cache_clear()
+    assert not loops.compile_loops()
+    out, scratch = np.empty((2, 3), np.uint64)
+    loops.hash_numbers(np.arange(3), np.uint64(0), out, scratch)
+    assert out.tolist() == [by_hand(number) for number in range(3)]
+
+
+USED = """\
+import numpy as np, pyarrow as pa
+from numba.core import event
+from recsys.ids import HashMapping, IdStatistics, loops
+assert loops.compile_loops()
+with event.install_recorder("numba:compile") as compilations:
+    for column in pa.array([1, 2]), pa.array(["a", "b"]):
+        HashMapping(100, 0).map(column, np.empty(2, np.int32), IdStatistics())
+print(len(compilations.buffer))
+"""
+
+
+def test_what_is_compiled_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    variables = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    counts = [
+        int(subprocess.run([sys.executable, "-c", USED], env=variables, capture_output=True, text=True).stdout)
+        for _ in range(2)
+    ]
+    assert counts[0] > counts[1] == 0

@@ -1,0 +1,97 @@
+"""What `recsys.ids.loops` runs where numba is installed: single loops over columns, beside which other threads run.
+
+The functions that they call are names of this module. numba keeps what it has compiled on disk; of a loop that calls
+what is local to a function, the next process would not find it again.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import binding
+
+from recsys.runtime.counter_random import MIXING
+
+(_SHIFT_1, _FACTOR_1), (_SHIFT_2, _FACTOR_2) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in MIXING)
+_LAST_SHIFT, _ONE, _HIGH = np.uint64(31), np.uint64(1), np.uint64(32)
+_XXH3 = "recsys_xxh3"
+
+
+def _compiled(loop: Callable[..., Any]) -> Any:
+    try:
+        return numba.njit(nogil=True, cache=True)(loop)
+    except RuntimeError:  # there is no folder that it may keep this in: compiled anew by each process
+        return numba.njit(nogil=True)(loop)
+
+
+@_compiled
+def hash_numbers(numbers: Any, increment: Any, out: Any) -> None:
+    for i in range(len(numbers)):
+        out[i] = _mixed(np.uint64(numbers[i]) + increment)
+
+
+@_compiled
+def write_remainders(hashes: Any, divisor: Any, out: Any) -> None:
+    for i in range(len(hashes)):
+        out[i] = hashes[i] % divisor + _ONE
+
+
+@_compiled
+def pick_unseen(hashes: Any, last: Any, seen: Any, out: Any) -> Any:
+    number, bits = 0, np.uint64(len(seen) - 1)
+    for i in range(len(hashes)):
+        if _is_unseen(hashes[i], last, seen, bits):
+            out[number] = hashes[i]
+            number += 1
+    return number
+
+
+@_compiled
+def write_rows(numbers: Any, increment: Any, divisor: Any, out: Any, last: Any, seen: Any, unseen: Any) -> Any:
+    number, bits = 0, np.uint64(len(seen) - 1)
+    for i in range(len(numbers)):
+        x = _mixed(np.uint64(numbers[i]) + increment)
+        if _is_unseen(x, last, seen, bits):
+            if number == len(unseen):
+                return i, number
+            unseen[number] = x
+            number += 1
+        out[i] = x % divisor + _ONE
+    return len(numbers), number
+
+
+@numba.njit(nogil=True, inline="always")
+def _mixed(x: Any) -> Any:
+    x = (x ^ (x >> _SHIFT_1)) * _FACTOR_1
+    x = (x ^ (x >> _SHIFT_2)) * _FACTOR_2
+    return x ^ (x >> _LAST_SHIFT)
+
+
+@numba.njit(nogil=True, inline="always")
+def _is_unseen(x: Any, last: Any, seen: Any, bits: Any) -> Any:
+    return x <= last and seen[x & bits] != x and seen[x >> _HIGH & bits] != x
+
+
+def _has_xxh3() -> bool:
+    """Return whether the library of Python's xxhash shows the function that it calls, and tell numba where that is."""
+    try:
+        library = importlib.import_module("xxhash._xxhash").__file__
+        function = ctypes.CDLL(library).XXH3_64bits_withSeed
+    except (ImportError, OSError, AttributeError):
+        return False
+    # By name, because its address is another in each process.
+    binding.add_symbol(_XXH3, ctypes.cast(function, ctypes.c_void_p).value)
+    return True
+
+
+has_texts = _has_xxh3()
+_xxh3 = numba.types.ExternalFunction(_XXH3, numba.types.uint64(*[numba.types.uint64] * 3))  # address, bytes, seed
+
+
+@_compiled
+def hash_texts(data: Any, offsets: Any, seed: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = _xxh3(np.uint64(data + offsets[i]), np.uint64(offsets[i + 1] - offsets[i]), seed)
