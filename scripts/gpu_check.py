@@ -78,6 +78,14 @@ _PARTS = {
         (*_TINY, "--variants", "fp32", "fp16_tables"),
         ranked=True,
     ),
+    "threads": Part(
+        90,
+        (
+            *(_THROUGHPUT, *_ON, *_FIELD, "--shapes", "multi_hot", "criteo", "texts", "--variants"),
+            *("--loader-threads", "4", "8", "12"),
+        ),
+        (*_TINY, "--variants", "--shapes", "texts", "--loader-threads", "1", "3"),
+    ),
     "two_ranks": Part(120, ("benchmarks/two_ranks.py", *_ON), ("--cases", "row-wise")),
     "sanitizer": Part(
         90,

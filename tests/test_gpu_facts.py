@@ -125,6 +125,6 @@ def test_the_bare_loop_is_timed_to_the_end_of_what_it_has_queued(monkeypatch: py
 def test_the_check_of_a_gpu_runs_without_one(tmp_path: Path) -> None:
     """All but the tests of a GPU, which would be skipped."""
     command = [sys.executable, "scripts/gpu_check.py", "--out", str(tmp_path / "out"), "--device", "cpu", "--quick"]
-    parts = ["matrix", "peaks", "throughput", "variants", "two_ranks", "step", "loader", "seeds"]
+    parts = ["matrix", "peaks", "throughput", "variants", "threads", "two_ranks", "step", "loader", "seeds"]
     subprocess.run([*command, "--parts", *parts, "sanitizer"], cwd=ROOT, check=True, capture_output=True, timeout=900)
     assert all(json.loads((tmp_path / "out" / f"{part}_cpu.json").read_text()) for part in parts)
