@@ -14,7 +14,8 @@ from recsys.config import Keep, NullPolicy
 from recsys.data.fields import advice
 from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
-from recsys.ids import NANOSECONDS, NULL_ROW, is_number, raw_times
+from recsys.ids import NANOSECONDS, NULL_ROW, is_number, numpy_view, raw_times
+from recsys.runtime.loops import write_floats
 
 # Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64
@@ -96,13 +97,13 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     nulls = np.flatnonzero(~valid(array)) if array.null_count else None
     if out is None:
         out = np.empty(len(array), np.float32)
-    _round(numbers, out)
+    is_finite = write_floats(numbers, out)
     if nulls is not None:
         out[nulls] = part.fill
-    finite = np.isfinite(out)
-    if part.finite and not finite.all():
+        is_finite = bool(np.isfinite(out).all())
+    if part.finite and not is_finite:
         raise UserError(
-            f"{part.title} holds {numbers[~finite][0]}, and only finite numbers up to 3.4e38 train; "
+            f"{part.title} holds {numbers[~np.isfinite(out)][0]}, and only finite numbers up to 3.4e38 train; "
             f"{'write null for an unknown number' if part.fill is not None else 'drop such rows'}"
         )
     if part.binary:
@@ -114,8 +115,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
         if nulls is not None:
             numbers[nulls] = part.fill
         transform_numbers(numbers, part.transform, part)
-        _round(numbers, out)
-        if part.finite and not np.isfinite(out).all():
+        if not write_floats(numbers, out) and part.finite:
             raise UserError(f"{part.title} is beyond 3.4e38 after its transform; set a clip")
     return out
 
@@ -207,11 +207,6 @@ def _flatten(array: pa.Array, weights: pa.Array | None, part: IdColumn) -> tuple
     return ids, None if weights is None else elements(weights.values, weight_starts, lengths), lengths
 
 
-def _round(numbers: np.ndarray, out: np.ndarray) -> None:
-    with np.errstate(over="ignore", invalid="ignore"):  # what becomes inf is refused with its column's name
-        np.copyto(out, numbers, casting="unsafe")
-
-
 def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) -> None:
     """Transform float64 numbers in place, and refuse those that have no logarithm where `part` takes finite ones."""
     if transform.clip is not None:
@@ -285,7 +280,7 @@ def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
     A null list has length 0, whatever lies under it.
     """
-    offsets = array.offsets.to_numpy()
+    offsets = numpy_view(array.offsets)
     lengths = np.diff(offsets)
     return offsets[:-1], lengths * valid(array) if array.null_count else lengths
 
@@ -324,8 +319,9 @@ def to_numbers(array: pa.Array) -> np.ndarray:
         if pa.types.is_date(kind):
             return raw * 86400.0 if kind.bit_width == 32 else raw / 1000.0
         return raw / float(10**9 // NANOSECONDS[kind.unit])
-    # Without nulls, or Arrow would make floats of integers. Booleans are copied, since they are bits.
-    return _without_validity(array).to_numpy(zero_copy_only=False)
+    if pa.types.is_boolean(kind):  # which are bits
+        return _without_validity(array).to_numpy(zero_copy_only=False)
+    return numpy_view(array)
 
 
 def _decimals(array: pa.Array) -> np.ndarray:

@@ -21,6 +21,7 @@ from recsys.data.filters import parse_filter
 from recsys.data.footers import file_tail, footer_of, parsed_footer, plain_type
 from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
+from recsys.ids import numpy_view
 
 CACHED_ROW_GROUPS = 2  # by a reader, of those that are read in parts
 _HEAD_BUFFER_BYTES, _HEAD_BATCH_ROWS = 1 << 16, 1 << 12  # of what is read and decoded at once, of all columns
@@ -307,8 +308,7 @@ class SegmentReader:
         num_rows = table.num_rows if plan.stored else group.stored_rows
         columns = dict(zip(table.column_names, table.columns, strict=True))
         for name, column in columns.items():
-            kind = self._types[name]
-            if plain_type(column.type) == kind:
+            if plain_type(column.type) == (kind := self._types[name]):
                 continue
             try:
                 columns[name] = column.cast(kind, safe=not pa.types.is_floating(kind))
@@ -346,5 +346,5 @@ def _is_in_dictionary(array: pa.Array) -> bool:
 
 def _num_values(array: pa.Array) -> int:
     """Return how many values Parquet stores for lists: their elements, and one for each that is empty or null."""
-    offsets = array.offsets.to_numpy()
+    offsets = numpy_view(array.offsets)
     return int(offsets[-1] - offsets[0]) + int(np.count_nonzero(offsets[1:] == offsets[:-1]))

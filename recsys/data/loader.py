@@ -29,7 +29,7 @@ from recsys.data.permutation import Permutation, PermutedReader
 from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window
-from recsys.ids import are_worth_compiling, compile_loops
+from recsys.runtime.loops import are_worth_compiling, compile_loops
 from recsys.runtime.threads import windows_ahead
 
 WindowSource = Callable[["_Placed"], Callable[[], Columns]]  # begins to read a window; returns what waits for it

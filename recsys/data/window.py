@@ -18,6 +18,7 @@ from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.storage import BadDataError
 from recsys.errors import UserError
+from recsys.runtime.loops import are_compiled, permute_lists, shuffle
 
 logger = logging.getLogger("recsys")
 _PERMUTED_AT_ONCE = 1 << 16  # lists
@@ -234,6 +235,9 @@ class _Conversion:
             return columns
         shuffled = self._array(columns.shape, columns.dtype)
         near = self._array(columns.shape[1:], columns.dtype)
+        if are_compiled():
+            shuffle(columns, self._order.numpy(), near, shuffled)
+            return shuffled
         for source, final in zip(columns, shuffled, strict=True):
             np.copyto(near, source)  # in order, which brings the column into the cache that is then read at random
             torch.index_select(torch.from_numpy(near), 0, self._order, out=torch.from_numpy(final))
@@ -261,6 +265,8 @@ def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Arra
 
 def _permute_lists(order: torch.Tensor, lengths: np.ndarray, source: _Lists, into: _Lists) -> np.ndarray:
     """Write lists in another order into other memory; return their lengths."""
+    if are_compiled():
+        return permute_lists(order.numpy(), lengths, source, into)
     tensors = [None if array is None else torch.from_numpy(array) for array in (lengths, *source)]
     values_out, weights_out = into
     lengths_out, at = np.empty_like(lengths), 0

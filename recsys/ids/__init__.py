@@ -4,10 +4,18 @@ Every mapping works on whole Arrow columns, and gives an id the same row on ever
 """
 
 from recsys.ids.build import build_mapping, build_routes
-from recsys.ids.hashing import NANOSECONDS, hash_column, hash_integers, is_number, is_text, raw_times, read_keys
+from recsys.ids.hashing import (
+    NANOSECONDS,
+    hash_column,
+    hash_integers,
+    is_number,
+    is_text,
+    numpy_view,
+    raw_times,
+    read_keys,
+)
 from recsys.ids.index import IndexMapping, VocabularyMapping, index_bytes
 from recsys.ids.kept_rows import KeptRows
-from recsys.ids.loops import are_worth_compiling, compile_loops
 from recsys.ids.mappings import (
     NULL_ROW,
     HashMapping,

@@ -1,7 +1,7 @@
 """Raw ids of any Arrow type as keys, numbers or texts, and keys as 64-bit hashes: the same on every machine.
 
-A number is mixed with the finalizer of SplitMix64 (`recsys.ids.loops`), a one-to-one function of 64 bits; a text, which
-is its UTF-8 bytes, is hashed with XXH3-64. Both are seeded.
+A number is mixed with the finalizer of SplitMix64 (`recsys.runtime.loops`), a one-to-one function of 64 bits; a text,
+which is its UTF-8 bytes, is hashed with XXH3-64. Both are seeded.
 """
 
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ import pyarrow as pa
 import xxhash
 
 from recsys.errors import UserError
-from recsys.ids.loops import can_hash_texts, hash_numbers, hash_texts, mix
 from recsys.runtime.counter_random import INCREMENT
+from recsys.runtime.loops import can_hash_texts, hash_numbers, hash_texts, mix
 
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 # Of the integers that Arrow holds dates and times as, by their unit or, of dates, by their type.
@@ -86,7 +86,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
     kind = ids.type
     if pa.types.is_integer(kind):
         _refuse_nulls(ids)
-        return IdKeys(ids.to_numpy())
+        return IdKeys(numpy_view(ids))
     if pa.types.is_dictionary(kind):
         values, indices = _split_dictionary(ids)
         keys = IdKeys(_NO_NUMBERS, _texts(values)) if is_text(values.type) else read_keys(values)
@@ -98,7 +98,7 @@ def read_keys(ids: pa.Array) -> IdKeys:
         if can_hash_texts():  # which takes a tenth of the time that finding the distinct ones does
             return IdKeys(_NO_NUMBERS, _texts(ids))
         encoded = ids.dictionary_encode()
-        return IdKeys(_NO_NUMBERS, _texts(encoded.dictionary), encoded.indices.to_numpy())
+        return IdKeys(_NO_NUMBERS, _texts(encoded.dictionary), numpy_view(encoded.indices))
     if pa.types.is_decimal(kind):
         return _decimals(ids)
     return IdKeys(_numbers(ids))
@@ -162,7 +162,7 @@ def _hash_texts(texts: pa.Array, seed: int, out: np.ndarray) -> None:
 def _split_dictionary(ids: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:
     """Return the dictionary's entries in use, and which of them each id is."""
     _refuse_nulls(ids)
-    indices = ids.indices.to_numpy()
+    indices = numpy_view(ids.indices)
     used = np.zeros(len(ids.dictionary), bool)
     used[indices] = True
     if used.all():
@@ -179,6 +179,17 @@ def _refuse_nulls(ids: pa.Array) -> None:
 def is_number(kind: pa.DataType) -> bool:
     """Tell whether an Arrow type holds numbers, booleans, or points or lengths of time."""
     return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
+
+
+def numpy_view(numbers: pa.Array) -> np.ndarray:
+    """Return integers or floats as Arrow holds them, [len(numbers)], without a copy; anything may lie under a null.
+
+    Arrow's own `to_numpy` gives Python's lock away and asks for it again four times.
+    """
+    kind = np.dtype(numbers.type.to_pandas_dtype())
+    if not len(numbers):  # may have no buffer
+        return np.empty(0, kind)
+    return np.frombuffer(numbers.buffers()[1], kind, len(numbers), numbers.offset * kind.itemsize)
 
 
 def raw_times(times: pa.Array) -> np.ndarray:

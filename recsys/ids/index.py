@@ -6,8 +6,8 @@ import pyarrow.compute as pc
 
 from recsys.errors import UserError
 from recsys.ids.hashing import IdKeys, read_keys
-from recsys.ids.loops import modulo
 from recsys.ids.mappings import IdMapping, expected_share, share_of_collisions
+from recsys.runtime.loops import modulo
 
 _PLACES_PER_ID = 4  # 2 at least; the more, the fewer ids share a place
 _LAST = np.uint64(2**64 - 1)

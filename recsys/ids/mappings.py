@@ -15,10 +15,10 @@ import pyarrow as pa
 
 from recsys.errors import UserError
 from recsys.ids.hashing import CHUNK, IdKeys, increment, is_text, read_keys, remix
-from recsys.ids.loops import (
+from recsys.runtime.loops import (
     NO_SAMPLE,
     Sample,
-    can_write_rows,
+    are_compiled,
     modulo,
     pick_unseen,
     second_place,
@@ -30,6 +30,7 @@ from recsys.ids.loops import (
 NULL_ROW = 0
 _RANGE = 2**64
 _FEWEST_PLACES = 1 << 10
+_FEW_UNSEEN = 1 << 8
 _COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
 
 
@@ -85,7 +86,8 @@ class IdStatistics:
         """Take in hashes, uint64 [n], that a `sample` lacked."""
         if len(unseen):
             with self._lock:
-                self._new.append(np.unique(unseen))
+                # Sorting asks for Python's lock several times, and of few, few are there several times.
+                self._new.append(np.unique(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy())
                 if sum(map(len, self._new)) > len(self._hashes):
                     self._merge()
 
@@ -238,7 +240,7 @@ class HashMapping(IdMapping):
         self.rows_per_id = num_hashes
 
     def _write_all(self, keys: IdKeys, out: np.ndarray, statistics: IdStatistics | None) -> None:
-        if self.rows_per_id > 1 or len(keys.texts) or not can_write_rows():
+        if self.rows_per_id > 1 or len(keys.texts) or not are_compiled():
             return super()._write_all(keys, out, statistics)
         start, unseen = 0, np.empty(min(CHUNK, len(out)), np.uint64)
         while start < len(out):

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from recsys.config import Config, DataType
 from recsys.config.choices import Autocast
 from recsys.config.features import evaluated_rows
-from recsys.ids import are_worth_compiling
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
 from recsys.memory.lookups import Lookups
 from recsys.memory.ranking import ranking_bytes
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
+from recsys.runtime.loops import are_worth_compiling
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead, decoding_threads
 from recsys.step.dense_shards import shards_dense

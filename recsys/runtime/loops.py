@@ -1,4 +1,4 @@
-"""Loops over ids, which most of decoding is: NumPy's passes, or the same compiled into one (numba.pydata.org).
+"""Loops over columns, which most of decoding is: NumPy's passes, or the same compiled into one (numba.pydata.org).
 
 A pass of NumPy's over a chunk takes some ten microseconds, and after each a thread asks for Python's lock. With more
 than two or three threads that decode, they wait for each other: of 12 on 16 cores, no more came than of four. A loop
@@ -18,7 +18,7 @@ from recsys.runtime.counter_random import MIXING
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in MIXING)
 _LAST_SHIFT = np.array(31, np.uint64)
 _MOST_BY_NUMPY = 2  # threads that decode at their full speed side by side
-_compiled: Any = None  # recsys.ids.compiled, once `compile_loops` has been called
+_compiled: Any = None  # recsys.runtime.compiled, once `compile_loops` has been called
 
 
 class Sample(NamedTuple):
@@ -45,9 +45,14 @@ def compile_loops() -> bool:
     """Have this process's loops run compiled, if numba is installed; return whether it is. The results are the same."""
     global _compiled
     try:
-        _compiled = importlib.import_module("recsys.ids.compiled")
+        _compiled = importlib.import_module("recsys.runtime.compiled")
     except ImportError:  # numba is not needed, and of a new Python or NumPy there is none at first
         _compiled = None
+    return _compiled is not None
+
+
+def are_compiled() -> bool:
+    """Return whether `compile_loops` has found numba, without which the functions that say so are not there."""
     return _compiled is not None
 
 
@@ -57,7 +62,7 @@ def can_hash_texts() -> bool:
 
 
 def hash_texts(data: int, offsets: np.ndarray, seed: int, out: np.ndarray) -> None:
-    """Write the hashes of texts by XXH3-64 to uint64 `out` [texts].
+    """Where `can_hash_texts`: write the hashes of texts by XXH3-64 to uint64 `out` [texts].
 
     Args:
         data: the address of their bytes. offsets: int64 [texts + 1], where each begins and the last one ends.
@@ -65,15 +70,10 @@ def hash_texts(data: int, offsets: np.ndarray, seed: int, out: np.ndarray) -> No
     _compiled.hash_texts(data, offsets, np.uint64(seed), out)
 
 
-def can_write_rows() -> bool:
-    """Return whether `write_rows` is there in this process."""
-    return _compiled is not None
-
-
 def write_rows(
     numbers: np.ndarray, increment: np.uint64, divisor: int, out: np.ndarray, sample: "Sample", unseen: np.ndarray
 ) -> tuple[int, int]:
-    """Write hashes % divisor + 1 to int32 or int64 `out`, and gather those that a sample of hashes lacks, in one pass.
+    """Compiled: write hashes % divisor + 1 to int32 or int64 `out`, and gather those that a sample of hashes lacks.
 
     Args:
         numbers: integers, as of `hash_numbers`. unseen: uint64, filled with what `pick_unseen` would return.
@@ -117,6 +117,40 @@ def modulo(x: np.ndarray, divisor: int, scratch: np.ndarray) -> None:
     np.floor_divide(x, by, scratch)
     np.multiply(scratch, by, scratch)
     np.subtract(x, scratch, x)
+
+
+def shuffle(columns: np.ndarray, order: np.ndarray, near: np.ndarray, out: np.ndarray) -> None:
+    """Compiled: write `columns` [columns, rows] to `out`, alike, row `order[i]` to row i.
+
+    Args:
+        order: int32 [rows]. near: [rows], overwritten; a column is brought there, into the cache, in order.
+    """
+    _compiled.shuffle(columns, order, near, out)
+
+
+def permute_lists(
+    order: np.ndarray,
+    lengths: np.ndarray,
+    source: tuple[np.ndarray, np.ndarray | None],
+    into: tuple[np.ndarray, np.ndarray | None],
+) -> np.ndarray:
+    """Compiled: write lists in another order, list `order[i]` as the i-th, and return their lengths.
+
+    Args:
+        order: int32 [lists]. lengths: int32 [lists]. source, into: the lists' values, end to end, and weights or None.
+    """
+    permuted = np.empty_like(lengths)
+    _compiled.permute_lists(order, lengths, *source, permuted, *into)
+    return permuted
+
+
+def write_floats(numbers: np.ndarray, out: np.ndarray) -> bool:
+    """Write numbers to float32 `out`, rounded to the nearest, and return whether all are finite there."""
+    if _compiled is not None and numbers.dtype != np.float16:  # which numba does not know
+        return _compiled.write_floats(numbers, out)
+    with np.errstate(over="ignore", invalid="ignore"):
+        np.copyto(out, numbers, casting="unsafe")
+    return bool(np.isfinite(out).all())
 
 
 def write_remainders(hashes: np.ndarray, divisor: int, out: np.ndarray, scratch: np.ndarray) -> None:

@@ -14,12 +14,13 @@ import pyarrow as pa
 import pytest
 import xxhash
 
-from recsys.ids import HashMapping, IdStatistics, QuotientRemainderMapping, loops
+from recsys.ids import HashMapping, IdStatistics, QuotientRemainderMapping
 from recsys.ids.hashing import hash_column
 from recsys.ids.mappings import IdMapping
+from recsys.runtime import loops
 
 pytest.importorskip("numba")
-COMPILED = "recsys.ids.compiled"
+COMPILED = "recsys.runtime.compiled"
 INTEGERS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 
 
@@ -130,6 +131,54 @@ def mapped(mapping: IdMapping, column: pa.Array, statistics: IdStatistics | None
     out = np.empty(len(column) * mapping.rows_per_id, np.int32)
     mapping.map(column, out, statistics)
     return out.tolist()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32])
+def test_columns_are_shuffled(dtype: type) -> None:
+    generator = np.random.default_rng(0)
+    columns, order = generator.integers(0, 99, (3, 1000)).astype(dtype), generator.permutation(1000).astype(np.int32)
+    assert loops.compile_loops()
+    out = np.empty_like(columns)
+    loops.shuffle(columns, order, np.empty(1000, dtype), out)
+    assert (out == columns[:, order]).all()
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_lists_are_permuted(dtype: type, weighted: bool) -> None:
+    generator = np.random.default_rng(0)
+    lists = [generator.integers(0, 99, length).astype(dtype) for length in generator.integers(0, 9, 1000)]
+    order, lengths = generator.permutation(1000).astype(np.int32), np.array([len(each) for each in lists], np.int32)
+    values = np.concatenate(lists)
+    weights = values.astype(np.float32) / 2 if weighted else None
+    into = np.empty_like(values), np.empty_like(weights) if weights is not None else None
+    assert loops.compile_loops()
+    assert (loops.permute_lists(order, lengths, (values, weights), into) == lengths[order]).all()
+    assert (into[0] == np.concatenate([lists[i] for i in order])).all()
+    assert into[1] is None or (into[1] == into[0] / 2).all()
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *map(np.dtype, (bool, "f2", "f4", "f8"))], ids=str)
+def test_floats_are_rounded_alike(dtype: np.dtype) -> None:
+    """Halfway between two floats, beyond the greatest, and no numbers at all."""
+    numbers = edges(dtype) if dtype.kind in "iu" else np.array([0, 1, 0.1, 1 + 2**-24, -1e-46], dtype)
+    columns = [numbers, numbers[:0], numbers[::2]]
+    if dtype.kind == "f":
+        columns += [np.append(numbers, each).astype(dtype) for each in (np.nan, np.inf, -np.inf)]
+    if dtype == np.float64:
+        columns += [np.append(numbers, each) for each in (3.4028235e38, 3.4028236e38, -1e300)]
+
+    def run() -> list[Any]:
+        found = []
+        for column in columns:
+            out = np.zeros(len(column), np.float32)
+            found.append((loops.write_floats(column, out), out.tobytes()))
+        return found
+
+    by_numpy, compiled = twice(run)
+    assert by_numpy == compiled
+    with np.errstate(over="ignore"):
+        assert [each for each, _ in compiled] == [bool(np.isfinite(c.astype(np.float32)).all()) for c in columns]
 
 
 def test_compiled_where_no_folder_can_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:

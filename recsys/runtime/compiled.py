@@ -1,4 +1,4 @@
-"""What `recsys.ids.loops` runs where numba is installed: single loops over columns, beside which other threads run.
+"""What `recsys.runtime.loops` runs where numba is installed: single loops over columns, beside which other threads run.
 
 The functions that they call are names of this module. numba keeps what it has compiled on disk; of a loop that calls
 what is local to a function, the next process would not find it again.
@@ -61,6 +61,44 @@ def write_rows(numbers: Any, increment: Any, divisor: Any, out: Any, last: Any, 
             number += 1
         out[i] = x % divisor + _ONE
     return len(numbers), number
+
+
+@_compiled
+def shuffle(columns: Any, order: Any, near: Any, out: Any) -> None:
+    for column in range(len(columns)):
+        near[:] = columns[column]
+        for i in range(len(order)):
+            out[column, i] = near[np.uint32(order[i])]
+
+
+@_compiled
+def permute_lists(
+    order: Any, lengths: Any, values: Any, weights: Any, lengths_out: Any, values_out: Any, weights_out: Any
+) -> None:
+    # Indices without a sign, which numba does not ask whether they count from the end.
+    starts, start, at = np.empty(len(lengths), np.uint64), np.uint64(0), np.uint64(0)
+    for i in range(len(lengths)):
+        starts[i] = start
+        start += np.uint64(lengths[i])
+    for i in range(len(order)):
+        place = np.uint32(order[i])
+        first, length = starts[place], np.uint64(lengths[place])
+        lengths_out[i] = length
+        for j in range(length):
+            values_out[at + j] = values[first + j]
+            if weights is not None:
+                weights_out[at + j] = weights[first + j]
+        at += length
+
+
+@_compiled
+def write_floats(numbers: Any, out: Any) -> Any:
+    is_finite = True
+    for i in range(len(numbers)):
+        x = np.float32(numbers[i])
+        out[i] = x
+        is_finite &= np.isfinite(x)
+    return is_finite
 
 
 @numba.njit(nogil=True, inline="always")
