@@ -135,7 +135,7 @@ class Loader:
         if self._options.num_threads == 0:
             yield from self._produce(position, num_epochs, lambda placed: lambda: self._read(placed))
             return
-        if are_worth_compiling(self._options.num_threads):
+        if are_worth_compiling(self._options.num_threads, self._options.pin_device is not None):
             compile_loops()
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))

@@ -36,9 +36,12 @@ NO_SAMPLE = Sample(0, np.zeros(1, np.uint64))  # in which no hash is new
 
 
 @cache  # looking for a package goes through folders, and predictions ask for each rank and phase
-def are_worth_compiling(num_threads: int) -> bool:
-    """Return whether so many threads that decode would wait for each other by NumPy, and numba is installed."""
-    return num_threads > _MOST_BY_NUMPY and find_spec("numba") is not None
+def are_worth_compiling(num_threads: int, beside_gpu: bool) -> bool:
+    """Return whether so many threads decode faster by compiled loops, which take 100 MiB, and numba is installed.
+
+    Two threads by NumPy hardly wait for each other, but beside a GPU for the thread that trains.
+    """
+    return num_threads > (0 if beside_gpu else _MOST_BY_NUMPY) and find_spec("numba") is not None
 
 
 def compile_loops() -> bool:

@@ -181,6 +181,13 @@ def test_floats_are_rounded_alike(dtype: np.dtype) -> None:
         assert [each for each, _ in compiled] == [bool(np.isfinite(c.astype(np.float32)).all()) for c in columns]
 
 
+@pytest.mark.parametrize(
+    ("num_threads", "beside_gpu", "expected"), [(0, True, False), (1, True, True), (2, False, False), (3, False, True)]
+)
+def test_more_threads_than_two_or_a_gpu_make_it_worth_while(num_threads: int, beside_gpu: bool, expected: bool) -> None:
+    assert loops.are_worth_compiling(num_threads, beside_gpu) is expected
+
+
 def test_compiled_where_no_folder_can_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose packages are read-only and whose user has no home."""
     from numba.core import caching
