@@ -15,9 +15,8 @@ import xxhash
 
 from recsys.errors import UserError
 from recsys.runtime.counter_random import INCREMENT
-from recsys.runtime.loops import can_hash_texts, hash_numbers, hash_texts, mix
+from recsys.runtime.loops import CHUNK, can_hash_texts, hash_numbers, hash_texts, mark, mix
 
-CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 # Of the integers that Arrow holds dates and times as, by their unit or, of dates, by their type.
 NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
@@ -163,8 +162,7 @@ def _split_dictionary(ids: pa.DictionaryArray) -> tuple[pa.Array, np.ndarray]:
     """Return the dictionary's entries in use, and which of them each id is."""
     _refuse_nulls(ids)
     indices = numpy_view(ids.indices)
-    used = np.zeros(len(ids.dictionary), bool)
-    used[indices] = True
+    used = mark(indices, len(ids.dictionary))
     if used.all():
         return ids.dictionary, indices
     return ids.dictionary.filter(pa.array(used)), (np.cumsum(used) - 1)[indices]

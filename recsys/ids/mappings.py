@@ -14,14 +14,16 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.errors import UserError
-from recsys.ids.hashing import CHUNK, IdKeys, increment, is_text, read_keys, remix
+from recsys.ids.hashing import IdKeys, increment, is_text, read_keys, remix
 from recsys.runtime.loops import (
+    CHUNK,
     NO_SAMPLE,
     Sample,
     are_compiled,
     modulo,
     pick_unseen,
     second_place,
+    take_rows,
     write_remainders,
     write_rows,
     write_sum,
@@ -188,10 +190,7 @@ class IdMapping:
         rows = out if keys.indices is None else np.empty(len(keys) * k, out.dtype)
         self._write_all(keys, rows, statistics)
         if keys.indices is not None:
-            by_key, by_id = rows.reshape(-1, k), out.reshape(-1, k)
-            for start in range(0, len(keys.indices), CHUNK):  # of the indices NumPy makes an int64 copy
-                part = keys.indices[start : start + CHUNK]
-                np.take(by_key, part, axis=0, out=by_id[start : start + CHUNK], mode="clip")
+            take_rows(rows.reshape(-1, k), keys.indices, out.reshape(-1, k))
         if statistics is not None:
             statistics.add(ids=len(ids), out_of_vocabulary=self._num_out_of_vocabulary(out))
 

@@ -64,6 +64,19 @@ def write_rows(numbers: Any, increment: Any, divisor: Any, out: Any, last: Any, 
 
 
 @_compiled
+def mark(places: Any, marks: Any) -> None:
+    for i in range(len(places)):
+        marks[np.uint64(places[i])] = True
+
+
+@_compiled
+def take_rows(source: Any, places: Any, out: Any) -> None:
+    for i in range(len(places)):
+        for j in range(source.shape[1]):
+            out[i, j] = source[np.uint64(places[i]), j]
+
+
+@_compiled
 def shuffle(columns: Any, order: Any, near: Any, out: Any) -> None:
     for column in range(len(columns)):
         near[:] = columns[column]

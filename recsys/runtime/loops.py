@@ -14,6 +14,7 @@ import numpy as np
 
 from recsys.runtime.counter_random import MIXING
 
+CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 # Arrays without dimensions: of a NumPy scalar, every call would make one.
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in MIXING)
 _LAST_SHIFT = np.array(31, np.uint64)
@@ -120,6 +121,26 @@ def modulo(x: np.ndarray, divisor: int, scratch: np.ndarray) -> None:
     np.floor_divide(x, by, scratch)
     np.multiply(scratch, by, scratch)
     np.subtract(x, scratch, x)
+
+
+def mark(places: np.ndarray, number: int) -> np.ndarray:
+    """Return which of so many numbers from 0 on are among integers `places`, bool [number]."""
+    marks = np.zeros(number, bool)
+    if _compiled is not None:
+        _compiled.mark(places, marks)
+    else:
+        marks[places] = True
+    return marks
+
+
+def take_rows(source: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
+    """Write rows `places`, integers [n], of `source` [rows, columns] to `out` [n, columns]."""
+    if _compiled is not None:
+        _compiled.take_rows(source, places, out)
+        return
+    for start in range(0, len(places), CHUNK):  # of the places NumPy makes an int64 copy
+        part = places[start : start + CHUNK]
+        np.take(source, part, axis=0, out=out[start : start + CHUNK], mode="clip")
 
 
 def shuffle(columns: np.ndarray, order: np.ndarray, near: np.ndarray, out: np.ndarray) -> None:
