@@ -37,7 +37,7 @@ def environment() -> dict[str, str]:
 
 
 def run_train(
-    *arguments: str, nproc: int = 1, timeout: float = 120, cwd: Path = ROOT
+    *arguments: str, nproc: int = 1, timeout: float = 300, cwd: Path = ROOT
 ) -> subprocess.CompletedProcess[str]:
     """Run train.py to its end, from scratch; text output, standard output and error apart."""
     command = train_command(*arguments, nproc=nproc)
@@ -47,7 +47,7 @@ def run_train(
 def fork_train(
     *arguments: str,
     nproc: int = 1,
-    timeout: float = 120,
+    timeout: float = 300,
     before: Callable[[], None] | None = None,
     cwd: Path = ROOT,
     program: str = "train.py",
