@@ -61,6 +61,7 @@ class IdStatistics:
         self._limit = _RANGE
         self._hashes = np.zeros(0, np.uint64)  # ascending, all below the limit
         self._new: list[np.ndarray] = []  # not yet among `_hashes`; a few of them several times
+        self._num_new = 0
         # Most of `_hashes`, each in one of two places by its bits: an id that has been seen costs a look or two.
         self._seen = np.zeros(_FEWEST_PLACES, np.uint64)
         self._lock = threading.Lock()
@@ -90,7 +91,8 @@ class IdStatistics:
             with self._lock:
                 # Sorting asks for Python's lock several times, and of few, few are there several times.
                 self._new.append(np.unique(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy())
-                if sum(map(len, self._new)) > len(self._hashes):
+                self._num_new += len(self._new[-1])
+                if self._num_new > len(self._hashes):
                     self._merge()
 
     def state(self) -> np.ndarray:
@@ -150,7 +152,7 @@ class IdStatistics:
         seen[first] = hashes
         second = hashes[seen[first] != hashes]
         seen[second_place(second, seen)] = second
-        self._hashes, self._new, self._seen = hashes, [], seen
+        self._hashes, self._new, self._num_new, self._seen = hashes, [], 0, seen
 
 
 def _num_places(num_hashes: int) -> int:

@@ -75,7 +75,7 @@ def hash_texts(data: int, offsets: np.ndarray, seed: int, out: np.ndarray) -> No
 
 
 def write_rows(
-    numbers: np.ndarray, increment: np.uint64, divisor: int, out: np.ndarray, sample: "Sample", unseen: np.ndarray
+    numbers: np.ndarray, increment: np.uint64, divisor: int, out: np.ndarray, sample: Sample, unseen: np.ndarray
 ) -> tuple[int, int]:
     """Compiled: write hashes % divisor + 1 to int32 or int64 `out`, and gather those that a sample of hashes lacks.
 
