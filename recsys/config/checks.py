@@ -61,6 +61,8 @@ def _check_numbers(config: Config) -> None:
                 check_number(f"features.{name}.{key}[{i}]", number, -LARGE, LARGE)
     for name, table in config.tables.items():
         fewest = {IdMappingType.identity: 1, IdMappingType.hash: 2}.get(table.mapping, 3)
+        if table.kept_rows is not None:
+            fewest = 2  # the null row, and the one that all pruned ones share
         check_number(f"tables.{name}.num_embeddings", table.num_embeddings, fewest, 2**40)
         check_number(f"tables.{name}.num_buckets", table.num_buckets, 1, max(1, table.num_embeddings - 2))
     for key in ("global_batch_size", "eval_batch_size"):

@@ -25,3 +25,12 @@ def test_layers_in_int8_are_not_published() -> None:
     overrides = ["precision.dense_int8=true", "train.publish={dir: a, every_steps: 1}"]
     with pytest.raises(UserError, match=r"config key 'precision\.dense_int8': train\.publish hands on FP32 layers"):
         load_config("configs/dlrm_sample.yaml", overrides)
+
+
+@pytest.mark.parametrize("mapping", ["hash", "identity", "quotient_remainder"])
+def test_all_rows_of_a_table_may_be_pruned(mapping: str) -> None:
+    """Then there are two: that of null, and the one that the others share."""
+    table = f"mapping: {mapping}, kept_rows: a.parquet" + ", num_ids: 500" * (mapping == "quotient_remainder")
+    load_config("configs/dlrm_sample.yaml", [f"tables.user={{num_embeddings: 2, {table}}}"])
+    with pytest.raises(UserError, match=r"config key 'tables\.user\.num_embeddings' must be at least 2, found 1"):
+        load_config("configs/dlrm_sample.yaml", [f"tables.user={{num_embeddings: 1, {table}}}"])
