@@ -186,7 +186,7 @@ def _both(values: dict[str, Any]) -> str:
 def _timeline(report: dict[str, Any]) -> str:
     """Draw a rank's resident memory over its phases; its peak is known where no sample fell on it."""
     spans = [span for span in report["timeline"]["spans"] if span["phase"] not in ("step", "other")]
-    top = max(span["peak_bytes"] for span in report["timeline"]["spans"])
+    top = max((span["peak_bytes"] for span in report["timeline"]["spans"]), default=0)
     predicted = report["host"]["baseline_bytes"] + report["peak"]["predicted_bytes"]
     on_gpu = report["identity"]["device"].startswith("cuda")  # whose own peak is what was predicted
     axis = Axis(

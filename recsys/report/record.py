@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recsys.errors import UserError
+from recsys.report.shapes import COMPRESSION, ENDING, FIGURE, ID_FIGURES, MEMORY, PLAN, RESULT, misfit
 from recsys.report.text import duration, number, size
 from recsys.runtime.run_lock import is_locked
 
@@ -47,28 +48,31 @@ class Record:
     def result(self) -> dict[str, Any]:
         """result.json of a run that has ended in order, and of no earlier start of it; else empty."""
         identity = self.endings_of_ranks[0]["identity"] if self.endings_of_ranks else {}
-        return self._json("result.json") if identity.get("status") in ("done", "stopped") else {}
+        return self._json("result.json", RESULT) if identity.get("status") in ("done", "stopped") else {}
 
     @cached_property
     def compression(self) -> dict[str, Any]:
         """compression.json of a run that `recsys compress` has written; else empty."""
-        return self._json("compression.json")
+        return self._json("compression.json", COMPRESSION)
 
     @cached_property
     def endings_of_ranks(self) -> list[dict[str, Any]]:
         """What each rank has left at its end, by rank; empty before the end of a run."""
-        reports = [_read_json(path) for path in self._of_ranks()]
+        reports = [_read_json(path, ENDING) for path in self._of_ranks()]
         return sorted(reports, key=lambda report: report["identity"]["rank"])
 
-    @property
+    @cached_property
     def memory(self) -> list[dict[str, Any]]:
         """The memory reports among these: ranks that had no tables yet have none, only why they ended."""
-        return [report for report in self.endings_of_ranks if "peak" in report]
+        reports = [report for report in self.endings_of_ranks if "peak" in report]
+        for report in reports:
+            _check(self.folder / f"memory/rank_{report['identity']['rank']}.json", report, MEMORY)
+        return reports
 
     @cached_property
     def shards(self) -> list[Any]:
         """The pieces of the plan, as `recsys.tables.spec.Shard`."""
-        return [SimpleNamespace(**shard) for shard in self._json("plan.json").get("shards", ())]
+        return [SimpleNamespace(**shard) for shard in self._json("plan.json", PLAN).get("shards", ())]
 
     @cached_property
     def config_text(self) -> str:
@@ -131,7 +135,7 @@ class Record:
         if "metrics" in self.result:
             return self.result["metrics"]
         last = {line["kind"]: line for line in self.lines if line["kind"] in ("valid", "test")}
-        if self.compression and not last:
+        if self.compression.get("stages") and not last:
             stage = self.compression["stages"][-1]  # a step that was left out repeats the one before it
             return {self.compression["data"]: stage["metrics"]} | ({"test": stage["test"]} if stage["test"] else {})
         return {kind: dict(figures(line)) for kind, line in last.items()}
@@ -152,7 +156,8 @@ class Record:
     @cached_property
     def ids(self) -> dict[str, dict[str, Any]]:
         """What is known of the ids of each feature, as of the end or of the last evaluation on the way."""
-        last = {line["kind"].removeprefix(IDS): line for line in self.lines if line["kind"].startswith(IDS)}
+        lines = [line for line in self.lines if line["kind"].startswith(IDS) and not misfit(line, ID_FIGURES)]
+        last = {line["kind"].removeprefix(IDS): line for line in lines}
         return self.result.get("data", {}).get("ids", last)
 
     @cached_property
@@ -193,9 +198,9 @@ class Record:
         """Return the memory reports; a rank that was killed has left none."""
         return list(self.folder.glob("memory/rank_*.json"))
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def _json(self, name: str, shape: Any) -> dict[str, Any]:
         path = self.folder / name
-        return _read_json(path) if path.exists() else {}
+        return _read_json(path, shape) if path.exists() else {}
 
 
 def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
@@ -203,7 +208,7 @@ def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
     for name, value in line.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
         for part, figure in inner:
-            if name not in _NO_FIGURES and (figure is None or type(figure) in (int, float)):
+            if name not in _NO_FIGURES and not misfit(figure, FIGURE):
                 yield f"{name}/{part}" if part else name, figure
 
 
@@ -222,14 +227,22 @@ def open_record(path: Path, error: str | None = None) -> Record:
     return Record(path, error)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, shape: Any) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text())
-        if not isinstance(content, dict):
-            raise ValueError(f"it holds {json.dumps(content)[:40]}, and must hold names with their values")
-        return content
+        content: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise UserError(f"'{path}' is damaged ({error}); remove it, and the page shows what else is there") from error
+        raise _damaged(path, str(error)) from error
+    _check(path, content, shape)
+    return content
+
+
+def _check(path: Path, content: Any, shape: Any) -> None:
+    if problem := misfit(content, shape):
+        raise _damaged(path, problem)
+
+
+def _damaged(path: Path, problem: str) -> UserError:
+    return UserError(f"'{path}' is damaged ({problem}); remove it, and the page shows what else is there")
 
 
 def _leaves(value: Any, key: str) -> Any:

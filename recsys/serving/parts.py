@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from recsys.errors import UserError
+from recsys.report.shapes import misfit
 from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import make_folder, replace_file
 from recsys.runtime.live import Task
@@ -24,6 +25,7 @@ from recsys.runtime.world import World
 
 BLOCK_ROWS = 1 << 20  # about, which an interruption costs
 _STATE = "_state.json"  # readers of Parquet folders leave out what begins so
+_SHAPE = {"task": {}, "rows": [int], "done": int}
 
 
 @dataclass
@@ -100,14 +102,16 @@ class Parts:
         other = "name another folder, or remove it"
         try:
             content = json.loads((self.folder / _STATE).read_text())
-            task, rows, done = content["task"], content["rows"], content["done"]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise UserError(f"'{self.folder}' is not empty, and holds nothing to go on with; {other}") from error
+        except (OSError, ValueError):
+            content = None
+        if misfit(content, _SHAPE) or not 0 <= content["done"] <= len(content["rows"]):
+            raise UserError(f"'{self.folder}' is not empty, and holds nothing to go on with; {other}")
+        task = content["task"]
         differing = [key for key in {**self.task, **task} if self.task.get(key) != task.get(key)]
-        if differing or rows != self.rows:
+        if differing or content["rows"] != self.rows:
             what = ", ".join(differing) or "rows"
             raise UserError(f"'{self.folder}' holds what something else gave (other {what}); {other}")
-        return int(done)
+        return int(content["done"])
 
     def _save(self) -> None:
         content = {"task": self.task, "rows": self.rows, "done": self.done}

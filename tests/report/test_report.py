@@ -3,13 +3,17 @@
 import json
 import math
 import os
+import random
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import reduce
 from html.parser import HTMLParser
 from pathlib import Path
 from shutil import copytree
+from typing import Any
 
 import pytest
 from launch import ROOT, fork_train
@@ -208,6 +212,47 @@ def test_a_damaged_file_is_named(name: str, runs: Path, tmp_path: Path) -> None:
             report_page(open_record(tmp_path / "a"))
     (tmp_path / "a" / name).unlink()
     Page(report_page(open_record(tmp_path / "a")))
+
+
+WRONG: list[Any] = [None, "text", True, -1, 2.5, math.nan, [], ["a"], [[1, 2]], {}, {"a": None}, "missing"]
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to each value in JSON, of lists to the first values."""
+    yield above
+    for key in value if isinstance(value, dict) else range(min(3, len(value))) if isinstance(value, list) else ():
+        yield from places(value[key], (*above, key))
+
+
+@pytest.mark.parametrize(
+    "name", ["result.json", "plan.json", "memory/rank_1.json", "metrics.jsonl", "compression.json"]
+)
+def test_values_of_a_wrong_type_are_named(name: str, runs: Path, tmp_path: Path) -> None:
+    """Wherever one stands: the page takes it, or says in which file it is, what it is and what it must be."""
+    dice, num_refused = random.Random(0), 0
+    copytree(runs / "two", run := tmp_path / "a")
+    if name in ("metrics.jsonl", "compression.json"):
+        (run / "result.json").unlink()  # whose figures are shown in their place
+    if name == "compression.json":
+        (run / "metrics.jsonl").unlink()
+        (run / name).write_text('{"data": "valid", "stages": [{"metrics": {"auc": 0.5}, "test": null}]}')
+    text = (run / name).read_text()
+    last = text.splitlines()[-1] if name == "metrics.jsonl" else text
+    everywhere = list(places(json.loads(last)))
+    for place in dice.sample(everywhere, min(len(everywhere), 40)):
+        content, wrong = {"all": json.loads(last)}, dice.choice(WRONG)
+        *above, key = "all", *place
+        holder = reduce(lambda value, name: value[name], above, content)
+        holder[key] = wrong
+        if wrong == "missing" and isinstance(holder, dict):
+            del holder[key]
+        (run / name).write_text(text.replace(last, json.dumps(content.get("all"))))
+        try:
+            Page(report_page(open_record(run)))
+        except UserError as error:
+            num_refused += 1
+            assert re.search(rf"/{name}' is damaged \(.+ (lacks .+|is .+, and must be .+)\); remove it", str(error))
+    assert num_refused or name == "metrics.jsonl"  # whose lines are left out
 
 
 def test_lines_of_metrics_that_are_none_are_left_out(runs: Path, tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, environment, fork_train
 
-from recsys.runtime.run_lock import LOCK_FILE
+from recsys.errors import UserError
+from recsys.runtime.run_lock import LOCK_FILE, RunLock
 from recsys.serving import export as export_module
 from recsys.serving import predict as predict_module
+from recsys.serving.parts import Parts
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +112,23 @@ def test_an_export_that_a_signal_ends_leaves_nothing(run: Path, tmp_path: Path) 
     ):
         assert recsys("export", run, tmp_path / "out", status=status, before=before) == line
         assert not list(tmp_path.iterdir())
+
+
+STATES = [("done", None), ("done", "1"), ("done", 2), ("done", -1), ("task", []), ("task", None), ("rows", "x")]
+
+
+def test_a_folder_whose_state_was_edited_is_refused(tmp_path: Path) -> None:
+    with (lock := RunLock()):
+        Parts.begin(tmp_path / "out", {"data": "a"}, [3], lock)
+    path = tmp_path / "out" / "_state.json"
+    whole = json.loads(path.read_text())
+    for key, value in STATES:
+        path.write_text(json.dumps({**whole, key: value}))
+        with RunLock() as lock, pytest.raises(UserError, match="is not empty, and holds nothing to go on with"):
+            Parts.begin(tmp_path / "out", {"data": "a"}, [3], lock)
+    path.write_text(json.dumps(whole))
+    with RunLock() as lock:
+        assert Parts.begin(tmp_path / "out", {"data": "a"}, [3], lock).done == 0
 
 
 @pytest.mark.slow
