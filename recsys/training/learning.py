@@ -129,6 +129,14 @@ def _learned(
     for name, old in kept.items():
         new, room = len(vocabularies[name]) - old, tables[name].num_embeddings - 1 - tables[name].num_buckets - old
         _log.info("table %s: %d ids keep their rows, %d are new, and num_embeddings allows %d", name, old, new, room)
+        if grows and name in given and not new:
+            key = f"tables.{name}.vocabulary"
+            _log.warning(
+                "'%s', the file of %s, names no new ids; set %s=null to take those of data.train",
+                tables[name].vocabulary,
+                key,
+                key,
+            )
     floats = {**inherited.floats, **measured.floats}
     return Facts(vocabularies, floats, inherited.row_counts, measured.num_counted, kept)
 

@@ -179,6 +179,21 @@ def test_a_file_of_ids_is_honoured_or_refused(world: World, tmp_path: Path) -> N
         Day(tmp_path / "text", world, data, key, GROW, source=first)
 
 
+def test_a_file_that_keeps_a_vocabulary_from_growing_is_told(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of a compressed run, whose config names the file of the ids that are left."""
+    first = Day(tmp_path / "a", world, f"data.train={write_day(tmp_path / 'd1', np.arange(20), 1)}").save()
+    today, file = f"data.train={write_day(tmp_path / 'd2', np.arange(30), 2)}", tmp_path / "ids.parquet"
+    for ids, told in ((first.ids, 1), ([*first.ids, 77], 0), (None, 0)):
+        pq.write_table(pa.table({"id": ids or []}), file)
+        caplog.clear()
+        key = f"tables.user.vocabulary={file if ids else 'null'}"
+        grown = Day(tmp_path / f"b{len(ids or [])}", world, today, GROW, key, source=first)
+        assert caplog.text.count("names no new ids; set tables.user.vocabulary=null to take those of") == told
+        assert len(grown.ids) == (30 if ids is None else len(ids))
+
+
 def test_figures_go_with_the_dense_part(world: World, tmp_path: Path) -> None:
     data = [f"data.train={write_day(tmp_path / f'd{i}', np.arange(20), i)}" for i in range(2)]
     first = Day(tmp_path / "a", world, data[0]).save()
