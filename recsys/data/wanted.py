@@ -14,6 +14,7 @@ from recsys.data.facts import Facts, FloatFacts
 from recsys.data.filters import parse_filter
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
+from recsys.runtime.counter_random import make_key
 
 # Datasets of a retrieval model that hold users, without the items; of `queries` the vectors alone are wanted.
 _OF_USERS = ("valid", "test", "users", "queries")
@@ -155,9 +156,9 @@ def row_filter(config: Config, role: str) -> str | None:
         return given
     labels = {name: label for name, label in config.labels().items() if label.loss.is_binary}
     positives = [label.expression or f"col({label.column or name!r}) > 0" for name, label in labels.items()]
-    kept = " or ".join(
-        [*(f"({positive})" for positive in positives), f"sampled({config.data.keep_negatives}, {config.seed})"]
-    )
+    # Not by the seed itself, which a filter may sample by too: of the rows that this keeps it would keep all, or none.
+    drawn = f"sampled({config.data.keep_negatives}, {make_key(config.seed, 'keep_negatives')})"
+    kept = " or ".join([*(f"({positive})" for positive in positives), drawn])
     return kept if given is None else f"({given}) and ({kept})"
 
 

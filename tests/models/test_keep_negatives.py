@@ -75,6 +75,16 @@ def test_positives_stay_and_negatives_count_for_those_left_out(config: Path, lab
     assert len(again) == ROWS, "all rows are evaluated"
 
 
+@pytest.mark.parametrize("filter", ["sampled(0.5, 1)", "not sampled(0.5, 1)", "sampled(0.5, 2)"])
+def test_negatives_are_not_drawn_as_a_filter_draws_rows(filter: str, config: Path) -> None:
+    """By one seed, that of the config, both would choose the same rows."""
+    options = f"data.filter={{train: '{filter}'}}", "seed=1"
+    every, _ = batches(config, *options, "data.keep_negatives=null")
+    kept, weights = batches(config, *options)
+    num_negative = (every == 0).sum()
+    assert abs(weights[kept[:, 0] == 0].sum() - num_negative) < 4 * 5 * (0.16 * num_negative) ** 0.5
+
+
 def train(config: Path, run: Path, *options: str, nproc: int = 1) -> tuple[list[float], dict[str, float]]:
     """Return the losses of the steps, and the metrics of the test set."""
     done = fork_train(str(config), f"run.dir={run}", *options, nproc=nproc)
