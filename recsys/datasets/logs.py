@@ -72,7 +72,9 @@ class LogFile:
 
     @cached_property
     def _opened(self) -> pq.ParquetFile:
-        return pq.ParquetFile(self._name, metadata=self._footer, page_checksum_verification=True)
+        return pq.ParquetFile(
+            self._name, metadata=self._footer, page_checksum_verification=True, arrow_extensions_enabled=False
+        )
 
     def has(self, column: str) -> bool:
         """Whether a column, or a field of a struct, or a key in the path, is there."""

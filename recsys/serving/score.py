@@ -198,17 +198,17 @@ class Keys(NamedTuple):
 def stored(array: pa.Array) -> pa.Array:
     """Return a column as Parquet would hold it, so that whatever Arrow type it has, it is read as in training."""
     kind, is_a = array.type, pa.types
-    if is_a.is_dictionary(kind) or is_a.is_run_end_encoded(kind):
-        return stored(array.dictionary_decode() if is_a.is_dictionary(kind) else pc.run_end_decode(array))
+    if is_a.is_run_end_encoded(kind) or isinstance(kind, pa.BaseExtensionType):  # such as of UUIDs
+        return stored(pc.run_end_decode(array) if is_a.is_run_end_encoded(kind) else array.storage)
+    if is_a.is_dictionary(kind):
+        return stored(array.dictionary).take(array.indices)  # Arrow decodes none of views, which Polars gives
     if is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind) or "list_view" in str(kind):
         return array.cast(pa.list_(kind.value_type))
-    if is_a.is_null(kind):
-        return array.cast(pa.int64())
     if is_a.is_duration(kind):
         return array.view(pa.int64())
     if is_a.is_timestamp(kind) and kind.unit == "s":
         return array.cast(pa.timestamp("ms", kind.tz))
-    others = {"string_view": "string", "binary_view": "binary", "date64[ms]": "date32"}
+    others = {"string_view": "string", "binary_view": "binary", "date64[ms]": "date32", "null": "int64"}
     return array.cast(pa.time32("ms") if is_a.is_time32(kind) else others.get(str(kind), kind))
 
 
@@ -758,15 +758,14 @@ class Scorer:
         entry, session = self.manifest["graphs"][graph], self._graphs[graph]
         parts = [self._inputs(table, self._features[name]) for name in entry["features"]]
         inputs = {name: values for part in parts for name, values in part.items()}
-        numbers = [self._floats(table, name, name in entry["features"]) for name in self.manifest["floats"]]
-        inputs["floats"] = np.stack(numbers, axis=1) if numbers else np.zeros((len(table), 0), np.float32)
+        floats = np.zeros((len(table), len(self.manifest["floats"])), np.float32)
+        for place, name in enumerate(self.manifest["floats"]):
+            if name in entry["features"]:
+                floats[:, place] = convert_floats(column(table, self._features[name]["column"]), self._features[name])
+        inputs["floats"] = floats
         if not len(table):
             return [np.zeros((0, *tensor.shape[1:]), np.float32) for tensor in session.get_outputs()]
         return session.run(None, {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()})
-
-    def _floats(self, table: pa.Table, name: str, is_read: bool) -> np.ndarray:
-        of = self._features[name]
-        return convert_floats(column(table, of["column"]), of) if is_read else np.zeros(len(table), np.float32)
 
     def _inputs(self, table: pa.Table, feature: dict[str, Any]) -> dict[str, np.ndarray]:
         """Return the inputs of a graph that an id feature gives: a vector for each row, or for each id of its lists."""
@@ -843,12 +842,19 @@ def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.
     return {path: {key: columns[key][i] for key in by_path[i]} for i, path in enumerate(paths)}
 
 
+def opened(path: str) -> pq.ParquetFile:
+    """Return a file as training reads it: in Parquet's own types, not in those that its writer held it in."""
+    content = memoryview(pa.memory_map(path).read_buffer())
+    footer = bytes(content[-8 - int.from_bytes(content[-8:-4], "little") :]).replace(b"ARROW:schema", b"arrow:schema")
+    return pq.ParquetFile(path, metadata=pq.read_metadata(pa.BufferReader(footer)), page_checksum_verification=True)
+
+
 def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
     """Yield columns that are kept, and results, of the rows of all files, some at a time, by one schema."""
     of_rows, schema = words.command == "predict", None
     try:
         for path, keys in partitions_of(files_of(words.data), scorer.manifest.get("texts", [])).items():
-            for batch in pq.ParquetFile(path, page_checksum_verification=True).iter_batches(ROWS_AT_ONCE):
+            for batch in opened(path).iter_batches(ROWS_AT_ONCE):
                 rows = pa.Table.from_batches([batch])
                 for name in keys.keys() - set(rows.column_names):
                     rows = rows.append_column(name, pa.repeat(keys[name], len(rows)))

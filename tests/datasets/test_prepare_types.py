@@ -10,6 +10,7 @@ import pytest
 
 from recsys.datasets import synthetic
 from recsys.datasets.delimited import CsvOptions, convert_csv
+from recsys.datasets.histories import HistoryOptions, convert_histories
 from recsys.datasets.interactions import LogOptions, convert_log
 from recsys.datasets.prepare import prepare
 from recsys.errors import UserError
@@ -46,6 +47,22 @@ def test_texts_however_they_are_held(kind: pa.DataType, tmp_path: Path) -> None:
     for name, columns in (("a", plain), ("b", held)):  # both in one log
         pq.write_table(pa.table(columns).slice(30 * (name == "b"), 30), tmp_path / "held" / f"{name}.parquet")
     assert converted(tmp_path / "held", tmp_path / "both", **options) == expected
+
+
+@pytest.mark.parametrize("kind", [pa.uuid(), pa.json_()], ids=str)
+def test_types_of_their_own_are_read_as_what_they_are_stored_as(kind: pa.DataType, tmp_path: Path) -> None:
+    size = 16 if kind == pa.uuid() else 18
+    users, items = (pa.array([f'"{id:_<{size - 2}}"' for id in ids]).cast(kind.storage_type) for ids in (USERS, ITEMS))
+    plain = {"user_id": users, "item_id": items}
+    held = {name: pa.ExtensionArray.from_storage(kind, column) for name, column in plain.items()}
+    plain["timestamp"] = held["timestamp"] = pa.array(range(60))
+    paths = [write(tmp_path / name, **columns) for name, columns in (("plain.parquet", plain), ("held.parquet", held))]
+    expected, found = (converted(path, path.with_suffix("")) for path in paths)
+    assert len(expected["test"]) == 7 and found == expected
+    for path in paths:
+        convert_histories([path], path.with_suffix(".histories"), HistoryOptions())
+    expected, found = (pq.read_table(path.with_suffix(".histories")) for path in paths)
+    assert expected["history"].null_count == 0 and found.equals(expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Columns as UUIDs, categories and views, as DuckDB, Polars and pyarrow hold them: `recsys predict`, the API and an
+export read the same ids in them."""
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launch import ROOT, fork_train
+
+from recsys.serving.api import open_run
+from recsys.serving.score import Scorer
+
+pytest.importorskip("onnxruntime")
+Held = Callable[[pa.Array], pa.Array]
+
+
+def as_texts(texts: pa.Array) -> pa.Array:
+    return texts
+
+
+def as_categories(texts: pa.Array) -> pa.Array:
+    return texts.dictionary_encode()
+
+
+def as_views(texts: pa.Array) -> pa.Array:
+    """Categories as Polars hands them over."""
+    encoded = texts.dictionary_encode()
+    return pa.DictionaryArray.from_arrays(encoded.indices, encoded.dictionary.cast(pa.string_view()))
+
+
+def uuids(ids: pa.Array) -> pa.Array:
+    numbers = [uuid.UUID(int=id * 3**70 % 2**128).bytes for id in ids.to_pylist()]
+    return pa.ExtensionArray.from_storage(pa.uuid(), pa.array(numbers, pa.binary(16)))
+
+
+def rows(role: str, held: Held) -> pa.Table:
+    """The sample with UUIDs for items, those of lists too, and texts in a column, in lists and in structs."""
+    table = pq.read_table(ROOT / "data/sample" / role).combine_chunks()
+    columns = {name: table[name].chunk(0) for name in table.column_names}
+    ends = pa.array(np.append(0, np.cumsum(np.arange(len(table)) % 3)), pa.int32())
+    tags = columns["category"].take(pa.array(np.arange(ends[-1].as_py()) * 7 % len(table)))
+    history = columns["history"]
+    return pa.table(
+        {
+            **columns,
+            "item_id": uuids(columns["item_id"]),
+            "history": pa.ListArray.from_arrays(history.offsets, uuids(history.values)),
+            "category": held(columns["category"]),
+            "tags": pa.ListArray.from_arrays(ends, held(tags)),
+            "phone": pa.StructArray.from_arrays([held(columns.pop("device"))], ["name"]),
+        }
+    )
+
+
+def recsys(*arguments: object) -> None:
+    done = fork_train(*map(str, arguments), program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, its export, and what it predicts of the test rows, whose lists of categories lie in several
+    row groups."""
+    folder = tmp_path_factory.mktemp("types")
+    for role in ("train", "test"):
+        pq.write_table(rows(role, as_categories), folder / f"{role}.parquet", row_group_size=170)
+    settings = [f"data.train={folder}/train.parquet", "data.valid=null", "data.test=null", "train.max_steps=20"]
+    features = ["features.device.column=phone.name", "features.tags={table: category}"]
+    recsys("train", "configs/dlrm_sample.yaml", f"run.dir={folder}/run", *settings, *features)
+    recsys("predict", folder / "run", folder / "test.parquet", folder / "predicted")
+    recsys("export", folder / "run", folder / "out")
+    return folder
+
+
+def test_an_export_reads_a_file_as_training_does(run: Path) -> None:
+    command = [sys.executable, run / "out/score.py", "predict", run / "test.parquet", run / "scores.parquet"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ours, theirs = pq.read_table(run / "scores.parquet"), pq.read_table(run / "predicted")
+    assert ours.drop("score").equals(theirs.drop("score"))
+    np.testing.assert_allclose(ours["score"], theirs["score"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("held", [as_texts, as_categories, as_views])
+def test_tables_in_memory(run: Path, held: Held) -> None:
+    expected = pq.read_table(run / "predicted")["score"]
+    for score in (Scorer(run / "out").score, open_run(run / "run").predict):
+        np.testing.assert_allclose(score(rows("test", held))["score"], expected, rtol=0, atol=1e-5)
