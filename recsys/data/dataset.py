@@ -1,8 +1,8 @@
 """The Parquet files of one role, opened: their footers, types, partitions and what identifies them."""
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -91,6 +91,15 @@ class Dataset:
             return None
         files = zip(self.row_groups.paths, self.file_layouts.tolist(), strict=True)
         return next((path for path, layout in files if pa.types.is_floating(kinds[layout])), None)
+
+    def with_lists(self, others: Iterable[pa.Schema]) -> "Dataset":
+        """Return the dataset with lists, which are null, for each column without a type that is one of lists in others.
+
+        Writers give no type to a column without a value; a null in it would else count as the one id of its row.
+        """
+        lists = {field.name: field for schema in others for field in schema if pa.types.is_list(field.type)}
+        untyped = (lists.get(field.name, field) if pa.types.is_null(field.type) else field for field in self.schema)
+        return replace(self, schema=pa.schema(untyped))
 
     @cached_property
     def _of_paths(self) -> set[str]:

@@ -227,10 +227,9 @@ def _read(
     given: Sequence[Given],
     beside: Inputs | None = None,
 ) -> tuple[dict[str, Dataset], pa.Array | None]:
-    """Return the datasets by role, and the corpus; arguments and errors as of `open_inputs`, on one rank.
+    """Return the datasets by role, and the corpus, on one rank; they have to go with those of `beside`, too.
 
-    Args:
-        beside: what the datasets have to go with, too.
+    Arguments and errors as of `open_inputs`.
     """
     data = config.data
     options = ReadOptions(data.verify_checksums, data.retries, data.max_bad_files)
@@ -256,6 +255,7 @@ def _read(
     together = {**(beside.datasets if beside else {}), **datasets}
     schemas = {"data.train": train} | {dataset.key: dataset.schema for dataset in together.values()}
     check_types(config, schemas)
+    datasets = {role: dataset.with_lists(schemas.values()) for role, dataset in datasets.items()}
     if "train" in datasets:
         _check_rows(config, datasets["train"])
     corpus = read_corpus(config, datasets["items"]) if "items" in datasets else None

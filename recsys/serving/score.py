@@ -451,8 +451,9 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
         array = buckets(array, feature["boundaries"])
     if pa.types.is_nested(array.type):
         raise ExportError(f"ids must be integers or strings, or one list of them a row, found {array.type}")
+    nulls = "empty" if feature.get("lists") and lengths is None else feature["nulls"]  # a column of nulls is no list
     valid = array.is_valid().to_numpy(zero_copy_only=False)
-    if not valid.all() and feature["nulls"] == "refuse":
+    if not valid.all() and nulls == "refuse":
         raise ExportError(f"{int((~valid).sum())} nulls found, and nulls: refuse allows none")
     keys = read_keys(array.drop_null())
     rows, present = keys.spread(mapping.rows(keys)), valid
@@ -460,7 +461,7 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
         here = keys.spread(chosen(keys, feature["route"], mappings))
         rows, present = rows[here], valid.copy()
         present[valid] = here
-    if feature["nulls"] != "empty" and not valid.all():
+    if nulls != "empty" and not valid.all():
         known, present = present, present | ~valid
         some, rows = rows, np.full((len(array), rows.shape[1]), NULL_ROW)
         rows[known] = some
@@ -737,8 +738,7 @@ class Scorer:
                 best.append((places, row[places]))
         bounds = pa.array(np.cumsum([0, *(len(places) for places, _ in best)]), pa.int32())
         places, scores = (np.concatenate([np.zeros(0), *(pair[i] for pair in best)]) for i in (0, 1))
-        ids, numbers = pa.array(places.astype(np.int64)), pa.array(scores.astype(np.float32))
-        values = {"items": self._item_ids.take(ids), "scores": numbers}
+        values = {"items": self._item_ids.take(places.astype(np.int64)), "scores": pa.array(scores.astype(np.float32))}
         return pa.table({name: pa.ListArray.from_arrays(bounds, flat) for name, flat in values.items()})
 
     def id_columns(self, graph: str, table: pa.Table) -> list[str]:
@@ -758,11 +758,10 @@ class Scorer:
         entry, session = self.manifest["graphs"][graph], self._graphs[graph]
         parts = [self._inputs(table, self._features[name]) for name in entry["features"]]
         inputs = {name: values for part in parts for name, values in part.items()}
-        floats = np.zeros((len(table), len(self.manifest["floats"])), np.float32)
+        inputs["floats"] = floats = np.zeros((len(table), len(self.manifest["floats"])), np.float32)
         for place, name in enumerate(self.manifest["floats"]):
             if name in entry["features"]:
                 floats[:, place] = convert_floats(column(table, self._features[name]["column"]), self._features[name])
-        inputs["floats"] = floats
         if not len(table):
             return [np.zeros((0, *tensor.shape[1:]), np.float32) for tensor in session.get_outputs()]
         return session.run(None, {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()})
@@ -845,8 +844,9 @@ def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.
 def opened(path: str) -> pq.ParquetFile:
     """Return a file as training reads it: in Parquet's own types, not in those that its writer held it in."""
     content = memoryview(pa.memory_map(path).read_buffer())
-    footer = bytes(content[-8 - int.from_bytes(content[-8:-4], "little") :]).replace(b"ARROW:schema", b"arrow:schema")
-    return pq.ParquetFile(path, metadata=pq.read_metadata(pa.BufferReader(footer)), page_checksum_verification=True)
+    footer = bytes(content[-8 - int.from_bytes(content[-8:-4], "little") :])
+    metadata = pa.BufferReader(footer.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18"))
+    return pq.ParquetFile(path, metadata=pq.read_metadata(metadata), page_checksum_verification=True)
 
 
 def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:

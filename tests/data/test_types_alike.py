@@ -111,3 +111,26 @@ def test_integers_of_one_file_go_with_decimals_of_another(
     assert read_column(dataset, "list").to_pylist() == [[value] for value in expected]
     above = open_dataset("data.train", str(tmp_path), {"number": "key"}, filter="number > 1")
     assert read_column(above, "number").to_pylist() == [values[0][1]]
+
+
+@pytest.mark.parametrize("nulls", ["reserved", "refuse"])
+@pytest.mark.parametrize("without", ["train", "valid"])
+def test_a_column_without_a_type_is_of_null_lists_where_other_data_have_lists(
+    without: str, nulls: str, tmp_path: Path
+) -> None:
+    """Writers give no type to a column without a value, such as of users who have done nothing yet."""
+    lists = {"tags": pa.array([[1, 2], []] * 20), "of_tags": pa.array([[0.5, 2.0], []] * 20)}
+    for role in ("train", "valid"):
+        write(tmp_path / role, ["1"])
+        file = tmp_path / role / "region=1/a.parquet"
+        table = pq.read_table(file, partitioning=None)
+        for name, column in lists.items():
+            table = table.append_column(name, pa.nulls(40) if role == without else column)
+        pq.write_table(table, file)
+    config_of(tmp_path)
+    config = load_config(tmp_path / "c.yaml", [f"features.tags={{table: user, weights: of_tags, nulls: {nulls}}}"])
+    with open_world(Device.cpu) as world:
+        inputs = open_inputs(config, world)
+        for role in ("train", "valid"):
+            batches = list(inputs.loader(role).batches())
+            assert sum(int(batch.ids["tags"].lengths().sum()) for batch in batches) == 40 * (role != without)

@@ -92,3 +92,12 @@ def test_tables_in_memory(run: Path, held: Held) -> None:
     expected = pq.read_table(run / "predicted")["score"]
     for score in (Scorer(run / "out").score, open_run(run / "run").predict):
         np.testing.assert_allclose(score(rows("test", held))["score"], expected, rtol=0, atol=1e-5)
+
+
+def test_a_column_without_a_type_in_place_of_lists(run: Path) -> None:
+    table = rows("test", as_texts)
+    empty, untyped = pa.array([[]] * len(table), pa.list_(pa.string())), pa.nulls(len(table))
+    for score in (Scorer(run / "out").score, open_run(run / "run").predict):
+        place = table.column_names.index("tags")
+        expected, found = (score(table.set_column(place, "tags", lists))["score"] for lists in (empty, untyped))
+        np.testing.assert_array_equal(found, expected)
