@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from recsys.config import Keep, NullPolicy
 from recsys.data.fields import advice
+from recsys.data.filters import written
 from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
 from recsys.ids import NANOSECONDS, NULL_ROW, is_number, numpy_view, raw_times
@@ -231,7 +232,8 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
     if other.any():
         raise UserError(
             f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; name a condition in "
-            f'its place, such as data.labels={{NAME: "{part.column} > 0"}}, or learn the number itself by loss: squared'
+            f'its place, such as data.labels={{NAME: "{written(part.column or part.name)} > 0"}}, or learn the number '
+            "itself by loss: squared"
         )
 
 

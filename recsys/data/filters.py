@@ -10,6 +10,7 @@ left out, as one for which it is false. So `x != 5` leaves out the nulls of x; a
 
 import ast
 import re
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from recsys.data.conditions import KEY, Column, Condition
@@ -36,6 +37,15 @@ _HINTS = (
     (r"(?i)\bbetween\b", "write low <= column <= high"),
     (r"(?i)\blike\b", "patterns of text are not known; use == or in"),
 )
+
+
+def written(column: str) -> str:
+    """Return how a filter names a column, for messages: by `col` where the name alone would be something else."""
+    with suppress(SyntaxError, ValueError):
+        node = ast.parse(column, mode="eval").body
+        if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node) == column and column not in _CONSTANTS:
+            return column
+    return f"col({column!r})"
 
 
 def parse_filter(text: str) -> Condition:

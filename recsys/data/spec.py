@@ -10,7 +10,8 @@ import pyarrow as pa
 from recsys.config import Keep, NullPolicy
 from recsys.data.conditions import Condition
 from recsys.data.fields import advice
-from recsys.ids import IdMapping, IdStatistics, Route
+from recsys.data.filters import written
+from recsys.ids import IdMapping, IdStatistics, Route, is_text
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ class FloatColumn:
         if pa.types.is_nested(kind):
             inside = advice(self.column, kind) or ", each position of a list as a column of its own"
             return f"; write one number a row{inside}"
+        if self.binary and self.column is not None and is_text(kind):
+            return f"; name a condition in its place, such as data.labels={{NAME: \"{written(self.column)} == 'yes'\"}}"
         return "; write it as numbers" + ("" if self.fill is None else ", or for ids use a feature of type id")
 
     def columns(self) -> set[str]:

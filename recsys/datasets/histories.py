@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.data.fields import advice
+from recsys.data.filters import written
 from recsys.datasets.logs import LogFiles, id_column, joined, time_values
 from recsys.datasets.retrieval import FILE_ROWS, HISTORY
 from recsys.datasets.stretch import Stretch, carried_schema
@@ -253,7 +254,7 @@ def _check_after(options: HistoryOptions, folder: Path, log: _Log) -> None:
     if not log.since > (np.datetime64(until) if isinstance(until, str) else until):
         raise UserError(
             f"--after: {folder} has rows up to {options.time} {until!r}, and INPUT begins at {since!r}; all rows "
-            f'are to come after: --where "{options.time} > {until!r}" leaves out others'
+            f'are to come after: --where "{written(options.time)} > {until!r}" leaves out others'
         )
 
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from recsys.data.fields import names as names_in
 from recsys.data.fields import places
+from recsys.data.filters import written
 from recsys.data.footers import footer_of, parsed_footer, read_footer
 from recsys.data.sources import find_files
 from recsys.data.storage import partition_column, partition_keys, reason
@@ -160,7 +161,7 @@ def time_values(table: pa.Table, name: str) -> np.ndarray:
             raise UserError(f"column {name!r} holds other texts than times ({error}); a time is {_TIMES}") from None
     values = raw_times(column) if pa.types.is_time(column.type) else column.to_numpy(zero_copy_only=False)
     if values.dtype.kind == "f" and np.isnan(values).any():
-        raise UserError(f'column {name!r} holds NaN, which is no time; leave these out: --where "{name} > 0"')
+        raise UserError(f'column {name!r} holds NaN, which is no time; leave these out: --where "{written(name)} > 0"')
     return values
 
 
@@ -176,5 +177,5 @@ def _check_nulls(table: pa.Table, name: str, what: str) -> None:
     if count := table[name].null_count:
         raise UserError(
             f"column {name!r} holds {count:,} nulls; every row needs {what}, so leave these out: "
-            f'--where "{name} is not None"'
+            f'--where "{written(name)} is not None"'
         )

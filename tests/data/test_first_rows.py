@@ -1,5 +1,7 @@
 """What is refused before training of the columns that a config names: the sentence names them, and what to do."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.config import Device, load_config
+from recsys.data.filters import parse_filter, written
 from recsys.data.inputs import open_inputs
 from recsys.errors import UserError
 from recsys.runtime.world import World, open_world
@@ -87,6 +90,22 @@ def test_nulls_of_a_label_are_told_with_what_allows_them(label: str, said: str, 
     assert said + "drop such rows, or set data.labels.b.nulls=unknown" in refusal(
         world, folder, f"data.labels={{b: {label}}}"
     )
+
+
+@pytest.mark.parametrize(
+    "name", ["label", "device.os", "my label", "day-1", "is", "true", "日付", "it's", "a > b", "1"]
+)
+def test_a_condition_that_a_message_advises_is_of_the_column(name: str, world: World, folder: Path) -> None:
+    """Whatever a column is called: what is said in place of ratings, and of texts, is taken as it stands."""
+    assert parse_filter(f"{written(name)} > 0").columns() == {name}
+    for values, said in ((pa.array([1, 5] * 30), "holds 5, "), (pa.array(["yes", "no"] * 30), "found string; ")):
+        for role in ("train", "valid"):
+            pq.write_table(pa.table({"user": COLUMNS["user"], name: values}), folder / role / "a.parquet")
+        told = refusal(world, folder, f"data.labels={{a: {{column: {json.dumps(name)}}}}}")
+        assert said in told
+        advised = re.search('data.labels={NAME: "(.*)"}', told)
+        assert advised is not None
+        assert rows_of(world, folder, f"data.labels={{a: {{expression: {json.dumps(advised[1])}}}}}") == ROWS
 
 
 def test_negatives_are_left_out_by_a_label_of_halves(world: World, folder: Path) -> None:

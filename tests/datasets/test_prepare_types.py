@@ -79,6 +79,17 @@ def test_lists_however_they_are_held(kind: pa.DataType, tmp_path: Path) -> None:
     assert converted(write(tmp_path / "held.parquet", user_id=users, item_id=held), tmp_path / "found") == expected
 
 
+@pytest.mark.parametrize("at", ["at", "time of visit", "day-1", "is"])
+def test_the_filter_that_a_message_advises_leaves_the_rows_out(at: str, tmp_path: Path) -> None:
+    times = pa.array([None if i % 7 == 3 else float(i) for i in range(60)])
+    for values, word in ((times, "nulls"), (times.fill_null(float("nan")), "NaN")):
+        source = write(tmp_path / f"{word}.parquet", user_id=USERS, item_id=ITEMS, **{at: values})
+        with pytest.raises(UserError, match=word) as caught:
+            convert_log([source], tmp_path / "none", LogOptions(time=at))
+        where = str(caught.value).partition('--where "')[2].removesuffix('"')
+        assert converted(source, tmp_path / word, time=at, where=where)["test"]
+
+
 def test_folders_are_read_as_training_reads_them(tmp_path: Path) -> None:
     """Without what begins with a dot or _, with the keys in paths as columns, and by globs."""
     for part in range(2):
