@@ -337,11 +337,11 @@ class Index:
         self._columns = {name: chunks[0] if chunks else pa.array([], pa.uint64()) for name, chunks in parts.items()}
         self._hashes, self._numbers = (self._columns[name].to_numpy() for name in ("hash", "number"))
 
-    def find(self, keys: Keys, hashes: np.ndarray) -> np.ndarray:
-        """Return the numbers of keys, -1 of those that are not in it; the hashes are by the seed of the index."""
+    def find(self, keys: Keys, hashes: np.ndarray, where: str = "") -> np.ndarray:
+        """Return the numbers of keys, -1 of those not in it; hashes are by its seed, and errors begin with `where`."""
         kind = self._entry["ids"]
         if len(self._hashes) and ((len(keys.texts) and kind != "texts") or (len(keys.numbers) and kind == "texts")):
-            raise ExportError(f"ids of type {keys.kind} do not compare with the {kind} of the model; write both as one")
+            raise ExportError(f"{where}ids of type {keys.kind} are none of the {kind} of the model; write both as one")
         if not len(self._hashes):
             return np.full(len(hashes), -1)
         places = np.searchsorted(self._hashes, hashes).clip(max=len(self._hashes) - 1)
@@ -800,7 +800,7 @@ class Scorer:
             places, lengths = lists_of(array, None, "last")
             array = stored(array.values).take(pa.array(places))
         keys = read_keys(array.drop_null())
-        positions = keys.spread(self._index.find(keys, keys.hashes(0)))
+        positions = keys.spread(self._index.find(keys, keys.hashes(0), f"column '{name}': "))
         rows = np.repeat(np.arange(len(users)), lengths)[array.is_valid().to_numpy(zero_copy_only=False)]
         return rows[positions >= 0], positions[positions >= 0]
 
