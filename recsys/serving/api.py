@@ -238,7 +238,7 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """Return a table as pyarrow writes it to Parquet: without columns of runs, and without views in dictionaries."""
+    """Return a table as pyarrow writes it to Parquet: without columns of runs, and without views."""
     for place, field in enumerate(table.schema):
         if pa.types.is_run_end_encoded(field.type):
             chunks = [pc.run_end_decode(chunk) for chunk in table.column(place).chunks]
@@ -247,12 +247,11 @@ def _plain(table: pa.Table) -> pa.Table:
 
 
 def _without_views(kind: pa.DataType) -> pa.DataType:
-    """Return a type whose dictionaries, as of Polars' categories, are none of views."""
+    """Return a type without views, as Polars gives its texts: Arrow writes none within structs and dictionaries."""
     if pa.types.is_dictionary(kind):
-        others = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
-        return pa.dictionary(kind.index_type, others.get(kind.value_type, kind.value_type), kind.ordered)
+        return pa.dictionary(kind.index_type, _without_views(kind.value_type), kind.ordered)
     if pa.types.is_struct(kind):
         return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(_without_views(kind.value_type))
-    return kind
+    return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
