@@ -13,6 +13,7 @@ from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import read_head
 from recsys.data.spec import BatchSpec, FloatColumn
+from recsys.data.storage import BadDataError
 from recsys.data.wanted import column_of, role_features
 from recsys.errors import UserError
 from recsys.ids import is_text
@@ -153,6 +154,33 @@ def check_known(dataset: Dataset, label: FloatColumn) -> None:
             f"config key '{dataset.key}': {label.title} is null in every row, so nothing is learned of it; remove the "
             f"label, or take in rows that have it"
         )
+
+
+def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:
+    """Return sentences on binary labels that are the same in every row of data.train, if all can be read."""
+    sentences = []
+    for label in spec.labels:
+        try:
+            found = _values(train, label) if label.binary else set()
+        except BadDataError:  # training tells of it, or leaves it out
+            continue
+        if len(found) == 1:
+            sentences.append(
+                f"config key '{train.key}': {label.title} is {found.pop()} in every row, so a model learns no more "
+                f"than that; take in rows of the other kind"
+            )
+    return sentences
+
+
+def _values(dataset: Dataset, label: FloatColumn) -> set[object]:
+    """Return the values of a label, or of its condition, or two and more of them where it has such."""
+    found: set[object] = set()
+    for table in _row_groups(dataset, sorted(label.columns())):
+        column = table.column(label.column or "") if label.condition is None else label.condition.mask(table)
+        found.update(column.drop_null().unique().to_pylist())
+        if len(found) > 1:
+            break
+    return found
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[pa.Table]:

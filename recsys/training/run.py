@@ -19,7 +19,7 @@ from recsys.checkpoint.state import MARKER as CHECKPOINT
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
-from recsys.data.checks import doubtful_lists, large_numbers
+from recsys.data.checks import constant_labels, doubtful_lists, large_numbers
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
 from recsys.memory import Timeline
@@ -224,7 +224,8 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
     opened.world.from_rank_zero(lambda: _save_config(inputs.config, session.run_dir, asked.tables))
-    for sentence in opened.world.from_rank_zero(lambda: large_numbers(inputs.datasets["train"], inputs.spec("train"))):
+    train, spec = inputs.datasets["train"], inputs.spec("train")
+    for sentence in opened.world.from_rank_zero(lambda: large_numbers(train, spec) + constant_labels(train, spec)):
         logger.warning("%s", sentence)
     return inputs, changes
 

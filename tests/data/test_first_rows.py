@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.config import Device, load_config
+from recsys.data.checks import constant_labels
 from recsys.data.filters import parse_filter, written
 from recsys.data.inputs import open_inputs
 from recsys.errors import UserError
@@ -77,6 +78,29 @@ def test_a_label_that_is_known_of_some_rows_is_taken(world: World, folder: Path)
     valid = pa.table({**COLUMNS, "late": pa.nulls(ROWS, pa.int64())})
     pq.write_table(valid, folder / "valid/a.parquet")
     assert rows_of(world, folder, "data.labels={a: label, b: {column: late, nulls: unknown}}") == ROWS
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ("{a: label}", []),
+        (
+            "{a: label, b: 'user >= 0', c: {expression: text == 'no', nulls: unknown}}",
+            ["data.labels.b is True", "data.labels.c is False"],
+        ),
+        ("{a: {column: late, nulls: unknown}}", ["column 'late' (data.labels.a) is 1"]),  # in the last row
+        ("{a: {column: user, loss: squared}}", []),
+        ("{a: user == 59}", []),  # in the last row too
+    ],
+)
+def test_a_label_that_is_the_same_in_every_row_is_told(
+    labels: str, told: list[str], world: World, folder: Path
+) -> None:
+    inputs = open_inputs(load_config(folder / "c.yaml", [f"data.labels={labels}"]), world)
+    found = constant_labels(inputs.datasets["train"], inputs.spec("train"))
+    assert len(found) == len(told)
+    for sentence, part in zip(found, told, strict=True):
+        assert f"{part} in every row, so a model learns no more than that" in sentence
 
 
 @pytest.mark.parametrize(
