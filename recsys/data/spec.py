@@ -97,8 +97,11 @@ class FloatColumn:
     @property
     def without_nulls(self) -> str:
         """What to do where it may hold no null and does."""
+        if not self.name.startswith("data."):  # what stands in lists
+            return "drop such rows"
+        known = " and ".join(f"{written(column)} is not None" for column in sorted(self.columns()))
         is_label = self.name.startswith("data.labels.")
-        return "drop such rows" + (f", or set {self.name}.nulls=unknown" if is_label else "")
+        return f'leave such rows out by data.filter="{known}"' + (f", or set {self.name}.nulls=unknown" * is_label)
 
     def remedy(self, kind: pa.DataType) -> str:
         """Return what to do where it holds no numbers, but values of this type."""

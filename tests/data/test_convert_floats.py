@@ -201,7 +201,8 @@ def test_a_transform_beyond_float32():
 
 def test_null_labels_are_refused():
     message = refusal(lambda: convert_floats(pa.array([1, None, 0]), FloatColumn("data.label_column", "l", None)))
-    assert message == "column 'l' (data.label_column) holds 1 nulls, and may hold none; drop such rows"
+    said = "column 'l' (data.label_column) holds 1 nulls, and may hold none"
+    assert message == said + '; leave such rows out by data.filter="l is not None"'
 
 
 @pytest.mark.parametrize("label", [[1, 2, 0], [0.5, 1.0, 1.0], [-1, 1, 0]], ids=["2", "half", "minus"])

@@ -111,9 +111,9 @@ def test_a_label_that_is_the_same_in_every_row_is_told(
     ],
 )
 def test_nulls_of_a_label_are_told_with_what_allows_them(label: str, said: str, world: World, folder: Path) -> None:
-    assert said + "drop such rows, or set data.labels.b.nulls=unknown" in refusal(
-        world, folder, f"data.labels={{b: {label}}}"
-    )
+    out = 'leave such rows out by data.filter="seconds is not None", or set data.labels.b.nulls=unknown'
+    assert said + out in refusal(world, folder, f"data.labels={{b: {label}}}")
+    assert rows_of(world, folder, "data.labels={b: seconds > 5}", "data.filter=seconds is not None") == 20
 
 
 @pytest.mark.parametrize(
