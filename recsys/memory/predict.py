@@ -218,7 +218,9 @@ class _Rank:
         return max(0, min(weights, _SYNCHRONISED_BYTES) - sum(size.optimizer for size in sizes))
 
     def _step(self) -> tuple[Bytes, Bytes]:
-        copies = self._background_copies() if self._config.train.checkpoint_every_steps else 0
+        train = self._config.train
+        goes_on = train.checkpoint_every_steps or train.early_stop.metric  # after a save
+        copies = self._background_copies() if goes_on else 0
         in_steps, loader = self._in_steps(), self._loader()
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
         loader["loader_decoding"] += max(0, self._decoding.first - later)
@@ -295,7 +297,8 @@ class _Rank:
         loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
         binary = sum(label.loss.is_binary for label in self._config.labels().values())
         results = rows * _RESULT_BYTES * (binary + 1 if binary else 0)
-        return {**self._trained(), **in_steps}, {**loader, "results": results}
+        # The last checkpoint is written while the last evaluation goes on, too.
+        return {**self._trained(), **in_steps}, {**loader, "results": results, "save_copies": self._background_copies()}
 
     def _in_evaluation(self, means: Mapping[str, float], eval_bytes: int) -> Bytes:
         """Return what comes and goes with each batch of a kind, of so many ids of each feature in a row."""

@@ -215,8 +215,8 @@ class Trainer:
             self._enter_phase(f"evaluation on data.{role}", step)
             return self._stop_requested()
 
+        give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
         with self._timeline.phase("evaluation"):
-            give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
             # In training's pipeline, which holds nothing now: another would have streams, and so memory, of its own.
             metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested, self._pipeline)
             give_unused_back()

@@ -258,14 +258,20 @@ def test_replicas_are_made_alike_in_copies(tmp_path: Path) -> None:
     assert "collective_copies" not in found["adagrad"]  # its state, made after them, takes as much
 
 
-def test_copies_for_the_background_hold_the_dense_part_too(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", 2, 1000)
+def test_copies_for_the_background_hold_the_dense_part_too() -> None:
     options = ["topology.world_size=2", "topology.device=cpu", "train.async_checkpoints=true"]
-    found = rehearse_run(load_config(path, [*options, "train.checkpoint_every_steps=10", "model.top_mlp=[2048,2048]"]))
-    for rank in found.prediction.ranks:
-        host = rank.phases["save"]["host"]
-        kinds = ("table_weight", "table_optimizer", "dense_parameter", "dense_optimizer")
-        assert host["save_copies"] == sum(host.get(kind, 0) for kind in kinds) > 48 << 20
+    options += ["model.top_mlp=[2048,2048]"]
+    saves = [], ["train.checkpoint_every_steps=10"], ["train.early_stop.metric=auc", "train.eval_every_epochs=1"]
+    for on_the_way in saves:
+        found = rehearse_run(load_config("configs/dlrm_sample.yaml", [*options, *on_the_way]))
+        for rank in found.prediction.ranks:
+            host = rank.phases["save"]["host"]
+            kinds = ("table_weight", "table_optimizer", "dense_parameter", "dense_optimizer")
+            copies = sum(host.get(kind, 0) for kind in kinds)
+            assert copies > 48 << 20
+            # While one is written, training goes on, and an evaluation, such as that at the end.
+            assert all(rank.phases[phase]["host"]["save_copies"] == copies for phase in ("save", "evaluation"))
+            assert rank.phases["step"]["host"].get("save_copies", 0) == (copies if on_the_way else 0)
 
 
 def test_the_largest_batch_of_rows_beside_items_that_are_drawn_fits() -> None:
