@@ -5,13 +5,16 @@ what is local to a function, the next process would not find it again.
 """
 
 import ctypes
+import hashlib
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import binding
+from numba.core.caching import FunctionCache
 
 from recsys.runtime.counter_random import MIXING
 
@@ -20,11 +23,37 @@ _LAST_SHIFT, _ONE, _HIGH = np.uint64(31), np.uint64(1), np.uint64(32)
 _XXH3 = "recsys_xxh3"
 
 
+class _Kept(FunctionCache):
+    """What a loop has been compiled to, on disk: a file for each signature, named by all that it depends on.
+
+    numba numbers the files, and an index says which is which. Of processes that compile at once, or one that ends
+    between the two, an index was left that named what was compiled of another signature, or of an earlier version; and
+    a full disk, or an index that is cut off, ended the run.
+    """
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        target.refresh()
+        try:
+            content = self._cache_file._load_data(self._file_of(signature, target.codegen()))
+            return self._impl.rebuild(target, content)
+        except Exception:  # none is there, or it is damaged, which any error may tell: compiled anew
+            return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        with suppress(OSError):  # it is compiled all the same
+            self._cache_file._save_data(self._file_of(signature, compiled.codegen), self._impl.reduce(compiled))
+
+    def _file_of(self, signature: Any, codegen: Any) -> str:
+        files = self._cache_file
+        of = files._version, files._source_stamp, self._index_key(signature, codegen)
+        return files._data_name(int(hashlib.sha256(repr(of).encode()).hexdigest()[:16], 16))
+
+
 def _compiled(loop: Callable[..., Any]) -> Any:
-    try:
-        return numba.njit(nogil=True, cache=True)(loop)
-    except RuntimeError:  # there is no folder that it may keep this in: compiled anew by each process
-        return numba.njit(nogil=True)(loop)
+    dispatcher: Any = numba.njit(nogil=True)(loop)
+    with suppress(RuntimeError):  # there is no folder that it may keep this in: compiled anew by each process
+        dispatcher._cache = _Kept(loop)
+    return dispatcher
 
 
 @_compiled

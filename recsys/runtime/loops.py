@@ -6,6 +6,7 @@ that is compiled is one call for a whole column, takes less time, and other thre
 """
 
 import importlib
+import logging
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import numpy as np
 
 from recsys.runtime.counter_random import MIXING
 
+logger = logging.getLogger("recsys")
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 # Arrays without dimensions: of a NumPy scalar, every call would make one.
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in MIXING)
@@ -46,13 +48,23 @@ def are_worth_compiling(num_threads: int, beside_gpu: bool) -> bool:
 
 
 def compile_loops() -> bool:
-    """Have this process's loops run compiled, if numba is installed; return whether it is. The results are the same."""
+    """Have this process's loops run compiled, if numba can be used; return whether it can. The results are the same."""
     global _compiled
     try:
         _compiled = importlib.import_module("recsys.runtime.compiled")
-    except ImportError:  # numba is not needed, and of a new Python or NumPy there is none at first
+    except Exception as error:  # numba is not needed; of an unfit NumPy or LLVM come a SystemError, an OSError, others
+        _warn(f"{type(error).__name__}: {error}")
         _compiled = None
     return _compiled is not None
+
+
+@cache  # each evaluation asks again
+def _warn(reason: str) -> None:
+    logger.warning(
+        "threads decode slower, by NumPy, since numba cannot be used (%s); install the release that the "
+        "extra 'threads' names, or uninstall it",
+        reason,
+    )
 
 
 def are_compiled() -> bool:

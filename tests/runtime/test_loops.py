@@ -1,6 +1,8 @@
 """Loops over ids give the same compiled as by NumPy, and by hand."""
 
 import ctypes
+import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -226,6 +228,84 @@ def use_compiled() -> None:
 
 def test_what_is_compiled_is_kept_for_the_next_process() -> None:
     use_compiled()
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
-    done = subprocess.run([sys.executable, "-c", ANOTHER], env=variables, capture_output=True, text=True)
-    assert done.stdout.split() == ["0"], done.stdout + done.stderr
+    assert another(ANOTHER) == ["0"]
+
+
+def another(code: str, *arguments: str, **variables: str) -> list[str]:
+    """Return the words that a process of its own prints."""
+    path = os.pathsep.join((str(Path(__file__).parent), *sys.path))
+    command, environment = [sys.executable, "-c", code, *arguments], {**os.environ, "PYTHONPATH": path, **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    return done.stdout.split()
+
+
+HASHES = """\
+import sys
+import numpy as np
+from recsys.runtime import loops
+loops.compile_loops()
+for kind in sys.argv[1:]:
+    out, scratch = np.empty((2, 1), np.uint64)
+    loops.hash_numbers(np.array([7], kind), np.uint64(0), out, scratch)
+    print(out[0])
+"""
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    """The folder can be made, and no byte written, as `ulimit -f 0` has it too."""
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n" + HASHES
+    assert another(limited, "int64", NUMBA_CACHE_DIR=str(tmp_path)) == [str(by_hand(7))]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_files_of_what_is_compiled_that_are_cut_off_are_made_anew(share: float, tmp_path: Path) -> None:
+    """As a machine leaves them that loses its power."""
+    variables = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    another(HASHES, "int64", **variables)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for path, content in files.items():
+        path.write_bytes(content[: int(share * len(content))])
+    assert another(HASHES, "int64", **variables) == [str(by_hand(7))]
+    assert {path: len(path.read_bytes()) for path in files} == {path: len(content) for path, content in files.items()}
+
+
+# Another process compiles a second signature, having looked before this one wrote anything, while this one writes.
+MEANWHILE = """\
+import os, subprocess, sys
+from pathlib import Path
+from numba.core.caching import IndexDataCacheFile
+write = IndexDataCacheFile._save_data
+def write_after_another(*arguments):
+    IndexDataCacheFile._save_data = write
+    for index in Path(os.environ["NUMBA_CACHE_DIR"]).rglob("*.nbi"):
+        index.unlink()
+    subprocess.run([sys.executable, "-c", os.environ["HASHES"], "int64"], check=True)
+    write(*arguments)
+IndexDataCacheFile._save_data = write_after_another
+"""
+
+
+def test_processes_that_compile_at_once_do_not_get_each_others_signatures(tmp_path: Path) -> None:
+    expected, variables = str(by_hand(7)), {"NUMBA_CACHE_DIR": str(tmp_path), "HASHES": HASHES}
+    assert another(MEANWHILE + HASHES, "int32", **variables) == [expected, expected]
+    assert another(HASHES, "int64", "int32", "int8", **variables) == [expected] * 3
+
+
+@pytest.mark.parametrize("error", [SystemError("initialization of _internal failed"), OSError("no libllvmlite.so")])
+def test_a_numba_that_cannot_be_used_is_named_once(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one of another NumPy, or of an LLVM whose own libraries are not there."""
+
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    monkeypatch.setattr(logging.getLogger("recsys"), "propagate", True)
+    assert not loops.compile_loops() and not loops.compile_loops()
+    assert [record.getMessage() for record in caplog.records if str(error) in record.getMessage()] == [
+        f"threads decode slower, by NumPy, since numba cannot be used ({type(error).__name__}: {error}); install the "
+        f"release that the extra 'threads' names, or uninstall it"
+    ]
