@@ -267,10 +267,6 @@ class SegmentReader:
             is_list, leaves = _is_plain_list(column.type), plan.stored[name].leaves
             if len(column) != group.num_rows:
                 raise OSError(f"it holds {len(column)} rows, and the footer says {group.num_rows}")
-            if pa.types.is_dictionary(column.type.value_type if is_list else column.type) and not all(
-                map(_is_in_dictionary, column.chunks)
-            ):
-                raise OSError("it refers to entries that its dictionary does not have")
             if len(leaves) > 1 or not verify or (not is_list and pa.types.is_nested(column.type)):
                 continue
             chunk = group.column(leaves[0])
@@ -335,13 +331,6 @@ def _changed(group: _Group, how: str) -> BadDataError:
 
 def _is_plain_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type)
-
-
-def _is_in_dictionary(array: pa.Array) -> bool:
-    # Arrow does not look when it reads a column as a dictionary, and who looks an entry up reads any memory.
-    values = array.values if _is_plain_list(array.type) else array
-    ends = pc.min_max(values.indices).as_py()
-    return ends["max"] is None or (ends["min"] >= 0 and ends["max"] < len(values.dictionary))
 
 
 def _num_values(array: pa.Array) -> int:

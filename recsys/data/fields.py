@@ -39,12 +39,18 @@ class Place:
         return pa.field(name, kind, metadata={"place": place, **metadata})
 
     def take(self, table: pa.Table) -> pa.ChunkedArray:
-        """Return the column, of what a reader has given for the paths; a field of a null struct is null."""
+        """Return the column, of what a reader has given for the paths; a field of a null struct is null.
+
+        Raises:
+            OSError: it refers to entries that its dictionary does not have.
+        """
         column = table.column(self.steps[0])
-        if len(self.steps) == 1:
-            return column
-        chunks = column.chunks or [pa.array([], column.type)]
-        return pa.chunked_array([_inside(chunk, self.steps[1:]) for chunk in chunks])
+        if len(self.steps) > 1:
+            chunks = column.chunks or [pa.array([], column.type)]
+            column = pa.chunked_array([_inside(chunk, self.steps[1:]) for chunk in chunks])
+        for chunk in column.chunks:
+            _check_entries(chunk)
+        return column
 
     def parts(self) -> list[list[str]]:
         """Return the names that each of the paths is made of: those of the steps, which may hold dots themselves, and
@@ -105,6 +111,15 @@ def _fields(kind: pa.DataType) -> list[pa.Field]:
     """Return the fields of a struct, or of the structs in a list."""
     kind = kind.value_type if pa.types.is_list(kind) else kind
     return [kind.field(i) for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+
+
+def _check_entries(array: pa.Array) -> None:
+    # Arrow does not look when it reads a column as a dictionary, and who looks an entry up reads any memory.
+    values = array.values if pa.types.is_list(array.type) else array
+    if pa.types.is_dictionary(values.type):
+        ends = pc.min_max(values.indices).as_py()
+        if ends["max"] is not None and not 0 <= ends["min"] <= ends["max"] < len(values.dictionary):
+            raise OSError("it refers to entries that its dictionary does not have")
 
 
 def _inside(array: pa.Array, steps: Sequence[str]) -> pa.Array:

@@ -293,6 +293,26 @@ def test_flipped_bits_in_page_headers_change_no_values(tmp_path):
     assert found > 250
 
 
+def test_first_rows_do_not_refer_to_entries_that_a_dictionary_lacks(tmp_path):
+    """Of pages without a checksum: who looks such an entry up reads any memory."""
+    names = [f"n{i % 5}" for i in range(100)]  # of which three bits tell each
+    table = {"name": names, "names": [[name] * (i % 3) for i, name in enumerate(names)]}
+    path = write(tmp_path / "a.parquet", table, write_page_checksum=False, compression="none")
+    dataset, content, found = open_columns(path, *table), path.read_bytes(), 0
+    for number, column in enumerate(table):
+        chunk = pq.read_metadata(path).row_group(0).column(number)
+        stop = (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size
+        for place in range(stop - 20, stop):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
+            try:
+                read_head(dataset, 30)[column].cast(dataset.schema.field(column).type).validate(full=True)
+            except BadDataError as error:
+                assert f"column '{column}' of row group 0 of '{path}' cannot be read" in str(error)
+                found += "its dictionary does not have" in str(error)
+            path.write_bytes(content)
+    assert found > 10
+
+
 @pytest.mark.slow
 def test_flipped_bits_in_footers_end_no_process(tmp_path):
     """A footer has no checksum either; values that are read without an error are right but for their types."""
