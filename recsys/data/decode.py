@@ -189,9 +189,9 @@ class SegmentReader:
                 if not plan.dictionaries or "Not yet implemented" not in str(error):
                     raise
             # Arrow cannot read strings as dictionaries from some encodings, such as DELTA_BYTE_ARRAY.
-            plain = replace(plan, dictionaries=[])
-            table = read(plain)
-            self._plans[(group.layout, is_filtered)] = plain
+            plan = replace(plan, dictionaries=[])
+            table = read(plan)
+            self._plans[(group.layout, is_filtered)] = plan
             return table
         except MemoryError:  # Arrow's is one of its exceptions, and no fault of the file
             raise

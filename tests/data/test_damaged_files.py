@@ -313,6 +313,17 @@ def test_first_rows_do_not_refer_to_entries_that_a_dictionary_lacks(tmp_path):
     assert found > 10
 
 
+def test_texts_that_are_not_read_as_a_dictionary_are_not_to_blame(tmp_path):
+    encoding = {"name": "DELTA_BYTE_ARRAY", "user": "PLAIN"}
+    options = {"use_dictionary": False, "column_encoding": encoding, "compression": "none"}
+    path = write(tmp_path / "a.parquet", USERS.select(["name", "user"]), **options)
+    dataset, content = open_columns(path, "name", "user"), path.read_bytes()
+    place = content.index(np.arange(10).tobytes())
+    path.write_bytes(content[:place] + b"\xff" + content[place + 1 :])
+    for action in (lambda: read_all(dataset), lambda: read_head(dataset, 9)):
+        assert f"column 'user' of row group 0 of '{path}' cannot be read (the check" in str(refusal(action))
+
+
 @pytest.mark.slow
 def test_flipped_bits_in_footers_end_no_process(tmp_path):
     """A footer has no checksum either; values that are read without an error are right but for their types."""
