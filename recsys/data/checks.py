@@ -147,9 +147,7 @@ def check_known(dataset: Dataset, label: FloatColumn) -> None:
     """Refuse a label that may be unknown and is so in every row. Raises UserError, or as `SegmentReader.read`."""
     if not label.may_be_unknown:
         return
-    tables = _row_groups(dataset, sorted(label.columns()))
-    columns = (t.column(label.column or "") if label.condition is None else label.condition.mask(t) for t in tables)
-    if not any(values.null_count < len(values) for values in columns):
+    if not any(values.null_count < len(values) for values in _label_columns(dataset, label)):
         raise UserError(
             f"config key '{dataset.key}': {label.title} is null in every row, so nothing is learned of it; remove the "
             f"label, or take in rows that have it"
@@ -175,12 +173,17 @@ def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:
 def _values(dataset: Dataset, label: FloatColumn) -> set[object]:
     """Return the values of a label, or of its condition, or two and more of them where it has such."""
     found: set[object] = set()
-    for table in _row_groups(dataset, sorted(label.columns())):
-        column = table.column(label.column or "") if label.condition is None else label.condition.mask(table)
+    for column in _label_columns(dataset, label):
         found.update(column.drop_null().unique().to_pylist())
         if len(found) > 1:
             break
     return found
+
+
+def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedArray]:
+    """Yield a label's column, or its condition, of one row group after the other."""
+    for table in _row_groups(dataset, sorted(label.columns())):
+        yield table.column(label.column or "") if label.condition is None else label.condition.mask(table)
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[pa.Table]:

@@ -100,8 +100,8 @@ class FloatColumn:
         if not self.name.startswith("data."):  # what stands in lists
             return "drop such rows"
         known = " and ".join(f"{written(column)} is not None" for column in sorted(self.columns()))
-        is_label = self.name.startswith("data.labels.")
-        return f'leave such rows out by data.filter="{known}"' + (f", or set {self.name}.nulls=unknown" * is_label)
+        unknown = f", or set {self.name}.nulls=unknown" if self.name.startswith("data.labels.") else ""
+        return f'leave such rows out by data.filter="{known}"{unknown}'
 
     def remedy(self, kind: pa.DataType) -> str:
         """Return what to do where it holds no numbers, but values of this type."""

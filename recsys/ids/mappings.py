@@ -243,10 +243,10 @@ class HashMapping(IdMapping):
     def _write_all(self, keys: IdKeys, out: np.ndarray, statistics: IdStatistics | None) -> None:
         if self.rows_per_id > 1 or len(keys.texts) or not are_compiled():
             return super()._write_all(keys, out, statistics)
+        how = increment(self._seed), self.num_rows - 1
         start, unseen = 0, np.empty(min(CHUNK, len(out)), np.uint64)
         while start < len(out):
             sample = NO_SAMPLE if statistics is None else statistics.sample
-            how = increment(self._seed), self.num_rows - 1
             written, found = write_rows(keys.numbers[start:], *how, out[start:], sample, unseen)
             if statistics is not None:
                 statistics.add_unseen(unseen[:found])

@@ -16,10 +16,10 @@ import numpy as np
 from llvmlite import binding
 from numba.core.caching import FunctionCache
 
-from recsys.runtime.counter_random import MIXING
+from recsys.runtime.counter_random import LAST_SHIFT, MIXING
 
 (_SHIFT_1, _FACTOR_1), (_SHIFT_2, _FACTOR_2) = ((np.uint64(shift), np.uint64(factor)) for shift, factor in MIXING)
-_LAST_SHIFT, _ONE, _HIGH = np.uint64(31), np.uint64(1), np.uint64(32)
+_LAST_SHIFT, _ONE, _HIGH = np.uint64(LAST_SHIFT), np.uint64(1), np.uint64(32)
 _XXH3 = "recsys_xxh3"
 
 

@@ -8,8 +8,9 @@ import xxhash
 
 # SplitMix64 (Steele, Lea & Flood 2014, doi:10.1145/2714064.2660195), in wrapping integers.
 INCREMENT = 0x9E3779B97F4A7C15
-# Shift to the right, then factor. A last shift, by 31, is left out: it changes none of the 24 bits that are taken.
+# Shift to the right, then factor. The last shift is left out here: it changes none of the 24 bits that are taken.
 MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT = 31
 COLUMN_BITS = 20  # of a counter made of a row and a column
 
 _AT_ONCE = 1 << 15  # numbers of 8 bytes: two such blocks stay in a core's own cache

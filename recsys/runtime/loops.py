@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from recsys.runtime.counter_random import MIXING
+from recsys.runtime.counter_random import LAST_SHIFT, MIXING
 
 logger = logging.getLogger("recsys")
 CHUNK = 65536  # ids worked on at once: few enough for the cache, and so many that NumPy's calls cost little
 # Arrays without dimensions: of a NumPy scalar, every call would make one.
 _ROUNDS = tuple((np.array(shift, np.uint64), np.array(factor, np.uint64)) for shift, factor in MIXING)
-_LAST_SHIFT = np.array(31, np.uint64)
+_LAST_SHIFT = np.array(LAST_SHIFT, np.uint64)
 _MOST_BY_NUMPY = 2  # threads that decode at their full speed side by side
 _compiled: Any = None  # recsys.runtime.compiled, once `compile_loops` has been called
 
