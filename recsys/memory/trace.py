@@ -239,8 +239,8 @@ def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: S
         of_rows = of_rank_rows(config, data, ranks, rows)
         return not misfits(predict(replace(config, train=train), of_rows, facts, topology, pieces), topology)
 
-    def search(dense: Callable[[int], DenseFacts]) -> int:
-        low, high = 0, _MOST_ROWS
+    def search(dense: Callable[[int], DenseFacts], high: int = _MOST_ROWS) -> int:
+        low = 0
         while high - low > max(1, int(low * _PRECISION)):
             middle = max(1, math.isqrt(max(1, low) * high)) if high > 2 * low else (low + high) // 2
             low, high = (middle, high) if fits(middle, dense(middle)) else (low, middle)
@@ -252,8 +252,8 @@ def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: S
     base = max(64, rank_rows(config, ranks), 4 * (config.train.micro_batch_size or 0))
     low = search(_by_rows(base, rehearsed))
     low = search(_by_rows(max(base, low // 4), rehearsed))  # near what has been found, where it is exact
-    while low and not fits(low, rehearsed(low)):
-        low = int(low * (1 - _PRECISION))
+    if low and not fits(low, rehearsed(low)):
+        low = search(rehearsed, low)
     return max(0, low - drawn) * ranks
 
 

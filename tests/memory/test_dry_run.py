@@ -274,13 +274,33 @@ def test_copies_for_the_background_hold_the_dense_part_too() -> None:
             assert rank.phases["step"]["host"].get("save_copies", 0) == (copies if on_the_way else 0)
 
 
-def test_the_largest_batch_of_rows_beside_items_that_are_drawn_fits() -> None:
+def test_the_largest_batch_of_rows_beside_items_that_are_drawn_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small batch most rows are items, which have no history; of a large one hardly any are."""
     options = ("features.history.max_length=40", "memory.budget=4GiB")
     largest = rehearse_run(load_config("configs/simplex_movielens.yaml", options)).largest_batch
     assert largest
+    monkeypatch.setattr("recsys.memory.dry_run.largest_batch", lambda *_: 0)  # which takes a while
     for rows, fits in ((largest, True), (int(1.05 * largest), False)):
         of_rows = load_config("configs/simplex_movielens.yaml", [*options, f"train.global_batch_size={rows}"])
+        assert bool(rehearse_run(of_rows).misfits) != fits, rows
+
+
+def test_the_largest_batch_of_towers_is_found_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their loss compares the rows of large batches piece by piece, so that what few rows take foretells too little."""
+    steps = []
+
+    def counted(*arguments: Any) -> Any:
+        steps.append(arguments)
+        return rehearse(*arguments)
+
+    monkeypatch.setattr(trace, "rehearse", counted)
+    options = ["topology.device=cuda", "topology.device_memory=80GiB"]
+    largest = rehearse_run(load_config("configs/two_tower_sample.yaml", options)).largest_batch
+    assert largest and len(steps) <= 20
+    monkeypatch.undo()
+    monkeypatch.setattr("recsys.memory.dry_run.largest_batch", lambda *_: 0)
+    for rows, fits in ((largest, True), (int(1.05 * largest), False)):
+        of_rows = load_config("configs/two_tower_sample.yaml", [*options, f"train.global_batch_size={rows}"])
         assert bool(rehearse_run(of_rows).misfits) != fits, rows
 
 
