@@ -18,7 +18,7 @@ from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
 from recsys.data.fields import Place
 from recsys.data.filters import parse_filter
-from recsys.data.footers import file_tail, footer_of, parsed_footer, plain_type
+from recsys.data.footers import file_tail, footer_of, opened, parsed_footer, plain_type
 from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
 from recsys.ids import numpy_view
@@ -230,9 +230,9 @@ class SegmentReader:
             key = (group.path, size, 0 if storage.root else os.stat(group.path).st_mtime_ns)
             footer = self._footers.get(key) or self._keep(key, footer_of(file_tail(size, source.read_at)))
             try:
-                file = pq.ParquetFile(
+                file = opened(
                     source,
-                    metadata=footer,
+                    footer,
                     read_dictionary=plan.dictionaries,
                     buffer_size=buffer_size,
                     pre_buffer=bool(storage.root),  # in few requests

@@ -58,9 +58,13 @@ class Place:
         return [_parts(path, self.steps) for path in self.paths]
 
 
-def places(schema: pq.ParquetSchema) -> dict[str, Place]:
-    """Return where each column of a file is, by name, and each field inside one."""
-    found = _places(schema.to_arrow_schema())
+def places(fields: pa.Schema, schema: pq.ParquetSchema) -> dict[str, Place]:
+    """Return where each column of a file is, by name, and each field inside one.
+
+    Args:
+        fields: the columns in the types that they are read in. schema: Parquet's own, of the same file.
+    """
+    found = _places(fields)
     return {
         name: Place(kind, steps, list(leaves), [schema.column(leaf).path for leaf in leaves])
         for name, (kind, steps, leaves) in found.items()

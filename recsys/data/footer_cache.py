@@ -18,7 +18,7 @@ from recsys.runtime.files import replacing
 
 logger = logging.getLogger("recsys")
 
-_VERSION = 5
+_VERSION = 6
 _FACTS = {
     "layout": pa.int64(),
     "digest": pa.int64(),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
 from operator import add
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -147,13 +148,13 @@ class FooterParser:
         start = content[: schema_end(content)]
         schema = next((seen for seen in self._schemas if seen.start == start), None)
         if schema is None:
-            schema = self._convert(name, start, metadata.schema)
+            schema = self._convert(name, start, metadata)
             self._schemas.append(schema)
         return schema, num_rows
 
-    def _convert(self, name: str, start: bytes, schema: pq.ParquetSchema) -> _Schema:
-        arrow = schema.to_arrow_schema()
-        found, there = places(schema), dict[str, Place]()
+    def _convert(self, name: str, start: bytes, metadata: pq.FileMetaData) -> _Schema:
+        arrow = schema_read(metadata)
+        found, there = places(arrow, metadata.schema), dict[str, Place]()
         for column in self.wanted:
             if (place := found.get(column)) is None:
                 continue
@@ -304,6 +305,20 @@ def parsed_footer(content: bytes) -> pq.FileMetaData:
     # a string of 12 bytes, followed by a string.
     content = content.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18")
     return pq.read_metadata(pa.BufferReader(content + len(content).to_bytes(4, "little") + b"PAR1"))
+
+
+def opened(source: pa.NativeFile | str, footer: pq.FileMetaData, **options: Any) -> pq.ParquetFile:
+    """Open a file by its footer, as `parsed_footer` returns it; `options` are those of pyarrow."""
+    # INT96 is a day and a nanosecond of it, of which Spark writes microseconds. Where Arrow makes nanoseconds of it, a
+    # day outside the years 1677 to 2262, such as 9999-12-31 for `never`, becomes another one without a word.
+    return pq.ParquetFile(
+        source, metadata=footer, coerce_int96_timestamp_unit="us", arrow_extensions_enabled=False, **options
+    )
+
+
+def schema_read(footer: pq.FileMetaData) -> pa.Schema:
+    """Return the columns of a file in the types that a file which is `opened` gives."""
+    return opened(pa.BufferReader(b""), footer).schema_arrow
 
 
 def footer_of(tail: bytes) -> bytes:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from recsys.data.fields import names as names_in
 from recsys.data.fields import places
 from recsys.data.filters import written
-from recsys.data.footers import footer_of, parsed_footer, read_footer
+from recsys.data.footers import footer_of, opened, parsed_footer, read_footer, schema_read
 from recsys.data.sources import find_files
 from recsys.data.storage import partition_column, partition_keys, reason
 from recsys.datasets.writer import told_of
@@ -63,19 +63,14 @@ class LogFile:
 
     def __init__(self, name: str, footer: pq.FileMetaData, key_kinds: dict[str, pa.DataType]) -> None:
         self._name, self._footer, self._key_kinds = name, footer, key_kinds
-        self._keys, self._arrow, self._stored = (
-            partition_keys(name),
-            footer.schema.to_arrow_schema(),
-            places(footer.schema),
-        )
+        self._keys, self._arrow = partition_keys(name), schema_read(footer)
+        self._stored = places(self._arrow, footer.schema)
         self.columns = list(dict.fromkeys([*self._arrow.names, *self._keys]))
         self.num_row_groups = footer.num_row_groups
 
     @cached_property
     def _opened(self) -> pq.ParquetFile:
-        return pq.ParquetFile(
-            self._name, metadata=self._footer, page_checksum_verification=True, arrow_extensions_enabled=False
-        )
+        return opened(self._name, self._footer, page_checksum_verification=True)
 
     def has(self, column: str) -> bool:
         """Whether a column, or a field of a struct, or a key in the path, is there."""

@@ -844,9 +844,9 @@ def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.
 def opened(path: str) -> pq.ParquetFile:
     """Return a file as training reads it: in Parquet's own types, not in those that its writer held it in."""
     content = memoryview(pa.memory_map(path).read_buffer())
-    footer = bytes(content[-8 - int.from_bytes(content[-8:-4], "little") :])
-    metadata = pa.BufferReader(footer.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18"))
-    return pq.ParquetFile(path, metadata=pq.read_metadata(metadata), page_checksum_verification=True)
+    tail = bytes(content[-8 - int.from_bytes(content[-8:-4], "little") :])
+    metadata = pq.read_metadata(pa.BufferReader(tail.replace(b"\x18\x0cARROW:schema\x18", b"\x18\x0carrow:schema\x18")))
+    return pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True, coerce_int96_timestamp_unit="us")
 
 
 def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:

@@ -16,7 +16,9 @@ from recsys.data.footers import footer_of
 from recsys.data.parquet import open_dataset, read_column, read_head
 from recsys.data.storage import BadDataError
 from recsys.data.thrift import schema_end
+from recsys.datasets.logs import LogFiles
 from recsys.errors import UserError
+from recsys.serving import score
 
 ROWS = 500
 TABLE = pa.table(
@@ -67,7 +69,7 @@ def test_ways_of_writing(tmp_path, options):
     pq.write_table(TABLE, file, **{"row_group_size": 200, **OPTIONS[options]})
     dataset = open_all(file, *TABLE.column_names)
     assert read_all(dataset).to_pydict() == TABLE.to_pydict()
-    assert dataset.schema.field("when").type == pa.timestamp("ns" if options == "int96" else "us")
+    assert dataset.schema.field("when").type == pa.timestamp("us")
     assert read_head(dataset, 10).to_pydict() == TABLE.slice(0, min(10, dataset.row_groups.num_rows[0])).to_pydict()
     values = (
         7 * ROWS
@@ -82,6 +84,26 @@ def test_ways_of_writing(tmp_path, options):
         for row in rows
         if (row["name"] == "item-3" and row["price"] >= 10) or row["when"] < dt.datetime(2026, 11, 2)
     ]
+
+
+def test_times_of_int96_are_those_that_were_written(tmp_path: Path) -> None:
+    """As Spark writes by default: `never` is often the year 9999, and int64 counts nanoseconds up to 2262."""
+    times = [dt.datetime(9999, 12, 31), dt.datetime(1, 1, 1), dt.datetime(1970, 1, 1), None, dt.datetime.max]
+    until = pa.array(times, pa.timestamp("us"))
+    lists = pa.ListArray.from_arrays(range(6), until)
+    table = pa.table(
+        {"row": range(5), "until": until, "plan": pa.StructArray.from_arrays([until], ["until"]), "all": lists}
+    )
+    pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+    assert read_all(open_all(tmp_path, *table.column_names)).to_pydict() == table.to_pydict()
+    assert read_head(open_all(tmp_path, "plan.until"), 5)["plan.until"].to_pylist() == times
+    (log,) = LogFiles("INPUT", [tmp_path])
+    assert log.read(table.column_names).to_pydict() == table.to_pydict()
+    assert score.opened(str(tmp_path / "a.parquet")).read().to_pydict() == table.to_pydict()
+    for text, rows in (("until > '2500-01-01'", [0, 4]), ("plan.until < '1600-01-01'", [1]), ("until is None", [3])):
+        assert read_column(open_all(tmp_path, "row", filter=text), "row").to_pylist() == rows
+    pq.write_table(table, tmp_path / "b.parquet")  # another writer, or an option of the same
+    assert read_column(open_all(tmp_path, "until"), "until").to_pylist() == 2 * times
 
 
 def test_columns_without_values_and_row_groups_without_rows(tmp_path):
