@@ -67,7 +67,8 @@ def _check_kinds(asks: str, kinds: dict[str, pa.DataType]) -> None:
         raise UserError(
             f"config key '{asks}': its ids are {known[texts[0]]} in column {texts[0]} and {known[numbers[0]]} in "
             f"column {numbers[0]}; write both with one type (a list: `python -m recsys prepare csv --list "
-            f"'NAME=SEPARATOR:int64'`; a partition key in paths is a number where all its values are digits)"
+            f"'NAME=SEPARATOR:int64'`; a partition key in paths is a number where all its values are integers of 32 "
+            f"bits)"
         )
 
 

@@ -64,6 +64,23 @@ def test_a_partition_key_that_is_a_number_in_training_alone_is_refused(tmp_path:
         open_inputs(config_of(tmp_path), world)
 
 
+def test_a_partition_key_of_more_than_32_bits_is_text_and_said_to_be_so(tmp_path: Path) -> None:
+    write(tmp_path / "train", ["1", str(2**31)])
+    write(tmp_path / "valid", ["1", str(2**31 - 1)])
+    with open_world(Device.cpu) as world:
+        schemas = {role: data.schema for role, data in open_inputs(config_of(tmp_path), world).datasets.items()}
+        assert {schema.field("region").type for schema in schemas.values()} == {pa.string()}  # as it is in data.train
+    file = tmp_path / "valid/region=1/a.parquet"
+    table = pq.read_table(file, partitioning=None)
+    pq.write_table(table.append_column("region", pa.array([2**31] * len(table))), tmp_path / "valid.parquet")
+    config = load_config(tmp_path / "c.yaml", [f"data.valid={tmp_path}/valid.parquet"])
+    message = (
+        r"ids are string in column 'region' of data.train and int64 .* where all its values are integers of 32 bits"
+    )
+    with open_world(Device.cpu) as world, pytest.raises(UserError, match=message):
+        open_inputs(config, world)
+
+
 def test_columns_of_a_cross_are_of_one_kind_too(tmp_path: Path) -> None:
     write(tmp_path / "train", ["1"])
     write(tmp_path / "valid", ["1"], color=pa.string())
