@@ -155,7 +155,7 @@ def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterP
             kind = layout.field(column).type if column in layout.names else files.partition_type(column, parser.like)
             before = types.setdefault(column, kind)
             try:
-                types[column] = _unified(before, kind)
+                types[column] = unified(before, kind)
             except pa.ArrowException as error:
                 raise UserError(
                     f"config key '{parser.key}': column '{column}' is {kind} in '{name}', but {before} in the files "
@@ -164,10 +164,10 @@ def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterP
     return types
 
 
-def _unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """Return a type that the values of two can be cast to. Raises pa.ArrowException if there is none."""
     if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(_unified(one.value_type, other.value_type))
+        return pa.list_(unified(one.value_type, other.value_type))
     kinds = [one, other]
     if any(map(pa.types.is_decimal, kinds)):  # for whose integers Arrow takes a digit less than its cast then asks for
         digits = [len(str(2**kind.bit_width)) if pa.types.is_integer(kind) else 0 for kind in kinds]

@@ -206,7 +206,7 @@ class _Log:
                 file = self._files.open(number)
                 there = [name for name in wanted if file.has(name)]
                 for group in groups:
-                    table = pa.concat_tables([like, file.read(there, [group])], promote_options="permissive")
+                    table = joined([like, file.read(there, [group])])
                     if self._options.where is not None:
                         table = rows_where(table, self._options.where)
                     yield first + group, table.select(names)

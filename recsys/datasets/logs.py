@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from recsys.data.fields import names as names_in
 from recsys.data.fields import places
 from recsys.data.filters import written
 from recsys.data.footers import footer_of, opened, parsed_footer, read_footer, schema_read
+from recsys.data.parquet import unified
 from recsys.data.sources import find_files
 from recsys.data.storage import partition_column, partition_keys, reason
 from recsys.datasets.writer import told_of
@@ -110,11 +112,30 @@ def _told(name: str) -> Iterator[None]:
 
 
 def joined(tables: Sequence[pa.Table]) -> pa.Table:
-    """Return the rows of tables, in types that hold all values; a column that one lacks is null there."""
+    """Return the rows of tables, in types that hold all values; a column that one lacks is null there.
+
+    Raises:
+        UserError: a column has values in one table that its type in others, as training takes them together, has not.
+    """
+    names = dict.fromkeys(chain.from_iterable(table.column_names for table in tables))
+    return pa.table({name: _joined(tables, name) for name in names})
+
+
+def _joined(tables: Sequence[pa.Table], name: str) -> pa.Array:
+    columns = [
+        table[name] if name in table.column_names else pa.chunked_array([pa.nulls(len(table))]) for table in tables
+    ]
+    kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     try:
-        return pa.concat_tables(tables, promote_options="permissive").combine_chunks()
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise UserError(f"the files' columns are of different types: {error}") from None
+        kind = reduce(unified, kinds or [pa.null()])
+        return pa.chunked_array(
+            [chunk for column in columns for chunk in column.cast(kind).chunks], kind
+        ).combine_chunks()
+    except pa.ArrowException as error:
+        raise UserError(
+            f"the files' columns are of different types: {name!r} is {' and '.join(map(str, kinds))}, and no one type "
+            f"holds all its values ({reason(error)}); write it with one type"
+        ) from None
 
 
 def id_column(table: pa.Table, name: str, nulls: bool = False) -> pa.Array:

@@ -1,5 +1,6 @@
 """Logs of columns and files however they are held: types that writers add to Parquet's own, times, folders, globs."""
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,49 @@ def test_lists_however_they_are_held(kind: pa.DataType, tmp_path: Path) -> None:
     expected = converted(write(tmp_path / "plain.parquet", user_id=users, item_id=plain), tmp_path / "expected")
     assert len(expected["test"]) == 20
     assert converted(write(tmp_path / "held.parquet", user_id=users, item_id=held), tmp_path / "found") == expected
+
+
+MOMENTS = pa.array([0, 10**15], pa.timestamp("us"))
+
+
+@pytest.mark.parametrize(
+    ("fits", "one", "other"),
+    [
+        (
+            True,
+            pa.array([Decimal("0.25"), Decimal("-9.75")], pa.decimal128(5, 2)),
+            pa.array([2**31 - 1, 0], pa.int32()),
+        ),
+        (True, pa.array([-(2**63), 2**63 - 1]), pa.array([Decimal("1.5"), None], pa.decimal128(38, 4))),
+        (True, pa.array([2**53, -(2**53)]), pa.array([0.5, None])),
+        (False, pa.array([2**53 + 1, 0]), pa.array([0.5, None])),
+        (False, pa.array([2**63, 0], pa.uint64()), pa.array([-1, 0])),
+        (True, MOMENTS, MOMENTS.cast(pa.timestamp("ms"))),
+        (False, pa.array([253_402_214_400_000_000, 0], pa.timestamp("us")), MOMENTS.cast(pa.timestamp("ns"))),
+        (False, MOMENTS, MOMENTS.cast(pa.timestamp("us", "UTC"))),
+        (True, pa.array([[1], [2, None]], pa.list_(pa.int8())), pa.array([[0.5], None])),
+        (False, pa.array([[2**60 + 1], []]), pa.array([[0.5], None])),
+        (True, pa.array([{"a": 1}, None]), pa.array([{"a": 0.5}, None])),
+    ],
+    ids=lambda column: str(getattr(column, "type", column)),
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_column_of_two_types_keeps_its_values_or_is_refused(
+    fits: bool, one: pa.Array, other: pa.Array, is_first: bool, tmp_path: Path
+) -> None:
+    columns = (one, other) if is_first else (other, one)
+    for name, column in zip("ab", columns, strict=True):
+        times = [ord(name)] * 2
+        write(tmp_path / f"log/{name}.parquet", user_id=[1, 2], item_id=[1, 2], timestamp=times, x=column)
+    out, message = tmp_path / "out", r"'x' is .* and .*, and no one type holds all its values .* write it with one type"
+    if fits:
+        convert_histories([tmp_path / "log"], out, HistoryOptions())
+        assert pq.read_table(out)["x"].to_pylist() == [value for column in columns for value in column.to_pylist()]
+        return
+    with pytest.raises(UserError, match=message):
+        convert_histories([tmp_path / "log"], out, HistoryOptions())
+    with pytest.raises(UserError, match=message):
+        convert_log([tmp_path / "log"], out, LogOptions(item_features=["x"]))
 
 
 @pytest.mark.parametrize("at", ["at", "time of visit", "day-1", "is"])
