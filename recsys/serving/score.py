@@ -203,13 +203,13 @@ def stored(array: pa.Array) -> pa.Array:
     if is_a.is_dictionary(kind):
         return stored(array.dictionary).take(array.indices)  # Arrow decodes none of views, which Polars gives
     if is_a.is_large_list(kind) or is_a.is_fixed_size_list(kind) or "list_view" in str(kind):
-        return array.cast(pa.list_(kind.value_type))
-    if is_a.is_duration(kind):
-        return array.view(pa.int64())
+        # Arrow's cast of views leaves out values, without a word.
+        ends = pa.array(np.append(0, np.cumsum(pc.list_value_length(array).fill_null(0))), pa.int32())
+        return pa.ListArray.from_arrays(ends, array.flatten(), mask=array.is_null())
     if is_a.is_timestamp(kind) and kind.unit == "s":
         return array.cast(pa.timestamp("ms", kind.tz))
-    others = {"string_view": "string", "binary_view": "binary", "date64[ms]": "date32", "null": "int64"}
-    return array.cast(pa.time32("ms") if is_a.is_time32(kind) else others.get(str(kind), kind))
+    others = {"string_view": "string", "binary_view": "binary", "date64[ms]": "date32", "time32[s]": "time32[ms]"}
+    return array.cast("int64" if is_a.is_duration(kind) or is_a.is_null(kind) else others.get(str(kind), kind))
 
 
 def is_text(kind: pa.DataType) -> bool:

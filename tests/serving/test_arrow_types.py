@@ -14,7 +14,7 @@ import pytest
 from launch import ROOT, fork_train
 
 from recsys.serving.api import open_run
-from recsys.serving.score import Scorer
+from recsys.serving.score import Scorer, stored
 
 pytest.importorskip("onnxruntime")
 Held = Callable[[pa.Array], pa.Array]
@@ -106,3 +106,25 @@ def test_a_column_without_a_type_in_place_of_lists(run: Path) -> None:
         place = table.column_names.index("tags")
         expected, found = (score(table.set_column(place, "tags", lists))["score"] for lists in (empty, untyped))
         np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.list_, pa.large_list, pa.list_view, pa.large_list_view, lambda of: pa.list_(of, 2)]
+)
+@pytest.mark.parametrize("of", [pa.int64(), pa.string(), pa.string_view()], ids=str)
+def test_lists_however_they_are_held(kind: Callable[[pa.DataType], pa.DataType], of: pa.DataType) -> None:
+    draw = np.random.default_rng(0)
+    pairs = [None if draw.random() < 0.2 else draw.integers(0, 9, 2) for _ in range(30)]
+    values = [pair if pair is None else [i if of == pa.int64() else f"{i}" for i in pair.tolist()] for pair in pairs]
+    if not pa.types.is_fixed_size_list(kind(of)):
+        values = [pair and pair[: i % 3] for i, pair in enumerate(values)]
+    for stop in range(31):
+        lists = pa.array(values[:stop], kind(of))
+        assert stored(lists).to_pylist() == values[:stop]
+        assert stored(lists[stop // 3 : stop - 1]).to_pylist() == values[stop // 3 : stop][:-1]
+
+
+def test_views_of_lists_in_any_order_that_share_values() -> None:
+    starts, sizes = pa.array([8, 0, 1, 11], pa.int32()), pa.array([4, 3, 4, 0], pa.int32())
+    views = pa.ListViewArray.from_arrays(starts, sizes, pa.array(range(12)))
+    assert stored(views).to_pylist() == [[8, 9, 10, 11], [0, 1, 2], [1, 2, 3, 4], []]
