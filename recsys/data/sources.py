@@ -1,6 +1,7 @@
 """Listing of Parquet files: folders, globs, files and URIs of a config key, local and remote."""
 
 import glob
+import logging
 import os
 import re
 import stat
@@ -17,7 +18,11 @@ import pyarrow.fs as fs
 from recsys.data.storage import Files, Storage, reason
 from recsys.errors import UserError, nearest
 
+logger = logging.getLogger("recsys")
+
 SCHEMES = ("s3", "gs", "hdfs", "file")
+# The folder of a table's log, in which its format says what files are of its newest version.
+_TABLE_LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 
 
 class _Found(NamedTuple):
@@ -49,6 +54,13 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
         raise UserError(f"config key '{key}' names files in {shown}; keep the files of one key in one place")
     storage = Storage(roots[0], retries)
     files = [file for _, path in given for file in _expand(key, storage, path)]
+    for path in {path for _, path in given} - {file.name for file in files}:
+        for log in _TABLE_LOGS.keys() & set(_names(storage, path) or []):
+            logger.warning(
+                "config key '%s': '%s' is a %s table, whose folder keeps files of its earlier versions; their rows are "
+                "read too, unless the key lists the files of one version",
+                *(key, path, _TABLE_LOGS[log]),
+            )
     names = tuple(file.name for file in files)
     for name in names:
         if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python shows bytes that are none of UTF-8

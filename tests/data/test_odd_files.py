@@ -106,6 +106,20 @@ def test_times_of_int96_are_those_that_were_written(tmp_path: Path) -> None:
     assert read_column(open_all(tmp_path, "until"), "until").to_pylist() == 2 * times
 
 
+@pytest.mark.parametrize("log", ["_delta_log", ".hoodie", "_spark_metadata"])
+def test_a_table_whose_folder_keeps_earlier_versions_is_told_of(
+    log: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / log).mkdir()
+    (tmp_path / "day=1").mkdir()
+    pq.write_table(TABLE, tmp_path / "day=1" / "a.parquet")
+    for path in (tmp_path, tmp_path / "day=1", tmp_path / "*" / "a.parquet", tmp_path / "day=1" / "a.parquet"):
+        caplog.clear()
+        assert open_all(path, "user").num_rows == ROWS
+        told = f"'{tmp_path}' is a {'Delta' if log == '_delta_log' else 'Hudi'} table" in caplog.text
+        assert told == (path == tmp_path and log != "_spark_metadata")
+
+
 def test_columns_without_values_and_row_groups_without_rows(tmp_path):
     table = pa.table({"user": pa.nulls(4, pa.int64()), "none": pa.nulls(4), "tags": pa.nulls(4, pa.list_(pa.string()))})
     with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
