@@ -39,6 +39,7 @@ from recsys.serving.predict import (
     scored,
     scores_of_rows,
 )
+from recsys.serving.score import ExportError, as_table
 
 _TORCHRUN = """from recsys.runtime.launch import end_with_parent
 from torch.distributed.run import main
@@ -218,10 +219,10 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
         yield [str(path) for path in data]
     else:
         try:
-            table = pa.table(data)
-        except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
-            reason = f" ({' '.join(str(error).split())[:300]})" if isinstance(data, Mapping) else ""
-            if isinstance(error, OverflowError):
+            table = as_table(data)
+        except ExportError as error:
+            reason = f" ({' '.join(str(error.__cause__).split())[:300]})" if isinstance(data, Mapping) else ""
+            if isinstance(error.__cause__, OverflowError):
                 reason = ", numbers from 2**63 on as uint64 of NumPy or Arrow"
             raise UserError(
                 f"DATA is a {type(data).__name__}, and may be paths, an Arrow table, a data frame or a mapping of "

@@ -305,6 +305,9 @@ def column(table: pa.Table, name: str) -> pa.Array:
 def as_table(rows: Any) -> pa.Table:
     """Return an Arrow table of an Arrow table or batch, a dict of columns or a data frame."""
     try:
+        for name, values in rows.items() if isinstance(rows, dict) else ():
+            if isinstance(values, str | bytes | dict):  # Arrow would take each letter or key for a row
+                raise TypeError(f"column {name!r} is a {type(values).__name__}, and must be a list of values")
         return pa.table(rows)
     except (TypeError, ValueError, OverflowError, pa.ArrowException) as error:
         allowed = "an Arrow table or batch, a dict of columns or a data frame, numbers from 2**63 on as uint64"
@@ -569,20 +572,17 @@ class Rows:
         if entry["encoding"] not in DECODERS:
             raise ExportError(f"rows of '{entry['file']}' are {entry['encoding']}, which this score.py does not know")
         self._decode = DECODERS[entry["encoding"]]
-        size = (entry["rows"], entry["stride"])
-        self._bytes = np.asarray(np.memmap(folder / entry["file"], np.uint8, "r", shape=size)) if size[0] else None
+        path, size = folder / entry["file"], (entry["rows"], entry["stride"])
+        self._bytes = np.asarray(np.memmap(path, np.uint8, "r", shape=size)) if size[0] else np.zeros(size, np.uint8)
         # Rows that have been published since, in order, and their bytes.
         self._newer, self._newer_bytes = np.zeros(0, np.int64), np.zeros((0, size[1]), np.uint8)
 
     def take(self, rows: Any) -> np.ndarray:
         """Return the vectors of some rows, float32 [rows, columns]: an array of numbers, or before deltas a slice."""
-        if self._bytes is None:
-            return np.zeros((0, self.columns), np.float32)
         return self._decode(self.bytes_of(rows), self.columns)
 
     def bytes_of(self, rows: Any) -> np.ndarray:
         """Return some rows as they are stored, uint8 [rows, stride]."""
-        assert self._bytes is not None
         base = self._bytes[rows]
         if not len(self._newer):
             return base

@@ -2,14 +2,16 @@
 
     curl localhost:8000/predict -H 'content-type: application/json' -d '{"user_id": [7, 7], "item_id": [3, 5]}'
 
-A request has a list for each column, a row for each candidate; the answer has one for each score.
+A request has a list for each column, a row for each candidate; the answer has one for each score. A mistake in the
+rows is answered by status 400 and its sentence.
 """
 
 from pathlib import Path
 from typing import Any
 
 import litserve
-from score import Scorer
+from fastapi import HTTPException  # which litserve is built on
+from score import ExportError, Scorer
 
 
 class Scores(litserve.LitAPI):
@@ -21,7 +23,10 @@ class Scores(litserve.LitAPI):
 
     def predict(self, request: dict[str, list[Any]]) -> dict[str, list[float]]:
         """Return the scores of a request's rows."""
-        return self.scorer.score(request).to_pydict()
+        try:
+            return self.scorer.score(request).to_pydict()
+        except ExportError as error:
+            raise HTTPException(400, str(error)) from error
 
 
 if __name__ == "__main__":

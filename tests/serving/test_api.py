@@ -217,6 +217,12 @@ def test_names_to_keep_are_a_list() -> None:
     unequal = api._as_files({"a": [1, 2], "b": [1]})
     with pytest.raises(UserError, match=r"a mapping of columns of one length \(Column 1 .* length 2"), unequal:
         pass
+    for letters in ("ab", b"ab", {"a": 1, "b": 2}):
+        said = rf"\(?column 'b' is a {type(letters).__name__}, and must be a list of values"
+        with pytest.raises(UserError, match=rf"of one length {said}"), api._as_files({"a": ["x", "y"], "b": letters}):
+            pass
+        with pytest.raises(ExportError, match=rf"rows are a dict, .*: {said}"):
+            as_table({"a": ["x", "y"], "b": letters})
     for large in ([2**63], [1, None, 2**64 - 1], [[2**63]]):
         with (
             pytest.raises(UserError, match=r"one length, numbers from 2.*63 on as uint64"),

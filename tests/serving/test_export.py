@@ -323,14 +323,16 @@ def test_every_length_of_text_has_the_hash_of_training() -> None:
 
 
 def test_a_server_answers(ranker: Path) -> None:
-    """What litserve calls, without litserve."""
-    stub = "import types, sys; sys.modules['litserve'] = types.SimpleNamespace(LitAPI=object)"
+    """What litserve calls, without litserve; it answers a mistake by its sentence."""
+    stub = "import types, sys; sys.modules['litserve'] = types.SimpleNamespace(LitAPI=object); sys.modules['fastapi']"
+    stub += " = types.SimpleNamespace(HTTPException=type('Refused', (Exception,), {}))"
     rows = pq.read_table(ROOT / "data/sample/test").slice(0, 2).to_pydict()
     code = f"{stub}; import serve; api = serve.Scores(); api.setup('cpu'); print(api.predict({rows!r})['score'])"
+    code += f"; api.predict({rows | {'device': 'tv'}!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ranker / "out", capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
     expected = pq.read_table(ranker / "predicted")["score"].to_pylist()[:2]
     np.testing.assert_allclose(json.loads(done.stdout), expected, atol=1e-5)
+    assert re.search(r"Refused: \(400, .*column 'device' is a str, and must be a list of values", done.stderr)
 
 
 @pytest.mark.parametrize("kind", ["texts", pytest.param("numbers", marks=pytest.mark.slow)])
