@@ -8,6 +8,7 @@ Needs what score.py needs, which lies beside this file. A publication is read in
 whoever has taken `follower.scorer` goes on with the one that it was.
 """
 
+import json
 import os
 import re
 import sys
@@ -16,7 +17,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from score import ExportError, Scorer, read_manifest
+from score import MANIFEST, ExportError, Scorer, read_manifest
 
 
 class Follower:
@@ -41,6 +42,7 @@ class Follower:
             raise ExportError(f"the folder is a {type(folder).__name__}, and must be the path of train.publish.dir")
         self._folder, self._every_s = Path(folder), every_s
         self.number, self.step, self._last = 0, 0, ""
+        self._base = 0, ""  # its number, and the checksum of its manifest
         self.problem: str | None = None
         self.scorer: Scorer
         self._begin()
@@ -54,11 +56,14 @@ class Follower:
         Raises:
             ExportError: the next one is torn, of another order or altered; it is named, and not applied.
         """
-        newest = max([*self._numbers("base"), *self._numbers("delta")], default=self.number)
-        self._take_base(0 if newest < self.number else self.number)  # the folder has been removed and begun again
+        deltas = self._numbers("delta")  # before bases: one that comes meanwhile may lie between deltas
+        if bases := self._numbers("base"):
+            is_cut_back = max(bases + deltas) < self.number  # as is one that is removed and published to anew
+            if is_cut_back or not self._is_followed(bases[-1]):
+                self._open_base(bases[-1])
         while (folder := self._folder / f"delta-{self.number + 1:09d}").is_dir():
             self._apply(folder)
-        if ahead := [number for number in self._numbers("delta") if number > self.number]:
+        if ahead := [number for number in deltas if number > self.number]:
             raise ExportError(f"'{self._folder}' has delta-{ahead[0]:09d}, and lacks '{folder.name}' before it")
         return self.number
 
@@ -92,16 +97,20 @@ class Follower:
                 problem = str(error)
         raise ExportError(problem)
 
-    def _take_base(self, after: int) -> None:
-        """Open the newest base, where its number is a later one."""
-        if bases := [number for number in self._numbers("base") if number > after]:
-            self._open_base(bases[-1])
+    def _is_followed(self, base: int) -> bool:
+        """Tell whether what is answered from is a base, or deltas of it; False of one whose manifest cannot be read."""
+        try:
+            manifest = json.loads((self._folder / f"base-{base:09d}" / MANIFEST).read_text(encoding="utf-8"))
+            return (base, manifest["sha256"]) == self._base
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
 
     def _open_base(self, number: int) -> None:
         scorer = Scorer(self._folder / f"base-{number:09d}")
         made: dict[str, Any] = scorer.manifest["made"]
         self.scorer, self.number, self.step = scorer, number, made["step"]
         self._last = scorer.manifest["sha256"]
+        self._base = number, self._last
 
     def _apply(self, folder: Path) -> None:
         manifest = read_manifest(folder, verify=True)

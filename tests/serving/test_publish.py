@@ -4,12 +4,10 @@ import json
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, fork_train
@@ -257,40 +255,6 @@ def test_deltas_that_are_not_whole_become_no_base(published: Path, tmp_path: Pat
     assert not out.exists()
 
 
-def test_answers_under_load_are_of_one_publication(published: Path, tmp_path: Path) -> None:
-    """Every answer given while deltas arrive is that of one of the publications."""
-    users = pq.read_table(published.parent / "valid.parquet")
-    names = sorted(path.name for path in published.iterdir())
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    shutil.copytree(published / names[0], copy / names[0])
-    expected, follower = [], Follower(published.parent / "published")
-    follower = Follower(copy)
-    answers: list[pa.Table] = []
-    done = threading.Event()
-
-    def ask() -> None:
-        while not done.is_set():
-            answers.append(follower.scorer.recommend(users, 5))
-
-    threads = [threading.Thread(target=ask) for _ in range(3)]
-    expected.append(follower.scorer.recommend(users, 5))
-    for thread in threads:
-        thread.start()
-    for name in names[1:]:
-        shutil.copytree(published / name, copy / (name + ".tmp"))
-        (copy / (name + ".tmp")).rename(copy / name)
-        follower.refresh()
-        expected.append(follower.scorer.recommend(users, 5))
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert not expected[0].equals(expected[-1])
-    assert len(answers) > len(names)
-    for answer in answers:
-        assert any(answer.equals(one) for one in expected)
-
-
 def test_delta_bytes_are_those_of_touched_rows(published: Path) -> None:
     """At most twice the bytes of the rows, which come with their number, beside the dense part."""
     manifest = json.loads((published / "base-000000001/manifest.json").read_text())
@@ -333,38 +297,3 @@ def test_a_folder_is_published_to_by_one_run_at_a_time(tmp_path: Path) -> None:
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         assert "error: config key 'train.publish.dir': another run publishes to" in done.stderr
         assert sorted((tmp_path / "published").rglob("*")) == before
-
-
-def test_a_follower_outlives_a_folder_that_begins_again_and_a_torn_base(published: Path, tmp_path: Path) -> None:
-    folder, number = tmp_path / "copy", Follower(published).number
-    shutil.copytree(published, folder)
-    follower = Follower(folder)
-    shutil.rmtree(folder)
-    assert follower.refresh() == number  # while there is nothing, answers stay those of before
-    shutil.copytree(published / "base-000000001", folder / "base-000000001")
-    assert follower.refresh() == 1
-    shutil.copytree(published / "base-000000001", folder / "base-000000099")
-    (folder / "base-000000099/dense.bin").write_bytes(b"")
-    late = Follower(folder)
-    assert late.number == 1 and "base-000000099" in (late.problem or "")
-    with pytest.raises(ExportError, match=r"every_s is 0, and must be seconds above 0"):
-        Follower(folder, every_s=0)
-
-
-def test_a_follower_goes_on_after_any_error(published: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    follower = Follower(published)
-    monkeypatch.setattr(follower, "refresh", lambda: 1 // 0)
-    follower.refresh_or_tell()
-    assert "ZeroDivisionError" in (follower.problem or "")
-    monkeypatch.undo()
-    follower.refresh_or_tell()
-    assert follower.problem is None
-
-
-def test_what_no_follower_can_follow() -> None:
-    for folder in (None, 3, ["published"], "nowhere"):
-        with pytest.raises(ExportError, match=r"the folder is a \w+, and must be the path|'nowhere' holds no base"):
-            Follower(folder)  # type: ignore[arg-type]
-    for every_s in ("5", [1], 0, float("nan"), float("inf")):
-        with pytest.raises(ExportError, match=r"every_s is .*, and must be seconds above 0, or None"):
-            Follower("nowhere", every_s)  # type: ignore[arg-type]
