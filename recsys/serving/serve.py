@@ -6,6 +6,7 @@ A request has a list for each column, a row for each candidate; the answer has o
 rows is answered by status 400 and its sentence.
 """
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -30,4 +31,6 @@ class Scores(litserve.LitAPI):
 
 
 if __name__ == "__main__":
+    # litserve ends its processes after Ctrl-C; of another signal they would stay behind, and go on to answer.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     litserve.LitServer(Scores()).run(port=8000)
