@@ -14,12 +14,12 @@ from recsys.checkpoint.parquet import to_arrow
 from recsys.checkpoint.tensors import TABLES
 from recsys.config import IdMappingType
 from recsys.config.choices import Pooling
-from recsys.data.facts import VocabularyRequest, measure, vocabulary_file
+from recsys.data.facts import Facts, VocabularyRequest, kept_rows_file, measure, vocabulary_file
 from recsys.data.inputs import Given, open_inputs
 from recsys.data.parquet import column_names
 from recsys.data.wanted import column_of, needed_columns, row_filter
 from recsys.errors import UserError, nearest
-from recsys.ids import IdMapping, build_mapping, read_vocabulary
+from recsys.ids import IdMapping, build_mapping
 from recsys.runtime.logs import quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
 from recsys.runtime.world import World, open_world
@@ -190,17 +190,19 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
     Raises:
         UserError: neither the run nor data tell the ids, or the data do not fit.
     """
-    settings, vocabulary, path = run.config.tables[table], None, run.checkpoint
+    settings, path = run.config.tables[table], run.checkpoint
     task: dict[str, Any] = {"checkpoint": {"path": str(path), "files": marker.files}, "of": f"tables.{table}"}
-    if settings.mapping is IdMappingType.vocabulary:
-        check_facts(path, marker, [vocabulary_file(table)])
-        vocabulary = read_vocabulary(facts_of(path) / vocabulary_file(table))
-    mapping = build_mapping(settings, vocabulary)
+    with_vocabulary = [table] if settings.mapping is IdMappingType.vocabulary else []
+    pruned = [table] if settings.kept_rows is not None else []
+    check_facts(path, marker, [*map(vocabulary_file, with_vocabulary), *map(kept_rows_file, pruned)])
+    vocabulary, kept = Facts.load(facts_of(path), with_vocabulary, [], [], pruned).of_table(table)
+    mapping = build_mapping(settings, vocabulary, kept)
     if data is not None:
         ids, task["data"] = _ids_in(run, world, table, data)
         return TableVectors(run, marker, table, mapping, ids, len(ids), task)
     features = [feature for feature in run.config.features.values() if feature.table == table]
-    number = settings.num_embeddings if settings.mapping is IdMappingType.identity else 0
+    number = settings.num_embeddings if kept is None else kept.num_before
+    number = number if settings.mapping is IdMappingType.identity else 0
     if all(feature.boundaries for feature in features):  # an id is how many boundaries a number has reached
         number = max(1 + len(feature.boundaries or ()) for feature in features)
     if vocabulary is None and not number:

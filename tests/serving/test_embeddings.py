@@ -13,7 +13,7 @@ from retrieval import NUM_ITEMS, NUM_USERS, train_towers
 
 import recsys
 from recsys.checkpoint import export_table
-from recsys.ids import HashMapping
+from recsys.ids import HashMapping, IdentityMapping, KeptRows
 from recsys.serving import embeddings as embeddings_module
 from recsys.serving import index as index_module
 
@@ -87,6 +87,31 @@ def test_ids_of_a_hashed_table_are_those_of_the_data(ranker: Path, tmp_path: Pat
     assert run.embeddings("item", test).equals(found)
     pq.write_table(rows.select(["item_id"]), tmp_path / "items.parquet")
     assert set(run.embeddings("item", str(tmp_path / "items.parquet"))["id"].to_pylist()) <= set(ids)
+
+
+def test_ids_of_a_pruned_table_have_the_rows_that_training_gave_them(tmp_path: Path) -> None:
+    """As `recsys compress` leaves tables: rows that are kept follow each other, the others share the one behind."""
+    before = {"user": 300, "item": 400, "hour": 24}
+    kept = {name: np.random.default_rng(0).random(size) < 0.5 for name, size in before.items()}
+    overrides = ["tables.item.num_hashes=2"]
+    for name, rows in kept.items():
+        rows[0] = True
+        KeptRows(pa.array(rows)).write(tmp_path / f"{name}.kept")
+        settings = f"{{num_embeddings: {rows.sum() + 1}, kept_rows: {tmp_path}/{name}.kept}}"
+        overrides.append(f"tables.{name}={settings}")
+    done = fork_train("configs/dlrm_sample.yaml", f"run.dir={tmp_path}/run", "train.max_steps=2", *overrides)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run, data = recsys.open_run(tmp_path / "run"), ROOT / "data/sample/test"
+    unpruned = HashMapping(before["user"], 0), HashMapping(before["item"], 0, num_hashes=2), IdentityMapping(24)
+    for (name, rows), mapping in zip(kept.items(), unpruned, strict=True):
+        found = run.embeddings(f"tables.{name}", None if name == "hour" else data)
+        places = np.empty(len(found) * mapping.rows_per_id, np.int64)
+        mapping.map(found["id"].combine_chunks(), places)
+        places = np.where(rows[places], np.cumsum(rows)[places] - 1, rows.sum())
+        vectors = vectors_by_row(tmp_path / "run", name, tmp_path)[1][places]
+        expected = vectors.reshape(len(found), mapping.rows_per_id, -1).mean(1)
+        np.testing.assert_allclose(matrix(found), expected, rtol=0, atol=1e-6)
+    assert found["id"].to_pylist() == list(range(24))
 
 
 @pytest.mark.parametrize(
