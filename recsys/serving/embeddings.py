@@ -176,7 +176,8 @@ class TableVectors:
             ids = pa.array(np.arange(first, last)) if self.ids is None else self.ids.slice(first, last - first)
             rows = np.empty(len(ids) * self.mapping.rows_per_id, np.int64)
             self.mapping.map(ids, rows)
-            vectors = gather_rows(self.run.checkpoint, entry, rows).float().view(len(ids), self.mapping.rows_per_id, -1)
+            vectors = gather_rows(self.run.checkpoint, entry, rows).float()
+            vectors = vectors.view(len(ids), self.mapping.rows_per_id, vectors.shape[1])
             pooled = vectors.mean(1) if pooling is Pooling.mean else vectors.sum(1)
             yield pa.table({"id": ids, "vector": to_arrow(pooled)})
 
@@ -197,13 +198,16 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
     check_facts(path, marker, [*map(vocabulary_file, with_vocabulary), *map(kept_rows_file, pruned)])
     vocabulary, kept = Facts.load(facts_of(path), with_vocabulary, [], [], pruned).of_table(table)
     mapping = build_mapping(settings, vocabulary, kept)
+    features = [feature for feature in run.config.features.values() if feature.table == table]
+    are_buckets = all(feature.boundaries for feature in features)  # an id is how many boundaries a number has reached
     if data is not None:
+        if are_buckets:
+            raise UserError(f"ids of table '{table}' are buckets of numbers, which the run knows; give no --data")
         ids, task["data"] = _ids_in(run, world, table, data)
         return TableVectors(run, marker, table, mapping, ids, len(ids), task)
-    features = [feature for feature in run.config.features.values() if feature.table == table]
     number = settings.num_embeddings if kept is None else kept.num_before
     number = number if settings.mapping is IdMappingType.identity else 0
-    if all(feature.boundaries for feature in features):  # an id is how many boundaries a number has reached
+    if are_buckets:
         number = max(1 + len(feature.boundaries or ()) for feature in features)
     if vocabulary is None and not number:
         raise UserError(

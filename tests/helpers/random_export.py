@@ -1,4 +1,7 @@
-"""Draws configs with features of any kind, and data for them, whose test rows have ids that training did not see."""
+"""Draws configs with features of any kind, and data for them, whose test rows have ids that training did not see.
+
+Rankers, or two towers with items, lists of what users have seen and of candidates.
+"""
 
 import datetime
 import decimal
@@ -10,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-TRAIN_ROWS, TEST_ROWS = 300, 211
+TRAIN_ROWS, TEST_ROWS, NUM_ITEMS = 300, 211, 45
 _DAY = datetime.date(2026, 11, 1)
 # By name: an Arrow type, and an id of it by number.
 KINDS: dict[str, tuple[pa.DataType, Any]] = {
@@ -37,24 +40,36 @@ _FLOATS: dict[str, tuple[pa.DataType, Any]] = {
     "decimal": (pa.decimal128(12, 3), lambda x: decimal.Decimal(f"{x:.3f}")),
     "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
 }
+# Of these kinds two numbers may be one id, which items must not be.
+_ALIKE = ("bool", "binary")
 _OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
 _OF_ONE_LABEL = ("fm", "deepfm")
 
 
 class Drawn:
-    """A config and its data: `rows(n, most)` makes n rows with ids below `most`."""
+    """A config and its data: `rows(n, most)` makes n rows with ids below `most`.
 
-    def __init__(self, seed: int) -> None:
+    Attributes:
+        sides: features of users and of items, if it is of two towers.
+    """
+
+    def __init__(self, seed: int, towers: bool = False) -> None:
         self.dice = np.random.default_rng(seed)
         self.columns: dict[str, Any] = {}  # by name: (type, row to value)
         self.features: dict[str, dict[str, Any]] = {}
         self.tables: dict[str, dict[str, Any]] = {}
         self.dim = int(self.dice.choice([4, 8]))
+        if towers:
+            self._item_feature()
         for number in range(self.dice.integers(3, 7)):
             self._id_feature(f"id_{number}")
         for number in range(self.dice.integers(0, 4)):
             self._float_feature(f"float_{number}")
-        if self._chance(0.5):
+        some = [name for name in self.features if name != "item" and self._chance(0.4)]
+        self.sides = [[name for name in self.features if name not in ("item", *some)], ["item", *some]]
+        for name in list(self.tables) if self._chance(0.5) else ():
+            self._narrow_or_expert(name)
+        if self._chance(0.5) and not towers:
             names = [str(name) for name in self.dice.choice(["a", "b"], 2, replace=False)]
             self.columns |= {name: self._scalars(*KINDS[self._kind()], nulls=0.1) for name in names}
             self.features["crossed"] = {"cross": names, "table": "crossed"}
@@ -83,6 +98,28 @@ class Drawn:
         if self._chance(0.3) and mapping != "quotient_remainder" and table.get("num_hashes", 1) == 1:
             table |= {"quantize": str(self.dice.choice(["FP16", "INT8", "INT4"])), "sharding_type": "table_wise"}
         return table
+
+    def _narrow_or_expert(self, name: str) -> None:
+        """Give a table, if it may have such, a width of its own, and a further expert."""
+        table = self.tables[name]
+        if self.dim > 4 and self._chance(0.5):
+            table |= {"embedding_dim": 4, "projected_dim": self.dim}
+        by = {"vocabulary": "frequency", "hash": "hash"}.get(table["mapping"])
+        if by and name != "item" and self._chance(0.4):
+            alike = {key: table[key] for key in ("pooling", "data_type")}
+            other = {"num_embeddings": 40, "embedding_dim": self.dim, "hash_seed": int(self.dice.integers(0, 99))}
+            self.tables[f"{name}_rest"] = {**alike, **other, "num_hashes": int(self.dice.integers(1, 3))}
+            gate = str(self.dice.choice(["none", "table", "features"]))
+            table["experts"] = {"others": [f"{name}_rest"], "by": by, "gate": gate}
+            if by == "frequency":
+                table |= {"num_embeddings": 20, "min_count": 1}
+            table.pop("quantize", None)
+
+    def _item_feature(self) -> None:
+        kind, value = KINDS[str(self.dice.choice([name for name in KINDS if name not in _ALIKE]))]
+        self.columns["item"] = kind, value
+        self.features["item"] = {"table": "item"}
+        self.tables["item"] = {**self._table(["hash"]), "num_hashes": 1}
 
     def _id_feature(self, name: str) -> None:
         kind_name = self._kind()
@@ -190,3 +227,49 @@ def write_random(folder: Path, seed: int) -> Path:
     }
     (folder / "config.yaml").write_text(yaml.dump(config, allow_unicode=True))
     return folder / "config.yaml"
+
+
+def write_random_towers(folder: Path, seed: int) -> Path:
+    """Write data and the config of random two towers; return the config. Users are in test.parquet, with lists."""
+    drawn = Drawn(seed, towers=True)
+    kind, value = drawn.columns["item"]
+    columns = [[drawn.features[name].get("column", name) for name in side] for side in drawn.sides]
+    columns[1] += [drawn.features[name]["weights"] for name in drawn.sides[1] if "weights" in drawn.features[name]]
+    items = drawn.rows(NUM_ITEMS, 60).select(columns[1])
+    items = items.set_column(0, "item", _array([value(i) for i in range(NUM_ITEMS)], kind))
+    pq.write_table(items, folder / "items.parquet", row_group_size=17)
+    for name, count, most in (("train", TRAIN_ROWS, 60), ("test", TEST_ROWS, 90)):
+        rows = drawn.rows(count, most).drop_columns(columns[1])
+        taken = items.take(pa.array(drawn.dice.integers(0, NUM_ITEMS, count)))
+        for column in columns[1]:
+            rows = rows.append_column(column, taken[column])
+        for column in ("seen", "candidates"):
+            rows = rows.append_column(column, _lists_of_items(drawn, count, kind, value))
+        pq.write_table(rows, folder / f"{name}.parquet", row_group_size=37)
+    data = {"train": f"{folder}/train.parquet", "items": f"{folder}/items.parquet", "num_streams": 1}
+    users, of_items = drawn.sides
+    mlps = {key: [8] if drawn._chance(0.5) else [] for key in ("user_mlp", "item_mlp")}
+    model = {"name": "two_tower", "user_features": users, "item_features": of_items, "item_id": "item", **mlps}
+    config = {
+        "data": {**data, "candidates_column": "candidates" if drawn._chance(0.3) else None},
+        "features": drawn.features,
+        "model": {**model, "output_dim": 8, "normalize": drawn._chance(0.5)},
+        "tables": drawn.tables,
+        "train": {"global_batch_size": 64},
+    }
+    (folder / "config.yaml").write_text(yaml.dump(config, allow_unicode=True))
+    return folder / "config.yaml"
+
+
+def _lists_of_items(drawn: Drawn, count: int, kind: pa.DataType, value: Any) -> pa.Array:
+    """Return lists of items, some of them unknown, null or there twice; of some users none."""
+    flat = kind.value_type if pa.types.is_dictionary(kind) else kind
+    lists = [
+        None
+        if drawn._chance(0.1)
+        else [
+            None if drawn._chance(0.05) else value(int(i)) for i in drawn.dice.integers(0, 60, drawn.dice.integers(30))
+        ]
+        for _ in range(count)
+    ]
+    return pa.array(lists, pa.list_(flat))

@@ -87,6 +87,8 @@ def test_ids_of_a_hashed_table_are_those_of_the_data(ranker: Path, tmp_path: Pat
     assert run.embeddings("item", test).equals(found)
     pq.write_table(rows.select(["item_id"]), tmp_path / "items.parquet")
     assert set(run.embeddings("item", str(tmp_path / "items.parquet"))["id"].to_pylist()) <= set(ids)
+    none = run.embeddings("item", {"item_id": pa.nulls(3, pa.int64())})
+    assert len(none) == 0 and none.schema == found.schema
 
 
 def test_ids_of_a_pruned_table_have_the_rows_that_training_gave_them(tmp_path: Path) -> None:
@@ -122,6 +124,7 @@ def test_ids_of_a_pruned_table_have_the_rows_that_training_gave_them(tmp_path: P
         (["user", "--faiss", "flat"], "--faiss makes an index of vectors of items, and not of 'user'"),
         (["item", "--data", "STRINGS"], "its ids are string in column 'item_id' of DATA and int64"),
         (["hour", "--data", "HOURS"], "id 24 is outside 0 … 23"),
+        (["price", "--data", "HOURS"], "ids of table 'price' are buckets of numbers, which the run knows; give no --d"),
         (["item", "--data", "nowhere"], "DATA: 'nowhere' does not exist"),
         (["device", "--data", "HOURS"], "has no column 'device'"),
     ],
