@@ -1,0 +1,45 @@
+"""Exports of random two towers: scores and lists are those of the run, for users that training did not see too."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from launch import fork_train
+from random_export import write_random_towers
+
+pytest.importorskip("onnxruntime")
+
+from recsys.serving.score import Scorer
+
+_CLOSE = 2e-5
+
+
+def recsys(*arguments: object) -> None:
+    done = fork_train(*map(str, arguments), program="recsys")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def is_close(ours: list[float], theirs: list[float]) -> bool:
+    return len(ours) == len(theirs) and np.allclose(ours, theirs, rtol=_CLOSE, atol=_CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_towers(seed: int, tmp_path: Path) -> None:
+    """Of items whose scores are as good as equal, such as those whose ids share a row, either may come first."""
+    done = fork_train(str(write_random_towers(tmp_path, seed)), f"run.dir={tmp_path}/run", "train.epochs=2")
+    assert done.returncode == 0, done.stderr[-3000:]
+    recsys("export", tmp_path / "run", tmp_path / "out")
+    scorer, users = Scorer(tmp_path / "out"), pq.read_table(tmp_path / "test.parquet")
+    recsys("predict", tmp_path / "run", tmp_path / "test.parquet", tmp_path / "predicted", "--keep", "seen")
+    scores = pq.read_table(tmp_path / "predicted")["score"].to_pylist()
+    assert is_close(scorer.score(users)["score"].to_pylist(), scores)
+    recsys("recommend", tmp_path / "run", tmp_path / "test.parquet", tmp_path / "best", "--k", 7, "--keep", "seen")
+    ours, theirs = scorer.recommend(users, k=7).to_pylist(), pq.read_table(tmp_path / "best").to_pylist()
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert is_close(mine["scores"], other["scores"])
+        places = {item: place for place, item in enumerate(other["items"])}
+        for item, score in zip(mine["items"], mine["scores"], strict=True):
+            assert is_close([score], [other["scores"][places.get(item, -1)]])  # or it is as good as their last one
