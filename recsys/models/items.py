@@ -29,8 +29,8 @@ class ItemVectors:
         order = positions.argsort()
         self._vectors, self._positions = vectors[order].to(world.device), positions[order].to(world.device)
         self._num_items, self._world = num_items, world
-        self._users: torch.Tensor | None = None
-        self._best: tuple[torch.Tensor, torch.Tensor] = vectors, vectors
+        # The users asked for last, and their best items: one value, since several threads may ask.
+        self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]] = None, (vectors, vectors)
 
     def __len__(self) -> int:
         return self._num_items
@@ -50,10 +50,11 @@ class ItemVectors:
         Args:
             users: of the batch, [batch, dim].
         """
-        if users is not self._users:  # slices of a batch ask for the same
-            self._best = self._best_of_all(users, min(k, self._num_items), batch)
-            self._users = users
-        return self._best
+        last_users, best = self._last
+        if users is not last_users:  # slices of a batch ask for the same
+            best = self._best_of_all(users, min(k, self._num_items), batch)
+            self._last = users, best
+        return best
 
     def _best_of_all(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and positions of the best items of this rank's users among those of all ranks."""

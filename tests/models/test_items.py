@@ -75,6 +75,31 @@ if __name__ == "__main__":
     (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(best(rank, int(os.environ["WORLD_SIZE"]))))
 
 
+def test_threads_that_ask_at_once_get_their_own_users_best() -> None:
+    """Another asks wherever the first one has noted something."""
+    items, users, others = (torch.randn(n, DIM, generator=torch.Generator().manual_seed(n)) for n in (50, 20, 21))
+    batch = SimpleNamespace(lists=None)
+
+    class Interrupted(ItemVectors):
+        is_asked = False
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if self.is_asked and name != "is_asked":
+                self.is_asked = False
+                assert_best(self, others)
+
+    def assert_best(vectors: ItemVectors, asking: torch.Tensor) -> None:
+        for _ in range(2):  # the second time as slices of a batch do
+            assert torch.equal(vectors.best(asking, 3, batch)[1], (asking @ items.T).topk(3).indices)
+
+    with open_world(Device.cpu) as world:
+        vectors = Interrupted(items, torch.arange(50), 50, world)
+        vectors.is_asked = True
+        assert_best(vectors, users)
+        assert not vectors.is_asked
+
+
 @pytest.mark.parametrize("k", [1, 3, 6])
 def test_of_equal_scores_the_first_comes_first(k: int) -> None:
     """In `recommend` and in exports, by sorting whole rows."""
