@@ -40,8 +40,8 @@ _FLOATS: dict[str, tuple[pa.DataType, Any]] = {
     "decimal": (pa.decimal128(12, 3), lambda x: decimal.Decimal(f"{x:.3f}")),
     "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
 }
-# Of these kinds two numbers may be one id, which items must not be.
-_ALIKE = ("bool", "binary")
+# Of these kinds two numbers may be one id, which items must not be, or ids no vocabulary takes.
+_NO_ITEMS = ("bool", "binary", "odd decimal")
 _OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
 _OF_ONE_LABEL = ("fm", "deepfm")
 
@@ -116,7 +116,7 @@ class Drawn:
             table.pop("quantize", None)
 
     def _item_feature(self) -> None:
-        kind, value = KINDS[str(self.dice.choice([name for name in KINDS if name not in _ALIKE]))]
+        kind, value = KINDS[str(self.dice.choice([name for name in KINDS if name not in _NO_ITEMS]))]
         self.columns["item"] = kind, value
         self.features["item"] = {"table": "item"}
         self.tables["item"] = {**self._table(["hash"]), "num_hashes": 1}
