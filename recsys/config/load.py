@@ -27,7 +27,7 @@ from omegaconf.errors import (
 from recsys.config.checks import check_config
 from recsys.config.experts import add_expert_features
 from recsys.config.model import find_model
-from recsys.config.names import run_name_of
+from recsys.config.names import MOST_YAML_NODES, run_name_of
 from recsys.config.ranges import expand_override, without_ranges
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
@@ -170,7 +170,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"config file '{path}' {wrong}{nearest(str(path), near) or there}")
     try:
         # OmegaConf's loader, not plain yaml: it reads 1e-3 as a number and refuses a key given twice.
-        content = OmegaConf.to_container(OmegaConf.load(path))
+        content = OmegaConf.to_container(OmegaConf.load(path, max_yaml_expanded_nodes=MOST_YAML_NODES))
     except KeyValidationError as error:
         raise UserError(_wrong_name(error)) from error
     except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException, RecursionError) as error:

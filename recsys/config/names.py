@@ -9,6 +9,7 @@ from typing import Any
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
+MOST_YAML_NODES = 10_000_000  # of a config file; OmegaConf reads 10,000, and what a run of 150 tables saves has more
 _MOST_BYTES = 150  # a file system takes 255, and what is written aside has a longer name
 _NAME = re.compile(r"\w[\w-]*")
 _RUN_NAME = re.compile(r"\w[\w.-]*")

@@ -17,6 +17,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recsys.config.names import MOST_YAML_NODES
 from recsys.errors import UserError
 from recsys.report.shapes import COMPRESSION, ENDING, FIGURE, ID_FIGURES, MEMORY, PLAN, RESULT, misfit
 from recsys.report.text import duration, number, size
@@ -83,7 +84,8 @@ class Record:
     def config(self) -> dict[str, Any]:
         """The config's values by dotted key; those of lists are one value."""
         try:
-            return dict(_leaves(OmegaConf.to_container(OmegaConf.create(self.config_text or "{}")), ""))
+            read = OmegaConf.create(self.config_text or "{}", max_yaml_expanded_nodes=MOST_YAML_NODES)
+            return dict(_leaves(OmegaConf.to_container(read), ""))
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
             raise UserError(
                 f"'{self.folder / 'config.yaml'}' is damaged ({' '.join(str(error).split())}); each checkpoint has a "

@@ -8,6 +8,7 @@ from launch import ROOT
 
 from recsys.config import DataType, ShardingChoice, config_text, load_config
 from recsys.errors import UserError
+from recsys.report.record import Record
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -17,6 +18,18 @@ def test_every_config_loads_and_is_saved_whole(path: Path, tmp_path: Path) -> No
     config = load_config(path, ["data.train=[a.parquet, b]", "run.name=mine"])
     (tmp_path / "config.yaml").write_text(config_text(config))
     assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_what_a_run_of_many_features_saves_is_read_by_runs_and_reports(tmp_path: Path) -> None:
+    names = range(300)
+    lines = ["{data: {train: x, label_column: y}, model: {name: dlrm}, features: {"]
+    lines += [f"f{name}: {{table: t{name}}}," for name in names]
+    lines += ["}, tables: {", *(f"t{name}: {{num_embeddings: 9, embedding_dim: 8}}," for name in names), "}}"]
+    (tmp_path / "many.yaml").write_text("\n".join(lines))
+    config = load_config(tmp_path / "many.yaml", ["run.name=mine"])
+    (tmp_path / "config.yaml").write_text(config_text(config))
+    assert load_config(tmp_path / "config.yaml") == config
+    assert Record(tmp_path).config["tables.t299.embedding_dim"] == 8
 
 
 def test_the_command_line_wins_over_debug_and_debug_over_the_file() -> None:
