@@ -1,0 +1,42 @@
+"""Planning: what torchrec's planner is asked to estimate, and that asking for less gives the same plans."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from launch import ROOT
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.types import ShardingOption
+
+from recsys.config import load_config
+from recsys.memory.autofit import pieces_of
+from recsys.runtime.machine import topology_of
+from recsys.tables import plan
+
+MACHINES = ("topology.device=cuda", "topology.device_memory=80GiB", "topology.local_world_size=8")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("tables.user.num_embeddings=50000003", "tables.user.embedding_dim=128", "model.bottom_mlp=[8]"),
+        ("tables.item.sharding_type=row_wise", "tables.user.sharding_type=table_row_wise"),
+    ],
+)
+def test_shards_of_one_size_are_estimated_once(options: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table split over 64 ranks has shards of three sizes at most: full ones, the rest, and none."""
+    config = load_config(ROOT / "configs" / "dlrm_sample.yaml", [*MACHINES, "topology.world_size=64", *options])
+    estimated: list[int] = []
+    original = EmbeddingPerfEstimator.estimate
+
+    def estimate(self: EmbeddingPerfEstimator, sharding_options: list[ShardingOption], *args: Any, **kw: Any) -> None:
+        estimated.extend(len(option.shards) for option in sharding_options)
+        original(self, sharding_options, *args, **kw)
+
+    monkeypatch.setattr(EmbeddingPerfEstimator, "estimate", estimate)
+    pieces = pieces_of(config, topology_of(config))
+    assert 1 <= max(estimated) <= 3
+    monkeypatch.setattr(plan, "_Seconds", EmbeddingPerfEstimator)
+    assert pieces_of(config, topology_of(config)) == pieces
+    assert max(estimated) == 64
