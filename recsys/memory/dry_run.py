@@ -15,7 +15,7 @@ from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError
 from recsys.memory.autofit import Fitter, pieces_of
 from recsys.memory.data_facts import data_facts
-from recsys.memory.page import Cell, describe_plan, kind_rows, rank_table
+from recsys.memory.page import Cell, describe_plan, few_lines, kind_rows, rank_table
 from recsys.memory.step_time import StepTime, speeds_of, step_load
 from recsys.memory.trace import Prediction, demands, largest_batch, layer_page, misfits, predict_run
 from recsys.report.text import listed
@@ -28,7 +28,6 @@ from recsys.tables.spec import Shard
 
 SCHEMA_VERSION = 3  # from 3 on `data` has num_items and listed_items in place of ranking_bytes
 _APART = 0.02  # ranks that differ by less are shown as one
-_SHOWN_PIECES = 40
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def format_dry_run(result: DryRun) -> str:
         lines += [f"## {'GPU' if where == 'device' else 'Host'} memory by rank at its peak", ""]
         lines += [*rank_table("kind", rows, _APART), ""]
     lines += [layer_page(config, prediction.data, prediction.dense.rows)]
-    lines += ["## Plan", "", *_few([f"- {line}" for line in describe_plan(result.pieces)], _SHOWN_PIECES), ""]
+    lines += ["## Plan", "", *few_lines([f"- {line}" for line in describe_plan(result.pieces)]), ""]
     return "\n".join([*lines, f"{result.seconds:.1f} s"])
 
 
@@ -227,9 +226,3 @@ def _full_or_idle(result: DryRun) -> list[str]:
     if here > local:
         lines.append(f"{here - local} of the {here} GPUs here are not used: topology.world_size={here} takes all")
     return lines
-
-
-def _few(lines: list[str], most: int) -> list[str]:
-    """Return the first lines, long ones cut, and how many there are besides."""
-    short = [line if len(line) < 240 else f"{line[:200]} … ({line.count('; ') + 1} pieces)" for line in lines[:most]]
-    return short if len(lines) <= most else [*short, f"… and {len(lines) - most} more"]

@@ -9,6 +9,7 @@ from recsys.tables.spec import Shard
 Cell = tuple[int | None, ...] | str  # bytes, or bytes measured and predicted; or text
 
 _MOST_COLUMNS = 8
+_SHOWN_LINES = 40
 
 
 def row(*cells: str) -> str:
@@ -60,6 +61,12 @@ def rank_table(corner: str, rows: Mapping[str, Sequence[Cell]], apart: float) ->
 def describe_plan(shards: Iterable[Shard]) -> list[str]:
     """Return a line for each table: its sharding type, and the rows and columns on each rank."""
     return [f"{table} {kind} ({kernel}): {where}" for (table, kind, kernel), where in placements(shards).items()]
+
+
+def few_lines(lines: list[str]) -> list[str]:
+    """Return the first lines, long ones cut, and how many there are besides; a plan may have 1,000 tables or ranks."""
+    short = [line if len(line) < 240 else f"{line[:200]} … ({line.count('; ') + 1} pieces)" for line in lines]
+    return short if len(lines) <= _SHOWN_LINES else [*short[:_SHOWN_LINES], f"… and {len(lines) - _SHOWN_LINES} more"]
 
 
 def _sizes(cell: Cell) -> list[int]:

@@ -25,7 +25,7 @@ from recsys.errors import UserError, why
 from recsys.memory import Timeline
 from recsys.memory.advice import Explained, fit_inputs, limit_memory
 from recsys.memory.levers import Change
-from recsys.memory.page import describe_plan
+from recsys.memory.page import describe_plan, few_lines
 from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
 from recsys.report.record import Record
@@ -143,8 +143,8 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     with timeline.phase("init"):
         built = build_model(inputs)
         timeline.check()
-    for line in describe_plan(built.pieces):
-        logger.info("table %s", line)
+    for line in few_lines([f"table {line}" for line in describe_plan(built.pieces)]):
+        logger.info("%s", line)
     with timeline.phase("load"):
         publisher = publisher_of(inputs, built) if publisher_of and config.train.publish.dir else None
     with publisher or nullcontext():

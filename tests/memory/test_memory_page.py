@@ -2,7 +2,7 @@
 
 import pytest
 
-from recsys.memory.page import describe_plan, kind_rows, rank_table
+from recsys.memory.page import describe_plan, few_lines, kind_rows, rank_table
 from recsys.report.text import listed, size
 from recsys.tables.spec import Shard
 
@@ -42,3 +42,13 @@ def test_the_plan_names_ranks_with_equal_pieces_once() -> None:
         "a row_wise (fused): 100 × 8 on ranks 0-2; 90 × 8 on rank 3",
         "b column_wise (fused): 50 × 4 and 50 × 4 on rank 1",
     ]
+
+
+@pytest.mark.parametrize("num", [1, 40, 41, 1000])
+def test_a_plan_of_many_tables_or_pieces_stays_readable(num: int) -> None:
+    lines = [f"t{table} row_wise (fused): " + "; ".join(["1 × 8 on rank 0"] * num) for table in range(num)]
+    shown = few_lines(lines)
+    assert len(shown) == min(num, 41) and all(len(line) < 240 for line in shown)
+    assert [line.split()[0] for line in shown[:40]] == [f"t{table}" for table in range(min(num, 40))]
+    assert num <= 40 or shown[-1] == f"… and {num - 40} more"
+    assert num == 1 or f"… ({num} pieces)" in shown[0]
