@@ -26,11 +26,11 @@ NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator amon
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
 # Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
-_LIBRARY_BYTES = {"init": 10 << 20, "later": 36 << 20}
+_LIBRARY_BYTES = {"init": 5 << 20, "later": 30 << 20}
 _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
 _MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
-_COMPILER_BYTES = 100 << 20  # numba, and the loops over ids that it compiles
+_COMPILER_BYTES = 106 << 20  # numba, and the loops over ids that it compiles
 _AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
