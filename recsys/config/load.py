@@ -28,6 +28,7 @@ from recsys.config.checks import check_config
 from recsys.config.experts import add_expert_features
 from recsys.config.model import find_model
 from recsys.config.names import MOST_YAML_NODES, run_name_of
+from recsys.config.nodes import nodes_of
 from recsys.config.ranges import expand_override, without_ranges
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
@@ -65,7 +66,7 @@ def load_config(
     for layer in layers:
         _check_keys(layer, "", Config, model)
     try:
-        merged = OmegaConf.merge(_schema(model), *layers)
+        merged = OmegaConf.unsafe_merge(nodes_of(_model_nodes(model), layers), *layers)
         config = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         raise UserError(_missing_value(error)) from error
@@ -81,17 +82,15 @@ def load_config(
 
 
 @cache
-def _schema(model: type) -> DictConfig:
-    """Return all keys with types and defaults, to be merged into a copy; making it takes a quarter of a load."""
-    schema = OmegaConf.structured(Config())
+def _model_nodes(model: type) -> DictConfig:
+    """Return the keys of a section `model` with types and defaults."""
     try:
-        schema.model = OmegaConf.structured(model())
+        return OmegaConf.structured(model())
     except (OmegaConfBaseException, TypeError) as error:
         key = ".".join(["model", *filter(None, [getattr(error, "full_key", None)])])
         raise UserError(
             f"config key '{key}': the default in class {model.__qualname__}: {_library_text(error)}"
         ) from error
-    return schema
 
 
 def _with_label_sections(layer: dict[str, Any]) -> dict[str, Any]:
@@ -210,6 +209,7 @@ def _model_name(layers: Sequence[dict[str, Any]]) -> str:
     return next((str(name) for name in reversed(names) if name), "")
 
 
+@cache
 def _fields(expected: Any, model: type | None) -> dict[str, Any]:
     """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
     expected = _required(expected)
