@@ -1,15 +1,19 @@
 """What all tests share: a limit of time, and Python's collector of cycles is off while they are imported and gathered.
 
-All of that stays, and looking through it again and again took a third of the time. It is left out later too.
+All of that stays, and looking through it again and again took a third of the time. It is left out later too. Threads
+of libgomp sleep as soon as they have nothing to do: each that spins has a core that another test wants, which took two
+thirds of the CPU time of tests on two threads, and a quarter of that of small runs.
 """
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 
 import pytest
 
 gc.disable()
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is imported, which reads it
 
 
 def pytest_collection_finish() -> None:
