@@ -117,47 +117,50 @@ def test_products_of_halves_of_many_shapes_are_not_all_kept() -> None:
     assert int(done.stdout) < 100 << 20, done.stderr
 
 
-BLOCKS = """\
-from recsys.runtime.environment import prepare_environment
-prepare_environment()
-import torch
-print(*(torch.empty(rows, 1024).data_ptr() % 4096 for rows in (512, 513, 1000)))
-"""
-
-
-@pytest.mark.parametrize(("chosen", "at_pages"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
-def test_blocks_of_two_mib_and_more_begin_at_a_page(chosen: dict[str, str], at_pages: bool) -> None:
-    variables = {**environment(), **chosen}
-    done = subprocess.run([sys.executable, "-c", BLOCKS], cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert (done.stdout.split() == ["0", "0", "0"]) is at_pages, done.stderr
-
-
-FREED = """\
-import resource, statistics, sys
+MEMORY = """\
+import resource, statistics
 from recsys.runtime.environment import give_unused_back, keep_freed_memory, prepare_environment
 prepare_environment()
 import torch
-if sys.argv[1] == "keep":
-    keep_freed_memory()
+print(*(torch.empty(rows, 1024).data_ptr() % 4096 for rows in (512, 513, 1000)))
 def faults():
     begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.zeros(20 << 20, dtype=torch.uint8)
     give_unused_back()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun
-faults()
-print(int(statistics.median(faults() for _ in range(21))))
+def of_a_block():
+    faults()
+    return int(statistics.median(faults() for _ in range(21)))
+print(of_a_block())
+keep_freed_memory()
+print(of_a_block())
 """
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_beside_a_gpu_what_is_freed_is_used_again(keep: bool) -> None:
+def lines_of_memory(**chosen: str) -> list[str]:
+    variables = {**environment(), **chosen}
+    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def told_nothing() -> list[str]:
+    return lines_of_memory()
+
+
+def test_blocks_of_two_mib_and_more_begin_at_a_page(told_nothing: list[str]) -> None:
+    assert told_nothing[0] == "0 0 0"
+    assert lines_of_memory(THP_MEM_ALLOC_ENABLE="0")[0] != "0 0 0", "as the user has chosen"
+
+
+def test_beside_a_gpu_what_is_freed_is_used_again(told_nothing: list[str]) -> None:
     """Without, each block of 20 MiB is pages that are new, of which the kernel may make huge ones of 2 MiB.
 
     The median is of blocks, because once, on another machine, a few came as new pages that malloc had kept.
     """
-    command = [sys.executable, "-c", FREED, "keep" if keep else "give"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert (int(done.stdout) >= 10) is not keep, (done.stdout, done.stderr)
+    given_back, kept = map(int, told_nothing[1:])
+    assert given_back >= 10 > kept
 
 
 def test_imports_are_without_the_collector_of_cycles_and_what_follows_is_with_it() -> None:
