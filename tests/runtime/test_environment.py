@@ -145,21 +145,21 @@ def lines_of_memory(**chosen: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def told_nothing() -> list[str]:
+def by_default() -> list[str]:
     return lines_of_memory()
 
 
-def test_blocks_of_two_mib_and_more_begin_at_a_page(told_nothing: list[str]) -> None:
-    assert told_nothing[0] == "0 0 0"
+def test_blocks_of_two_mib_and_more_begin_at_a_page(by_default: list[str]) -> None:
+    assert by_default[0] == "0 0 0"
     assert lines_of_memory(THP_MEM_ALLOC_ENABLE="0")[0] != "0 0 0", "as the user has chosen"
 
 
-def test_beside_a_gpu_what_is_freed_is_used_again(told_nothing: list[str]) -> None:
+def test_beside_a_gpu_what_is_freed_is_used_again(by_default: list[str]) -> None:
     """Without, each block of 20 MiB is pages that are new, of which the kernel may make huge ones of 2 MiB.
 
     The median is of blocks, because once, on another machine, a few came as new pages that malloc had kept.
     """
-    given_back, kept = map(int, told_nothing[1:])
+    given_back, kept = map(int, by_default[1:])
     assert given_back >= 10 > kept
 
 
