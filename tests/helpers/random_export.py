@@ -164,7 +164,9 @@ class Drawn:
             settings |= {"standardise": True}
         if self._chance(0.5) and not pa.types.is_timestamp(kind):
             settings |= {"clip": [0.0, 50.0], "log1p": self._chance(0.7)}
-        settings |= {"nulls": str(self.dice.choice(["mean", "refuse"]))} if self._chance(0.5) else {"fill": 0.5}
+        # Half a microsecond of 1970 in place of a time is so far from the mean that losses are infinite.
+        is_named = self._chance(0.5) or pa.types.is_timestamp(kind)
+        settings |= {"nulls": str(self.dice.choice(["mean", "refuse"]))} if is_named else {"fill": 0.5}
         self.columns[name] = self._scalars(kind, value, 0.0 if settings.get("nulls") == "refuse" else 0.2)
         self.features[name] = settings
 
@@ -196,6 +198,7 @@ class Drawn:
         queries = [name for name in ids if name not in lists]
         if not (lists and queries):
             return model
+        self.tables.pop(f"{lists[0]}_rest", None)  # an expert of the table that was there
         self.tables[lists[0]] = {**self._table(["hash"]), "num_hashes": 1}
         return {**model, "attention": {lists[0]: queries[0]}}
 
