@@ -54,13 +54,6 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
         raise UserError(f"config key '{key}' names files in {shown}; keep the files of one key in one place")
     storage = Storage(roots[0], retries)
     files = [file for _, path in given for file in _expand(key, storage, path)]
-    for path in {path for _, path in given} - {file.name for file in files}:
-        for log in _TABLE_LOGS.keys() & set(_names(storage, path) or []):
-            logger.warning(
-                "config key '%s': '%s' is a %s table, whose folder keeps files of its earlier versions; their rows are "
-                "read too, unless the key lists the files of one version",
-                *(key, path, _TABLE_LOGS[log]),
-            )
     names = tuple(file.name for file in files)
     for name in names:
         if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python shows bytes that are none of UTF-8
@@ -110,6 +103,7 @@ def _expand_local(key: str, path: str) -> list[_Found]:
         files = _file_or_below(path)
         if not files:
             raise UserError(_nothing_in(key, path, os.listdir(path)))
+        _tell_of_versions(key, path, [log for log in _TABLE_LOGS if os.path.isdir(os.path.join(path, log))])
         return files
     if not glob.has_magic(path):
         wrong = "is no regular file" if os.path.exists(path) else "does not exist"
@@ -149,6 +143,15 @@ def _found(path: str) -> _Found:
     return _Found(path, size, status.st_mtime_ns)
 
 
+def _tell_of_versions(key: str, folder: str, logs: Iterable[str]) -> None:
+    for log in logs:
+        logger.warning(
+            "config key '%s': '%s' is a %s table, whose folder keeps files of its earlier versions; their rows are "
+            "read too, unless the key lists the files of one version",
+            *(key, folder, _TABLE_LOGS[log]),
+        )
+
+
 def _nothing_in(key: str, folder: str, names: Iterable[str]) -> str:
     others = sorted(names)[:3]
     holds = f"it holds {', '.join(others)}" if others else "it is empty"
@@ -181,8 +184,10 @@ def _expand_remote(key: str, storage: Storage, name: str) -> list[_Found]:
     if info.type == fs.FileType.Directory:
         below = _listing(storage, name)
         files = [file for file in below if _is_data(_parts(file.name, name))]
+        inside = {_parts(file.name, name)[0] for file in below}
         if not files:
-            raise UserError(_nothing_in(key, name, {_parts(file.name, name)[0] for file in below}))
+            raise UserError(_nothing_in(key, name, inside))
+        _tell_of_versions(key, name, _TABLE_LOGS.keys() & inside)
         return files
     if not glob.has_magic(name):
         raise UserError(f"config key '{key}': '{name}' does not exist{_near(storage, name)}")

@@ -205,8 +205,9 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
             raise UserError(f"ids of table '{table}' are buckets of numbers, which the run knows; give no --data")
         ids, task["data"] = _ids_in(run, world, table, data)
         return TableVectors(run, marker, table, mapping, ids, len(ids), task)
-    number = settings.num_embeddings if kept is None else kept.num_before
-    number = number if settings.mapping is IdMappingType.identity else 0
+    number = 0
+    if settings.mapping is IdMappingType.identity:
+        number = settings.num_embeddings if kept is None else kept.num_before
     if are_buckets:
         number = max(1 + len(feature.boundaries or ()) for feature in features)
     if vocabulary is None and not number:
