@@ -104,7 +104,8 @@ def environment_of_the_server() -> Iterator[None]:
     before = dict(os.environ)
     # As train.py starts itself, which cannot be done in a process that is forked.
     os.environ.update(environment(), **MALLOC_SETTINGS)
-    os.environ.update(PYTHONPATH=f"{ROOT / 'tests' / 'helpers'}{os.pathsep}{ROOT}")
+    paths = [str(ROOT / "tests" / "helpers"), str(ROOT), *filter(None, [before.get("PYTHONPATH")])]  # libraries too
+    os.environ.update(PYTHONPATH=os.pathsep.join(paths))
     yield
     os.environ.clear()
     os.environ.update(before)
