@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import cycle, islice
@@ -31,8 +31,7 @@ import pyarrow as pa  # noqa: E402
 import torch  # noqa: E402
 from bare_loop import Bare, bare_batch, now  # noqa: E402
 from launcher import launch_command, machine  # noqa: E402
-from torch.autograd import DeviceType  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
+from step_trace import TRACED_STEPS, traced  # noqa: E402
 from torchrec import EmbeddingBagCollection  # noqa: E402
 from torchrec.models.dlrm import DLRM, DLRM_DCN  # noqa: E402
 
@@ -78,9 +77,12 @@ VARIANTS = {
     "uvm_caching": [f"tables.t{i}.compute_kernel=fused_uvm_caching" for i in _LARGE],
     "unread": ["train.check_every_step=false"],
     "offload": ["train.activation_offload=true"],
+    **{
+        f"threads_{n}": ["precision.autocast=bf16", "train.compile=true", f"data.num_threads={n}"]
+        for n in (2, 4, 8, 12)
+    },
 }
 FEEDS = ("device", "page_locked", "parquet", "bare")
-TRACED_STEPS = 5
 ROW_GROUP_ROWS = 65536
 EPOCHS = 4  # of the loader alone, after the first one, in which its threads begin
 
@@ -154,35 +156,9 @@ def train(built: Built, batches: Iterator[Batch], world: World, arguments: argpa
     found |= {"loss": output.loss}
     if on_gpu:
         found |= {"device_peak_bytes": torch.cuda.max_memory_allocated(world.device)}
-        found |= traced(lambda: [step(arguments.warm + arguments.steps) for _ in range(TRACED_STEPS)], arguments.trace)
+    found |= traced(lambda: step(arguments.warm + arguments.steps), arguments.trace)
     pipeline.detach()
     return found
-
-
-def traced(steps: Callable[[], Any], path: Path | None) -> dict[str, Any]:
-    """Trace some steps on a GPU; return the share of their time in which it ran no kernel, None where none is seen."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        steps()
-        torch.cuda.synchronize()
-    if path is not None:
-        found.export_chrome_trace(str(path))
-    return {"idle_share": idle_share(found)}
-
-
-def idle_share(found: Any) -> float | None:
-    """Return the share of a profile in which the GPU ran no kernel; None: it knows of none."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in found.events() or []
-        # Ranges that the host marks are shown on the device too, from their first kernel to their last.
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and not event.name.startswith("##")
-    )
-    if not spans:
-        return None
-    busy, end = 0.0, spans[0][0]
-    for begin, stop in spans:
-        busy, end = busy + max(0.0, stop - max(begin, end)), max(end, stop)
-    return 1 - busy / (end - spans[0][0])
 
 
 def measure(shape: str, variant: str, data: Path, arguments: argparse.Namespace) -> list[dict[str, Any]]:

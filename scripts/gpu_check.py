@@ -69,7 +69,7 @@ _PARTS = {
     ),
     "criteo": Part(200, (_THROUGHPUT, *_ON, *_FIELD, *_SPEED, *_FEEDS, "--shapes", "criteo"), _TINY, ranked=True),
     "variants": Part(
-        240,
+        330,
         (
             *(_THROUGHPUT, *_ON, *_FIELD, "--max-rows", "1000000", "--shapes", "criteo", "--feeds", "device"),
             *("--steps", "40", "--warm", "10", "--loader-threads", "--variants", "fp32", "fp16_tables", "fp8_tables"),
@@ -85,6 +85,14 @@ _PARTS = {
             *("--loader-threads", "4", "8", "12"),
         ),
         (*_TINY, "--variants", "--shapes", "texts", "--loader-threads", "1", "3"),
+    ),
+    "feeds": Part(
+        330,
+        (
+            *(_THROUGHPUT, *_ON, *_FIELD, "--steps", "40", "--warm", "10", "--shapes", "criteo", "multi_hot"),
+            *("--feeds", "page_locked", "parquet", "--loader-threads", "--variants", "threads_12", "threads_4"),
+        ),
+        (*_TINY, "--variants", "threads_2"),
     ),
     "two_ranks": Part(120, ("benchmarks/two_ranks.py", *_ON), ("--cases", "row-wise")),
     "sanitizer": Part(

@@ -10,6 +10,7 @@ from typing import Any
 import benchmark_matrix
 import benchmark_peaks
 import pytest
+import step_trace
 import throughput
 import torch
 import two_ranks
@@ -93,9 +94,24 @@ def test_the_idle_share_of_a_gpu_is_of_its_kernels_alone() -> None:
 
     kernels = [event(0, 10), event(5, 20), event(90, 100)]
     others = [event(0, 100, marked=True), event(0, 100, "## forward 3 ##"), event(0, 100, kind=DeviceType.CPU)]
-    share = throughput.idle_share(SimpleNamespace(events=lambda: [*others, *kernels]))
+    share = step_trace.idle_share(SimpleNamespace(events=lambda: [*others, *kernels]))
     assert share == pytest.approx(0.7)
-    assert throughput.idle_share(SimpleNamespace(events=lambda: others)) is None  # a machine that allows no tracing
+    assert step_trace.idle_share(SimpleNamespace(events=lambda: others)) is None  # a machine that allows no tracing
+
+
+def test_what_the_host_does_is_of_the_thread_that_trains_and_adds_up_to_its_time() -> None:
+    def event(thread: int, name: str, ms: float, kind: Any = DeviceType.CPU) -> Any:
+        return SimpleNamespace(thread=thread, name=name, self_cpu_time_total=1000 * ms, device_type=kind)
+
+    loader = [event(1, "cudaHostAlloc", 900)]
+    backward = [event(3, name, 10) for name in ("aten::mm", "aten::add")]
+    trains = [event(2, "aten::mm", 20), event(2, "cudaStreamSynchronize", 30), event(2, "aten::mm", 5)]
+    trains.append(event(2, "aten::cat", 10))
+    kernels = [event(2, "a kernel", 70, DeviceType.CUDA)]
+    times = step_trace.host_times(SimpleNamespace(events=lambda: [*loader, *backward, *trains, *kernels]), seconds=0.1)
+    own, others = times  # ms a step, of five
+    assert own == {"python": 7, "cudaStreamSynchronize": 6, "aten::mm": 5, "aten::cat": 2}
+    assert others == {"python": 16, "aten::mm": 2, "aten::add": 2}
 
 
 def test_a_peak_that_cannot_be_measured_does_not_take_the_others_along(

@@ -1,0 +1,65 @@
+"""What a GPU and its host do in a few steps, by torch's profiler."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+TRACED_STEPS = 5
+NUM_SHOWN = 16  # of what the host does in them
+
+
+def traced(step: Callable[[], Any], path: Path | None) -> dict[str, Any]:
+    """Trace a few steps; return the share of their time in which a GPU ran no kernel, and what the host did in it."""
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
+        start = time.perf_counter()
+        for _ in range(TRACED_STEPS):
+            step()
+        seconds = time.perf_counter() - start
+        if on_gpu:
+            torch.cuda.synchronize()
+    if path is not None:
+        found.export_chrome_trace(str(path))
+    return {"idle_share": idle_share(found), "host_ms_a_step": host_times(found, seconds)}
+
+
+def host_times(found: Any, seconds: float) -> list[dict[str, float]]:
+    """Return where the thread that trains was in the traced steps, and then that of autograd, if it has one.
+
+    Each is ms a step of the longest operations and calls of CUDA, without those that they made, and `python` for what
+    is in none of them.
+    """
+    threads: dict[int, dict[str, float]] = {}
+    for event in found.events() or []:
+        if event.device_type == DeviceType.CPU:
+            times = threads.setdefault(event.thread, {})
+            times[event.name] = times.get(event.name, 0.0) + event.self_cpu_time_total / 1000
+    # Threads of the loader call CUDA too, but these two have more names than they.
+    both = sorted(threads.values(), key=len, reverse=True)[:2]
+    shown = []
+    for times in both:
+        times["python"] = 1000 * seconds - sum(times.values())
+        longest = sorted(times.items(), key=lambda each: -each[1])[:NUM_SHOWN]
+        shown.append({name: round(ms / TRACED_STEPS, 3) for name, ms in longest})
+    return shown
+
+
+def idle_share(found: Any) -> float | None:
+    """Return the share of a profile in which the GPU ran no kernel; None: it knows of none."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in found.events() or []
+        # Ranges that the host marks are shown on the device too, from their first kernel to their last.
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation and not event.name.startswith("##")
+    )
+    if not spans:
+        return None
+    busy, end = 0.0, spans[0][0]
+    for begin, stop in spans:
+        busy, end = busy + max(0.0, stop - max(begin, end)), max(end, stop)
+    return 1 - busy / (end - spans[0][0])
