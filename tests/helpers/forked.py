@@ -12,6 +12,7 @@ LATE = (
 )
 
 with importing():
+    import torch
     from launch import ROOT
 
     import recsys.serving.compress
@@ -19,9 +20,18 @@ with importing():
     import recsys.serving.predict
     import recsys.training.run  # noqa: F401
     from recsys.config import load_config
+    from recsys.memory import DataFacts
+    from recsys.memory.trace import rehearse
+    from recsys.runtime.world import rehearse_world
 
     for name in LATE:
         with contextlib.suppress(ImportError):
             import_module(name)
     for name in ("dlrm", "two_tower"):
-        load_config(f"{ROOT}/configs/{name}_sample.yaml")  # keys with their types and defaults are kept
+        config = load_config(f"{ROOT}/configs/{name}_sample.yaml")  # keys with their types and defaults are kept
+        # So is what torch prepares at its first step on fake tensors, a sixth of a short run. Where there may be a GPU,
+        # a backward pass starts threads, which a process that is forked off does not have.
+        if torch.version.cuda is None:
+            facts = DataFacts(dict.fromkeys(config.features, 1.0), 4, 0, (), {}, "made up")
+            with rehearse_world(1, 1, torch.device("cpu")):
+                rehearse(config, facts, 64, torch.device("cpu"))
