@@ -91,7 +91,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     """
     array = decoded(array)
     if not is_number(array.type):
-        raise UserError(f"{part.title} must hold numbers, found {array.type}{part.remedy(array.type)}")
+        raise UserError(f"{part.title} must hold numbers, found {array.type}{part.remedy(array)}")
     if array.null_count and part.fill is None:
         raise UserError(f"{part.title} holds {array.null_count} nulls, and may hold none; {part.without_nulls}")
     numbers = to_numbers(array)
@@ -230,10 +230,11 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
 def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
     other = (numbers != 0) & (numbers != 1) & ~(np.isnan(numbers) & (not part.finite))
     if other.any():
+        least = numbers[np.isfinite(numbers)].min(initial=np.inf)
+        condition = f"{written(part.column or part.name)} > {least:.6g}"  # which is true of some rows and not of others
         raise UserError(
             f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; name a condition in "
-            f'its place, such as data.labels={{NAME: "{written(part.column or part.name)} > 0"}}, or learn the number '
-            "itself by loss: squared"
+            f'its place, such as data.labels={{NAME: "{condition}"}}, or learn the number itself by loss: squared'
         )
 
 

@@ -1,11 +1,13 @@
 """The columns of a batch: which become ids, numbers and labels, and how."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from recsys.config import Keep, NullPolicy
 from recsys.data.conditions import Condition
@@ -103,13 +105,18 @@ class FloatColumn:
         unknown = f", or set {self.name}.nulls=unknown" if self.name.startswith("data.labels.") else ""
         return f'leave such rows out by data.filter="{known}"{unknown}'
 
-    def remedy(self, kind: pa.DataType) -> str:
-        """Return what to do where it holds no numbers, but values of this type."""
+    def remedy(self, values: pa.Array) -> str:
+        """Return what to do where it holds no numbers, but these values."""
+        kind = values.type
         if pa.types.is_nested(kind):
             inside = advice(self.column, kind) or ", each position of a list as a column of its own"
             return f"; write one number a row{inside}"
         if self.binary and self.column is not None and is_text(kind):
-            return f"; name a condition in its place, such as data.labels={{NAME: \"{written(self.column)} == 'yes'\"}}"
+            # The last, as of no and yes, false and true, 0 and 1; if it can stand in quotes.
+            last = (pc.max(values.cast(pa.large_binary())).as_py() or b"").decode(errors="replace")
+            word = last if re.fullmatch(r"[\w .,:/+-]{1,40}", last) else "yes"
+            condition = f"{written(self.column)} == '{word}'"
+            return f'; name a condition in its place, such as data.labels={{NAME: "{condition}"}}'
         return "; write it as numbers" + ("" if self.fill is None else ", or for ids use a feature of type id")
 
     def columns(self) -> set[str]:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -130,6 +131,26 @@ def test_a_condition_that_a_message_advises_is_of_the_column(name: str, world: W
         advised = re.search('data.labels={NAME: "(.*)"}', told)
         assert advised is not None
         assert rows_of(world, folder, f"data.labels={{a: {{expression: {json.dumps(advised[1])}}}}}") == ROWS
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [("0", "1"), ("false", "true"), ("shown", "bought"), (b"-", b"+"), (1, 2), (-1, 1), (0.25, 0.75), ("a'b", "yes")],
+    ids=str,
+)
+@pytest.mark.parametrize("is_encoded", [False, True])
+def test_a_condition_that_a_message_advises_is_true_of_some_rows(
+    pair: tuple[Any, Any], is_encoded: bool, world: World, folder: Path
+) -> None:
+    values = pa.array([*pair, pair[1]] * 20)
+    values = values.dictionary_encode() if is_encoded else values
+    pq.write_table(pa.table({"user": COLUMNS["user"], "outcome": values}), folder / "train/a.parquet")
+    told = refusal(world, folder, "data.label_column=outcome", "data.valid=null")
+    advised = re.search(r"data.labels={NAME: (.*?)}", told)
+    assert advised is not None
+    options = (f"data.labels={{a: {advised[1]}}}", "data.valid=null")
+    inputs = open_inputs(load_config(folder / "c.yaml", options), world)
+    assert not constant_labels(inputs.datasets["train"], inputs.spec("train"))
 
 
 def test_negatives_are_left_out_by_a_label_of_halves(world: World, folder: Path) -> None:
