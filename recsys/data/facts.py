@@ -4,7 +4,8 @@ One pass over the columns concerned, each rank over its share of the row groups;
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -210,11 +211,12 @@ def measure(
     chosen, num_counted = dict[str, pa.Array](), dict[str, int]()
     for columns in list(counters):
         # One counter at a time, and each goes: they hold every id there is.
-        counts = add_up(world.gather(counters.pop(columns).to_table()))
-        requests = {table: request for table, request in vocabularies.items() if request.columns == columns}
-        num_counted[next(iter(requests))] = counts.num_rows
-        for table, request in sorted(requests.items(), key=lambda pair: len(pair[1].after)):
-            chosen[table] = _chosen(counts, request, [chosen[other] for other in request.after])
+        with _naming(dataset, columns):
+            counts = add_up(world.gather(counters.pop(columns).to_table()))
+            requests = {table: request for table, request in vocabularies.items() if request.columns == columns}
+            num_counted[next(iter(requests))] = counts.num_rows
+            for table, request in sorted(requests.items(), key=lambda pair: len(pair[1].after)):
+                chosen[table] = _chosen(counts, request, [chosen[other] for other in request.after])
     # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
     figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
@@ -249,12 +251,23 @@ def _pass(
             rows = reader.read(dataset.row_groups.segment(i))
             for counted, counter in counters.items():
                 for chunk in (chunk for column in counted for chunk in rows.column(column).chunks):
-                    counter.add(_present(_flat(chunk)))
+                    with _naming(dataset, counted):
+                        counter.add(_present(_flat(chunk)))
             for chunk in rows.column(row_counter.column).chunks if row_counter else ():
                 row_counter.add(chunk)  # type: ignore[union-attr]
             summaries[i] = [_summarise(rows.column(part.column or ""), part) for part in floats]
             task.done += 1
     return counters, summaries
+
+
+@contextmanager
+def _naming(dataset: Dataset, columns: Sequence[str]) -> Iterator[None]:
+    """Let what is wrong with the ids of a vocabulary be told with the columns that they are in."""
+    try:
+        yield
+    except (UserError, TypeError) as error:
+        named = ", ".join(f"'{column}'" for column in columns)
+        raise UserError(f"config key '{dataset.key}': ids of a vocabulary, in {named}: {error}") from error
 
 
 def _flat(ids: pa.Array) -> pa.Array:

@@ -86,7 +86,7 @@ class Inputs:
         # Once for all roles: an index of many ids takes a while, and memory.
         self._mappings = {table: _mapping(config, table, facts) for table in config.tables}
         self._routes = build_routes(config.tables, self._mappings)
-        self._positions = None if corpus is None else IndexMapping(corpus)
+        self._positions = None if corpus is None else _index_of_items(config, datasets, corpus)
         self.statistics = {name: IdStatistics() for name in id_features(config)}
 
     def beside(self, known: Path, roles: Sequence[str] = (), given: Sequence[Given] = ()) -> "Inputs":
@@ -102,7 +102,7 @@ class Inputs:
         other = copy(self)
         other.datasets = {**self.datasets, **datasets}
         if corpus is not None:
-            other.corpus, other._positions = corpus, IndexMapping(corpus)
+            other.corpus, other._positions = corpus, _index_of_items(self.config, datasets, corpus)
         return other
 
     def loader(self, role: str, dataset: Dataset | None = None, permutation: Permutation | None = None) -> Loader:
@@ -317,6 +317,14 @@ def _mapping(config: Config, table: str, facts: Facts | None) -> IdMapping:
     if facts is None and (settings.mapping is IdMappingType.vocabulary or settings.kept_rows is not None):
         return HashMapping(settings.num_embeddings, settings.hash_seed)  # takes the same ids
     return build_mapping(settings, *((None, None) if facts is None else facts.of_table(table)))
+
+
+def _index_of_items(config: Config, datasets: dict[str, Dataset], corpus: pa.Array) -> IndexMapping:
+    try:
+        return IndexMapping(corpus)
+    except (UserError, TypeError) as error:
+        column = column_of(config, config.model.item_id)
+        raise UserError(f"config key '{datasets['items'].key}': column '{column}': {error}") from error
 
 
 def read_corpus(config: Config, items: Dataset) -> pa.Array:

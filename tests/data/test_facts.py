@@ -3,6 +3,7 @@
 import math
 import statistics
 from datetime import datetime, timedelta
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data.convert import convert_floats
-from recsys.data.facts import FloatFacts, measure
+from recsys.data.facts import FloatFacts, VocabularyRequest, measure
 from recsys.data.parquet import open_dataset
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
@@ -135,3 +136,34 @@ def test_a_number_without_logarithm_is_in_no_mean(tmp_path, value):
 def test_numbers_beyond_float32_are_refused_by_column(tmp_path, value):
     with pytest.raises(UserError, match=r"column 'x' \(x\) holds .*, and only finite numbers up to 3.4e38 train"):
         figures(tmp_path, pa.array([1.0, value]))
+
+
+class Alone:
+    """Stands in for the `World` of one rank."""
+
+    rank, world_size = 0, 1
+
+    def agree(self, action):
+        return action()
+
+    def gather(self, value):
+        return [value]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (pa.array([-1] * 8), pa.array([2**64 - 1] * 8, pa.uint64()), "are negative in one place and beyond 2"),
+        (pa.array([1] * 8), pa.array([Decimal("1.5")] * 8), "are numbers in one place and texts in another"),
+        (pa.array([1] * 8), pa.array([Decimal("1.5"), Decimal(2)] * 4), "are not all whole numbers within 64 bits"),
+    ],
+    ids=["signs", "kinds", "decimals"],
+)
+def test_ids_that_make_no_vocabulary_are_told_with_their_columns(tmp_path, one, other, said):
+    pq.write_table(pa.table({"liked": one, "seen": other}), tmp_path / "rows.parquet")
+    dataset = open_dataset("data.train", str(tmp_path), {"liked": "features.liked", "seen": "features.seen"})
+    request = VocabularyRequest(("liked", "seen"), min_count=1, max_size=9)
+    with pytest.raises(
+        UserError, match=f"^config key 'data.train': ids of a vocabulary, in 'liked', 'seen': ids .*{said}"
+    ):
+        measure(dataset, {"item": request}, [], Alone())

@@ -1,6 +1,7 @@
 """The two-tower model: its loss by hand, and the same numbers on any number of ranks."""
 
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -131,6 +132,14 @@ def test_what_is_drawn_needs_items(config: Path) -> None:
         load_config(
             config, ["model.sampled_negatives=1", *(f"data.{role}=null" for role in ("valid", "test", "items"))]
         )
+
+
+@pytest.mark.parametrize("ids", [pa.array([Decimal("1.5"), Decimal("2.0")]), pa.array([1.0, 0.5])], ids=str)
+def test_ids_that_items_cannot_have_are_told_with_their_column(ids: pa.Array, config: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"item": ids, "year": [1.0, 2.0]}), tmp_path / "items.parquet")
+    changed = load_config(config, [f"data.items={tmp_path}"])
+    with open_world() as world, pytest.raises(UserError, match=r"^config key 'data.items': column 'item': ids"):
+        open_inputs(changed, world, roles=["items"])
 
 
 def refuse_to_count() -> None:
