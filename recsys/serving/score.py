@@ -227,8 +227,8 @@ def raw_times(array: pa.Array) -> np.ndarray:
     return array.view(pa.int32() if array.type.bit_width == 32 else pa.int64()).to_numpy()
 
 
-def read_keys(ids: pa.Array) -> Keys:
-    """Return the keys of a `stored` column of ids without nulls."""
+def read_keys(ids: pa.Array, where: str = "") -> Keys:
+    """Return the keys of a `stored` column of ids without nulls; errors begin with `where`."""
     kind, none = ids.type, pa.array([], pa.large_binary())
     if is_text(kind):
         encoded = ids.dictionary_encode()
@@ -237,7 +237,7 @@ def read_keys(ids: pa.Array) -> Keys:
     if pa.types.is_decimal(kind):
         return decimal_keys(ids)
     if not is_number(kind):
-        raise ExportError(f"ids must be integers or strings, found {kind}")
+        raise ExportError(f"{where}ids must be integers or strings, found {kind}")
     if pa.types.is_temporal(kind):
         return Keys(raw_times(ids) * np.int64(NANOSECONDS[getattr(kind, "unit", "day")]), none, None, kind)
     numbers = (ids.cast(pa.uint8()) if pa.types.is_boolean(kind) else ids).to_numpy()
@@ -245,7 +245,7 @@ def read_keys(ids: pa.Array) -> Keys:
         bits = np.finfo(numbers.dtype).nmant + 1
         wrong = (numbers != np.rint(numbers)) | ~(np.abs(numbers) < 2**bits)
         if wrong.any():
-            raise ExportError(f"ids must be whole numbers below 2**{bits}, found {numbers[wrong][0]}")
+            raise ExportError(f"{where}ids must be whole numbers below 2**{bits}, found {numbers[wrong][0]}")
         numbers = numbers.astype(np.int64)
     return Keys(numbers, none, None, kind)
 
@@ -799,8 +799,8 @@ class Scorer:
         if pa.types.is_list(array.type):
             places, lengths = lists_of(array, None, "last")
             array = stored(array.values).take(pa.array(places))
-        keys = read_keys(array.drop_null())
-        positions = keys.spread(self._index.find(keys, keys.hashes(0), f"column '{name}': "))
+        keys = read_keys(array.drop_null(), where := f"column '{name}': ")
+        positions = keys.spread(self._index.find(keys, keys.hashes(0), where))
         rows = np.repeat(np.arange(len(users)), lengths)[array.is_valid().to_numpy(zero_copy_only=False)]
         return rows[positions >= 0], positions[positions >= 0]
 

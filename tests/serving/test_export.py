@@ -165,8 +165,9 @@ def test_candidates_and_unknown_items(towers: Path) -> None:
     assert scorer.recommend(users.to_batches()[0]) == scorer.recommend(users) == scorer.recommend(users.to_pydict())
     with pytest.raises(ExportError, match="rows are a list, and may be an Arrow table or batch, a dict of columns or"):
         scorer.recommend([1, 2])
-    with pytest.raises(ExportError, match=r"column 'numbers': ids of type int64 are none of the texts of the model"):
-        scorer.recommend(users.append_column("numbers", pa.array([[1, 2], []])), seen="numbers")
+    for id, said in ((1, "of type int64 are none of the texts of"), (1.5, "must be whole"), ({"a": 1}, "must be int")):
+        with pytest.raises(ExportError, match=f"^column 'odd': ids {said}"):
+            scorer.recommend(users.append_column("odd", pa.array([[id], []])), seen="odd")
 
 
 @pytest.mark.parametrize(
