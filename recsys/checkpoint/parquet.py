@@ -20,6 +20,8 @@ from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensor_files import Entry, Pieces, read_rows
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
+from recsys.data.footers import footer_of, opened, parsed_footer, read_footer
+from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, read_vocabulary
 from recsys.runtime.arguments import Parser
@@ -140,7 +142,7 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
     columns = {VECTOR: targets[TABLES + table]}
     columns |= {name.removeprefix(prefix): pieces for name, pieces in targets.items() if name.startswith(prefix)}
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with _opened(path) as file:
             names = file.schema_arrow.names
             _check_columns(key, names, settings)
             columns = {name: pieces for name, pieces in columns.items() if name in names}
@@ -162,6 +164,12 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
     return num_rows
 
 
+def _opened(path: Path) -> pq.ParquetFile:
+    """Open a file in Parquet's own types: lists may have been views to its writer, and texts UUIDs."""
+    footer = parsed_footer(footer_of(read_footer(Storage(), str(path), path.stat().st_size)))
+    return opened(str(path), footer, page_checksum_verification=True)
+
+
 def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:
     one_row = settings.num_hashes == 1 and settings.mapping is not IdMappingType.quotient_remainder
     if VECTOR not in names or not {"row", "id"} & set(names):
@@ -171,8 +179,7 @@ def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:
 
 
 def _from_arrow(key: str, name: str, column: pa.Array, pieces: Pieces) -> torch.Tensor:
-    width, kind = torch.Size(pieces.size[1:]).numel(), column.type
-    in_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    width, in_lists = torch.Size(pieces.size[1:]).numel(), pa.types.is_list(column.type)
     values = column.flatten() if in_lists else column
     # Of each row: lists of other lengths may have the same sum.
     fits = not in_lists or pc.all(pc.equal(pc.list_value_length(column), width), min_count=0).as_py()

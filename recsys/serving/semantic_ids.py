@@ -142,14 +142,16 @@ def _vectors(column: pa.ChunkedArray, source: Path) -> np.ndarray:
         UserError: a row has no list of finite numbers, or another number of them than other rows.
     """
     try:
-        lists = column.combine_chunks().cast(pa.large_list(pa.float32()))
+        lists = column.combine_chunks()
+        lists = getattr(lists, "storage", lists)  # of tensors
+        lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
+        numbers = lists.flatten().cast(pa.float32()).fill_null(math.nan).to_numpy()  # Arrow casts no views of lists
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise UserError(
             f"'{source}' has {column.type} in its column 'vector'; write a list of numbers for each item"
         ) from error
-    lengths = pc.list_value_length(lists).fill_null(0).to_numpy()
     dim = max(1, lengths.max())
-    numbers, problem = lists.flatten().fill_null(math.nan).to_numpy(), f"has not {dim} numbers, as others have"
+    problem = f"has not {dim} numbers, as others have"
     is_bad = lengths != dim
     if not is_bad.any():
         numbers, problem = numbers.reshape(-1, dim), "has a number that is null, NaN or infinite"

@@ -265,10 +265,14 @@ def test_vectors_that_a_table_cannot_have_are_refused(
     assert not tensor.any()
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.float64()), pa.large_list(pa.float16()), pa.list_(pa.float32(), 2)])
-def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType, tmp_path: Path) -> None:
-    vectors = np.array([[1, 2], [3, 4]], np.float16 if pa.types.is_large_list(kind) else np.float64)
-    pq.write_table(pa.table({"row": [1, 0], "vector": pa.array(list(vectors), kind)}), tmp_path / "t.parquet")
+KINDS = [pa.list_(pa.float64()), pa.large_list(pa.float16()), pa.list_(pa.float32(), 2), pa.list_view(pa.float32())]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, pa.large_list_view(pa.float64()), None], ids=str)
+def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType | None, tmp_path: Path) -> None:
+    vectors = np.array([[1, 2], [3, 4]], np.float16 if kind == KINDS[1] else np.float64)
+    column = pa.FixedShapeTensorArray.from_numpy_ndarray(vectors) if kind is None else pa.array(list(vectors), kind)
+    pq.write_table(pa.table({"row": [1, 0], "vector": column}), tmp_path / "t.parquet")
     table, tensor = TableConfig(num_embeddings=2, embedding_dim=2), torch.zeros(2, 2)
     found = import_table(tmp_path / "t.parquet", "t", table, TableRows(table, None), {"tables/t": Pieces.of(tensor)})
     assert found == 2 and tensor.tolist() == [[3, 4], [1, 2]]

@@ -74,6 +74,25 @@ def test_a_file_of_codes_that_rows_are_joined_with(tmp_path: Path, capsys: pytes
     assert f"{len({tuple(each) for each in numbers.tolist()})} different codes" in capsys.readouterr().out
 
 
+KINDS = [
+    pa.large_list(pa.float64()),
+    pa.list_(pa.float32(), 16),
+    pa.list_view(pa.float32()),
+    pa.large_list_view(pa.float64()),
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None], ids=str)
+def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType | None, tmp_path: Path) -> None:
+    vectors, codes = planted(40)[0], []
+    for name, of in (("a", pa.list_(pa.float32())), ("b", kind)):
+        column = pa.FixedShapeTensorArray.from_numpy_ndarray(vectors) if of is None else pa.array(list(vectors), of)
+        pq.write_table(pa.table({"vector": column}), tmp_path / f"{name}.parquet", row_group_size=17)
+        list(semantic_ids(tmp_path / f"{name}.parquet", tmp_path / "codes.parquet", 2, 4, 1))
+        codes.append(pq.read_table(tmp_path / "codes.parquet"))
+    assert codes[0].equals(codes[1])
+
+
 @pytest.mark.parametrize("there", ["the vectors", "other vectors", "a log", "a text", "nothing", "codes"])
 def test_only_codes_are_overwritten(there: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A glob that the shell has expanded names a second file of vectors where the output is expected."""
