@@ -18,7 +18,7 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
         UserError: what would be done in its place would learn something else, or a batch has fewer rows than ranks.
     """
     check_ranks(config, world_size)
-    instead = _check_dense_sharding(config, world_size)
+    instead = _check_dense_sharding(config, world_size) + _unused_wires(config, world_size)
     if on_gpu:
         for name in config.tables:
             check_table_on_gpu(config, name)
@@ -82,6 +82,13 @@ def _check_dense_sharding(config: Config, world_size: int) -> list[str]:
             f"{' or '.join(elementwise.name for elementwise in ELEMENTWISE)}"
         )
     return [f"train.dense_sharding={sharding.name} changes nothing on one rank"] if world_size == 1 else []
+
+
+def _unused_wires(config: Config, world_size: int) -> list[str]:
+    """Return a sentence for each type that vectors are to be sent in, where none are sent."""
+    wires = {key: getattr(config.precision, key) for key in ("forward_wire", "backward_wire")}
+    is_changed = {key: wire for key, wire in wires.items() if world_size == 1 and wire is not FloatType.FP32}
+    return [f"precision.{key}={wire.name} changes nothing on one rank" for key, wire in is_changed.items()]
 
 
 def _check_optimizer(settings: TableOptimizerConfig, key: str) -> None:

@@ -8,7 +8,8 @@ from fbgemm_gpu.tbe.ssd.utils.partially_materialized_tensor import PartiallyMate
 from launch import ROOT, fork_train
 
 from recsys.config import load_config
-from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, ShardingChoice
+from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, FloatType, ShardingChoice
+from recsys.config.device import check_device
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 
@@ -85,6 +86,16 @@ def test_another_kernel_is_said_once(tmp_path: Path) -> None:
     instead = json.loads((tmp_path / "result.json").read_text())["instead"]
     assert len(instead) == 4 and "tables.user.compute_kernel=fused_uvm_caching is fused" in instead[0]
     assert all(done.stdout.count(sentence) + done.stderr.count(sentence) == 1 for sentence in instead)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_vectors_that_are_not_sent_have_no_type_to_be_sent_in(wire: str) -> None:
+    """One rank sends none, whatever it is on; what is said of others is said of several."""
+    for kind in FloatType:
+        config = load_config(ROOT / CONFIG, [f"{wire}={kind.name}"])
+        said = [f"{wire}={kind.name} changes nothing on one rank"] * (kind is not FloatType.FP32)
+        for on_gpu in (False, True):
+            assert check_device(config, on_gpu) == said and not check_device(config, on_gpu, world_size=2)
 
 
 def test_the_table_names_every_choice() -> None:
