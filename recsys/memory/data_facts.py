@@ -38,7 +38,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
         windows = 2 * (config.data.window_mib << 20) * streams_of_a_rank(config, world_size)
         id_bytes = 4 if biggest < 1 << 31 else 8
-        source, of_ids = "max_length or 1: the data are not here", _vocabularies(config, None, {})
+        source, of_ids = "max_length or 1, since the data cannot be read here", _vocabularies(config, None, {})
         counts, evaluated = len(mean_ids) * statistics_bytes(math.inf), _eval_ids(config, mean_ids)
         decoding = (Decoding(later=windows // 2),) * world_size
         of_batches = _mean_ids(config, mean_ids, world_size)

@@ -140,6 +140,13 @@ def test_memory_of_other_machines_is_not_that_of_this_one(tmp_path: Path, monkey
     assert "(this machine's)" not in budget
 
 
+@pytest.mark.parametrize("change", ["data.train=/no/such/place", "data.filter=pricee > 1", "data.label_column=device"])
+def test_what_keeps_data_from_being_read_is_told(change: str) -> None:
+    """The page predicts for data that may be elsewhere, and says what a run would be refused for."""
+    page = format_dry_run(rehearse_run(load_config(ROOT / "configs/dlrm_sample.yaml", [change])))
+    assert "max_length or 1, since the data cannot be read here (config key 'data." in page
+
+
 def test_sizes() -> None:
     sizes = {"80GiB": 80 << 30, "1.5 TB": 1_500_000_000_000, "2e3": 2000, 4096: 4096, "1tib": 1 << 40}
     assert {text: num_bytes("key", text) for text in sizes} == sizes
