@@ -235,7 +235,18 @@ def _as_files(data: Data) -> Iterator[str | list[str]]:
                 raise UserError(
                     f"DATA has a column that Parquet cannot hold ({' '.join(str(error).split())})"
                 ) from error
-            yield folder
+            try:
+                yield folder
+            except UserError as error:
+                error.args = (_without_file(str(error), folder), *error.args[1:])
+                raise
+
+
+def _without_file(message: str, folder: str) -> str:
+    """Return a message about rows that were given in memory without the file that they were written to."""
+    file = f"{folder}/rows.parquet"
+    message = message.replace(f" (in {file})", "").replace(f"the Parquet files of '{folder}'", "the columns given")
+    return message.replace(f"'{file}'", Given.key)
 
 
 def _plain(table: pa.Table) -> pa.Table:

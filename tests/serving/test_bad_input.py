@@ -1,5 +1,6 @@
 """What predict, recommend, embeddings and evaluate refuse, each in a sentence that names file, column or word."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def test_rows(change: Any, said: str, ranker: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError) as raised:
         run.predict(rows)
     assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert tempfile.gettempdir() not in str(raised.value)  # where the rows were written to, which nobody has named
     pq.write_table(rows, tmp_path / "rows.parquet")
     done = fork_train("evaluate", str(ranker), f"{tmp_path}/rows.parquet", program="recsys")
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
