@@ -7,7 +7,8 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from io import FileIO, TextIOWrapper
 from pathlib import Path
@@ -138,8 +139,12 @@ class Progress:
             text = f"step {self._step:,}/{self._num_steps:,}  left {clock(self._seconds_left())}  {self._told}"
             live_line.draw(f"{bar(self._step / self._num_steps)}  {text}")
 
-    def pause(self, seconds: float) -> None:
-        """Leave time spent on evaluation or a checkpoint out of the speed."""
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave time spent on evaluation or a checkpoint out of the speed; of a pause within another, once."""
+        start, before = time.monotonic(), self._paused
+        yield
+        seconds = time.monotonic() - start - (self._paused - before)
         self._mark += seconds
         self._paused += seconds
 

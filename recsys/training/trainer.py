@@ -1,7 +1,6 @@
 """The training loop: steps, evaluations, checkpoints, an orderly stop."""
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -209,23 +208,21 @@ class Trainer:
         self.writer.log("train", values | step_figures(self._built, self._config, self.state, factor, self.loader))
 
     def _evaluate(self, role: str, step: int) -> dict[str, float]:
-        start = time.monotonic()
-
         def stop_requested() -> bool:  # asked before every batch
             self._enter_phase(f"evaluation on data.{role}", step)
             return self._stop_requested()
 
-        give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
-        with self._timeline.phase("evaluation"):
-            # In training's pipeline, which holds nothing now: another would have streams, and so memory, of its own.
-            metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested, self._pipeline)
-            give_unused_back()
-        self.metrics[role] = self.state.metrics[role] = metrics
-        logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
-        self.writer.log(role, {"step": step, **metrics})
-        if role == "valid":
-            log_tables(self.writer, step, self._inputs, self._built, self.state, self._num_steps)
-        self.progress.pause(time.monotonic() - start)
+        with self.progress.pause():
+            give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
+            with self._timeline.phase("evaluation"):
+                # In training's pipeline, which holds nothing now: another would have streams, so memory, of its own.
+                metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested, self._pipeline)
+                give_unused_back()
+            self.metrics[role] = self.state.metrics[role] = metrics
+            logger.info("%s at step %d: %s", role, step, show_metrics(metrics))
+            self.writer.log(role, {"step": step, **metrics})
+            if role == "valid":
+                log_tables(self.writer, step, self._inputs, self._built, self.state, self._num_steps)
         return metrics
 
     def _evaluate_and_compare(self) -> None:
@@ -285,21 +282,19 @@ class Trainer:
             self._save()
 
     def _save(self) -> None:
-        start = time.monotonic()
         self._enter_phase("saving the checkpoint", self.state.step)
-        with self._timeline.phase("save"), Task("saving the checkpoint", is_shown=self._world.rank == 0):
+        is_told = self._world.rank == 0
+        with self.progress.pause(), self._timeline.phase("save"), Task("saving the checkpoint", is_shown=is_told):
             self._checkpoints.save(self._built.tensors, self.state)
         self._saved_at = self.state.step
-        self.progress.pause(time.monotonic() - start)
 
     def _publish(self) -> None:
         """Publish the model as it is, unless it has been."""
         if self._publisher is not None and self._published_at != self.state.step:
-            start, self._published_at = time.monotonic(), self.state.step
+            self._published_at = self.state.step
             self._enter_phase("publishing", self.state.step)
-            with self._timeline.phase("save"):
+            with self.progress.pause(), self._timeline.phase("save"):
                 self._publisher.publish(self.state.step, self._saved)
-            self.progress.pause(time.monotonic() - start)
 
     def _saved(self) -> Path:
         """Return the folder of a checkpoint of the step, saved if it is not yet."""

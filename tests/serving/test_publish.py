@@ -186,8 +186,22 @@ def test_killed_while_publishing(tmp_path: Path, place: str) -> None:
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published")
     write_retrieval(folder)
-    train(folder)
+    train(folder, before=save_slowly)
     return folder / "published"
+
+
+def save_slowly() -> None:
+    import time
+
+    from recsys.checkpoint import Checkpoints
+
+    whole = Checkpoints.save
+
+    def save(*arguments: Any) -> None:
+        time.sleep(1)
+        whole(*arguments)
+
+    Checkpoints.save = save  # type: ignore[method-assign]
 
 
 def _damage_altered(folder: Path) -> str:
@@ -297,3 +311,10 @@ def test_a_folder_is_published_to_by_one_run_at_a_time(tmp_path: Path) -> None:
         assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
         assert "error: config key 'train.publish.dir': another run publishes to" in done.stderr
         assert sorted((tmp_path / "published").rglob("*")) == before
+
+
+def test_time_of_publishing_is_no_time_of_training(published: Path) -> None:
+    """The whole one saves a checkpoint, whose time is left out once: after it no step is faster than others are."""
+    lines = [json.loads(text) for text in (published.parent / "run/metrics.jsonl").read_text().splitlines()]
+    speeds = [line["samples_per_s"] for line in lines if line["kind"] == "train"]
+    assert len(speeds) > 40 and max(speeds) < 1e6, max(speeds)
