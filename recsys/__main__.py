@@ -48,6 +48,7 @@ from recsys.runtime.arguments import (
     told_by_first_rank,
     with_data,
 )
+from recsys.runtime.checkpoint_folders import checkpoints_of
 from recsys.runtime.environment import importing, restart_with_malloc_settings
 from recsys.runtime.files import make_folder
 from recsys.runtime.versions import exit_unless_installed, own_version
@@ -158,8 +159,7 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
     parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
     parser.add_argument("--prune-by", default="norm", help="importance of rows: norm, count in data.train, gradient")
-    about = "of distill: changes to the config"
-    parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help=about)
+    parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help="of distill: changes of config")
     with mistakes_told():
         words, run = _found(parser, arguments)
         from recsys.config import load_config
@@ -264,6 +264,8 @@ def _parser_of_run(prog: str, command: str) -> Parser:
 def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace, Any]:
     """Return the words of a command line, and the `Finished` run that they name."""
     words = parser.parse_intermixed_args(arguments)
+    with told_by_first_rank():
+        checkpoints_of(words.run, "RUN")  # before the imports, which take seconds
     restart_with_malloc_settings()
     with importing(), told_by_first_rank():
         from recsys.serving.finished import find_run
@@ -286,6 +288,7 @@ def _job(words: argparse.Namespace) -> Callable[[], int]:
 
     with told_by_first_rank():
         if words.command == "evaluate":
+            checkpoints_of(words.config, "RUN")  # before the imports, as in `_found`
             from recsys.serving.evaluate import Asked, evaluate, roles_of
             from recsys.serving.finished import find_run
 

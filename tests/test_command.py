@@ -46,11 +46,28 @@ def test_a_mistake_is_told_in_one_line(arguments: list[str], status: int, said: 
     assert done.returncode == status and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+def imports_none(done: subprocess.CompletedProcess[str], *names: str) -> bool:
+    """Return whether what was run with `-X importtime` imported none of these."""
+    return not any(f"| {' ' * depth}{name}\n" in done.stderr for name in names for depth in range(40))
+
+
 @pytest.mark.parametrize("script", ["train.py --help", "-m recsys --help", "-m recsys dry-run --help"])
 def test_help_takes_no_library(script: str) -> None:
     done = run("-X", "importtime", *script.split())
     assert done.returncode == 0 and "usage: " in done.stdout
-    assert not any(f"| {' ' * depth}{name}\n" in done.stderr for name in ("torch", "numpy") for depth in range(40))
+    assert imports_none(done, "torch", "numpy")
+
+
+_OF_RUNS = ["evaluate {}", "predict {} a b", "recommend {} a b", "embeddings {} item b", "export {} b"]
+
+
+@pytest.mark.parametrize("words", [*_OF_RUNS, "compress {} b --max-loss 1%", "report {}", "compare {}"])
+def test_a_run_that_is_not_there_is_told_at_once(words: str) -> None:
+    """Without torch, whose import takes seconds; also where it is a folder or a file of something else."""
+    for no_run in ("nowhere", "configs", SAMPLE):
+        done = run("-X", "importtime", "-m", "recsys", *words.format(no_run).split())
+        assert done.returncode == 1 and f"'{no_run}' " in done.stderr and "; name a " in done.stderr
+        assert imports_none(done, "torch"), no_run
 
 
 @pytest.mark.parametrize(

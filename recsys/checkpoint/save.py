@@ -18,7 +18,6 @@ from recsys.checkpoint.state import (
     OtherFormatError,
     TrainState,
     aside_of,
-    list_checkpoints,
     name_of,
     refused_of,
     verify_checkpoint,
@@ -26,6 +25,7 @@ from recsys.checkpoint.state import (
 from recsys.checkpoint.tensor_files import SUFFIX, Entry, Pieces, write_tensors
 from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
+from recsys.runtime.checkpoint_folders import list_checkpoints
 from recsys.runtime.files import replace_file, sync
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World

@@ -14,13 +14,12 @@ from recsys.checkpoint.files import file_problem
 from recsys.checkpoint.tensor_files import Entry, check_entries
 from recsys.data.order import Position
 from recsys.errors import UserError
+from recsys.runtime.checkpoint_folders import MARKER, MARKER_OF_FORMAT_1, checkpoints_of
 from recsys.runtime.files import replace_file
 from recsys.runtime.world import World
 
 # 4 was written by torch.distributed.checkpoint; 3 did not say what its rows and numbers stand for
 FORMAT = 5
-MARKER = "checkpoint.json"
-_MARKER_OF_FORMAT_1 = "state.json"
 _ASIDE = ".tmp"
 _REFUSED = ".refused"
 
@@ -108,7 +107,7 @@ class Marker:
                 checkpoint is of another format.
         """
         path = folder / MARKER
-        if not path.is_file() and (folder / _MARKER_OF_FORMAT_1).is_file():
+        if not path.is_file() and (folder / MARKER_OF_FORMAT_1).is_file():
             raise OtherFormatError(_other_format(folder, 1))
         try:
             checksum, _, text = path.read_text().removesuffix("\n").partition("\n")
@@ -194,11 +193,6 @@ def refused_of(folder: Path) -> Path:
     return folder.with_name(folder.name + _REFUSED)
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoint folders, valid or not, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
-
-
 def find_checkpoint(path: str | Path, key: str = "config key 'train.init_from'") -> Path:
     """Return the checkpoint of a path: itself, or of a run directory the best, else the newest.
 
@@ -208,14 +202,10 @@ def find_checkpoint(path: str | Path, key: str = "config key 'train.init_from'")
     Raises:
         UserError: there is none.
     """
-    path = Path(path)
-    if any((path / name).is_file() for name in (MARKER, _MARKER_OF_FORMAT_1)):
-        return path
-    checkpoints = list_checkpoints(path / "checkpoints")
-    if not checkpoints:
-        what = "holds no checkpoint" if path.exists() else "does not exist"
-        raise UserError(f"{key}: '{path}' {what}; name a run directory or one of its checkpoints/step-*")
+    checkpoints = checkpoints_of(path, key)
     newest = checkpoints[-1]
+    if newest == Path(path):
+        return newest
     best_step = Marker.read(newest).state.best_step
     best = newest if best_step is None else newest.with_name(name_of(best_step))
     return best if best in checkpoints else newest

@@ -21,9 +21,9 @@ from recsys.config.names import MOST_YAML_NODES
 from recsys.errors import UserError
 from recsys.report.shapes import COMPRESSION, ENDING, FIGURE, ID_FIGURES, MEMORY, PLAN, RESULT, misfit
 from recsys.report.text import duration, number, size
+from recsys.runtime.checkpoint_folders import MARKER
 from recsys.runtime.run_lock import is_locked
 
-_CHECKPOINT = "checkpoint.json"  # as of recsys.checkpoint.state, a room behind this one
 _LOG_TAIL = 1 << 20  # bytes of a log that are read
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 _LOG_LINE = re.compile(rf"({_TIME}),\d+ (WARNING|ERROR|CRITICAL) [\w.]+: (?:error: )?(.*)", re.DOTALL)
@@ -183,7 +183,7 @@ class Record:
     def checkpoints(self) -> list[tuple[str, float, int]]:
         """Name, time and bytes of each checkpoint, the oldest first."""
         checkpoints = []
-        for path in sorted(self.folder.glob(f"checkpoints/step-*[0-9]/{_CHECKPOINT}")):
+        for path in sorted(self.folder.glob(f"checkpoints/step-*[0-9]/{MARKER}")):
             with suppress(FileNotFoundError):  # a run that goes on may remove it just now
                 num_bytes = sum(file.stat().st_size for file in path.parent.iterdir())
                 checkpoints.append((path.parent.name, path.stat().st_mtime, num_bytes))
@@ -220,7 +220,7 @@ def open_record(path: Path, error: str | None = None) -> Record:
     Raises:
         UserError: it is none.
     """
-    if (path / _CHECKPOINT).exists():
+    if (path / MARKER).exists():
         above = os.path.normpath(path / ".." / "..")
         hint = f"'{above}'" if (Path(above) / "config.yaml").exists() else "the folder that its run has written to"
         raise UserError(f"'{path}' is a checkpoint, and a run directory is asked for; name {hint}")

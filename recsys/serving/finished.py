@@ -75,7 +75,7 @@ def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) 
             raise UserError(
                 f"config key '{key}' is a part of what the run has trained; what may be others are "
                 f"{', '.join(f'{prefix}*' if prefix.endswith('.') else prefix for prefix in _CHANGEABLE)} alone"
-                f"{nearest(key, ['data.valid', 'data.test', 'data.items'])}"
+                f"{nearest(key, ('data.valid', 'data.test', 'data.items', *_CHANGEABLE[2:]))}"
             )
     changes = [*_NO_TRAINING, *overrides]
     config = _without_training(load_config(checkpoint / "config.yaml", changes, trust_code=trust_code))

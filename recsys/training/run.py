@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_source
-from recsys.checkpoint.state import MARKER as CHECKPOINT
 from recsys.config import Config, TableConfig, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
@@ -30,6 +29,7 @@ from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
 from recsys.report.record import Record
 from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
+from recsys.runtime.checkpoint_folders import MARKER as CHECKPOINT
 from recsys.runtime.environment import give_unused_back
 from recsys.runtime.files import copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json

@@ -135,6 +135,7 @@ def test_what_metrics_lose_when_a_feature_is_permuted(run: tuple[Path, dict[str,
     ("overrides", "said"),
     [
         (["tables.item.hash_seed=3"], "'tables.item.hash_seed' is a part of what the run has trained"),
+        (["modl.top_k=[3]"], "did you mean 'model.top_k'?"),
         (["data.valid=null", "data.test=null"], "there is nothing to evaluate; set data.valid or data.test"),
         (["--by", "colour"], "--by: file"),
         (["--cold", "3"], "--cold tells the values of a column apart; name it by --by"),

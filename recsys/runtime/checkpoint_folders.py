@@ -1,0 +1,32 @@
+"""Where checkpoints lie in a run directory; found without the libraries that read them."""
+
+from pathlib import Path
+
+from recsys.errors import UserError
+
+MARKER = "checkpoint.json"  # written last; without it a folder is no checkpoint
+MARKER_OF_FORMAT_1 = "state.json"
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return all checkpoint folders, valid or not, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.suffix == "" and path.is_dir())
+
+
+def checkpoints_of(path: str | Path, key: str) -> list[Path]:
+    """Return the checkpoints of a path, oldest first: itself alone, or those of a run directory.
+
+    Args:
+        key: what names the path, for messages.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(path)
+    if any((path / name).is_file() for name in (MARKER, MARKER_OF_FORMAT_1)):
+        return [path]
+    checkpoints = list_checkpoints(path / "checkpoints")
+    if not checkpoints:
+        what = "holds no checkpoint" if path.exists() else "does not exist"
+        raise UserError(f"{key}: '{path}' {what}; name a run directory or one of its checkpoints/step-*")
+    return checkpoints
