@@ -103,7 +103,8 @@ install() {
     done
     # torchrec's dependency fbgemm-gpu is fbgemm-gpu-cpu in the CPU set; the others are among the pins.
     "${pip[@]}" "${others[@]}" && "${pip[@]}" --no-deps "${torchrec[@]}" ||
-        die "pip could not install the $kind set, see its error above: mend that and run this again."
+        die "pip could not install the $kind set, see its error above (\"from versions: none\" is what it says where" \
+            "it reaches no package index: see the network, the proxy or PIP_INDEX_URL): mend that and run this again."
     # The package and its command are those of this folder, whatever is changed in it.
     pwd >"$("$venv_python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/recsys.pth"
     printf '#!/bin/sh\nexec "$(dirname "$0")/python" -m recsys "$@"\n' >"$command"
@@ -122,6 +123,7 @@ verify() {
 
 kind=${1:-$(fitting_kind)}
 [[ $# -le 1 && "$kind" =~ ^(cpu|cuda)$ ]] || die "usage: bash scripts/setup.sh [cpu|cuda]"
+[[ "${SET:-oldest}" =~ ^(oldest|newest)$ ]] || die "SET is '$SET', and must be oldest or newest, or not set."
 if up_to_date; then exit 0; fi
 
 # pyproject.toml is the lock: it is there in every clone. Opened for writing too, as NFS wants it for a lock.

@@ -44,6 +44,7 @@ def test_a_venv_without_pip_gets_it(clone: Path) -> None:
     (clone / ".venv" / "kept").touch()
     said = said_by_setup(clone)
     assert "No module named pip" not in said and "No matching distribution found" in said
+    assert "(from versions: none)" in said and "reaches no package index: see the network" in said
     assert (clone / ".venv" / "kept").exists()
 
 
@@ -55,3 +56,10 @@ def test_the_venv_of_another_clone_is_left_as_it_is(clone: Path, tmp_path: Path)
     assert "setup: making .venv with " in said_by_setup(clone)
     assert sorted((tmp_path / "theirs").rglob("*")) == before
     assert (clone / ".venv" / "bin" / "python").exists() and not (clone / ".venv").is_symlink()
+
+
+def test_a_set_that_there_is_not_is_refused_before_anything_is_made(clone: Path) -> None:
+    command, environment = ["bash", f"{clone}/scripts/setup.sh", "cpu"], {**os.environ, "SET": "odd"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "setup: SET is 'odd', and must be oldest or newest, or not set.\n"
+    assert not list(clone.glob(".venv*"))
