@@ -9,7 +9,7 @@ from launch import ROOT
 
 # What litserve does when it runs, without litserve: processes of its own end where it leaves `run` orderly.
 _STUB = """
-import runpy, signal, sys, types
+import runpy, sys, time, types
 
 class LitServer:
     def __init__(self, api):
@@ -18,7 +18,8 @@ class LitServer:
     def run(self, port):
         try:
             print("runs", flush=True)
-            signal.pause()
+            while True:
+                time.sleep(0.05)  # signal.pause would wait for ever for a signal that comes just before it
         finally:
             print("its processes have ended", flush=True)
 
