@@ -20,7 +20,7 @@ from recsys.checkpoint.state import Marker, find_checkpoint
 from recsys.checkpoint.tensor_files import Entry, Pieces, read_rows
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
-from recsys.data.footers import footer_of, opened, parsed_footer, read_footer
+from recsys.data.footers import metadata_of, opened
 from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, read_vocabulary
@@ -166,7 +166,7 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
 
 def _opened(path: Path) -> pq.ParquetFile:
     """Open a file in Parquet's own types: lists may have been views to its writer, and texts UUIDs."""
-    footer = parsed_footer(footer_of(read_footer(Storage(), str(path), path.stat().st_size)))
+    footer = metadata_of(Storage(), str(path), path.stat().st_size)
     return opened(str(path), footer, page_checksum_verification=True)
 
 

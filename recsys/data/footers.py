@@ -307,6 +307,11 @@ def parsed_footer(content: bytes) -> pq.FileMetaData:
     return pq.read_metadata(pa.BufferReader(content + len(content).to_bytes(4, "little") + b"PAR1"))
 
 
+def metadata_of(storage: Storage, name: str, size: int) -> pq.FileMetaData:
+    """Return the `parsed_footer` of a file; arguments and errors are those of `read_footer`."""
+    return parsed_footer(footer_of(read_footer(storage, name, size)))
+
+
 def opened(source: pa.NativeFile | str, footer: pq.FileMetaData, **options: Any) -> pq.ParquetFile:
     """Open a file by its footer, as `parsed_footer` returns it; `options` are those of pyarrow."""
     # INT96 is a day and a nanosecond of it, of which Spark writes microseconds. Where Arrow makes nanoseconds of it, a

@@ -16,7 +16,7 @@ from recsys.data.decode import SegmentReader
 from recsys.data.fields import names
 from recsys.data.filters import parse_filter
 from recsys.data.footer_cache import Known, load_footers, save_footers
-from recsys.data.footers import Footer, FooterParser, file_keys, footer_of, parsed_footer, read_footer, read_footers
+from recsys.data.footers import Footer, FooterParser, file_keys, metadata_of, read_footers
 from recsys.data.order import RowGroups
 from recsys.data.selection import certain_rows, prune_by_path
 from recsys.data.sources import find_files
@@ -205,7 +205,7 @@ def column_names(key: str, paths: str | Sequence[str], retries: int) -> set[str]
     files = find_files(key, paths, retries)
     name = files.names[0]
     try:
-        footer = parsed_footer(footer_of(read_footer(files.storage, name, int(files.sizes[0]))))
+        footer = metadata_of(files.storage, name, int(files.sizes[0]))
         return {*names(footer.schema.to_arrow_schema()), *partition_keys(name)}
     except (pa.ArrowException, OSError) as error:
         problem = f"'{name}' is not a readable Parquet file ({reason(error)}); write it anew"

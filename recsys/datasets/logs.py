@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from recsys.data.fields import names as names_in
 from recsys.data.fields import places
 from recsys.data.filters import written
-from recsys.data.footers import footer_of, opened, parsed_footer, read_footer, schema_read
+from recsys.data.footers import metadata_of, opened, schema_read
 from recsys.data.parquet import unified
 from recsys.data.sources import find_files
 from recsys.data.storage import partition_column, partition_keys, reason
@@ -51,7 +51,7 @@ class LogFiles:
         """Return a file, whose footer is read. Raises UserError where it is no Parquet file."""
         name = self._files.names[number]
         with _told(name):
-            footer = parsed_footer(footer_of(read_footer(self._files.storage, name, int(self._files.sizes[number]))))
+            footer = metadata_of(self._files.storage, name, int(self._files.sizes[number]))
         return LogFile(name, footer, self._key_kinds)
 
 
