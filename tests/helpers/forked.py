@@ -27,11 +27,11 @@ with importing():
     for name in LATE:
         with contextlib.suppress(ImportError):
             import_module(name)
-    for name in ("dlrm", "two_tower"):
-        config = load_config(f"{ROOT}/configs/{name}_sample.yaml")  # keys with their types and defaults are kept
-        # So is what torch prepares at its first step on fake tensors, a sixth of a short run. Where there may be a GPU,
-        # a backward pass starts threads, which a process that is forked off does not have.
-        if torch.version.cuda is None:
-            facts = DataFacts(dict.fromkeys(config.features, 1.0), 4, 0, (), {}, "made up")
-            with rehearse_world(1, 1, torch.device("cpu")):
-                rehearse(config, facts, 64, torch.device("cpu"))
+    # Keys with their types and defaults are kept.
+    _, config = (load_config(f"{ROOT}/configs/{name}_sample.yaml") for name in ("two_tower", "dlrm"))
+    # So is what torch prepares at its first step on fake tensors, a sixth of a short run. Where there may be a GPU, a
+    # backward pass starts threads, which a process that is forked off does not have.
+    if torch.version.cuda is None:
+        facts = DataFacts(dict.fromkeys(config.features, 1.0), 4, 0, (), {}, "made up")
+        with rehearse_world(1, 1, torch.device("cpu")):
+            rehearse(config, facts, 64, torch.device("cpu"))
