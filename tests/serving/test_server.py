@@ -9,7 +9,7 @@ from launch import ROOT
 
 # What litserve does when it runs, without litserve: processes of its own end where it leaves `run` orderly.
 _STUB = """
-import runpy, sys, time, types
+import runpy, signal, sys, time, types
 
 class LitServer:
     def __init__(self, api):
@@ -23,6 +23,7 @@ class LitServer:
         finally:
             print("its processes have ended", flush=True)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell starts in the background ignores it
 sys.modules["litserve"] = types.SimpleNamespace(LitAPI=object, LitServer=LitServer)
 sys.modules["fastapi"] = types.SimpleNamespace(HTTPException=Exception)
 runpy.run_path("serve.py", run_name="__main__")
