@@ -18,9 +18,8 @@ from recsys.config.compression_checks import check_compression, check_dense_int8
 from recsys.config.experts import check_experts, expert_tables
 from recsys.config.initial import check_init
 from recsys.config.names import check_names, one_of
-from recsys.config.optimizer_checks import check_optimizers
+from recsys.config.optimizer_checks import check_optimizers, check_replicated
 from recsys.config.schema import Config, FeatureConfig, TableConfig
-from recsys.config.table_optimizers import optimizer_names
 from recsys.config.topology import check_topology, num_bytes
 from recsys.errors import UserError, nearest
 
@@ -218,28 +217,14 @@ def check_sharding(config: Config, name: str, table: TableConfig) -> None:
             f"sums over, so what is learned would depend on the plan; use row_wise, {key}.name=adagrad, or insist "
             f"with {key}.allow_column_split=true"
         )
+    if table.l2_all_rows or choice is ShardingChoice.data_parallel:
+        check_replicated(config, name, table)
     _check_unpooled(config, name, table)
     check_compression(config, name, table)
     if optimizer.name.value.path is None and table.compute_kernel is not ComputeKernel.fused:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': {optimizer.name.name} trains tables in device memory, found "
             f"{table.compute_kernel.name}; use fused, or another {key}.name"
-        )
-    if choice is ShardingChoice.data_parallel and table.compute_kernel is not ComputeKernel.fused:
-        raise UserError(
-            f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
-            f"{table.compute_kernel.name}; use fused, or another sharding_type"
-        )
-    if choice is ShardingChoice.data_parallel and optimizer.weight_decay:
-        raise UserError(
-            f"config key '{key}.weight_decay': tables that every rank holds are trained without, found "
-            f"{optimizer.weight_decay}; set it to 0, or tables.{name}.sharding_type to another"
-        )
-    if choice is ShardingChoice.data_parallel and not optimizer.name.value.in_torch:
-        raise UserError(
-            f"config key 'tables.{name}.sharding_type': tables that every rank holds are trained by "
-            f"{optimizer_names('in_torch')}, found "
-            f"{key}.name={optimizer.name.name}; use another sharding_type"
         )
 
 

@@ -48,6 +48,7 @@ FREE = (
         "tables.*.stochastic_rounding",
         "tables.*.init_range",
         "tables.*.l2",
+        "tables.*.l2_all_rows",
         "tables.*.sparsity*",
         "tables.*.vocabulary",
     ),

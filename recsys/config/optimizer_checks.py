@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from recsys.config.choices import Autocast, DenseOptimizer, Schedule, StateType
-from recsys.config.schema import Config, TableOptimizerConfig
+from recsys.config.choices import Autocast, ComputeKernel, DenseOptimizer, Schedule, ShardingChoice, StateType
+from recsys.config.schema import Config, TableConfig, TableOptimizerConfig
 from recsys.config.table_optimizers import optimizer_names
 from recsys.errors import UserError
 
@@ -33,6 +33,36 @@ def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
         )
 
 
+def check_replicated(config: Config, name: str, table: TableConfig) -> None:
+    """Raise a UserError for what does not go with a table that every rank holds, by its plan or its penalty."""
+    optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
+    choice, other = table.sharding_type, f"tables.{name}.sharding_type to another"
+    if table.l2_all_rows:
+        other = f"tables.{name}.l2_all_rows to 0, or to tables.{name}.l2, of the rows that a step looks up"
+        by_id = name in config.unpooled_tables()
+        if by_id or choice not in (ShardingChoice.auto, ShardingChoice.data_parallel):
+            found = "one that is looked up id by id" if by_id else f"sharding_type: {choice.name}"
+            raise UserError(
+                f"config key 'tables.{name}.l2_all_rows' is for tables of sums or means of lists that every rank holds "
+                f"(sharding_type: data_parallel), found {found}; set {other}"
+            )
+    if table.compute_kernel is not ComputeKernel.fused:
+        raise UserError(
+            f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
+            f"{table.compute_kernel.name}; use fused, or set {other}"
+        )
+    if optimizer.weight_decay:
+        raise UserError(
+            f"config key '{key}.weight_decay': tables that every rank holds are trained without, found "
+            f"{optimizer.weight_decay}; set it to 0, or {other}"
+        )
+    if not optimizer.name.value.in_torch:
+        raise UserError(
+            f"config key '{key}.name': tables that every rank holds are trained by {optimizer_names('in_torch')}, "
+            f"found {optimizer.name.name}; use one of these, or set {other}"
+        )
+
+
 def _check_unchecked_steps(config: Config) -> None:
     """Refuse what a step that is not finite would change, where no one waits to learn that it is not."""
     if key := next(_needing_checks(config), None):
@@ -53,6 +83,7 @@ def _needing_checks(config: Config) -> Iterator[str]:
             f"{key}.name={optimizer.name.name}": not optimizer.name.value.leaves_idle_rows,
             f"{key}.weight_decay={optimizer.weight_decay:g}": optimizer.weight_decay,
             f"tables.{name}.sparsity": table.sparsity is not None,
+            f"tables.{name}.l2_all_rows={table.l2_all_rows:g}": table.l2_all_rows,
         }
         yield from (f"{setting}, which moves rows without a gradient too" for setting, moves in moving.items() if moves)
 

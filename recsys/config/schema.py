@@ -125,8 +125,7 @@ class FeatureConfig:
     boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
     nulls: NullPolicy = NullPolicy.reserved  # what a null id or number becomes
     fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
-    # float: least and greatest value, null: none. First clip, then log1p, then standardise
-    clip: list[float | None] | None = None
+    clip: list[float | None] | None = None  # float: least and greatest value, null: none; before log1p and standardise
     log1p: bool = False  # float: log(1 + x)
     standardise: bool = False  # float: (x - mean) / standard deviation, both of data.train
     # Not a key: of a feature that is made for a further expert of another's table, that other.
@@ -135,7 +134,7 @@ class FeatureConfig:
 
 @dataclass
 class TableOptimizerConfig:
-    """Optimizer of tables, applied in the backward pass to the rows that a batch touches, and to no others.
+    """Optimizer of tables, applied in the backward pass to the rows that a batch touches alone (l2_all_rows: to all).
 
     The loss is the mean over the global batch, and a row of a table is touched by few of its rows. So the steps of sgd
     shrink as train.global_batch_size grows: a rate for one row at a time is to be multiplied by it (0.02 of one row is
@@ -162,8 +161,7 @@ class DenseOptimizerConfig:
     momentum: float = bounded(0.0, 0, 1)  # of sgd
     # Of adamw, adafactor and lamb times the rate, and taken from the weights; of the others added to the gradient.
     weight_decay: float = bounded(0.0, 0, LARGE)
-    # Most that the norm over all gradients of the dense part may be.
-    clip_norm: float | None = bounded(None, 1e-30, LARGE)
+    clip_norm: float | None = bounded(None, 1e-30, LARGE)  # most that the norm over all its gradients may be
 
 
 @dataclass
@@ -192,9 +190,12 @@ class TableConfig:
     vocabulary: str | None = None  # vocabulary: Parquet file of an earlier run, RUN/vocabulary/TABLE.parquet
     init_range: float | None = bounded(None, 0, 65504)  # uniform in +-init_range; default 1/sqrt(num_embeddings)
     # Added to the loss: l2 / 2 times the mean over rows of the squared length of each vector that the table gives, by
-    # their weights; of a list that is pooled, of its sum. Exact on every device and plan, other than weight_decay.
-    # Of sasrec, simplex and ultragcn the sum over rows is divided as their loss is: by the number of items to be found.
+    # their weights; of a pooled list, of its sum. Exact on every device and plan, other than weight_decay. Of sasrec,
+    # simplex and ultragcn the sum over rows is divided as their loss is: by the number of items to be found.
     l2: float = bounded(0.0, 0, LARGE)
+    # Added too: l2_all_rows / 2 times the sum of squares of the whole table, looked up or not, as in recipes for small
+    # data. Every rank holds such a table, and each step rewrites it.
+    l2_all_rows: float = bounded(0.0, 0, LARGE)
     sparsity: SparsityConfig | None = None
     sharding_type: ShardingChoice = ShardingChoice.auto
     compute_kernel: ComputeKernel = ComputeKernel.fused

@@ -134,8 +134,9 @@ def _config(config: Config, compression: Compression, facts: Facts, out: Path) -
     tables = {}
     for name, table in config.tables.items():
         code = compression.codes.get(name)
-        if code is not None and table.sharding_type not in UNPOOLED:
-            table = replace(table, sharding_type=ShardingChoice.auto)
+        if code is not None:  # such tables are looked up id by id
+            split = table.sharding_type if table.sharding_type in UNPOOLED else ShardingChoice.auto
+            table = replace(table, sharding_type=split, l2_all_rows=0.0)
         table = replace(table, quantize=code)
         if name in compression.pruned and name in facts.kept_rows:
             path = str(out / FACTS / kept_rows_file(name))

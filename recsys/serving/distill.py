@@ -44,6 +44,7 @@ def _acceptable(trained: Config, steps: Sequence[str]) -> Iterator[tuple[str, li
         for code in RowCode:
             tables = [name for name, table in trained.tables.items() if takes_code(table, code)]
             plans = [f"{n}.sharding_type=auto" for n in tables if trained.tables[n].sharding_type not in UNPOOLED]
+            plans += [f"{n}.l2_all_rows=0" for n in tables if trained.tables[n].l2_all_rows]
             keys = [*plans, *(f"{name}.quantize={code.name}" for name in tables)]
             yield f", where quantize accepts {code.name} before", [f"tables.{key}" for key in keys]
     if "prune" in steps:

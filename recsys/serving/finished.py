@@ -87,7 +87,7 @@ def find_run(run: str, overrides: Sequence[str] = (), trust_code: bool = False) 
 def _without_training(config: Config) -> Config:
     """Return a config whose tables have no optimizer's state, and train by what every device has."""
     tables = {
-        name: replace(table, optimizer=None, sparsity=None, stochastic_rounding=False)
+        name: replace(table, optimizer=None, sparsity=None, l2_all_rows=0.0, stochastic_rounding=False)
         for name, table in config.tables.items()
     }
     sgd = OptimizerConfig(TableOptimizerConfig(TableOptimizer.sgd), DenseOptimizerConfig(DenseOptimizer.sgd))

@@ -54,7 +54,7 @@ class Publisher:
         self._config, self._world, self._built = inputs.config, inputs.world, built
         self._settings = inputs.config.train.publish
         self._folder = Path(self._settings.dir or "")
-        self._touched = TouchedRows(built.model)
+        self._touched = TouchedRows(built.model, inputs.config)
         self._lock = RunLock("config key 'train.publish.dir': another run publishes to '{}'")
         self._number = 0
         self._base: dict[str, Any] | None = None  # its manifest, while deltas can follow; of rank 0

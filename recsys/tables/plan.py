@@ -63,7 +63,8 @@ def make_plan(
     Raises:
         NoPlanError: the tables fit under no plan that the config allows.
     """
-    free = [name for name, table in config.tables.items() if table.sharding_type is ShardingChoice.auto]
+    auto = ShardingChoice.auto
+    free = [name for name, table in config.tables.items() if table.sharding_type is auto and not table.l2_all_rows]
     if must_fit and not topology.on_gpu and len(free) >= topology.world_size > 1:
         whole = {name: replace(config.tables[name], sharding_type=ShardingChoice.table_wise) for name in free}
         with suppress(NoPlanError):
@@ -228,6 +229,8 @@ def fbgemm_output(config: Config, on_gpu: bool) -> DataType | None:
 
 
 def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[ShardingChoice]:
+    if config.tables[table].l2_all_rows:
+        return [ShardingChoice.data_parallel]
     if world_size == 1:
         return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
     settings, optimizer = config.tables[table], config.table_optimizer(table)

@@ -14,7 +14,7 @@ class ReplicatedTables:
 
     torchrec leaves such tables to the optimizer of the dense part, with gradients of the weights' own type, so that
     what is learned would depend on the plan. Here gradients are summed in FP32, over all ranks, and only rows that some
-    rank has looked up are updated, as in tables that are split.
+    rank has looked up are updated, as in tables that are split; of one with a penalty on all rows, these are.
     """
 
     def __init__(self, tables: Iterable[TorchTable]) -> None:
@@ -42,4 +42,7 @@ class ReplicatedTables:
                 marks.index_fill_(0, rows.long(), 1)
         dist.all_reduce(message)
         for table, gradient, marks in zip(self.tables, sums, touched, strict=True):
+            if table.l2_all_rows:
+                gradient.add_(table.weights, alpha=table.l2_all_rows)
+                marks.fill_(1)
             table.update_looked_up(gradient, marks)

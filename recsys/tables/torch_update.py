@@ -26,6 +26,7 @@ class TorchTable:
         weights: [rows, columns] FP32 or FP16, the lookup's own memory.
         offset: row and column of the table where it begins.
         sparsity: by what penalties rows become 0, if by any.
+        l2_all_rows: of a replicated table, the factor of the penalty on all its rows; see `TableConfig`.
         features: of a replicated table, those that it is looked up for.
         learning_rate: of the next update; num_updates: done before it.
         state: FP32, [rows] or [rows, columns] each.
@@ -37,6 +38,7 @@ class TorchTable:
     sparsity: SparsityConfig | None = None
     offset: tuple[int, ...] = (0, 0)
     features: Sequence[str] = ()
+    l2_all_rows: float = 0.0
     learning_rate: float = 0.0
     num_updates: int = 0
     state: list[torch.Tensor] = field(init=False)

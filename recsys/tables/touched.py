@@ -8,6 +8,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from recsys.config import Config
 from recsys.tables.module_names import config_name
 from recsys.tables.spec import local_pieces
 from recsys.tables.updates import kernels, table_tensors
@@ -20,10 +21,11 @@ _MARKED_AT_ONCE = 1 << 17  # ids: those of single steps come to marks that other
 class TouchedRows:
     """Marks rows of the tables on this rank as training looks them up, from now on; a byte for each row.
 
-    A row that is marked may be as it was: by a step that was left out, or a gradient of 0.
+    A row that is marked may be as it was: by a step that was left out, or a gradient of 0. Of a table with a penalty on
+    all rows, all are marked.
     """
 
-    def __init__(self, model: DistributedModelParallel) -> None:
+    def __init__(self, model: DistributedModelParallel, config: Config) -> None:
         self._marks: dict[tuple[str, Offsets], torch.Tensor] = {}
         self._lookups: list[_Lookups] = []
         for table, value in table_tensors(model).items():
@@ -33,7 +35,10 @@ class TouchedRows:
             for kernel in kernels(model, kind):
                 tables = kernel.config.embedding_tables
                 marks = [self._marks[_place(table)] for table in tables for _ in range(table.num_features())]
-                self._lookups.append(_Lookups(marks))
+                whole = [
+                    self._marks[_place(table)] for table in tables if config.tables[config_name(table.name)].l2_all_rows
+                ]
+                self._lookups.append(_Lookups(marks, whole))
                 kernel.register_forward_pre_hook(self._lookups[-1])
 
     def clear(self) -> None:
@@ -78,11 +83,11 @@ class _Lookups:
     """Keeps the rows that a kernel looks up in training until there are many, and marks them; a forward pre-hook.
 
     Args:
-        marks: of each feature's table.
+        marks: of each feature's table. whole: of tables of which all rows are trained.
     """
 
-    def __init__(self, marks: list[torch.Tensor]) -> None:
-        self._marks = marks
+    def __init__(self, marks: list[torch.Tensor], whole: list[torch.Tensor]) -> None:
+        self._marks, self._whole = marks, whole
         self._waiting: list[tuple[torch.Tensor, list[int]]] = []
         self._num_ids = 0
 
@@ -98,6 +103,8 @@ class _Lookups:
 
     def mark(self) -> None:
         """Mark what has been looked up."""
+        for of_table in self._whole if self._waiting else ():
+            of_table.fill_(True)
         for feature, of_table in enumerate(self._marks):
             for rows, bounds in self._waiting:
                 of_table.index_fill_(0, rows[slice(*bounds[feature : feature + 2])].long(), True)

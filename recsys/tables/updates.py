@@ -152,8 +152,9 @@ def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
     for table, weights in zip(kernel.config.embedding_tables, kernel.emb_module.split_embedding_weights(), strict=True):
         name, shard = config_name(table.name), table.local_metadata  # None of a table that every rank holds
         offset = (0, 0) if shard is None else tuple(shard.shard_offsets)
-        settings, sparsity = config.table_optimizer(name), config.tables[name].sparsity
-        tables.append(TorchTable(name, weights, settings, sparsity, offset, table.feature_names))
+        settings, of_table = config.table_optimizer(name), config.tables[name]
+        penalties = of_table.sparsity, offset, table.feature_names, of_table.l2_all_rows
+        tables.append(TorchTable(name, weights, settings, *penalties))
     return tables
 
 

@@ -88,7 +88,7 @@ FREE = {
     ),
     "how large a step is, and which way: what is there goes on from where it is": (
         *(f"optimizer.dense.{name}" for name in ("learning_rate", "momentum", "weight_decay", "clip_norm")),
-        *("tables.*.l2", "tables.*.sparsity"),
+        *("tables.*.l2", "tables.*.l2_all_rows", "tables.*.sparsity"),
         *(
             f"optimizer.schedule.{name}"
             for name in ("name", "warmup_steps", "final_factor", "plateau_factor", "plateau_patience")

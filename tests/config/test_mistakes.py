@@ -57,7 +57,7 @@ KEYS = {
     ),
     "replicated lamb": (
         "tables.user={sharding_type: data_parallel, optimizer: {name: lamb}}",
-        ["'tables.user.sharding_type'", "adagrad, sgd, adam, ftrl, found tables.user.optimizer.name=lamb"],
+        ["'tables.user.optimizer.name'", "adagrad, sgd, adam, ftrl, found lamb; use one of these, or set"],
     ),
     "key of a table's optimizer": ("tables.user.optimizer.nme=sgd", ["did you mean 'tables.user.optimizer.name'?"]),
     "rate of a table": ("tables.user.optimizer.learning_rate=-1", ["'tables.user.optimizer.learning_rate' must be"]),

@@ -66,7 +66,14 @@ def assert_same(followed: Scorer, export: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "options"),
-    [(1, []), (2, _PLAN), (4, _PLAN), (2, ["tables=int8", "tables.item.sharding_type=data_parallel"]), (2, _EXPERTS)],
+    [
+        (1, []),
+        (2, _PLAN),
+        (4, _PLAN),
+        (2, ["tables=int8", "tables.item.sharding_type=data_parallel"]),
+        (2, _EXPERTS),
+        (2, ["tables.user={l2_all_rows: 0.1, num_embeddings: 400}", "tables.item.num_embeddings=9000"]),
+    ],
 )
 def test_base_and_deltas_are_the_export(tmp_path: Path, nproc: int, options: list[str]) -> None:
     write_retrieval(tmp_path)

@@ -123,6 +123,10 @@ FORBIDDEN: dict[str, tuple[str, Edit, list[str], str]] = {
         "with compute_kernel 'fused', and by the config it is 'fused_uvm' here",
     ),
     "lists id by id": ("item", split("table_row_wise", 500, 8), [ATTENTION], "feature 'history' is looked up id by id"),
+    "a penalty on all rows": (
+        *("user", split("row_wise", 500, 8), ["tables.user.l2_all_rows=0.1"]),
+        "found sharding_type: row_wise",
+    ),
     "another type": ("user", COPIES, ["tables.user.sharding_type=row_wise"], "tables.user.sharding_type=row_wise"),
 }
 

@@ -1,0 +1,75 @@
+"""Penalties on the rows that are looked up, and on all rows of a table: what plain torch learns with them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_plans import folder, reference, trained, write
+
+from recsys.config import load_config
+from recsys.errors import UserError
+
+__all__ = ["folder"]  # a fixture
+
+L2 = ("tables.user.l2=0.3", "tables.item.l2=0.1", "tables.category.l2=0.2", "tables.category.pooling=mean")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("model.attention={history: item_id}", "train.micro_batch_size=50")])
+def test_l2_of_what_is_looked_up(options: tuple[str, ...], folder: Path) -> None:
+    plan = ("tables.user.sharding_type=data_parallel", "tables.item.sharding_type=row_wise")
+    losses, tables = trained(folder, 2, (*L2, *plan, *options))
+    expected, expected_tables = reference(folder, *L2, *options)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
+    without = reference(folder, *options)[1]
+    assert weights_size(expected_tables) < 0.9 * weights_size(without)
+
+
+@pytest.mark.parametrize(
+    "optimizer, world_size",
+    [("adam", 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("adam", 1), ("rowwise_adagrad", 3)))],
+)
+def test_l2_of_all_rows(optimizer: str, world_size: int, folder: Path) -> None:
+    """Rows that no step looks up go towards 0 too, and Adam's moments of all move in each step."""
+    options = (f"optimizer.tables.name={optimizer}", "optimizer.tables.eps=1e-4", "tables.user.l2=0.1")
+    options += ("tables.user.l2_all_rows=0.02", "tables.category.l2_all_rows=0.5", "tables.item.data_type=FP16")
+    options += ("tables.item.l2_all_rows=0.1", "tables.user.num_embeddings=2000")
+    losses, tables = trained(folder, world_size, options)
+    expected, expected_tables = reference(folder, *options)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    for name, weights in expected_tables.items():
+        tolerance = 1e-3 if weights.dtype is torch.float16 else 1e-5
+        torch.testing.assert_close(tables[name], weights, rtol=tolerance, atol=tolerance)
+    without = reference(folder, *options, *(f"tables.{name}.l2_all_rows=0" for name in ("user", "category", "item")))
+    for name in ("user", "category", "item"):
+        assert (expected_tables[name] != without[1][name]).any(dim=1).all()
+
+
+def weights_size(tables: dict[str, torch.Tensor]) -> float:
+    return float(sum(weights.square().sum() for weights in tables.values()))
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ("sharding_type: row_wise", "'tables.item.l2_all_rows' is for tables .* found sharding_type: row_wise; set"),
+        ("quantize: INT8", "'tables.item.l2_all_rows' .* found one that is looked up id by id; set"),
+        (
+            "optimizer: {name: lamb}",
+            "'tables.item.optimizer.name': .* found lamb; .* or set tables.item.l2_all_rows to 0",
+        ),
+        (
+            "optimizer: {weight_decay: 0.1}",
+            "'tables.item.optimizer.weight_decay': .* set it to 0, or tables.item.l2_all",
+        ),
+        (
+            "compute_kernel: fused_uvm",
+            "'tables.item.compute_kernel': .* use fused, or set tables.item.l2_all_rows to 0",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_penalty_on_all_rows(settings: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        load_config(write(tmp_path), [f"tables.item={{l2_all_rows: 0.1, {settings}}}"])
