@@ -170,12 +170,21 @@ def checkpoint_mlps(model: nn.Module) -> None:
     )
 
 
-def mlp(input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float) -> nn.Sequential:
-    """Return Linear-ReLU-Dropout layers of the hidden widths, then a plain Linear if there is an output width."""
+def mlp(
+    input_dim: int, hidden: Sequence[int], output_dim: int | None, dropout: float, layer_norm: bool = False
+) -> nn.Sequential:
+    """Return Linear-ReLU-Dropout layers of the hidden widths, then a plain Linear if there is an output width.
+
+    Args:
+        layer_norm: what each hidden layer gives for a row is normalised before the ReLU (arXiv:1607.06450).
+    """
     layers: list[nn.Module] = []
     for width in hidden:
-        # Nothing in between, where earlier versions had the ReLU: parameters keep their names in checkpoints.
-        layers += [nn.Linear(input_dim, width), nn.Identity(), RowDropout(dropout, relu=True)]
+        linear = nn.Linear(input_dim, width)
+        if layer_norm:
+            nn.init.zeros_(linear.bias)  # else vectors that begin small would be lost in it
+        # Without it nothing is in between, where earlier versions had the ReLU: parameters keep their names.
+        layers += [linear, nn.LayerNorm(width) if layer_norm else nn.Identity(), RowDropout(dropout, relu=True)]
         input_dim = width
     if output_dim is not None:
         layers.append(nn.Linear(input_dim, output_dim))

@@ -26,6 +26,7 @@ class DCNConfig(ModelConfig):
     bottom_mlp: list[int] = bounded([], 1, WIDEST)  # widths of layers over the floats; none: they go in as they are
     mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths
     structure: CrossStructure = CrossStructure.parallel
+    layer_norm: bool = False  # normalises what each hidden layer gives for a row, before its ReLU
     dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
     embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
 
@@ -63,7 +64,8 @@ class DCN(Model):
         super().__init__(inputs)
         self.features = list(inputs.dims)
         floats = len(inputs.floats)
-        self.bottom = mlp(floats, config.bottom_mlp, None, config.dropout) if floats and config.bottom_mlp else None
+        layers = config.dropout, config.layer_norm
+        self.bottom = mlp(floats, config.bottom_mlp, None, *layers) if floats and config.bottom_mlp else None
         width = sum(inputs.dims.values()) + (config.bottom_mlp[-1] if self.bottom else floats)
         self.embedding_dropout = RowDropout(config.embedding_dropout)
         self.cross = (
@@ -71,7 +73,7 @@ class DCN(Model):
             if config.rank is None
             else _LowRankCrossNet(width, config.num_cross_layers, config.rank)
         )
-        self.mlp = mlp(width, config.mlp, None, config.dropout)
+        self.mlp = mlp(width, config.mlp, None, *layers)
         self.is_stacked = config.structure is CrossStructure.stacked
         given = config.mlp[-1] if config.mlp else width
         self.last = nn.Linear(given if self.is_stacked else given + width, max(1, len(inputs.labels)))

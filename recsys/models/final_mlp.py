@@ -30,6 +30,7 @@ class FinalMLPConfig(ModelConfig):
     gate_1: list[str] = field(default_factory=list)  # features that weigh the others in the first stream
     gate_2: list[str] = field(default_factory=list)  # and in the second
     gate_mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths of a gate
+    layer_norm: bool = False  # normalises what each layer of a stream gives for a row, before its ReLU
     dropout: float = bounded(0.0, 0, below=1)  # after each layer of a stream
     embedding_dropout: float = bounded(0.0, 0, below=1)  # of elements of the vectors
 
@@ -72,7 +73,7 @@ class FinalMLP(Model):
             for names in self.gate_features
         )
         self.streams = nn.ModuleList(
-            mlp(width, widths, None, config.dropout) for widths in (config.mlp_1, config.mlp_2)
+            mlp(width, widths, None, config.dropout, config.layer_norm) for widths in (config.mlp_1, config.mlp_2)
         )
         first, second, labels = config.mlp_1[-1], config.mlp_2[-1], max(1, len(inputs.labels))
         self.linear = nn.Linear(first + second, labels)

@@ -72,6 +72,7 @@ class DeepFMConfig(FMConfig):
 
     name: str = "deepfm"
     mlp: list[int] = bounded([64], 1, WIDEST)  # hidden widths; the last is 1
+    layer_norm: bool = False  # normalises what each hidden layer gives for a row, before its ReLU
     dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
 
     free: ClassVar[tuple[str, ...]] = ("embedding_dropout", "dropout")
@@ -86,7 +87,8 @@ class DeepFM(FM):
 
     def __init__(self, config: DeepFMConfig, inputs: DenseInputs) -> None:
         super().__init__(config, inputs)
-        self.mlp = mlp(self.numbers.shape[1] * (len(inputs.dims) + len(inputs.floats)), config.mlp, 1, config.dropout)
+        width = self.numbers.shape[1] * (len(inputs.dims) + len(inputs.floats))
+        self.mlp = mlp(width, config.mlp, 1, config.dropout, config.layer_norm)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows]."""

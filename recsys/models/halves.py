@@ -67,12 +67,14 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
         for module in model.modules():
             if type(module) is nn.Linear:
                 module.__class__ = _LinearOfPart
-            elif type(module) is nn.LayerNorm and module.bias is not None and module.bias.dim() == 1:
+            elif type(module) is nn.LayerNorm and _is_plain(module):
                 module.__class__ = _LayerNormOfPart
         return
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = _Linear
+        elif type(module) is nn.LayerNorm and _is_plain(module):
+            module.__class__ = _LayerNorm
         elif type(module) is nn.Sequential and _is_mlp(module):
             module.__class__ = _MLP
         elif isinstance(module, CheckpointWrapper) and _is_mlp(module._checkpoint_wrapped_module):
@@ -242,12 +244,25 @@ class _LinearByChunks(torch.autograd.Function):
         )
 
 
+def _is_plain(norm: nn.LayerNorm) -> bool:
+    return norm.bias is not None and norm.bias.dim() == 1
+
+
+class _LayerNorm(InParts, nn.LayerNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled() or input.dim() != 2:
+            return super().forward(input)
+        return in_parts(partial(_normalised, self), self.num_parts, input)
+
+
 class _LayerNormOfPart(nn.LayerNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return super().forward(input)
-        result: torch.Tensor = _LayerNormByColumns.apply(input, self.weight, self.bias, self.eps)
-        return result
+        return _normalised(self, input) if torch.is_grad_enabled() else super().forward(input)
+
+
+def _normalised(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _LayerNormByColumns.apply(x, norm.weight, norm.bias, norm.eps)
+    return result
 
 
 class _LayerNormByColumns(torch.autograd.Function):

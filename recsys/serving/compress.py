@@ -287,7 +287,8 @@ def _neurons(trials: Trials, before: Compression, budget: float) -> tuple[Compre
     """
     if not trials.layers:
         keys = " and ".join(f"model.{key}" for key in trials.config.model.mlps)
-        why = f"{keys} have no hidden layer but what other parts read" if keys else "no MLP has widths of its own"
+        why = f"{keys} have no hidden layer but what other parts read, or is normalised"
+        why = why if keys else "no MLP has widths of its own"
         return before, f"nothing, since {why}"
     columns = []
     for number, (name, importance) in enumerate(trials.neuron_gradients(before).items()):

@@ -31,14 +31,16 @@ class HiddenLayer:
 
 
 def hidden_layers(model: nn.Module, config: ModelConfig) -> dict[str, HiddenLayer]:
-    """Return by name the layers of `ModelConfig.mlps` whose neurons can go; the last layer of an MLP stays."""
+    """Return by name the layers of `ModelConfig.mlps` whose neurons can go; the last layer of an MLP stays.
+
+    Those of layers that are normalised stay too: a neuron is then a part of what the others give.
+    """
     modules, layers = dict(model.named_modules()), dict[str, HiddenLayer]()
     for key, path in config.mlps.items():
-        linears = [
-            (name, module)
-            for name, module in modules.items()
-            if isinstance(module, nn.Linear) and parameter_name(name).startswith(f"{path}.")
-        ]
+        of_mlp = {name: module for name, module in modules.items() if parameter_name(name).startswith(f"{path}.")}
+        if any(isinstance(module, nn.LayerNorm) for module in of_mlp.values()):
+            continue
+        linears = [(name, module) for name, module in of_mlp.items() if isinstance(module, nn.Linear)]
         for place, ((name, layer), (next_name, following)) in enumerate(pairwise(linears)):
             own, after = parameter_name(name), parameter_name(next_name)
             parameters = f"{own}.weight", f"{own}.bias"

@@ -191,7 +191,8 @@ class Drawn:
         others = [name for name in _OTHERS if num_labels == 1 or name not in _OF_ONE_LABEL]
         name = str(self.dice.choice(["dlrm", "dlrm", *others]))
         if name != "dlrm":
-            return {"name": name}
+            normed = {"layer_norm": True} if name in ("deepfm", "dcn", "final_mlp") and self._chance(0.5) else {}
+            return {"name": name, **normed}
         model: dict[str, Any] = {"name": name, "interaction": str(self.dice.choice(["dot", "dot_and_embeddings"]))}
         ids = [name for name in self.features if self.features[name].get("type") != "float"]
         lists = [name for name in ids if "column" in self.features[name] and self._is_list(name)]

@@ -6,6 +6,7 @@ import torch
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
 from recsys.models import DenseInputs
+from recsys.models.base import mlp
 from recsys.models.final_mlp import FinalMLP, FinalMLPConfig
 
 
@@ -26,6 +27,20 @@ def test_by_hand(labels: int) -> None:
             heads = [first[2 * h : 2 * h + 2] @ model.products[label, h] @ second[4 * h : 4 * h + 4] for h in range(2)]
             expected = model.linear.weight[label] @ torch.cat([first, second]) + model.linear.bias[label] + sum(heads)
             torch.testing.assert_close(logits[row, label], expected)
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_layers_are_normalised_before_the_relu(layer_norm: bool) -> None:
+    torch.manual_seed(0)
+    first, norm, _, last = layers = mlp(5, [7], 2, 0.0, layer_norm)
+    x = 1e-4 * torch.randn(3, 5)
+    hidden = x @ first.weight.T + first.bias
+    if layer_norm:
+        torch.nn.init.normal_(norm.weight)
+        mean, variance = hidden.mean(1, keepdim=True), hidden.var(1, unbiased=False, keepdim=True)
+        hidden = (hidden - mean) / (variance + norm.eps).sqrt() * norm.weight + norm.bias
+        assert not first.bias.any()  # which would hide vectors as short as these
+    torch.testing.assert_close(layers(x), hidden.clamp(min=0) @ last.weight.T + last.bias)
 
 
 def test_numbers_alone_are_nothing_to_be_gated() -> None:

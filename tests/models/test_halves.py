@@ -62,6 +62,30 @@ def test_one_process_sums_as_two(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_layers_that_are_normalised_sum_in_halves_too(dropout: float) -> None:
+    torch.manual_seed(0)
+    x, by_output = torch.randn(700, 30), torch.randn(700, 4)
+    plain, whole, half = (nn.Sequential(mlp(30, [64, 32], 4, dropout, layer_norm=True)) for _ in range(3))
+    for layers in (plain, whole, half):
+        layers.load_state_dict(plain.state_dict())
+    expected = run(plain, x, by_output, 0)
+    sum_in_halves(whole, 1)
+    sum_in_halves(half, 2)
+    for found in on_one_thread_and_two(lambda: run(whole, x, by_output, 0)):
+        parts = [run(half, x[rows], by_output[rows], rows.start) for rows in (slice(0, 350), slice(350, 700))]
+        assert torch.equal(found[0], torch.cat([part[0] for part in parts]))
+        for of_whole, first, second in zip(found[1:], parts[0][1:], parts[1][1:], strict=True):
+            assert torch.equal(of_whole, first + second)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def run(layers: nn.Module, x: torch.Tensor, by_output: torch.Tensor, first: int) -> list[torch.Tensor]:
+    """Return the gradients by rows `first` and on of a batch, and by parameters."""
+    set_dropout_keys(dropouts(layers), 1, 2, torch.arange(first, first + len(x)))
+    return gradients(layers, x.detach().clone(), by_output)
+
+
 def test_odd_rows_frozen_weights_and_checkpoints() -> None:
     layers = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2))
     layers[0].weight.requires_grad_(False)

@@ -87,6 +87,8 @@ def test_the_last_layer_of_a_tower_stays() -> None:
         mlps = {"top_mlp": "mlp"}  # noqa: RUF012
 
     assert [*hidden_layers(model, Config(top_mlp=[3, 2]))] == ["mlp.0"]
+    model.mlp = mlp(2, [3, 2], None, 0.0, layer_norm=True)  # what is normalised follows all neurons
+    assert not hidden_layers(model, Config(top_mlp=[3, 2]))
 
 
 def run_recsys(*arguments: str, nproc: int = 1) -> str:
@@ -144,7 +146,7 @@ def test_a_second_step_prunes_more_of_what_the_first_has_left(seed: int) -> None
 def test_what_has_no_neurons_to_go_is_said_why() -> None:
     trials: Any = SimpleNamespace(layers={}, config=SimpleNamespace(model=DCNConfig()))
     assert _neurons(trials, Compression(), 0.1)[1] == (
-        "nothing, since model.bottom_mlp and model.mlp have no hidden layer but what other parts read"
+        "nothing, since model.bottom_mlp and model.mlp have no hidden layer but what other parts read, or is normalised"
     )
     trials.config.model = ModelConfig()
     assert _neurons(trials, Compression(), 0.1)[1] == "nothing, since no MLP has widths of its own"

@@ -127,6 +127,7 @@ MODELS = {
     "dcn": "model: {name: dcn, mlp: [32], bottom_mlp: [8]}",
     "low rank": "model: {name: dcn, mlp: [32], rank: 4}",
     "final_mlp": "model: {name: final_mlp, gate_1: [user_id], gate_2: [item_id], mlp_1: [32], mlp_2: [16]}",
+    "normalised": "model: {name: dcn, mlp: [32, 16], layer_norm: true, dropout: 0.2}",
     "deepfm": "model: {name: deepfm, mlp: [32]}",
     "logistic_regression": "model: {name: logistic_regression}",
     "mmoe": "model: {name: mmoe, dots: true}",
