@@ -59,9 +59,10 @@ def test_help_takes_no_library(script: str) -> None:
 
 
 _OF_RUNS = ["evaluate {}", "predict {} a b", "recommend {} a b", "embeddings {} item b", "export {} b"]
+_SLOW = [pytest.param(words, marks=pytest.mark.slow) for words in (*_OF_RUNS[1:], "compare {}")]
 
 
-@pytest.mark.parametrize("words", [*_OF_RUNS, "compress {} b --max-loss 1%", "report {}", "compare {}"])
+@pytest.mark.parametrize("words", [_OF_RUNS[0], "compress {} b --max-loss 1%", "report {}", *_SLOW])
 def test_a_run_that_is_not_there_is_told_at_once(words: str) -> None:
     """Without torch, whose import takes seconds; also where it is a folder or a file of something else."""
     for no_run in ("nowhere", "configs", SAMPLE):

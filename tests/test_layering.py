@@ -1,6 +1,7 @@
 """The shape of the code, read from its syntax trees: imports go one way, and other promises of the design."""
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def environment_reads(path: str, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node.value in RANK_VARIABLES:
             yield f"{path}:{node.lineno}: {node.value} is read by recsys/runtime/world.py and launch.py alone"
-        name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        of_name = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        name = f"{node.value.id}.{node.attr}" if of_name else ""
         if name in ("os.environ", "os.getenv") and path != "recsys/errors.py":
             yield f"{path}:{node.lineno}: {name} outside recsys/runtime"
     for line, name in imported(tree, path):
@@ -123,6 +125,7 @@ def long_functions(path: str, tree: ast.Module) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: {node.name} has {lines} lines; make a function of a part of it"
 
 
+@functools.cache
 def sources(*patterns: str) -> dict[str, ast.Module]:
     paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     return {str(p.relative_to(ROOT)): ast.parse(p.read_text(encoding="utf-8")) for p in paths}

@@ -20,6 +20,7 @@ def test_every_config_loads_and_is_saved_whole(path: Path, tmp_path: Path) -> No
     assert load_config(tmp_path / "config.yaml") == config
 
 
+@pytest.mark.slow
 def test_what_a_run_of_many_features_saves_is_read_by_runs_and_reports(tmp_path: Path) -> None:
     names = range(300)
     lines = ["{data: {train: x, label_column: y}, model: {name: dlrm}, features: {"]

@@ -274,6 +274,7 @@ def test_each_of_300_flipped_bits_in_pages_is_found(tmp_path):
         assert (error.path, error.row_group) == (str(flipped.path), group)
 
 
+@pytest.mark.slow
 def test_flipped_bits_in_page_headers_change_no_values(tmp_path):
     """No checksum covers these. A flip is found, or it changes what nobody reads."""
     flipped = Flipped(tmp_path / "a.parquet", 90, 50)

@@ -49,7 +49,13 @@ def run(out: Path, seed: int, before: Any = None, *more: str) -> Any:
     return fork_train(*words, program="recsys", before=before)
 
 
-@pytest.mark.parametrize("before", [kill_while_writing, kill_while_removing, kill_while_renaming])
+@pytest.mark.parametrize(
+    "before",
+    [
+        *(pytest.param(kill, marks=pytest.mark.slow) for kill in (kill_while_writing, kill_while_removing)),
+        kill_while_renaming,
+    ],
+)
 def test_what_a_kill_leaves_is_whole_and_in_nobodys_way(before: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert run(out, 1).returncode == 0

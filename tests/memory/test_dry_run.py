@@ -140,7 +140,16 @@ def test_memory_of_other_machines_is_not_that_of_this_one(tmp_path: Path, monkey
     assert "(this machine's)" not in budget
 
 
-@pytest.mark.parametrize("change", ["data.train=/no/such/place", "data.filter=pricee > 1", "data.label_column=device"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "data.filter=pricee > 1",
+        *(
+            pytest.param(change, marks=pytest.mark.slow)
+            for change in ("data.train=/no/such/place", "data.label_column=device")
+        ),
+    ],
+)
 def test_what_keeps_data_from_being_read_is_told(change: str) -> None:
     """The page predicts for data that may be elsewhere, and says what a run would be refused for."""
     page = format_dry_run(rehearse_run(load_config(ROOT / "configs/dlrm_sample.yaml", [change])))
@@ -281,6 +290,7 @@ def test_copies_for_the_background_hold_the_dense_part_too() -> None:
             assert rank.phases["step"]["host"].get("save_copies", 0) == (copies if on_the_way else 0)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_rows_beside_items_that_are_drawn_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small batch most rows are items, which have no history; of a large one hardly any are."""
     options = ("features.history.max_length=40", "memory.budget=4GiB")
@@ -292,6 +302,7 @@ def test_the_largest_batch_of_rows_beside_items_that_are_drawn_fits(monkeypatch:
         assert bool(rehearse_run(of_rows).misfits) != fits, rows
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_towers_is_found_in_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their loss compares the rows of large batches piece by piece, so that what few rows take foretells too little."""
     steps = []

@@ -63,6 +63,7 @@ def test_activations_are_split_before_anything_else() -> None:
     assert twice.after > 0.95 * 900 * 2**20
 
 
+@pytest.mark.slow
 def test_nothing_that_changes_what_is_learned_is_chosen_unasked() -> None:
     big = ("tables.user.num_embeddings=20000000", "optimizer.tables.name=adagrad", "memory.budget=1300MiB")
     config, found = fitted((), *big)
@@ -111,7 +112,13 @@ def test_large_tables_of_gpus_go_to_host_memory() -> None:
     assert found.config.tables["item"].compute_kernel is ComputeKernel.fused
 
 
-@pytest.mark.parametrize("optimizer", TableOptimizer, ids=lambda optimizer: optimizer.name)
+FAST = (TableOptimizer.rowwise_adagrad, TableOptimizer.adam)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(each, id=each.name, marks=[] if each in FAST else [pytest.mark.slow]) for each in TableOptimizer],
+)
 def test_no_change_of_a_gpu_run_is_refused_there(optimizer: TableOptimizer) -> None:
     """Such as to FP16 of tables in host memory that Adam trains, or to host memory of tables in FP16."""
     topology, tried = ("topology.device=cuda", "topology.device_memory=16MiB"), 0
@@ -283,6 +290,7 @@ def test_a_run_that_fits_itself_learns_the_same(tmp_path: Path) -> None:
     assert losses["fitted"] == pytest.approx(losses["plain"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_nothing_fits_says_so(tmp_path: Path) -> None:
     done = fork_train(
         CONFIG,

@@ -29,6 +29,7 @@ def test_what_updates_take_besides_is_predicted(nproc: int, optimizer: str, tmp_
         assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
 
 
+@pytest.mark.slow
 def test_vectors_in_fp16_are_read_in_fp32(tmp_path: Path) -> None:
     """A batch to evaluate has both; in steps gradients take more."""
     batches = ("train.global_batch_size=1024", "train.eval_batch_size=65536", "train.max_steps=3")

@@ -76,13 +76,14 @@ def one_process(config: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return train(config, tmp_path_factory.mktemp("one"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nproc", "overrides"),
     [
         (2, ["tables.item.sharding_type=row_wise", "train.micro_batch_size=9"]),
-        pytest.param(1, ["train.micro_batch_ids=40", "train.activation_checkpointing=true"], marks=pytest.mark.slow),
-        pytest.param(2, ["tables.item.sharding_type=row_wise"], marks=pytest.mark.slow),
-        pytest.param(3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"], marks=pytest.mark.slow),
+        (1, ["train.micro_batch_ids=40", "train.activation_checkpointing=true"]),
+        (2, ["tables.item.sharding_type=row_wise"]),
+        (3, ["tables.item.sharding_type=column_wise", "train.micro_batch_ids=20"]),
     ],
     ids=["rows on two", "ids", "two", "three"],
 )

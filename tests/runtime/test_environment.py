@@ -149,6 +149,7 @@ def by_default() -> list[str]:
     return lines_of_memory()
 
 
+@pytest.mark.slow
 def test_blocks_of_two_mib_and_more_begin_at_a_page(by_default: list[str]) -> None:
     assert by_default[0] == "0 0 0"
     assert lines_of_memory(THP_MEM_ALLOC_ENABLE="0")[0] != "0 0 0", "as the user has chosen"

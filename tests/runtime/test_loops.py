@@ -259,7 +259,7 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_files_of_what_is_compiled_that_are_cut_off_are_made_anew(share: float, tmp_path: Path) -> None:
     """As a machine leaves them that loses its power."""
     variables = {"NUMBA_CACHE_DIR": str(tmp_path)}
@@ -287,6 +287,7 @@ IndexDataCacheFile._save_data = write_after_another
 """
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_once_do_not_get_each_others_signatures(tmp_path: Path) -> None:
     expected, variables = str(by_hand(7)), {"NUMBA_CACHE_DIR": str(tmp_path), "HASHES": HASHES}
     assert another(MEANWHILE + HASHES, "int32", **variables) == [expected, expected]

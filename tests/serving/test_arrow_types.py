@@ -82,6 +82,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_export_reads_a_file_as_training_does(run: Path) -> None:
     command = [sys.executable, run / "out/score.py", "predict", run / "test.parquet", run / "scores.parquet"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -336,7 +336,8 @@ def test_a_server_answers(ranker: Path) -> None:
     assert re.search(r"Refused: \(400, .*column 'device' is a str, and must be a list of values", done.stderr)
 
 
-@pytest.mark.parametrize("kind", ["texts", pytest.param("numbers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["texts", "numbers"])
 def test_partition_keys_are_columns(kind: str, tmp_path: Path) -> None:
     """A model of a partition column scores as the run does; keys of digits alone are texts where training had such."""
     rows = pq.read_table(ROOT / "data/sample/train").slice(0, 900)

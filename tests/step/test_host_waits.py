@@ -131,7 +131,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("read later", "much") else [pytest.mark.slow]) for name in RUNS]
+)
 def test_the_host_waits_once_a_step_and_every_operator_is_there(name: str, tmp_path: Path) -> None:
     nproc, options = RUNS[name]
     short = ("train.max_steps=14", "data.valid=null", "data.test=null", "data.prefetch_batches=2")

@@ -137,7 +137,7 @@ MODELS = {
 }
 
 
-FAST_MODELS = ("dlrm", "experts", "micro-batches")
+FAST_MODELS = ("dlrm", "experts")
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def untrained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tenso
     return learned(folder / "run", write(folder / "data", 1.0), *still, "train.max_steps=1")[1]
 
 
-@pytest.mark.parametrize("narrow", ["output_dtype=FP16", "backward_wire=FP16"])
+@pytest.mark.parametrize("narrow", ["output_dtype=FP16", pytest.param("backward_wire=FP16", marks=pytest.mark.slow)])
 def test_each_row_many_times_teaches_what_it_teaches_once(
     narrow: str, untrained: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

@@ -93,9 +93,8 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "exchanges"),
     [
-        ("whole", [20, 0]),
         ("gaps in half", [20, 0]),
-        *(pytest.param(kind, [20, 0], marks=pytest.mark.slow) for kind in ("half", "gaps")),
+        *(pytest.param(kind, [20, 0], marks=pytest.mark.slow) for kind in ("whole", "half", "gaps")),
         ("lists", [9, 1]),
     ],
 )
