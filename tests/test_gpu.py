@@ -35,9 +35,13 @@ def train(run_dir: Path, *overrides: str) -> tuple[dict[str, Any], list[float]]:
     return json.loads((run_dir / "result.json").read_text()), [r["loss"] for r in records if r["kind"] == "train"]
 
 
+ALL_ROWS = ("tables.user.l2_all_rows=0.02", "tables.device.l2_all_rows=0.5")
+
+
+@pytest.mark.parametrize("penalties", [(), ALL_ROWS], ids=["", "l2_all_rows"])
 @pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "sgd", "adagrad", "adam", "ftrl"])
-def test_a_gpu_trains_what_a_cpu_trains(optimizer: str, tmp_path: Path) -> None:
-    options = (f"optimizer.tables.name={optimizer}", "model.dropout=0.1")
+def test_a_gpu_trains_what_a_cpu_trains(optimizer: str, penalties: tuple[str, ...], tmp_path: Path) -> None:
+    options = (f"optimizer.tables.name={optimizer}", "model.dropout=0.1", *penalties)
     on_cpu, losses = train(tmp_path / "cpu", *options, "run.device=cpu")
     on_gpu, losses_on_gpu = train(tmp_path / "gpu", *options, "run.device=cuda")
     torch.testing.assert_close(losses_on_gpu, losses, rtol=0, atol=1e-3)

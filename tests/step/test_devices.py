@@ -131,6 +131,7 @@ def pretend() -> None:
     def fitted(self: Any) -> bool:
         marked, model = Marked(), self._built.model
         marked.add(getattr(each, "data", each) for each in (*model.parameters(), *model.buffers()))
+        marked.add(values for table in model.module.dense.replicated.tables for values in table.state)
         self._pipeline._device = PLACE
         object.__setattr__(self._world, "device", PLACE)
         with Operators(marked) as operators, Functions(marked):
@@ -144,6 +145,7 @@ def pretend() -> None:
 
 MUCH = (
     "model.attention={history: item_id}", "model.dropout=0.1", "precision.autocast=bf16", "tables.user.l2=0.1",
+    "tables.device.l2_all_rows=0.1",
     "data.label_column=null", "data.labels={a: label, b: {column: label, weight: 2, nulls: unknown}}",
     "optimizer.dense.clip_norm=1", "train.micro_batch_size=100",
 )  # fmt: skip

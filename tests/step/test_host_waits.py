@@ -124,7 +124,12 @@ RUNS = {
         2,
         [
             *("model.attention={history: item_id}", "model.dropout=0.1", "precision.autocast=bf16"),
-            *("tables.hour.sharding_type=data_parallel", "tables.user.l2=0.1", "data.label_column=null"),
+            *(
+                "tables.hour.sharding_type=data_parallel",
+                "tables.user.l2=0.1",
+                "tables.device.l2_all_rows=0.1",
+                "data.label_column=null",
+            ),
             "data.labels={a: label, b: {column: label, weight: 2, nulls: unknown}}",
         ],
     ),
