@@ -28,7 +28,8 @@ CONFIGS: dict[str, tuple[str, ...]] = {
     "mmoe_movielens": ("configs/mmoe_movielens.yaml",),
     "two_tower_movielens_1m": ("configs/two_tower_movielens_1m.yaml",),
 }
-_ALONE = ("data.valid=null", "data.test=null", "train.eval_every_epochs=null", "train.early_stop.metric=null")
+_ALONE = ("data.valid=null", "data.test=null", "train.eval_every_epochs=null", "train.early_stop.metric=null",
+          "optimizer.schedule.name=constant")  # fmt: skip
 _LINES = 8  # of speed, of a training
 
 

@@ -37,7 +37,8 @@ from recsys.config import Config, load_config  # noqa: E402
 from recsys.runtime.logs import git_commit  # noqa: E402
 
 ROWS, STEPS, K = 10_000, 40, 20
-NO_EVALUATION = ("data.valid=null", "data.test=null", "train.early_stop.metric=null", "train.eval_every_epochs=null")
+NO_EVALUATION = ("data.valid=null", "data.test=null", "train.early_stop.metric=null", "train.eval_every_epochs=null",
+                 "optimizer.schedule.name=constant")  # fmt: skip
 
 
 def draw_rows(config: Config) -> pa.Table:

@@ -82,6 +82,9 @@ def allowed(name: str, settings: Sequence[str]) -> list[ShardingChoice]:
             assert "sharding_type" in str(error)
     by_id = bool(config.unpooled_features())
     by_row = any(config.table_optimizer(table).name.is_row_wise for table in config.tables)
+    if any(table.l2_all_rows for table in config.tables.values()):
+        assert kinds == [ShardingChoice.data_parallel]
+        return kinds
     assert kinds == [x for x in KINDS if not (by_id and x not in UNPOOLED) and not (by_row and x in COLUMN_SPLITS)]
     return kinds
 
@@ -92,6 +95,7 @@ def test_every_plan_that_is_allowed_learns_the_same(name: str, tmp_path: Path) -
     config = load_config(ROOT / "configs" / f"{name}.yaml", [])
     settings = [*draw(config, tmp_path), "train.global_batch_size=16", f"train.max_steps={STEPS}"]
     settings += ["train.early_stop.metric=null", "train.eval_every_epochs=null", "train.log_every_steps=1"]
+    settings += ["optimizer.schedule.name=constant"]
     expected = losses(name, tmp_path / "one", *settings, nproc=1)
     assert len(expected) == STEPS and expected[0] != expected[-1]
     is_half = any(table.data_type is not DataType.FP32 for table in config.tables.values())
