@@ -81,6 +81,7 @@ class Lookups:
         each row, and of the gradient by the ids of one of their features."""
         replicas = {p.table: p.size for p in self._pieces if p.sharding_type == "data_parallel"}
         of_tables = sum(height * (columns + 1) for height, columns in replicas.values())
+        of_tables *= 2 if self._ranks == 1 and not self._on_gpu else 1  # of each half of the batch
         by_ids = (
             means[name] * replicas[feature.table][1]
             for name, feature in self._config.features.items()

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.tables.torch_update import TorchTable, gradient_by_id
 
@@ -17,8 +17,9 @@ class ReplicatedTables:
     rank has looked up are updated, as in tables that are split; of one with a penalty on all rows, these are.
     """
 
-    def __init__(self, tables: Iterable[TorchTable]) -> None:
-        self.tables = list(tables)
+    def __init__(self, tables: Iterable[TorchTable], num_parts: int = 1) -> None:
+        """Take the tables; gradients of so many parts of a batch are added up one by one, as so many ranks' are."""
+        self.tables, self._num_parts = list(tables), num_parts
 
     def update(self, ids: KeyedJaggedTensor, gradients: dict[str, torch.Tensor]) -> None:
         """Train the tables on one batch; collective.
@@ -30,19 +31,31 @@ class ReplicatedTables:
         if not self.tables:
             return
         # One message: the gradients by the tables, and for each of their rows whether it was looked up.
-        sizes = [table.weights.numel() for table in self.tables] + [len(table.weights) for table in self.tables]
-        message = torch.zeros(sum(sizes), device=self.tables[0].weights.device)
-        summands, touched = message.split(sizes)[: len(self.tables)], message.split(sizes)[len(self.tables) :]
-        sums = [flat.view(table.weights.shape) for flat, table in zip(summands, self.tables, strict=True)]
-        for table, into, marks in zip(self.tables, sums, touched, strict=True):
+        num_rows = [len(table.weights) for table in self.tables]
+        sizes = [table.weights.numel() for table in self.tables]
+        parts = torch.zeros(self._num_parts, sum(sizes) + sum(num_rows), device=self.tables[0].weights.device)
+        by_part = [part.split([*sizes, *num_rows]) for part in parts]
+        for number, table in enumerate(self.tables):
+            into = [part[number].view(table.weights.shape) for part in by_part]
             for feature in table.features:
-                jagged = ids[feature]
-                rows, weights = jagged.values(), jagged.weights_or_none()
-                into.index_add_(0, rows, gradient_by_id(gradients[feature], jagged.lengths(), weights, len(rows)))
-                marks.index_fill_(0, rows.long(), 1)
-        dist.all_reduce(message)
-        for table, gradient, marks in zip(self.tables, sums, touched, strict=True):
+                self._add(into, ids[feature], gradients[feature])
+                by_part[0][len(sizes) + number].index_fill_(0, ids[feature].values().long(), 1)
+        for other in parts[1:]:
+            parts[0].add_(other)
+        dist.all_reduce(parts[0])
+        for number, table in enumerate(self.tables):
+            gradient, marks = by_part[0][number].view(table.weights.shape), by_part[0][len(sizes) + number]
             if table.l2_all_rows:
                 gradient.add_(table.weights, alpha=table.l2_all_rows)
                 marks.fill_(1)
             table.update_looked_up(gradient, marks)
+
+    def _add(self, into: list[torch.Tensor], jagged: JaggedTensor, gradient: torch.Tensor) -> None:
+        """Add the gradients by the rows that a feature's ids name to those of the parts of a batch."""
+        rows, weights, lengths = jagged.values(), jagged.weights_or_none(), jagged.lengths()
+        counts = [len(rows)]
+        if len(into) > 1:
+            counts = [int(part.sum()) for part in lengths.tensor_split(len(into))]
+        by_id = gradient_by_id(gradient, lengths, weights, len(rows)).split(counts)
+        for sums, some, summands in zip(into, rows.split(counts), by_id, strict=True):
+            sums.index_add_(0, some, summands)

@@ -21,6 +21,7 @@ from torchrec.optim.optimizers import SGD
 
 from recsys.config import Config, TableOptimizerConfig
 from recsys.config.choices import StateType
+from recsys.runtime.world import World
 from recsys.tables.by_id import look_up_as_sums
 from recsys.tables.module_names import config_name
 from recsys.tables.replicated import ReplicatedTables
@@ -73,8 +74,8 @@ class TableUpdates:
         replicated: what trains the tables that every rank holds whole; they are taken out of autograd.
     """
 
-    def __init__(self, model: DistributedModelParallel, config: Config, on_gpu: bool) -> None:
-        self._model = model
+    def __init__(self, model: DistributedModelParallel, config: Config, world: World) -> None:
+        self._model, on_gpu = model, world.device.type == "cuda"
         self._fbgemm: list[tuple[TableOptimizerConfig, list[str], Any]] = []
         self._shards: list[TorchTable] = []
         for kernel in kernels(model, FusedOptimizerModule):
@@ -94,7 +95,8 @@ class TableUpdates:
         for kernel in kernels(model, BatchedDenseEmbeddingBag):
             kernel.emb_module.weights.requires_grad_(False)
             replicas += _torch_tables(kernel, config)
-        self.replicated = ReplicatedTables(replicas)
+        # One process on a CPU then sums as two do; see `recsys.models.halves`.
+        self.replicated = ReplicatedTables(replicas, 2 if not on_gpu and world.world_size == 1 else 1)
 
     def begin(self, factor: float, updates_of: Callable[[str], int]) -> None:
         """Begin a step, before which a table had so many updates; `factor` is of the learning rates of the config.

@@ -74,7 +74,7 @@ def build_model(inputs: Inputs) -> Built:
     for table, weights in table_tensors(model).items():
         for shard, (row, column) in local_pieces(weights):
             fill_initial(shard, row, column, config.seed, table, init_range(config.tables[table]))
-    updates = TableUpdates(model, config, world.device.type == "cuda")
+    updates = TableUpdates(model, config, world)
     step.dense.replicated = updates.replicated
     slices = None
     if shards_dense(config, world.world_size):
