@@ -38,9 +38,13 @@ from typing import Any
 
 from recsys.runtime.arguments import (
     Parser,
+    add_calibration,
     add_changes,
+    add_compression,
     add_evaluation,
     add_out,
+    add_sweep,
+    add_table_export,
     mistakes_told,
     names,
     positive,
@@ -50,7 +54,7 @@ from recsys.runtime.arguments import (
 )
 from recsys.runtime.checkpoint_folders import checkpoints_of
 from recsys.runtime.environment import importing, restart_with_malloc_settings
-from recsys.runtime.files import make_folder
+from recsys.runtime.files import make_folder, prepare_json
 from recsys.runtime.versions import exit_unless_installed, own_version
 
 _COMMANDS = {
@@ -112,7 +116,7 @@ def train(arguments: Sequence[str], prog: str, command: str = "train") -> int:
 
 
 def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
-    """Run one converter of `recsys.datasets.prepare`; return the exit status: 0, or 2 for a mistake of the user."""
+    """Run one converter of `recsys.datasets.prepare`; return the exit status: 0, or 1 for a mistake of the user."""
     exit_unless_installed("numpy", "pyarrow")
     from recsys.datasets.prepare import prepare as run_converter
 
@@ -153,13 +157,7 @@ def compress(arguments: Sequence[str], prog: str = "recsys compress") -> int:
     """Compress a run; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     parser = _parser_of_run(prog, "compress")
     add_out(parser, "folder of the compressed run, not there or empty", "data.valid")
-    parser.add_argument(
-        "--steps", default="quantize,prune", help="of quantize, prune, neurons, distill, in this order (quantize,prune)"
-    )
-    parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
-    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
-    parser.add_argument("--prune-by", default="norm", help="importance of rows: norm, count in data.train, gradient")
-    parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help="of distill: changes of config")
+    add_compression(parser)
     with mistakes_told():
         words, run = _found(parser, arguments)
         from recsys.config import load_config
@@ -185,41 +183,38 @@ def semantic_ids(arguments: Sequence[str], prog: str = "recsys semantic-ids") ->
 def sweep(arguments: Sequence[str], prog: str = "recsys sweep") -> int:
     """Search over settings; return the exit status 0, or end the process with a mistake of the user in one sentence."""
     parser = Parser(prog, description=_description("sweep"))
-    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
-    add_changes(parser, "changes to the config, in every trial")
-    about = "what is searched: key=LOW..HIGH[:log|:STEP], key=[a, b], or a YAML file of such"
-    parser.add_argument("--space", metavar="FILE|key=…", nargs="+", action="extend", required=True, help=about)
-    about = "folder of the sweep; processes with one folder share its trials"
-    parser.add_argument("--out", type=Path, required=True, help=about)
-    parser.add_argument("--trials", type=positive, default=40, help="how many there are to be, of all processes (40)")
-    parser.add_argument("--seeds", type=positive, default=1, help="how often each is trained: mean and spread (1)")
-    parser.add_argument("--jobs", type=positive, default=1, help="trials at a time in this process (1)")
-    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
-    about = "few bytes of tables count beside the metric: a table of what is best at each size"
-    parser.add_argument("--bytes", action="store_true", help=about)
+    add_sweep(parser)
     with mistakes_told():
         words = parser.parse_intermixed_args(arguments)
-        with importing():
+        with importing():  # in this order, as `train` does
+            from recsys.training.sweep_space import open_space
+
+            trained = words.config, tuple(words.overrides)
+            space, metric = open_space(*trained, words.space, words.out, words.metric)
             from recsys.runtime.logs import quiet_libraries, start_logging
-            from recsys.training.sweep import open_sweep
+            from recsys.training.sweep import Sweep
 
         quiet_libraries()
-        numbers = {"trials": words.trials, "seeds": words.seeds, "jobs": words.jobs}
-        opened = open_sweep(words.config, words.overrides, words.space, words.out, numbers, words.metric, words.bytes)
         make_folder(words.out, "--out")
         start_logging(words.out / "logs", 0)
-        return opened.run()
+        return Sweep(*trained, space, words.out, words.trials, words.seeds, words.jobs, metric, words.bytes).run()
 
 
 def calibrate(arguments: Sequence[str], prog: str = "recsys calibrate") -> int:
     """Measure devices; return the exit status 0, or end the process with a mistake of the user in one sentence."""
-    with mistakes_told():
-        if not {"-h", "--help"} & {*arguments}:  # which tests ask for in their own process
-            restart_with_malloc_settings()
-        with importing():
-            from recsys.training.calibrate import main as measure
+    from recsys.config.choices import Device
 
-        return measure(arguments, prog, _description("calibrate"))
+    parser = Parser(prog, description=_description("calibrate"))
+    add_calibration(parser, Device.__members__)
+    with mistakes_told():
+        words = parser.parse_args(arguments)
+        with told_by_first_rank():
+            prepare_json(words.out, "recsys calibrate", "schema_version", "device", "ranks")
+        restart_with_malloc_settings()
+        with importing():
+            from recsys.training.calibrate import calibrate as measure
+
+        return measure(words.out, Device[words.device], words.threads)
 
 
 def export(arguments: Sequence[str], prog: str = "recsys export") -> int:
@@ -275,11 +270,16 @@ def _found(parser: Parser, arguments: Sequence[str]) -> tuple[argparse.Namespace
 
 def tables(arguments: Sequence[str], prog: str = "recsys tables") -> int:
     """Export a table of a checkpoint; return the exit status 0, or end the process with a mistake of the user."""
+    parser = Parser(prog, description="Export tables of a checkpoint; train.init.from_parquet.TABLE=FILE reads them.")
+    add_table_export(parser)
     with mistakes_told():
+        words = parser.parse_args(arguments)
+        checkpoints_of(words.source, "RUN_OR_CHECKPOINT")
         with importing():
-            from recsys.checkpoint.parquet import main as export_rows
+            from recsys.checkpoint.parquet import export_table
 
-        return export_rows(arguments, prog)
+        print(f"{words.out}: {export_table(words.source, words.table, words.out):,} rows of table {words.table}")
+    return 0
 
 
 def _job(words: argparse.Namespace) -> Callable[[], int]:

@@ -46,6 +46,10 @@ class UserError(Exception):
         return UserError(f"{what}: {first}", *below)
 
 
+class UsageError(UserError):
+    """Words that are no command line of a command: it ends with status 2, as programs do by custom."""
+
+
 class TerminatedError(KeyboardInterrupt):
     """SIGTERM, which a command takes as it takes Ctrl-C."""
 
@@ -160,7 +164,7 @@ def _wait_for_torchrun() -> None:
 
 
 def end_run(error: Exception) -> NoReturn:
-    """Print why the run failed, tell the launcher, and end this process with status 1.
+    """Print why the run failed, tell the launcher, and end this process with status 1, or 2 of a `UsageError`.
 
     A mistake of the user, a stuck rank, or the end of another one, is one sentence; anything else comes with its
     traceback. A mistake that another rank tells is told here only if torchrun does not end this one soon after.
@@ -183,7 +187,7 @@ def end_run(error: Exception) -> NoReturn:
         log.error(text, exc_info=error if isinstance(error, LostPeerError) else None)
     with contextlib.suppress(OSError):  # any of these may go to a disk that is full
         write_launcher_error(text, delay_seconds=2 if isinstance(error, LostPeerError) else 0)
-    _end_process(1)
+    _end_process(2 if isinstance(error, UsageError) else 1)
 
 
 def end_interrupted(error: KeyboardInterrupt, advice: str, is_teller: bool) -> NoReturn:

@@ -23,15 +23,15 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        ([], 1, "required: COMMAND; recsys --help tells the rest"),
-        (["trian"], 1, "'trian' (choose from"),
-        (["train"], 1, "required: CONFIG; changes are written key=value, and recsys train --help"),
-        (["predict"], 1, "required: RUN, DATA, OUT; changes are written key=value, and recsys predict --help"),
-        (["train", SAMPLE, "--epochs=3"], 1, "--epochs=3; changes are written key=value, and recsys train --help"),
-        (["dry-run", SAMPLE, "--debug"], 1, "unrecognized arguments: --debug"),
+        ([], 2, "required: COMMAND; recsys --help tells the rest"),
+        (["trian"], 2, "'trian' (choose from"),
+        (["train"], 2, "required: CONFIG; changes are written key=value, and recsys train --help"),
+        (["predict"], 2, "required: RUN, DATA, OUT; changes are written key=value, and recsys predict --help"),
+        (["train", SAMPLE, "--epochs=3"], 2, "--epochs=3; changes are written key=value, and recsys train --help"),
+        (["dry-run", SAMPLE, "--debug"], 2, "unrecognized arguments: --debug"),
         (["evaluate", "nowhere"], 1, "'nowhere' does not exist"),
         (["prepare", "csv"], 2, "recsys prepare csv: the following arguments are required: INPUT, --out"),
-        (["tables", "export", "a"], 1, "required: TABLE, OUT.parquet; recsys tables export --help tells the rest"),
+        (["tables", "export", "a"], 2, "required: TABLE, OUT.parquet; recsys tables export --help tells the rest"),
         (
             ["tables", "export", "configs", "item", "x"],
             1,
@@ -69,6 +69,33 @@ def test_a_run_that_is_not_there_is_told_at_once(words: str) -> None:
         done = run("-X", "importtime", "-m", "recsys", *words.format(no_run).split())
         assert done.returncode == 1 and f"'{no_run}' " in done.stderr and "; name a " in done.stderr
         assert imports_none(done, "torch"), no_run
+
+
+_NO_SPACE = ("a=5..1", "seed=1..3", "nowhere.yaml")
+_OF_SWEEP = f"sweep {SAMPLE} --out nowhere"
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("tables export nowhere item x", 1),
+        ("tables export configs item x", 1),
+        ("sweep nowhere.yaml --space train.epochs=1..2 --out nowhere", 1),
+        *((f"{_OF_SWEEP} --space {space}", 1) for space in _NO_SPACE),
+        (f"{_OF_SWEEP} --space train.epochs=1..2 seed=2", 1),
+        ("calibrate nowhere/x.json", 1),
+        (f"calibrate {SAMPLE}", 1),
+        ("tables export a b c --epocs 3", 2),
+        (f"{_OF_SWEEP} --space a=1..2 --epocs 3", 2),
+        ("calibrate a --epocs 3", 2),
+    ],
+)
+def test_a_mistake_of_the_words_is_told_before_libraries_are_imported(words: str, status: int) -> None:
+    if words.startswith("sweep"):
+        pytest.importorskip("optuna")
+    done = run("-X", "importtime", "-m", "recsys", *words.split())
+    assert done.returncode == status and "error: " in done.stderr and not (ROOT / "nowhere").exists()
+    assert imports_none(done, "torch")
 
 
 @pytest.mark.parametrize(

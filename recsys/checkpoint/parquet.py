@@ -5,7 +5,7 @@ number of the row among those that the other ids share; `vector`, embedding_dim 
 float or embedding_dim floats.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,6 @@ from recsys.data.footers import metadata_of, opened
 from recsys.data.storage import Storage
 from recsys.errors import UserError, nearest
 from recsys.ids import KeptRows, build_mapping, read_vocabulary
-from recsys.runtime.arguments import Parser
 from recsys.runtime.parquet import ROW_GROUP_ROWS, prepare_parquet, write_parquet
 
 VECTOR = "vector"
@@ -205,16 +204,3 @@ def _scatter(pieces: Pieces, rows: torch.Tensor, values: torch.Tensor) -> None:
         mine = (rows >= first) & (rows < first + piece.tensor.shape[0])
         place = (rows[mine] - first).to(piece.tensor.device)
         piece.tensor.index_copy_(0, place, columns[mine].to(piece.tensor))
-
-
-def main(arguments: Sequence[str], prog: str) -> int:
-    """Carry out `recsys tables`; return the exit status 0."""
-    parser = Parser(prog, description="Export tables of a checkpoint; train.init.from_parquet.TABLE=FILE reads them.")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    export = commands.add_parser("export", help="write one table: row (or raw id), vector, optimizer state")
-    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
-    export.add_argument("table", metavar="TABLE")
-    export.add_argument("out", metavar="OUT.parquet", type=Path)
-    words = parser.parse_args(arguments)
-    print(f"{words.out}: {export_table(words.source, words.table, words.out):,} rows of table {words.table}")
-    return 0

@@ -45,7 +45,8 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
         prog: what the user has called, for messages.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user, which is told in one line, 130 for Ctrl-C or 143 for SIGTERM.
+        The exit status: 0, 1 for a mistake of the user, which is told in one line, 130 for Ctrl-C or 143 for SIGTERM;
+        words that are no command line end the process with 2.
     """
     args = _parser(prog).parse_args(arguments)
     try:
@@ -55,7 +56,7 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
             print(writer.describe(args.out))
     except (UserError, OSError) as error:
         print(f"{prog}: {disk_problem(error)}", file=sys.stderr)
-        return 2
+        return 1
     except TerminatedError:
         print(f"{prog}: ended by SIGTERM; nothing is left of it", file=sys.stderr)
         return 143

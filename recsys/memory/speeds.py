@@ -121,17 +121,6 @@ class Speeds:
         return speeds
 
 
-def may_replace(path: Path) -> bool:
-    """Tell whether a file is not there, is empty, or has been written by `recsys calibrate`, of whatever version."""
-    try:
-        content = path.read_bytes()
-        return not content or {"schema_version", "device", "ranks"} <= {*json.loads(content)}
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError, TypeError):
-        return False
-
-
 def _check(speeds: Speeds) -> None:
     """Raise an error where something is missing or no number, so that it is found here and not in a prediction."""
     curves = [speeds.batched["float32"], *speeds.batched.values(), *speeds.exchanged.values()]

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from recsys.errors import EchoError, UserError, end_interrupted, end_run
+from recsys.errors import EchoError, UsageError, UserError, end_interrupted, end_run
 from recsys.runtime.environment import is_first_rank
 
 
@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         hint = "changes are written key=value, and " if "key=value" in self.format_usage() else ""
-        raise UserError(f"{message}; {hint}{self.prog} --help tells the rest")
+        raise UsageError(f"{message}; {hint}{self.prog} --help tells the rest")
 
 
 def positive(text: str) -> int:
@@ -63,6 +63,50 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--importance", metavar="[REPEATS]", type=positive, default=0, help=about)
     about = "of an evaluation: import the class that the run names as its model"
     parser.add_argument("--trust-code", action="store_true", help=about)
+
+
+def add_compression(parser: argparse.ArgumentParser) -> None:
+    """Add what a compression does, and what it may lose."""
+    parser.add_argument(
+        "--steps", default="quantize,prune", help="of quantize, prune, neurons, distill, in this order (quantize,prune)"
+    )
+    parser.add_argument("--max-loss", required=True, help="of the metric, in all: 0.001, or of its value: 1%%")
+    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
+    parser.add_argument("--prune-by", default="norm", help="importance of rows: norm, count in data.train, gradient")
+    parser.add_argument("--student", metavar="key=value", nargs="+", default=[], help="of distill: changes of config")
+
+
+def add_table_export(parser: argparse.ArgumentParser) -> None:
+    """Add the export of one table."""
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    export = commands.add_parser("export", help="write one table: row (or raw id), vector, optimizer state")
+    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
+    export.add_argument("table", metavar="TABLE")
+    export.add_argument("out", metavar="OUT.parquet", type=Path)
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Add the config of a sweep, what is searched, and how."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
+    add_changes(parser, "changes to the config, in every trial")
+    about = "what is searched: key=LOW..HIGH[:log|:STEP], key=[a, b], or a YAML file of such"
+    parser.add_argument("--space", metavar="FILE|key=…", nargs="+", action="extend", required=True, help=about)
+    about = "folder of the sweep; processes with one folder share its trials"
+    parser.add_argument("--out", type=Path, required=True, help=about)
+    parser.add_argument("--trials", type=positive, default=40, help="how many there are to be, of all processes (40)")
+    parser.add_argument("--seeds", type=positive, default=1, help="how often each is trained: mean and spread (1)")
+    parser.add_argument("--jobs", type=positive, default=1, help="trials at a time in this process (1)")
+    parser.add_argument("--metric", help="on data.valid; default: that of early stopping, or the model's first")
+    about = "few bytes of tables count beside the metric: a table of what is best at each size"
+    parser.add_argument("--bytes", action="store_true", help=about)
+
+
+def add_calibration(parser: argparse.ArgumentParser, devices: Iterable[str]) -> None:
+    """Add the file that speeds are written to, and what of the machine is measured."""
+    parser.add_argument("out", metavar="OUT.json", type=Path, help="what topology.speeds of a dry run names")
+    parser.add_argument("--device", choices=[*devices], default="auto", help="to measure (auto)")
+    about = "that compute, of a rank on CPU; default: as in training"
+    parser.add_argument("--threads", type=positive, help=about)
 
 
 def add_out(parser: argparse.ArgumentParser, about: str, key: str) -> None:

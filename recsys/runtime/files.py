@@ -1,6 +1,7 @@
 """Atomic file replacement: written aside, synced, renamed; errors name the file."""
 
 import errno
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -77,6 +78,28 @@ def prepare_output(path: Path, argument: str = "OUT") -> None:
     if path.is_dir():
         raise UserError(f"{argument}: '{path}' is a folder; name a file")
     make_folder(path.parent, argument)
+
+
+def prepare_json(path: Path, command: str, *keys: str) -> None:
+    """Refuse an OUT that is there, not empty, and none of a command's own files of JSON, which have these keys.
+
+    Raises:
+        UserError: it is such a file, cannot be written, or lies in no folder.
+    """
+    if not path.parent.is_dir():
+        raise UserError(f"'{path.parent}' is no folder to write {path.name} into; make it first")
+    prepare_output(path)
+    try:
+        content = path.read_bytes()
+        is_own = not content or {*keys} <= {*json.loads(content)}
+    except FileNotFoundError:
+        is_own = True
+    except (OSError, ValueError, TypeError):
+        is_own = False
+    if not is_own:
+        raise UserError(f"OUT: '{path}' is there, and no file of `{command}`; name another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"OUT: '{path}' cannot be written; name another file")
 
 
 def unused_folder(path: Path) -> Path:

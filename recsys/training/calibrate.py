@@ -1,9 +1,8 @@
 """`recsys calibrate`: how fast this kind of device computes, looks up and exchanges, in about a minute."""
 
 import math
-import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -17,20 +16,12 @@ import torch
 
 from recsys.config import Config, Device, as_value, load_config
 from recsys.data.inputs import open_inputs
-from recsys.errors import UserError
 from recsys.memory import Timeline
 from recsys.memory.data_facts import data_facts
-from recsys.memory.speeds import (
-    DATA_AMOUNTS,
-    STEP_AMOUNTS,
-    Speeds,
-    may_replace,
-)
+from recsys.memory.speeds import DATA_AMOUNTS, STEP_AMOUNTS, Speeds
 from recsys.memory.step_time import Load, fit_amounts, step_load
 from recsys.memory.trace import rehearse
 from recsys.report.writers import Writer
-from recsys.runtime.arguments import Parser, positive, told_by_first_rank
-from recsys.runtime.files import prepare_output
 from recsys.runtime.live import Task
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import device_name, topology_of
@@ -46,30 +37,14 @@ _ROWS_FILE = "part-0.parquet"
 _ROWS, _NUM_IDS, _LENGTH, _MOST_IDS = 131_072, 16, 10, 1e6
 
 
-def main(arguments: Sequence[str], prog: str, about: str) -> int:
+def calibrate(out: Path, device: Device, num_threads: int | None) -> int:
     """Measure on all ranks at once, and write the file; return the exit status 0."""
-    parser = Parser(prog, description=about)
-    parser.add_argument("out", metavar="OUT.json", type=Path, help="what topology.speeds of a dry run names")
-    parser.add_argument(
-        "--device", choices=[device.name for device in Device], default="auto", help="to measure (auto)"
-    )
-    about = "that compute, of a rank on CPU; default: as in training"
-    parser.add_argument("--threads", type=positive, help=about)
-    words = parser.parse_args(arguments)
-    with told_by_first_rank():
-        if not words.out.parent.is_dir():
-            raise UserError(f"'{words.out.parent}' is no folder to write {words.out.name} into; make it first")
-        prepare_output(words.out)
-        if not may_replace(words.out):
-            raise UserError(f"OUT: '{words.out}' is there, and no file of `recsys calibrate`; name another file")
-        if not os.access(words.out if words.out.exists() else words.out.parent, os.W_OK):
-            raise UserError(f"OUT: '{words.out}' cannot be written; name another file")
     quiet_libraries()
-    with open_world(Device[words.device], words.threads) as world:
-        speeds = measure(world, words.threads)
+    with open_world(device, num_threads) as world:
+        speeds = measure(world, num_threads)
         if world.rank == 0:
-            speeds.save(words.out)
-            print(f"{words.out}: {speeds.ranks} × {speeds.device}; {_errors(speeds)}")
+            speeds.save(out)
+            print(f"{out}: {speeds.ranks} × {speeds.device}; {_errors(speeds)}")
     return 0
 
 

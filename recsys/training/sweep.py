@@ -9,10 +9,9 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,10 @@ from recsys.runtime.logs import logger
 from recsys.tables.row_codes import row_bytes
 from recsys.training.sweep_processes import PROCESS, StoppedError, StopSignal, counted, cut_torn, end, joined, put_back
 from recsys.training.sweep_report import Tried, write_report
-from recsys.training.sweep_space import Space, refuse_own_keys
+from recsys.training.sweep_space import OF_TRIALS, Space, import_optuna
 
 _STUDY = "sweep"
 _POLL_S = 0.2
-_OF_TRIALS = ("run.overwrite=true", "run.resume=false", "data.test=null")  # the other words: see `Space.parse`
 _NOT_ENDED = "not ended"  # of a trial that another process still trains
 
 
@@ -90,7 +88,7 @@ class Sweep:
 
     def _study(self) -> Any:
         """Return the study, made or joined: each thread has one of its own, over the same file."""
-        optuna = _optuna()
+        optuna = import_optuna()
         directions = ["maximize" if is_higher_better(self.metric) else "minimize", *["minimize"] * self.by_bytes]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of optuna about what is experimental
@@ -118,12 +116,12 @@ class Sweep:
             trial.set_user_attr(PROCESS, process)
             earlier = [other for other in study.get_trials(deepcopy=False) if other.number < trial.number]
             if len(counted(earlier)) >= self.trials:
-                study.tell(trial, state=_optuna().trial.TrialState.FAIL)  # one too many, which no report shows
+                study.tell(trial, state=import_optuna().trial.TrialState.FAIL)  # one too many, which no report shows
                 return
             self._try(study, trial)
 
     def _try(self, study: Any, trial: Any) -> None:
-        optuna, start = _optuna(), time.monotonic()
+        optuna, start = import_optuna(), time.monotonic()
         folder, words = self.out / "trials" / f"{trial.number:04d}", self.space.overrides(trial.params)
         shown = ", ".join(words)
         logger.info("trial %d: %s", trial.number, shown)
@@ -153,7 +151,7 @@ class Sweep:
             UserError: the process failed. TrialPruned: it was ended early. StoppedError: so is the search.
         """
         self.stop.check()
-        of_sweep = [f"seed={seed}", f"run.dir={as_value(run_dir)}", *_OF_TRIALS]
+        of_sweep = [f"seed={seed}", f"run.dir={as_value(run_dir)}", *OF_TRIALS]
         if self.jobs > 1 and not any(word.startswith("run.num_threads=") for word in self.overrides):
             of_sweep.append(f"run.num_threads={max(1, len(os.sched_getaffinity(0)) // self.jobs)}")
         command = [sys.executable, "-m", "recsys", "train", self.config, *self.overrides, *words, *of_sweep]
@@ -166,7 +164,7 @@ class Sweep:
                     if seed == 1 and not self.by_bytes:
                         trial.report(value, step)
                         if trial.should_prune():
-                            raise _optuna().TrialPruned
+                            raise import_optuna().TrialPruned
             finally:
                 process.kill()  # it has ended, is pruned, or this process is about to end
                 process.wait()
@@ -217,39 +215,6 @@ def table_bytes(config: Config, run_dir: Path) -> int:
     return total
 
 
-def open_sweep(
-    config: str,
-    overrides: Sequence[str],
-    space: Sequence[str],
-    out: Path,
-    numbers: Mapping[str, int],
-    metric: str | None,
-    by_bytes: bool,
-) -> Sweep:
-    """Return a sweep whose words were checked.
-
-    Args:
-        space: of keys and what they may be; see `Space.parse`. numbers: `trials`, `seeds` and `jobs`.
-        metric: default: that of early stopping, or the model's first.
-
-    Raises:
-        UserError: optuna is not there, `out` holds a run, or config, space or metric do not fit each other.
-    """
-    _optuna()
-    if (out / "config.yaml").exists():
-        raise UserError(f"--out: '{out}' holds a run; name another folder")
-    refuse_own_keys((word.partition("=")[0] for word in overrides), "config key ")
-    searched = Space.parse(space)
-    configs = searched.loaded(lambda words: load_config(config, [*overrides, *words, *_OF_TRIALS]))
-    chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]
-    for loaded in configs:
-        if chosen not in (known := loaded.model.metric_names(loaded)):
-            raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(known)}")
-        if loaded.data.valid is None:
-            raise UserError("config key 'data.valid' is not set, and trials are compared on it")
-    return Sweep(config, tuple(overrides), searched, out, metric=chosen, by_bytes=by_bytes, **numbers)
-
-
 def _tried(trial: Any) -> Tried:
     known, state = trial.user_attrs, trial.state.name.lower()
     texts = {"complete": "", "pruned": "ended early", "running": _NOT_ENDED, "fail": known.get("error", "failed")}
@@ -261,12 +226,3 @@ def _tried(trial: Any) -> Tried:
         known.get("seconds"),
         texts.get(state, state),
     )
-
-
-def _optuna() -> Any:
-    if find_spec("optuna") is None:
-        raise UserError("recsys sweep needs optuna, which is not installed; `pip install 'recsys[sweep]'` installs it")
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return optuna

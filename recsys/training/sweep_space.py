@@ -1,15 +1,16 @@
-"""What keys of a config may be in a search: ranges and choices, as they are written."""
+"""What keys of a config may be in a search: ranges and choices, as they are written; checked without torch."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from recsys.config import Config
+from recsys.config import Config, load_config
 from recsys.errors import UserError
 
 # Keys that a sweep sets itself in each trial, and what says so.
@@ -20,7 +21,49 @@ _OF_SWEEP = {
     "run.resume": "a trial that was cut short is begun anew",
     "data.test": "trials are compared on data.valid",
 }
+OF_TRIALS = ("run.overwrite=true", "run.resume=false", "data.test=null")  # the other words: see `Space.parse`
 _TRIED = 8  # combinations with a value before it is said to fit with none
+
+
+def open_space(
+    config: str, overrides: Sequence[str], words: Sequence[str], out: Path, metric: str | None
+) -> tuple["Space", str]:
+    """Return the space of a sweep and its metric, once all that the user has said of it is checked.
+
+    Args:
+        words: of keys and what they may be; see `Space.parse`.
+        metric: default: that of early stopping, or the model's first.
+
+    Raises:
+        UserError: optuna is not there, `out` holds a run, or config, space or metric do not fit each other.
+    """
+    import_optuna()
+    if (out / "config.yaml").exists():
+        raise UserError(f"--out: '{out}' holds a run; name another folder")
+    refuse_own_keys((word.partition("=")[0] for word in overrides), "config key ")
+    space = Space.parse(words)
+    configs = space.loaded(lambda words: load_config(config, [*overrides, *words, *OF_TRIALS]))
+    chosen = metric or configs[0].train.early_stop.metric or configs[0].model.metric_names(configs[0])[0]
+    for loaded in configs:
+        if chosen not in (known := loaded.model.metric_names(loaded)):
+            raise UserError(f"--metric: '{chosen}' is none of the model's metrics: {', '.join(known)}")
+        if loaded.data.valid is None:
+            raise UserError("config key 'data.valid' is not set, and trials are compared on it")
+    return space, chosen
+
+
+def import_optuna() -> Any:
+    """Return the package optuna, which tells errors alone from now on.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec("optuna") is None:
+        raise UserError("recsys sweep needs optuna, which is not installed; `pip install 'recsys[sweep]'` installs it")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
 
 
 def refuse_own_keys(keys: Iterable[str], where: str) -> None:

@@ -22,10 +22,10 @@ from recsys.memory.speeds import (
     STEP_AMOUNTS,
     Speeds,
     interpolate,
-    may_replace,
 )
 from recsys.memory.step_time import fit_amounts, step_load
 from recsys.memory.trace import rehearse
+from recsys.runtime.files import prepare_json
 from recsys.runtime.machine import topology_of
 from recsys.runtime.world import rehearse_world
 from recsys.tables.spec import Shard
@@ -276,8 +276,8 @@ def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
         assert path.read_text() == content
     for content in ("", '{"schema_version": 0, "device": "x", "ranks": 1}'):
         path.write_text(content)
-        assert may_replace(path)
-    assert may_replace(tmp_path / "none")
+        prepare_json(path, "recsys calibrate", "schema_version", "device", "ranks")
+    prepare_json(tmp_path / "none", "recsys calibrate", "schema_version")
 
 
 @pytest.mark.slow

@@ -5,16 +5,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launch import ROOT, environment, fork_train
 
 from recsys.config import load_config
 from recsys.errors import UserError
-from recsys.training.sweep import open_sweep, table_bytes
+from recsys.training.sweep import Sweep, table_bytes
 from recsys.training.sweep_report import Tried, pareto
-from recsys.training.sweep_space import Space
+from recsys.training.sweep_space import Space, open_space
 
 optuna = pytest.importorskip("optuna")
 RATE = "optimizer.dense.learning_rate=[0.001]"
@@ -72,8 +71,10 @@ def test_mistakes(tmp_path: Path) -> None:
         assert said in sweep(tmp_path, *words, status=1)
 
 
-def opened(out: Path, *space: str) -> Any:
-    return open_sweep(f"{ROOT}/{CONFIG}", SHORT, space, out, {"trials": 1, "seeds": 1, "jobs": 1}, None, False)
+def opened(out: Path, *space: str, trials: int = 1) -> Sweep:
+    config = f"{ROOT}/{CONFIG}"
+    searched, metric = open_space(config, SHORT, space, out, None)
+    return Sweep(config, tuple(SHORT), searched, out, trials, seeds=1, jobs=1, metric=metric, by_bytes=False)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +135,7 @@ def test_processes_share_a_study(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trial_below_the_median_of_the_others_is_ended_early(tmp_path: Path) -> None:
-    space, numbers = ["optimizer.dense.learning_rate=1e-4..1e-2:log"], {"trials": 6, "seeds": 1, "jobs": 1}
-    searched = open_sweep(f"{ROOT}/{CONFIG}", SHORT, space, tmp_path, numbers, None, False)
+    searched = opened(tmp_path, "optimizer.dense.learning_rate=1e-4..1e-2:log", trials=6)
     params, distributions = {"optimizer.dense.learning_rate": 1e-3}, searched.space.distributions()
     for _ in range(5):  # as if they had been trained
         done = optuna.trial.create_trial(

@@ -14,8 +14,9 @@ from launch import ROOT, environment
 
 from recsys.config import load_config
 from recsys.training import sweep as sweep_module
-from recsys.training.sweep import Sweep, open_sweep
+from recsys.training.sweep import Sweep
 from recsys.training.sweep_processes import PROCESS, StoppedError, StopSignal, counted, end, joined
+from recsys.training.sweep_space import open_space
 
 optuna = pytest.importorskip("optuna")
 SAMPLE = f"{ROOT}/configs/dlrm_sample.yaml"
@@ -23,8 +24,8 @@ SPACE = "optimizer.dense.learning_rate=1e-4..1e-2:log"
 
 
 def opened(out: Path, trials: int = 3) -> Sweep:
-    numbers = {"trials": trials, "seeds": 1, "jobs": 1}
-    return open_sweep(SAMPLE, [], [SPACE], out, numbers, None, False)
+    space, metric = open_space(SAMPLE, (), [SPACE], out, None)
+    return Sweep(SAMPLE, (), space, out, trials, seeds=1, jobs=1, metric=metric, by_bytes=False)
 
 
 @pytest.fixture
