@@ -277,7 +277,10 @@ class IdentityMapping(IdMapping):
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows):
             outside = rows[(rows < 0) | (rows >= self.num_rows)]
             advice = "use mapping: hash" if outside[0] < 0 else "raise num_embeddings, or use mapping: hash"
-            raise UserError(f"id {outside[0]} is outside 0 … {self.num_rows - 1} (mapping: identity); {advice}")
+            raise UserError(
+                f"id {outside[0]} is outside 0 … {self.num_rows - 1} (mapping: identity); {advice}; for a run that "
+                f"has been trained, leave such rows out (data.filter)"
+            )
 
     def _write(self, keys: IdKeys, start: int, chunk: np.ndarray, out: np.ndarray) -> None:
         out[:] = keys.numbers[start : start + len(out)]
