@@ -8,7 +8,7 @@ from recsys.report.charts import NUM_COLOURS, Axis, legend, line_chart
 from recsys.report.html import charts, document, table
 from recsys.report.record import Record, open_record
 from recsys.report.text import number
-from recsys.runtime.files import prepare_output, replace_file
+from recsys.runtime.files import write_output
 
 _PLACES = ("run.dir", "run.name")
 _TITLES = {"samples_per_s": "samples/s", "wait_share": "share of time waiting for data"}
@@ -21,13 +21,11 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
         out: default: compare.html in the working directory.
 
     Raises:
-        UserError: one of the folders is no run, or `out` no file. OSError: a file cannot be read, or the page not
-            written.
+        UserError: one of the folders is no run, or the page cannot be written. OSError: a file cannot be read.
     """
     runs, page = [open_record(folder) for folder in folders], out or Path("compare.html")
-    prepare_output(page, "--out")
+    write_output(page, compare_page(runs), "--out")
     print(f"{compare_text(runs)}\n")
-    replace_file(page, compare_page(runs))
     return page
 
 

@@ -12,7 +12,7 @@ from recsys.report.charts import NUM_COLOURS, Axis, line_chart, stacked_bars
 from recsys.report.html import charts, document, folded, meter, table, tiles
 from recsys.report.record import IDS, Record, open_record
 from recsys.report.text import listed, number, placements, size
-from recsys.runtime.files import prepare_output, replace_file
+from recsys.runtime.files import write_output
 
 PAGE = "report.html"
 _MOST_RANKS = 8  # that are drawn, the fullest
@@ -27,11 +27,10 @@ def write_report(folder: Path, out: Path | None = None, error: str | None = None
         out: default: report.html in the run directory. error: why the run ends just now.
 
     Raises:
-        UserError: the folder is no run, or `out` no file. OSError: a file cannot be read, or the page not written.
+        UserError: the folder is no run, or the page cannot be written. OSError: a file cannot be read.
     """
     page, record = out or folder / PAGE, open_record(folder, error)
-    prepare_output(page, "--out")
-    replace_file(page, report_page(record))
+    write_output(page, report_page(record), "--out")
     return page
 
 

@@ -80,6 +80,19 @@ def prepare_output(path: Path, argument: str = "OUT") -> None:
     make_folder(path.parent, argument)
 
 
+def write_output(path: Path, content: str, argument: str) -> None:
+    """Replace a file that the user may name by an argument.
+
+    Raises:
+        UserError: it is a folder, or cannot be written.
+    """
+    prepare_output(path, argument)
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise UserError(f"'{path}' cannot be written ({why(error)}); name another file by {argument}") from error
+
+
 def prepare_json(path: Path, command: str, *keys: str) -> None:
     """Refuse an OUT that is there, not empty, and none of a command's own files of JSON, which have these keys.
 

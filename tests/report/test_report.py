@@ -1,5 +1,6 @@
 """The page of a run and the comparison of several: whole, self-contained, and with the figures of the run's files."""
 
+import errno
 import json
 import math
 import os
@@ -21,9 +22,9 @@ from launch import ROOT, fork_train
 from recsys.__main__ import main
 from recsys.errors import UserError
 from recsys.report.charts import Axis, line_chart, stacked_bars
-from recsys.report.compare import compare_page, differing_keys, names_of
+from recsys.report.compare import compare, compare_page, differing_keys, names_of
 from recsys.report.html import Html, table
-from recsys.report.page import report_page
+from recsys.report.page import report_page, write_report
 from recsys.report.record import Record, open_record
 from recsys.report.text import number, size
 
@@ -155,6 +156,24 @@ def test_runs_compared(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert Page(text).headings == ["2 runs compared", "Results", "Curves", "Config"]
     assert text.count("<polyline class='c0'") >= 2
     assert "features.hour" not in said
+
+
+@pytest.mark.parametrize("problem", [errno.EACCES, errno.EROFS, errno.ENOSPC])
+def test_a_page_that_cannot_be_written_is_told_of_out(
+    problem: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a run in another's folder, or on a disk that is mounted to read, or full."""
+    (tmp_path / "config.yaml").write_text("run: {name: x}\n")
+
+    def refuse(path: Path, content: str) -> None:
+        raise OSError(problem, os.strerror(problem), str(path))
+
+    monkeypatch.setattr("recsys.runtime.files.replace_file", refuse)
+    for write, page in ((write_report, tmp_path / "report.html"), (compare, tmp_path / "both.html")):
+        folder: Any = tmp_path if write is write_report else [tmp_path, tmp_path]
+        with pytest.raises(UserError) as told:
+            write(folder, page)
+        assert str(told.value) == f"'{page}' cannot be written ({os.strerror(problem)}); name another file by --out"
 
 
 def test_a_section_that_a_run_lacks_is_one_row(tmp_path: Path) -> None:
