@@ -106,14 +106,19 @@ def _expand_local(key: str, path: str) -> list[_Found]:
         _tell_of_versions(key, path, [log for log in _TABLE_LOGS if os.path.isdir(os.path.join(path, log))])
         return files
     if not glob.has_magic(path):
-        wrong = "is no regular file" if os.path.exists(path) else "does not exist"
+        wrong = "is no regular file" if os.path.exists(path) else f"does not exist{_seen_from(path)}"
         raise UserError(f"config key '{key}': '{path}' {wrong}{_near(Storage(), path)}")
     pattern = path.split("/")
     matches = sorted(match for match in glob.glob(path, recursive=True) if _is_match(match.split("/"), pattern))
     by_name = {file.name: file for match in matches for file in _file_or_below(match)}
     if not by_name:
-        raise UserError(f"config key '{key}': no file matches '{path}'")
+        raise UserError(f"config key '{key}': no file matches '{path}'{_seen_from(path)}")
     return list(by_name.values())
+
+
+def _seen_from(path: str) -> str:
+    """Return for messages where a relative path begins: a run may have been trained in another folder."""
+    return "" if os.path.isabs(path) else f", seen from '{os.getcwd()}'"
 
 
 def _file_or_below(path: str) -> list[_Found]:
