@@ -62,7 +62,8 @@ up_to_date() {
 make_venv() {
     local python
     python=$(find_python)
-    if usable "$venv_python" && [[ -z "${PYTHON:-}" || "$("$PYTHON" -V)" == "$("$venv_python" -V)" ]]; then
+    # Without pyvenv.cfg, as where its removal was interrupted, its python is the system's, which packages would go into.
+    if [[ -f "$venv/pyvenv.cfg" ]] && usable "$venv_python" && [[ -z "${PYTHON:-}" || "$("$PYTHON" -V)" == "$("$venv_python" -V)" ]]; then
         # Another set, place or Python leaves files behind that the new packages would meet: start anew.
         if [[ ! -f "$stamp" || "$(first_line "$(<"$stamp")")" == "$(first_line "$(wanted "$venv_python")")" ]]; then
             return

@@ -48,6 +48,14 @@ def test_a_venv_without_pip_gets_it(clone: Path) -> None:
     assert (clone / ".venv" / "kept").exists()
 
 
+def test_a_venv_whose_removal_was_interrupted_is_made_anew(clone: Path) -> None:
+    """Without pyvenv.cfg its python is that of the system, which packages would go into."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", clone / ".venv"], check=True)
+    (clone / ".venv" / "pyvenv.cfg").unlink()
+    assert "setup: making .venv with " in said_by_setup(clone)
+    assert (clone / ".venv" / "pyvenv.cfg").exists()
+
+
 def test_the_venv_of_another_clone_is_left_as_it_is(clone: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "theirs"], check=True)
     (tmp_path / "theirs" / "recsys-set.txt").write_text("# cpu set for Python 3.11.7 in /elsewhere\n")
