@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.fs as fs
 
-from recsys.data.storage import Files, Storage, reason
+from recsys.data.storage import Files, Storage, partition_keys, reason
 from recsys.errors import UserError, nearest
 
 logger = logging.getLogger("recsys")
@@ -55,11 +55,7 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
     storage = Storage(roots[0], retries)
     files = [file for _, path in given for file in _expand(key, storage, path)]
     names = tuple(file.name for file in files)
-    for name in names:
-        if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python shows bytes that are none of UTF-8
-            raise UserError(
-                f"config key '{key}': the name of '{name}' is not UTF-8, which Arrow needs; rename the file"
-            )
+    _check_texts(key, names)
     if len(given) > 1:
         counts = Counter(names if storage.root else map(os.path.abspath, names))
         twice = [name for name, count in counts.items() if count > 1]
@@ -67,6 +63,21 @@ def find_files(key: str, paths: str | Sequence[str], retries: int = 0) -> Files:
             raise UserError(f"config key '{key}' names the file '{min(twice)}' twice; name each file once")
     sizes, times = (np.array([file[i] for file in files], np.int64) for i in (1, 2))
     return Files(storage, names, sizes, times)
+
+
+def _check_texts(key: str, names: Sequence[str]) -> None:
+    """Raise a UserError if the name of a file, or a partition key in it, is no text."""
+    for name in names:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):  # how Python shows bytes that are none of UTF-8
+            raise UserError(
+                f"config key '{key}': the name of '{name}' is not UTF-8, which Arrow needs; rename the file or folder"
+            )
+        try:
+            partition_keys(name)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"config key '{key}': a partition key of '{name}' has %-escapes that are not UTF-8; rename its folder"
+            ) from error
 
 
 def _split(key: str, path: str) -> tuple[str, str]:

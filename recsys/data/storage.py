@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ParamSpec, TypeVar
 from urllib.parse import unquote
 
@@ -142,9 +142,13 @@ def partition_keys(name: str) -> dict[str, str | None]:
     """Return the Hive partition keys in a path, such as {"day": "2026-11-01"} of logs/day=2026-11-01/part-0.parquet.
 
     Values are percent-decoded, and __HIVE_DEFAULT_PARTITION__ is None.
+
+    Raises:
+        UnicodeDecodeError: one is not UTF-8 then; of others than `find_files` has refused.
     """
     pairs = (folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder)
-    return {unquote(key): None if value == _NULL_PARTITION else unquote(value) for key, _, value in pairs}
+    decoded = partial(unquote, errors="strict")  # else other bytes are all one sign, and their values one
+    return {decoded(key): None if value == _NULL_PARTITION else decoded(value) for key, _, value in pairs}
 
 
 def partition_column(value: str | None, kind: pa.DataType, num_rows: int) -> pa.Array:

@@ -832,8 +832,8 @@ def files_of(data: str) -> list[str]:
 def partitions_of(paths: list[str], texts: list[str]) -> dict[str, dict[str, pa.Scalar]]:
     """Return the Hive partition keys in each path: texts where training had such, others int32 if all are numbers."""
     pairs = [[part.partition("=") for part in Path(path).parts[:-1] if "=" in part] for path in paths]
-    null = "__HIVE_DEFAULT_PARTITION__"
-    by_path = [{unquote(key): None if value == null else unquote(value) for key, _, value in parts} for parts in pairs]
+    null, text = "__HIVE_DEFAULT_PARTITION__", partial(unquote, errors="strict")
+    by_path = [{text(key): None if value == null else text(value) for key, _, value in parts} for parts in pairs]
     columns = {key: pa.array([keys.get(key) for keys in by_path], pa.string()) for key in set().union(*by_path)}
     for key in columns.keys() - set(texts):
         with suppress(pa.ArrowInvalid):
@@ -866,7 +866,7 @@ def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
                 table = pa.table({**kept, **dict(zip(results.column_names, results.columns, strict=True))})
                 schema = schema or table.schema
                 yield table.cast(schema)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:  # the last of names that are not UTF-8
         raise ExportError(f"'{words.data}' cannot be scored ({' '.join(str(error).split())[:300]})") from error
 
 

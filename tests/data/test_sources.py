@@ -95,15 +95,6 @@ def test_a_file_given_twice(tmp_path, again):
     assert "'data.valid'" in message and str(file) in message and "twice" in message
 
 
-def test_a_relative_path_that_is_not_there_is_told_with_the_folder_it_is_seen_from(tmp_path, monkeypatch):
-    """A finished run reads data by the paths of its config, from whichever folder a command is given in."""
-    monkeypatch.chdir(tmp_path)
-    for path, wrong in (("data/nowhere", "does not exist"), ("data/*/x.parquet", "no file matches")):
-        message = refusal(lambda path=path: find_files("data.train", path))
-        assert wrong in message and f"'{path}'" in message and f", seen from '{tmp_path}'" in message
-        assert "seen from" not in refusal(lambda path=path: find_files("data.train", f"{tmp_path}/{path}"))
-
-
 def test_path_that_does_not_exist_names_the_nearest(tmp_path):
     write(tmp_path / "logs" / "train" / "a.parquet")
     message = refusal(lambda: find_files("data.train", str(tmp_path / "logs" / "trian")))
