@@ -287,7 +287,7 @@ def lists_of(array: pa.Array, max_length: int | None, keep: str) -> tuple[np.nda
 
 def column(table: pa.Table, name: str) -> pa.Array:
     """Return a column in one piece, `stored`; `device.os` is a field of a struct, `items.id` one of those in lists."""
-    first, _, rest = (name, "", "") if name in table.column_names else name.partition(".")
+    first, _, rest = (name, "", "") if name in table.column_names else str(name).partition(".")
     if table.column_names.count(first) != 1:
         problem = "is missing" if first not in table.column_names else "is there twice"
         raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, table.column_names[:20]))}")

@@ -12,7 +12,7 @@ from launch import ROOT, fork_train
 from recsys.datasets.interactions import LogOptions, convert_log
 from recsys.errors import UserError
 from recsys.serving.api import open_run
-from recsys.serving.score import ExportError, Scorer
+from recsys.serving.score import ExportError, Scorer, column
 
 # Of the sample's columns those that are fields here. `history` is a list of structs, `what` lies in another struct.
 FIELDS = {"user_id": "who.id", "device": "who.device.os", "item_id": "shown.what.id", "category": "shown.what.category"}
@@ -133,6 +133,8 @@ def test_exports_take_structs_and_columns_of_their_names(run: Path, folders: dic
     for missing in ("who", "events"):
         with pytest.raises(ExportError, match=r"column '(who.id|who.device.os|events.item)' is missing"):
             scorer.score(rows.drop_columns([missing]))
+    with pytest.raises(ExportError, match=r"column '\['who.id'\]' is missing"):
+        column(rows, ["who.id"])  # type: ignore[arg-type]
     with pytest.raises(ExportError, match=r"column 'price' is missing; the columns are 'what'"):
         scorer.score(rows.set_column(1, "shown", pa.array([{"what": {"id": 1, "category": "a"}}] * len(rows))))
 
