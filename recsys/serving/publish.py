@@ -141,16 +141,17 @@ class Publisher:
     def _begin(self, problem: UserError | None) -> None:
         """Go on from the base that has been written, unless there was a problem."""
         if problem is not None:
+            self._remove_old(bases_kept=1)  # on a full disk nothing else ever makes room for a base
             raise problem
         self._base = json.loads((self._next_base / MANIFEST).read_text())
         self._last, self._delta_bytes = self._base["sha256"], 0
         self._remove_old()
 
-    def _remove_old(self) -> None:
-        """Remove what came before the base before the last: scorers may still read that one."""
+    def _remove_old(self, bases_kept: int = 2) -> None:
+        """Remove what came before the last bases, by default before the last but one, which scorers may still read."""
         bases = sorted(path for path in self._folder.glob("base-*") if number_of(path))
         for path in self._folder.iterdir():
-            if len(bases) > 1 and 0 < number_of(path) < number_of(bases[-2]):
+            if len(bases) >= bases_kept and 0 < number_of(path) < number_of(bases[-bases_kept]):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write_delta(self, step: int) -> str | None:

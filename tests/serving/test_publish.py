@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,32 @@ def test_deltas_that_outgrow_the_base_become_one(tmp_path: Path, nproc: int, opt
         manifest["beside"].pop("dense.pt2", None)
         del manifest["sha256"], manifest["made"]
     assert described[0] == described[1]
+
+
+def leave_room_for_two_bases() -> None:
+    from recsys.serving import publish
+
+    run = publish.run_command
+
+    def run_where_there_is_room(*words: str, **options: Any) -> UserError | None:
+        folder = next(Path(word).parent for word in words if "/base-" in word)
+        is_full = len([*folder.glob("base-*")]) > 1
+        return UserError("No space left on device") if is_full else run(*words, **options)
+
+    publish.run_command = run_where_there_is_room  # type: ignore[assignment]
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_published_to_again(tmp_path: Path) -> None:
+    """What no follower goes by any more makes room; what followers go by stays."""
+    write_retrieval(tmp_path)
+    run = train(tmp_path, "train.publish.every_steps=3", before=leave_room_for_two_bases)
+    lines = (run / "logs" / "rank_0.log").read_text().splitlines()
+    problems = ["is not published" in line for line in lines if "published" in line]
+    assert sum(problems) > 0 and not any(map(all, pairwise(problems))), lines
+    follower = Follower(tmp_path / "published")
+    assert follower.step == json.loads((run / "result.json").read_text())["steps"] and follower.problem is None
+    assert_same(follower.scorer, exported(run, tmp_path / "export"))
 
 
 @pytest.mark.slow
