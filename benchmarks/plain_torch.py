@@ -114,7 +114,7 @@ def train(config: Config, run_dir: Path, pad: bool) -> dict[str, Any]:
         step = PlainStep(tables, half)
         optimizer = torch.optim.Adam(step.parameters(), config.optimizer.dense.learning_rate)
         tensors = Tensors(tables=dict, table_optimizer=dict, dense=step, dense_optimizer=optimizer)
-        built = Built(step, [], optimizer, TableUpdates(step, inputs.config, on_gpu=False), tensors)
+        built = Built(step, [], optimizer, TableUpdates(step, inputs.config, world), tensors)
         timeline = Timeline(world.device)
         trainer = Trainer(inputs, built, run_dir, timeline)
         trainer.fit()

@@ -128,7 +128,10 @@ MODELS = {
     "low rank": "model: {name: dcn, mlp: [32], rank: 4}",
     "final_mlp": "model: {name: final_mlp, gate_1: [user_id], gate_2: [item_id], mlp_1: [32], mlp_2: [16]}",
     "normalised": "model: {name: dcn, mlp: [32, 16], layer_norm: true, dropout: 0.2}",
-    "all rows": """tables: {user: {l2_all_rows: 0.1}, category: {l2_all_rows: 0.1}, item: {sharding_type: data_parallel}}
+    "all rows": """tables:
+  user: {l2_all_rows: 0.1}
+  category: {l2_all_rows: 0.1}
+  item: {sharding_type: data_parallel}
 model: {name: final_mlp, gate_1: [user_id], gate_2: [item_id], mlp_1: [32], mlp_2: [16], layer_norm: true}
 optimizer: {tables: {name: adam}}""",
     "deepfm": "model: {name: deepfm, mlp: [32]}",
