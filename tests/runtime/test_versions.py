@@ -187,8 +187,10 @@ def test_imports_only_the_standard_library(module):
         "benchmarks/plain_torch.py c.yaml",
     ],
 )
-def test_a_script_outside_of_its_environment(script: str) -> None:
-    command = [sys.executable, "-S", *script.split()]  # -S: without the packages of the environment
+def test_a_script_outside_of_its_environment(script: str, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.json").touch()  # a run that is not there is told before
+    # -S: without the packages of the environment
+    command = [sys.executable, "-S", *script.replace(" a ", f" {tmp_path} ").split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "not installed for" in done.stderr and "scripts/setup.sh" in done.stderr
     assert done.stderr.count("\n") == 1
