@@ -38,7 +38,7 @@ def check_replicated(config: Config, name: str, table: TableConfig) -> None:
     optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
     choice, other = table.sharding_type, f"tables.{name}.sharding_type to another"
     if table.l2_all_rows:
-        other = f"tables.{name}.l2_all_rows to 0, or to tables.{name}.l2, of the rows that a step looks up"
+        other = f"tables.{name}.l2_all_rows to 0 (tables.{name}.l2 holds back the rows that a step looks up)"
         by_id = name in config.unpooled_tables()
         if by_id or choice not in (ShardingChoice.auto, ShardingChoice.data_parallel):
             found = "one that is looked up id by id" if by_id else f"sharding_type: {choice.name}"
