@@ -84,8 +84,7 @@ def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
 
 def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
     whole = (ShardingChoice.data_parallel, ShardingChoice.table_wise)
-    movable = {name: table for name, table in config.tables.items() if not table.l2_all_rows}
-    names = [name for name, table in movable.items() if table.sharding_type in whole]
+    names = [name for name, table in config.tables.items() if table.sharding_type in whole and not table.l2_all_rows]
     if topology.world_size > 1 and names and config.run.plan is None:
         settings = {f"tables.{name}.sharding_type": ShardingChoice.row_wise for name in names}
         yield Change(settings, "every rank is asked for rows of these tables")

@@ -30,7 +30,7 @@ from torchrec.distributed.planner.types import Topology as PlannerTopology
 from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
-from recsys.config import ComputeKernel, Config, ShardingChoice
+from recsys.config import ComputeKernel, Config, ShardingChoice, TableConfig
 from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, FloatType
 from recsys.errors import NoPlanError
 from recsys.runtime.machine import Topology
@@ -63,8 +63,7 @@ def make_plan(
     Raises:
         NoPlanError: the tables fit under no plan that the config allows.
     """
-    auto = ShardingChoice.auto
-    free = [name for name, table in config.tables.items() if table.sharding_type is auto and not table.l2_all_rows]
+    free = [name for name, table in config.tables.items() if _choice(table) is ShardingChoice.auto]
     if must_fit and not topology.on_gpu and len(free) >= topology.world_size > 1:
         whole = {name: replace(config.tables[name], sharding_type=ShardingChoice.table_wise) for name in free}
         with suppress(NoPlanError):
@@ -203,7 +202,7 @@ class _Storage(ShardEstimator):
 
 def table_constraints(config: Config, table: str, topology: Topology) -> ParameterConstraints:
     """Return a table's constraints for torchrec's planner."""
-    choice = config.tables[table].sharding_type
+    choice = _choice(config.tables[table])
     types = [choice] if choice is not ShardingChoice.auto else _automatic_types(config, table, topology.world_size)
     num_features = sum(feature.table == table for feature in config.features.values())
     settings = config.tables[table]
@@ -220,6 +219,11 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
     )
 
 
+def _choice(table: TableConfig) -> ShardingChoice:
+    """Return a table's sharding type, which a penalty on all of its rows decides."""
+    return ShardingChoice.data_parallel if table.l2_all_rows else table.sharding_type
+
+
 def fbgemm_output(config: Config, on_gpu: bool) -> DataType | None:
     """Return the type in which FBGEMM gives vectors, and takes gradients; None: FP32.
 
@@ -229,8 +233,6 @@ def fbgemm_output(config: Config, on_gpu: bool) -> DataType | None:
 
 
 def _automatic_types(config: Config, table: str, world_size: int) -> Iterable[ShardingChoice]:
-    if config.tables[table].l2_all_rows:
-        return [ShardingChoice.data_parallel]
     if world_size == 1:
         return [ShardingChoice.table_wise]  # the planner takes any, and this one exchanges least
     settings, optimizer = config.tables[table], config.table_optimizer(table)

@@ -30,25 +30,29 @@ class ReplicatedTables:
         """
         if not self.tables:
             return
-        # One message: the gradients by the tables, and for each of their rows whether it was looked up.
-        num_rows = [len(table.weights) for table in self.tables]
-        sizes = [table.weights.numel() for table in self.tables]
-        parts = torch.zeros(self._num_parts, sum(sizes) + sum(num_rows), device=self.tables[0].weights.device)
-        by_part = [part.split([*sizes, *num_rows]) for part in parts]
-        for number, table in enumerate(self.tables):
-            into = [part[number].view(table.weights.shape) for part in by_part]
+        size = sum(table.weights.numel() + len(table.weights) for table in self.tables)
+        messages = torch.zeros(self._num_parts, size, device=self.tables[0].weights.device)
+        by_part = [self._by_table(message) for message in messages]
+        for table, *parts in zip(self.tables, *by_part, strict=True):
             for feature in table.features:
-                self._add(into, ids[feature], gradients[feature])
-                by_part[0][len(sizes) + number].index_fill_(0, ids[feature].values().long(), 1)
-        for other in parts[1:]:
-            parts[0].add_(other)
-        dist.all_reduce(parts[0])
-        for number, table in enumerate(self.tables):
-            gradient, marks = by_part[0][number].view(table.weights.shape), by_part[0][len(sizes) + number]
+                jagged = ids[feature]
+                self._add([gradient for gradient, _ in parts], jagged, gradients[feature])
+                parts[0][1].index_fill_(0, jagged.values().long(), 1)
+        for other in messages[1:]:
+            messages[0].add_(other)
+        dist.all_reduce(messages[0])
+        for table, (gradient, marks) in zip(self.tables, by_part[0], strict=True):
             if table.l2_all_rows:
                 gradient.add_(table.weights, alpha=table.l2_all_rows)
                 marks.fill_(1)
             table.update_looked_up(gradient, marks)
+
+    def _by_table(self, message: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parts of a message: the gradient by each table, and whether each of its rows was looked up."""
+        shapes = [table.weights.shape for table in self.tables]
+        flat = message.split([size for shape in shapes for size in (shape.numel(), shape[0])])
+        gradients = [part.view(shape) for part, shape in zip(flat[::2], shapes, strict=True)]
+        return list(zip(gradients, flat[1::2], strict=True))
 
     def _add(self, into: list[torch.Tensor], jagged: JaggedTensor, gradient: torch.Tensor) -> None:
         """Add the gradients by the rows that a feature's ids name to those of the parts of a batch."""

@@ -155,8 +155,9 @@ def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
         name, shard = config_name(table.name), table.local_metadata  # None of a table that every rank holds
         offset = (0, 0) if shard is None else tuple(shard.shard_offsets)
         settings, of_table = config.table_optimizer(name), config.tables[name]
-        place_and_use = offset, table.feature_names
-        tables.append(TorchTable(name, weights, settings, of_table.sparsity, *place_and_use, of_table.l2_all_rows))
+        tables.append(
+            TorchTable(name, weights, settings, of_table.sparsity, offset, table.feature_names, of_table.l2_all_rows)
+        )
     return tables
 
 
