@@ -77,9 +77,9 @@ class Speeds:
             rates = rates_by_dtype[dtype] = {}
             for sides in product(MATMUL_SIDES, repeat=3):
                 smaller = list(sides)
-                while 2 * math.prod(smaller) > MOST_MATMUL_FLOPS:
+                while (key := " ".join(map(str, smaller))) not in measured and max(smaller) > 1:
                     smaller[smaller.index(max(smaller))] //= 4
-                rates[sides] = measured[" ".join(map(str, smaller))]
+                rates[sides] = measured[key]
         return rates_by_dtype
 
     def batched_seconds(self, dtype: str, flops: float, count: int) -> float:

@@ -1,4 +1,4 @@
-"""`recsys calibrate`: how fast this kind of device computes, looks up and exchanges, in about a minute."""
+"""`recsys calibrate`: how fast this kind of device computes, looks up and exchanges."""
 
 import math
 import statistics

@@ -1,5 +1,6 @@
 """How fast a device multiplies, moves and exchanges: operators one at a time, of many sizes."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ _BYTES = tuple(1 << power for power in (12, 16, 20, 23, 26))  # that operators m
 _SENT = tuple(1 << power for power in (10, 14, 18, 22, 25))  # that a rank sends
 _TURNS_BYTES, _MOST_TURNS = 32 << 20, 64  # of tensors that are taken in turn
 _MEASURED_S = 0.004
+_LONGEST_MATMUL_S = 0.1
 
 
 def measure_operators(world: World) -> dict[str, Any]:
@@ -58,12 +60,17 @@ def _seconds(action: Callable[[torch.Tensor], Any], given: torch.Tensor, world: 
 
 def _matmuls(dtype: torch.dtype, world: World) -> dict[str, float]:
     rates = {}
-    for rows, inner, columns in product(MATMUL_SIDES, repeat=3):
+    most_flops = MOST_MATMUL_FLOPS
+    for rows, inner, columns in sorted(product(MATMUL_SIDES, repeat=3), key=math.prod):
         flops = 2 * rows * inner * columns
-        if flops <= MOST_MATMUL_FLOPS:
-            a = torch.ones(rows, inner, dtype=dtype, device=world.device)
-            b = torch.ones(inner, columns, dtype=dtype, device=world.device)
-            rates[f"{rows} {inner} {columns}"] = flops / _seconds(partial(torch.matmul, other=b), a, world)
+        if flops > most_flops:
+            break
+        a = torch.ones(rows, inner, dtype=dtype, device=world.device)
+        b = torch.ones(inner, columns, dtype=dtype, device=world.device)
+        seconds = _seconds(partial(torch.matmul, other=b), a, world)
+        rates[f"{rows} {inner} {columns}"] = flops / seconds
+        if seconds > _LONGEST_MATMUL_S:  # BF16 on processors without it: all sizes would take minutes
+            most_flops = flops
     return rates
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from recsys.memory.step_time import fit_amounts, step_load
 from recsys.memory.trace import rehearse
 from recsys.runtime.files import prepare_json
 from recsys.runtime.machine import topology_of
-from recsys.runtime.world import rehearse_world
+from recsys.runtime.world import World, rehearse_world
 from recsys.tables.spec import Shard
-from recsys.training import calibrate
+from recsys.training import calibrate, device_speeds
 
 FLAT = [(1.0, 1e-30), (1e12, 1e-30)]  # takes no time
 
@@ -86,6 +87,23 @@ def test_products_are_interpolated_between_sizes() -> None:
     assert of.matmul_seconds("float32", large, large, large) == pytest.approx(2 * large**3 / 1e9)
     assert interpolate([(1.0, 1.0), (100.0, 10.0)], 10.0) == pytest.approx(math.sqrt(10))
     assert interpolate([(1.0, 1.0), (100.0, 10.0)], 10_000.0) == pytest.approx(100.0)
+
+
+def test_products_that_take_long_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sizes beyond, which a processor that is slow in a type would take minutes for."""
+    sides: list[tuple[int, ...]] = []
+
+    def seconds(action: partial[torch.Tensor], a: torch.Tensor, _world: World) -> float:
+        sides.append((*a.shape, action.keywords["other"].shape[1]))
+        return 2 * math.prod(sides[-1]) / 1e9
+
+    monkeypatch.setattr(device_speeds, "_seconds", seconds)
+    with rehearse_world(1, 1, torch.device("meta")) as world:
+        rates = device_speeds._matmuls(torch.bfloat16, world)
+    assert len(rates) == len(sides) > 300 and (1024, 64, 1024) in sides and max(map(math.prod, sides)) == 1 << 26
+    of = speeds(matmul={"float32": rates})
+    for rows in (1, 16, 16384):
+        assert of.matmul_seconds("float32", rows, 1024, 4096) == pytest.approx(2 * rows * 1024 * 4096 / 1e9)
 
 
 def test_operators_of_a_layer() -> None:
