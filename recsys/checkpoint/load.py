@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from recsys.checkpoint.state import Marker
@@ -17,6 +19,7 @@ from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
 from recsys.config.meaning import changed_inputs, changed_optimizers
 from recsys.errors import UserError
+from recsys.ids import NULL_ROW, KeptIds
 from recsys.runtime.files import replace_file
 from recsys.runtime.world import World
 
@@ -32,7 +35,8 @@ class Loaded:
         kept: both have it, and this run keeps its own initial values.
         new: only this run has it.
         left: only the checkpoint has it.
-        rows: by vocabulary table, how many rows are of the checkpoint, and how many are new.
+        rows: by vocabulary table, how many rows are of the checkpoint, and how many are new; of these, how many were
+            those of ids that are evicted, if any were.
     """
 
     source: str
@@ -68,7 +72,7 @@ def load_tensors(
     tensors: Tensors,
     world: World,
     config: Config | None = None,
-    kept_ids: Mapping[str, int] | None = None,
+    kept_ids: Mapping[str, KeptIds] | None = None,
 ) -> Loaded:
     """Load tables, dense part and optimizers, whatever plan and number of ranks wrote them; collective.
 
@@ -76,7 +80,7 @@ def load_tensors(
         path, marker: a checkpoint that `verify_checkpoint` has found valid.
         config: of a run that begins with its weights, and whose `train.init` says how it may differ from what is here;
             None: in nothing, and random number generators are set too.
-        kept_ids: of vocabulary tables, how many ids of the checkpoint's vocabulary begin that of here.
+        kept_ids: of vocabulary tables, the ids that are those of the checkpoint's vocabulary.
 
     Raises:
         UserError: the checkpoint differs from what is here in what `init` does not allow, or cannot be read.
@@ -92,21 +96,36 @@ def load_tensors(
     choice.dense(type(tensors.dense_optimizer).__name__)
     report = choice.report
     state = {name: targets[name] for name in report.loaded if name in targets}
-    for name in state:
-        if name.startswith((TABLES, TABLE_OPTIMIZER)):
-            state[name] = _moved(state[name], saved[name], choice.spans(name))
+    for name in filter(_is_of_table, state):
+        state[name] = _moved(state[name], saved[name], choice.spans(name))
     same_ranks = config is None and marker.world_size == world.world_size
     of_ranks = _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
     new = {name: Pieces.of(saved[name].empty()) for name in of_ranks}
     new |= tensors.room_for({n: saved[n] for n in report.loaded if n.startswith(DENSE_OPTIMIZER) and n in saved})
     room = {name: pieces.pieces[0].tensor for name, pieces in new.items()}
-    world.agree(lambda: read_tensors(path, saved, state | new))
+    with _initial_rows({name: targets[name] for name in state}, choice.evicted_rows):
+        world.agree(lambda: read_tensors(path, saved, state | new))
     scalars = {n: value for n, value in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
     world.agree(lambda: _set_state(tensors, room, scalars, path, world if same_ranks else None))
     for name, reason in marker.approximate.items():
         if name in report.loaded:
             _log.warning("%s is approximate: %s", name, reason)
     return report
+
+
+@contextmanager
+def _initial_rows(tensors: Mapping[str, Pieces], rows_of: Callable[[str], np.ndarray]) -> Iterator[None]:
+    """Let some rows of tables, and of their optimizers' state, be afterwards what they are now; host memory keeps them."""
+    kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    for name, pieces in tensors.items():
+        rows = rows_of(name)
+        for piece in pieces.pieces if len(rows) else ():
+            first, stop = piece.offsets[0], piece.offsets[0] + piece.tensor.shape[0]
+            own = torch.from_numpy(rows[(rows >= first) & (rows < stop)] - first).to(piece.tensor.device)
+            kept.append((piece.tensor.detach(), own, piece.tensor.detach()[own].cpu()))
+    yield
+    for tensor, own, values in kept:
+        tensor[own] = values.to(tensor.device)
 
 
 def _check_names(path: Path, marker: Marker) -> None:
@@ -146,7 +165,12 @@ class _Choice:
     """Decides for each tensor whether it is loaded, from both sides' forms alone, so that all ranks decide alike."""
 
     def __init__(
-        self, path: Path, marker: Marker, wanted: dict[str, Entry], config: Config | None, kept_ids: Mapping[str, int]
+        self,
+        path: Path,
+        marker: Marker,
+        wanted: dict[str, Entry],
+        config: Config | None,
+        kept_ids: Mapping[str, KeptIds],
     ) -> None:
         self._path, self._marker, self._wanted, self._saved = path, marker, wanted, marker.tensors
         self._config, self._init, self._kept_ids = config, config.train.init if config else InitConfig(), kept_ids
@@ -185,11 +209,16 @@ class _Choice:
         Behind the null row and those of its vocabulary's ids a table has the rows that all other ids share.
         """
         here, there = self._wanted[name].size[0], self._saved[name].size[0]
-        table = name.removeprefix(TABLES) if name.startswith(TABLES) else _owner(name)
+        table = _table_of(name)
         if self._config is None or table not in self._kept_ids:
             return [(0, 0, min(here, there))]
-        first, num_shared = 1 + self._kept_ids[table], self._config.tables[table].num_buckets
+        first, num_shared = 1 + self._kept_ids[table].num_ids, self._config.tables[table].num_buckets
         return [(0, 0, first), (here - num_shared, first, min(there - first, num_shared))]
+
+    def evicted_rows(self, name: str) -> np.ndarray:
+        """Return the rows of a table, or of its optimizer's state, whose ids others have taken the place of, int64."""
+        kept = self._kept_ids.get(_table_of(name)) if _is_of_table(name) else None
+        return np.zeros(0, np.int64) if kept is None else NULL_ROW + 1 + kept.evicted
 
     def _sides(self, prefix: str, take: Take, key: str, decide: Callable[[str, Entry, Entry], None]) -> None:
         """Decide on the tensors with a prefix: `decide` on those that both sides have."""
@@ -217,9 +246,12 @@ class _Choice:
                 f"{here.size[1]}; set tables.{table}.embedding_dim={there.size[1]}, or give the table another name"
             )
         if table in self._kept_ids:
-            kept = sum(count for _, _, count in self.spans(name))
+            evicted = len(self._kept_ids[table].evicted)
+            kept = sum(count for _, _, count in self.spans(name)) - evicted
             self.report.rows[table] = {"kept": kept, "new": here.size[0] - kept}
-            if here.size[0] != there.size[0]:
+            if evicted:
+                self.report.rows[table]["evicted"] = evicted
+            if evicted or here.size[0] != there.size[0]:
                 remarks.append(f"{kept:,} rows of {there.size[0]:,} there, {here.size[0] - kept:,} new")
         elif here.size[0] != there.size[0]:
             if not self._init.resize_tables:
@@ -277,6 +309,16 @@ def _belongs(name: str, marker: Marker) -> bool:
     if match := re.match(rf"({RNG}|{IDS})(\d+)/", name):
         return int(match[2]) < marker.world_size
     return name.startswith((TABLES, DENSE))
+
+
+def _is_of_table(name: str) -> bool:
+    """Return whether a tensor is a table, or of its optimizer."""
+    return name.startswith((TABLES, TABLE_OPTIMIZER))
+
+
+def _table_of(name: str) -> str:
+    """Return the table of a tensor that is one, or of its optimizer."""
+    return name.removeprefix(TABLES) if name.startswith(TABLES) else _owner(name)
 
 
 def _owner(state: str) -> str:

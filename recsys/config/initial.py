@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from recsys.config.bounds import bounded
 from recsys.errors import UserError
 
 
@@ -30,6 +31,9 @@ class InitConfig:
     # Vocabulary tables: the ids that have a row keep it, and what new ones data.train shows min_count times get rows of
     # their own too, the most frequent first, up to num_embeddings in all. These rows are initialised.
     grow_vocabularies: bool = False
+    # Vocabulary tables that grow: an id that data.train has not shown for so many runs in a row, this one among them,
+    # gives its row to a new one that needs it, the longest unseen first. So ids that come and go fill no table.
+    evict_after_runs: int | None = bounded(None, 1)
     # By table: file with `vector` and `id` or `row`, as `recsys tables export` writes; goes without init_from too.
     from_parquet: dict[str, str] = field(default_factory=dict)
 
@@ -42,4 +46,9 @@ def check_init(init: InitConfig, init_from: str | None) -> None:
         raise UserError(
             f"config key 'train.init.{changed[0]}' says how train.init_from may differ, which is not set; set it, or "
             f"drop train.init.{changed[0]}"
+        )
+    if init.evict_after_runs is not None and not init.grow_vocabularies:
+        raise UserError(
+            "config key 'train.init.evict_after_runs' gives rows to new ids, which there are with "
+            "train.init.grow_vocabularies=true alone; set it too"
         )

@@ -29,12 +29,14 @@ from recsys.data.spec import FloatColumn, IdColumn, Transform
 from recsys.errors import UserError
 from recsys.ids import (
     NULL_ROW,
+    Grown,
     IdCounter,
+    KeptIds,
     KeptRows,
     add_up,
-    choose_vocabulary,
+    grow,
     is_new,
-    joined,
+    read_unseen_runs,
     read_vocabulary,
     write_vocabulary,
 )
@@ -64,7 +66,9 @@ class Facts:
         row_counts: by id feature, how often the data hold each row of its table, int64 [num_embeddings].
         num_counted: by table, the distinct ids that a vocabulary was chosen from, where this start of the run chose it;
             by `counts_of` a feature, those that this rank has counted.
-        kept: by table, how many ids its vocabulary begins with that are those of the run whose weights it takes.
+        unseen_runs: by table, of the first ids of its vocabulary, in how many runs in a row data.train has not shown
+            them, int32; 0 of the others.
+        kept: by table, the ids of its vocabulary that are those of the run whose weights it takes.
         kept_rows: by table of which rows were pruned.
     """
 
@@ -72,7 +76,8 @@ class Facts:
     floats: dict[str, FloatFacts] = field(default_factory=dict)
     row_counts: dict[str, np.ndarray] = field(default_factory=dict)
     num_counted: dict[str, int] = field(default_factory=dict)
-    kept: dict[str, int] = field(default_factory=dict)
+    unseen_runs: dict[str, np.ndarray] = field(default_factory=dict)
+    kept: dict[str, KeptIds] = field(default_factory=dict)
     kept_rows: dict[str, KeptRows] = field(default_factory=dict)
 
     def of_table(self, table: str) -> tuple[pa.Array | None, KeptRows | None]:
@@ -84,7 +89,7 @@ class Facts:
         if self.files():
             folder.mkdir(exist_ok=True)
         for table, ids in self.vocabularies.items():
-            write_vocabulary(folder / vocabulary_file(table), ids)
+            write_vocabulary(folder / vocabulary_file(table), ids, self.unseen_runs.get(table))
         for feature, counts in self.row_counts.items():
             with replacing(folder / vocabulary_file(counts_of(feature))) as aside:
                 pq.write_table(pa.table({"count": counts}), aside, compression="zstd", write_page_checksum=True)
@@ -111,6 +116,7 @@ class Facts:
             UserError: it is not there, or cannot be read.
         """
         vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
+        unseen_runs = {table: read_unseen_runs(folder / vocabulary_file(table)) for table in tables}
         try:
             content = json.loads((folder / FLOATS_FILE).read_text()) if floats else {}
             figures = {name: FloatFacts(**content[name]) for name in floats}
@@ -119,7 +125,7 @@ class Facts:
         counts = {name: pq.read_table(folder / vocabulary_file(counts_of(name)))["count"] for name in counted}
         row_counts = {name: column.to_numpy() for name, column in counts.items()}
         kept_rows = {table: KeptRows.read(folder / kept_rows_file(table)) for table in pruned}
-        return Facts(vocabularies, figures, row_counts, kept_rows=kept_rows)
+        return Facts(vocabularies, figures, row_counts, unseen_runs=unseen_runs, kept_rows=kept_rows)
 
 
 def counts_of(feature: str) -> str:
@@ -143,6 +149,7 @@ class VocabularyRequest:
 
     Attributes:
         known: a vocabulary that it begins with, however often its ids occur; they count for `max_size`.
+        unseen_runs, evict_after: of that, as `recsys.ids.grow` takes them.
         after: tables with requests of the same columns whose vocabularies are chosen first, and have no id of this one.
         taken: vocabularies that have none of its new ids either.
     """
@@ -151,6 +158,8 @@ class VocabularyRequest:
     min_count: int
     max_size: int
     known: pa.Array | None = None
+    unseen_runs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    evict_after: int | None = None
     after: tuple[str, ...] = ()
     taken: tuple[pa.Array, ...] = ()
 
@@ -208,7 +217,7 @@ def measure(
     if not (vocabularies or floats or rows):
         return Facts()
     counters, summaries = world.agree(lambda: _pass(dataset, vocabularies, floats, world, rows))
-    chosen, num_counted = dict[str, pa.Array](), dict[str, int]()
+    chosen, num_counted = dict[str, Grown](), dict[str, int]()
     for columns in list(counters):
         # One counter at a time, and each goes: they hold every id there is.
         with _naming(dataset, columns):
@@ -216,20 +225,24 @@ def measure(
             requests = {table: request for table, request in vocabularies.items() if request.columns == columns}
             num_counted[next(iter(requests))] = counts.num_rows
             for table, request in sorted(requests.items(), key=lambda pair: len(pair[1].after)):
-                chosen[table] = _chosen(counts, request, [chosen[other] for other in request.after])
+                chosen[table] = _chosen(counts, request, [chosen[other].ids for other in request.after])
     # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
     figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
-    return Facts(chosen, figures, num_counted=num_counted)
+    return Facts(
+        {table: grown.ids for table, grown in chosen.items()},
+        figures,
+        num_counted=num_counted,
+        unseen_runs={table: grown.unseen_runs for table, grown in chosen.items()},
+        kept={table: grown.kept for table, grown in chosen.items() if vocabularies[table].known is not None},
+    )
 
 
-def _chosen(counts: pa.Table, request: VocabularyRequest, before: Sequence[pa.Array]) -> pa.Array:
-    known = request.known
-    for taken in [*before, *request.taken, *([] if known is None else [known])]:
+def _chosen(counts: pa.Table, request: VocabularyRequest, before: Sequence[pa.Array]) -> Grown:
+    for taken in (*before, *request.taken):
         counts = counts.filter(pa.array(is_new(counts.column("id").combine_chunks(), taken)))
-    room = max(0, request.max_size - (0 if known is None else len(known)))
-    ids = choose_vocabulary(counts, request.min_count, room)
-    return ids if known is None else joined(known, ids)
+    limits = request.min_count, request.max_size, request.evict_after
+    return grow(request.known, request.unseen_runs, counts, *limits)
 
 
 def _pass(

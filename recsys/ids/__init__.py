@@ -4,6 +4,7 @@ Every mapping works on whole Arrow columns, and gives an id the same row on ever
 """
 
 from recsys.ids.build import build_mapping, build_routes
+from recsys.ids.growth import Grown, KeptIds, grow
 from recsys.ids.hashing import (
     NANOSECONDS,
     hash_column,
@@ -32,6 +33,7 @@ from recsys.ids.vocabulary import (
     choose_vocabulary,
     is_new,
     joined,
+    read_unseen_runs,
     read_vocabulary,
     write_vocabulary,
 )

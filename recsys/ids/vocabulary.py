@@ -14,6 +14,7 @@ from recsys.ids.index import IndexMapping
 from recsys.runtime.files import replacing
 
 _MERGED_AT_ONCE = 1 << 17
+_UNSEEN = "unseen_runs"
 
 
 class IdCounter:
@@ -123,9 +124,16 @@ def joined(known: pa.Array, new: pa.Array) -> pa.Array:
     return _same_type(parts).column("id").combine_chunks()
 
 
-def write_vocabulary(path: Path, ids: pa.Array) -> None:
-    """Write distinct ids as Parquet, in the order of rows: a column id."""
-    table = pa.table({"id": ids})
+def write_vocabulary(path: Path, ids: pa.Array, unseen_runs: np.ndarray | None = None) -> None:
+    """Write distinct ids as Parquet, in the order of rows: columns id and unseen_runs.
+
+    Args:
+        unseen_runs: of the first ids, in how many runs in a row data.train has not shown them; 0 of the others.
+    """
+    unseen = np.zeros(len(ids), np.int32)
+    if unseen_runs is not None:
+        unseen[: len(unseen_runs)] = unseen_runs
+    table = pa.table({"id": ids, _UNSEEN: unseen})
     with replacing(path) as aside:
         pq.write_table(table, aside, compression="zstd", use_dictionary=False, write_page_checksum=True)
 
@@ -159,6 +167,21 @@ def read_vocabulary(path: Path) -> pa.Array:
     if is_text(ids.type):
         return _strings(ids.cast(pa.large_binary()).combine_chunks())
     return _wide(ids.combine_chunks().to_numpy())
+
+
+def read_unseen_runs(path: Path) -> np.ndarray:
+    """Return what `write_vocabulary` has written of the ids beside them, int32; nothing of files without.
+
+    Raises:
+        UserError: the column holds something else.
+    """
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        if _UNSEEN not in file.schema_arrow.names:
+            return np.zeros(0, np.int32)
+        unseen = file.read([_UNSEEN]).column(_UNSEEN)
+    if unseen.type != pa.int32() or unseen.null_count:
+        raise UserError(f"vocabulary file '{path}' has {unseen.type} in column {_UNSEEN}, which must be int32")
+    return unseen.to_numpy()
 
 
 def _wide(numbers: np.ndarray) -> pa.Array:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import torch
 
-from recsys.checkpoint import FACTS, FOOTERS, footers_of
+from recsys.checkpoint import FACTS, FOOTERS, facts_of, footers_of
 from recsys.checkpoint.files import write_file
 from recsys.checkpoint.state import Marker, aside_of, name_of
 from recsys.checkpoint.tensor_files import SUFFIX, Piece, Pieces, read_tensors, write_tensors
@@ -19,7 +19,7 @@ from recsys.config.choices import UNPOOLED, ShardingChoice
 from recsys.config.meaning import meaning
 from recsys.data.facts import Facts, kept_rows_file, vocabulary_file
 from recsys.errors import UserError
-from recsys.ids import KeptRows
+from recsys.ids import KeptRows, read_unseen_runs
 from recsys.models.projections import PROJECTIONS
 from recsys.runtime.files import copy_files, make_folder, replace_file, sync
 from recsys.runtime.run_lock import RunLock, beside_lock
@@ -152,10 +152,14 @@ def _facts(trials: Trials, compression: Compression) -> Facts:
     """Return the facts of the tables as they are now; how often rows occur is counted again where a run goes on."""
     facts = trials.facts
     vocabularies, kept_rows = dict(facts.vocabularies), dict(facts.kept_rows)
+    files = {name: facts_of(trials.source.path) / vocabulary_file(name) for name in vocabularies}
+    unseen_runs = {name: read_unseen_runs(path) for name, path in files.items()}
     for name, pruning in compression.pruned.items():
         kept = pruning.kept.numpy()
         if trials.config.tables[name].mapping is IdMappingType.vocabulary:
-            vocabularies[name] = vocabularies[name].filter(pa.array(kept[1 : 1 + len(vocabularies[name])]))
+            kept = kept[1 : 1 + len(vocabularies[name])]
+            vocabularies[name] = vocabularies[name].filter(pa.array(kept))
+            unseen_runs[name] = unseen_runs[name][kept[: len(unseen_runs[name])]]
         else:
             before = kept_rows.get(name)
             if before is not None:  # of which rows these were
@@ -163,7 +167,7 @@ def _facts(trials: Trials, compression: Compression) -> Facts:
                 whole[whole] = kept[:-1]
                 kept = whole
             kept_rows[name] = KeptRows(pa.array(kept))
-    return Facts(vocabularies, facts.floats, kept_rows=kept_rows)
+    return Facts(vocabularies, facts.floats, unseen_runs=unseen_runs, kept_rows=kept_rows)
 
 
 def _table_of(tensor: str) -> tuple[str, bool]:

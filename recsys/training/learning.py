@@ -5,6 +5,7 @@ from dataclasses import replace
 from logging import getLogger
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import torch
 
@@ -30,7 +31,7 @@ from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs
 from recsys.data.wanted import column_of, float_column, role_features, with_figures
 from recsys.errors import UserError
-from recsys.ids import KeptRows, is_new, joined, read_vocabulary
+from recsys.ids import KeptIds, KeptRows, is_new, joined, read_vocabulary
 from recsys.runtime.environment import give_unused_back
 
 _log = getLogger("recsys")
@@ -69,6 +70,7 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     # What is there already is not written again: checkpoints know it by its checksum.
     new = Facts(row_counts=facts.row_counts if rows else {}) if goes_on else facts
     world.from_rank_zero(lambda: new.save(run_dir / FACTS))
+    known_inputs.facts = replace(facts, unseen_runs={})  # the next run asks for them, from the file
     give_unused_back()  # what counting and looking at the first rows took is never wanted again
     return known_inputs
 
@@ -115,7 +117,7 @@ def _learned(
     grows = source is not None and source.grows
     to_count = [name for name in tables if name not in given and (grows or name not in inherited.vocabularies)]
     known = {**inherited.vocabularies, **given}
-    requests = {name: _request(config, name, inherited.vocabularies.get(name), to_count, known) for name in to_count}
+    requests = {name: _request(config, name, inherited, to_count, known) for name in to_count}
     columns = [
         float_column(name, config.features[name], column_of(config, name), None)
         for name in with_figures(config)
@@ -125,11 +127,10 @@ def _learned(
     if requests or columns or rows:
         measured = measure(inputs.datasets["train"], requests, columns, world, rows)
     vocabularies = {**inherited.vocabularies, **given, **measured.vocabularies}
-    kept = {} if goes_on else {name: len(ids) for name, ids in inherited.vocabularies.items()}
-    for name, old in kept.items():
-        new, room = len(vocabularies[name]) - old, tables[name].num_embeddings - 1 - tables[name].num_buckets - old
-        _log.info("table %s: %d ids keep their rows, %d are new, and num_embeddings allows %d", name, old, new, room)
-        if grows and name in given and not new:
+    unseen_runs = {**inherited.unseen_runs, **measured.unseen_runs}
+    kept = {} if goes_on else _kept_ids(inherited, vocabularies, measured, tables)
+    for name in kept if grows else ():
+        if name in given and len(vocabularies[name]) == kept[name].num_ids:
             key = f"tables.{name}.vocabulary"
             _log.warning(
                 "'%s', the file of %s, names no new ids; set %s=null to take those of data.train",
@@ -138,7 +139,32 @@ def _learned(
                 key,
             )
     floats = {**inherited.floats, **measured.floats}
-    return Facts(vocabularies, floats, inherited.row_counts, measured.num_counted, kept)
+    return Facts(vocabularies, floats, inherited.row_counts, measured.num_counted, unseen_runs, kept)
+
+
+def _kept_ids(
+    inherited: Facts, vocabularies: dict[str, pa.Array], measured: Facts, tables: dict[str, TableConfig]
+) -> dict[str, KeptIds]:
+    """Return and tell by table which ids of its vocabulary are those of the run whose weights are taken."""
+    kept = {}
+    for name, before in inherited.vocabularies.items():
+        kept[name] = measured.kept.get(name) or KeptIds(len(before))
+        evicted = len(kept[name].evicted)
+        stay, new = len(before) - evicted, len(vocabularies[name]) - len(before) + evicted
+        room = tables[name].num_embeddings - 1 - tables[name].num_buckets - stay
+        where = f", {evicted} of them in rows of evicted ids" if evicted else ""
+        _log.info(
+            "table %s: %d ids keep their rows, %d are new%s, and num_embeddings allows %d", name, stay, new, where, room
+        )
+        if kept[name].num_left_out:
+            _log.warning(
+                "table %s is full: %d new ids share the rows of num_buckets; raise tables.%s.num_embeddings, or set "
+                "train.init.evict_after_runs, so that ids that come no more give their rows to new ones",
+                name,
+                kept[name].num_left_out,
+                name,
+            )
+    return kept
 
 
 def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
@@ -224,7 +250,7 @@ def _num_rows(name: str, table: TableConfig, facts: Facts) -> int:
 
 
 def _request(
-    config: Config, table: str, inherited: pa.Array | None, to_count: Sequence[str], known: dict[str, pa.Array]
+    config: Config, table: str, inherited: Facts, to_count: Sequence[str], known: dict[str, pa.Array]
 ) -> VocabularyRequest:
     features = [name for name in role_features(config, "train") if config.features[name].table == table]
     settings = config.tables[table]
@@ -234,4 +260,13 @@ def _request(
     after = tuple(name for name in experts[: experts.index(table)] if name in to_count)
     taken = tuple(known[name] for name in experts if name in known and name != table)
     room = settings.num_embeddings - 1 - settings.num_buckets
-    return VocabularyRequest(columns, settings.min_count, room, inherited, after, taken)
+    return VocabularyRequest(
+        columns,
+        settings.min_count,
+        room,
+        inherited.vocabularies.get(table),
+        inherited.unseen_runs.get(table, np.zeros(0, np.int32)),
+        config.train.init.evict_after_runs,
+        after,
+        taken,
+    )

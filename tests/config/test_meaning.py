@@ -84,7 +84,7 @@ FREE = {
     "a run that goes on has begun": (
         *("train.init_from", "train.init.tables", "train.init.resize_tables", "train.init.convert_tables"),
         *("train.init.dense", "train.init.optimizers", "train.init.allow_changes", "train.init.grow_vocabularies"),
-        *("train.init.from_parquet", "tables.*.init_range"),
+        *("train.init.evict_after_runs", "train.init.from_parquet", "tables.*.init_range"),
     ),
     "how large a step is, and which way: what is there goes on from where it is": (
         *(f"optimizer.dense.{name}" for name in ("learning_rate", "momentum", "weight_decay", "clip_norm")),
