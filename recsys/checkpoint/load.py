@@ -115,7 +115,7 @@ def load_tensors(
 
 @contextmanager
 def _initial_rows(tensors: Mapping[str, Pieces], rows_of: Callable[[str], np.ndarray]) -> Iterator[None]:
-    """Let some rows of tables and of their optimizers' state be afterwards what they are now; host memory keeps them."""
+    """Let some rows of tables and of optimizers' state be afterwards what they are now; host memory keeps them."""
     kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for name, pieces in tensors.items():
         rows = rows_of(name)
