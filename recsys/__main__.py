@@ -57,10 +57,10 @@ from recsys.runtime.environment import importing, restart_with_malloc_settings
 from recsys.runtime.files import make_folder, prepare_json
 from recsys.runtime.versions import exit_unless_installed, own_version
 
-_COMMANDS = {
+COMMANDS = {
     "train": "train a model from a YAML config",
     "dry-run": "plan, and predict the memory of every rank, without GPUs and without training",
-    "calibrate": "measure in a minute how fast devices like these are, for what a dry run says of time",
+    "calibrate": "measure how fast devices like these are, for what a dry run says of time: one to three minutes",
     "evaluate": "evaluate the model of a finished run on other data",
     "predict": "write a finished run's scores of rows as Parquet",
     "recommend": "write the best items of users as Parquet, by a finished run with vectors of items",
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("recsys", description="Distributed training of recommender models.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {own_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, about in _COMMANDS.items():
+    for name, about in COMMANDS.items():
         commands.add_parser(name, help=about, add_help=False)
     with mistakes_told():
         command = parser.parse_args(words[:1]).command
@@ -329,7 +329,7 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
     if command == "train":
         mode = parser.add_mutually_exclusive_group()
         mode.add_argument("--debug", action="store_true", help="single-device debug mode")
-        for name, about in (("dry-run", _COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
+        for name, about in (("dry-run", COMMANDS["dry-run"]), ("evaluate", "evaluate a run; CONFIG is its directory")):
             mode.add_argument(f"--{name}", dest="command", action="store_const", const=name, help=about)
     if command != "evaluate":
         about = "of a machine, for a dry run with topology.speeds: then it says what an epoch costs"
@@ -343,7 +343,7 @@ def _parse(arguments: Sequence[str], prog: str, command: str) -> argparse.Namesp
 
 
 def _description(command: str) -> str:
-    return f"{_COMMANDS[command][0].upper()}{_COMMANDS[command][1:]}."
+    return f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}."
 
 
 if __name__ == "__main__":

@@ -130,8 +130,8 @@ def _add_movielens(commands: argparse._SubParsersAction) -> None:
         help="MovieLens-100K out of the recbole wheel, which pip downloads",
         description="MovieLens-100K in RecBole's splits: ctr/ (label: rating >= 4) and retrieval/.",
     )
-    parser.add_argument("--out", type=Path, default=Path("data/movielens-100k"), help="%(default)s")
-    parser.add_argument("--cache", type=Path, default=Path("data/.cache"), help="%(default)s")
+    parser.add_argument("--out", type=Path, default=Path("data/movielens-100k"), help="folder to write (%(default)s)")
+    parser.add_argument("--cache", type=Path, default=Path("data/.cache"), help="folder of downloads (%(default)s)")
     parser.set_defaults(run=lambda args: movielens.prepare_movielens_100k(args.out, args.cache))
 
 

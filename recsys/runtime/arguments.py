@@ -80,9 +80,11 @@ def add_table_export(parser: argparse.ArgumentParser) -> None:
     """Add the export of one table."""
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     export = commands.add_parser("export", help="write one table: row (or raw id), vector, optimizer state")
-    export.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=Path)
-    export.add_argument("table", metavar="TABLE")
-    export.add_argument("out", metavar="OUT.parquet", type=Path)
+    export.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="run directory, or one of its checkpoints"
+    )
+    export.add_argument("table", metavar="TABLE", help="its name")
+    export.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write")
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:

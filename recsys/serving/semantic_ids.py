@@ -167,10 +167,10 @@ def main(arguments: Sequence[str], prog: str, about: str) -> int:
     """Carry out `recsys semantic-ids`; return the exit status 0."""
     parser = Parser(prog, description=about)
     parser.add_argument("vectors", metavar="VECTORS", type=Path, help="folder of `recsys embeddings RUN item`")
-    parser.add_argument("out", metavar="OUT.parquet", type=Path)
+    parser.add_argument("out", metavar="OUT.parquet", type=Path, help="file to write: items with their codes, code_1 …")
     parser.add_argument("--levels", type=positive, default=3, help="codes of an item (3)")
     parser.add_argument("--codes", type=positive, default=256, help="how many there are of each level (256)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of the k-means (1)")
     words = parser.parse_args(arguments)
     if words.seed < 0:
         parser.error(f"--seed must be at least 0, got {words.seed}")

@@ -16,7 +16,7 @@ import yaml
 from launch import ROOT
 from pages import PAGES, Block, blocks, run_page
 
-from recsys.__main__ import _COMMANDS, main
+from recsys.__main__ import COMMANDS, main
 from recsys.config.model import MODELS, find_model
 from recsys.config.schema import Config
 
@@ -107,7 +107,7 @@ def check_command(words: list[str]) -> None:
     ]
     program, *words = words[: ends[0] if ends else None]
     command = [words.pop(0)] if program == "recsys" else ["train"]
-    assert command[0] in _COMMANDS, command
+    assert command[0] in COMMANDS, command
     if command[0] in ("prepare", "tables") and words:
         command.append(words.pop(0))
     assert [word for word in words if word.startswith("configs/") and not (ROOT / word).is_file()] == []

@@ -1,0 +1,109 @@
+"""Write docs/commands.md, every command with its words and options, out of the parsers that read them.
+
+    python scripts/command_reference.py
+
+`tests/docs/test_command_reference.py` holds the page to the code.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+from recsys import __main__ as program
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+_HEAD = """# Commands
+
+<!-- Written by scripts/command_reference.py from the code that reads command lines: change it there, not here. -->
+
+All words of all commands, as `--help` of each has them. What they are for: [the README](../README.md#commands).
+`key=value` changes any [key of the config](config.md). `train.py` is `recsys train` for torchrun.
+"""
+
+
+class _Found(BaseException):
+    """The parser of a command, where it would have read its words."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self.parser = parser
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command of `recsys`."""
+    alone = {"prepare", "semantic-ids", "sweep", "calibrate", "compress", "export", "tables"}
+
+    def found(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        raise _Found(parser)
+
+    cls = argparse.ArgumentParser
+    try:
+        with mock.patch.multiple(cls, parse_args=found, parse_intermixed_args=found, parse_known_args=found):
+            if command in alone:
+                getattr(program, command.replace("-", "_"))([])
+            elif command in ("predict", "recommend", "embeddings"):
+                program.predict([], command)
+            elif command in ("report", "compare"):
+                program.report([], command)
+            else:
+                program.train([], f"recsys {command}", command)
+    except _Found as end:
+        return end.parser
+    raise AssertionError(f"recsys {command} reads no words")
+
+
+def page() -> str:
+    """Return the whole page as Markdown."""
+    return "\n".join([_HEAD, *(_section(parser_of(command)) for command in program.COMMANDS)])
+
+
+def _section(parser: argparse.ArgumentParser, level: str = "##", about: str = "") -> str:
+    """Return the heading, the description and the words of a command, and those of commands below it."""
+    description = " ".join((parser.description or about).split())
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    rows = [_row(action) for action in parser._actions if action not in below and "--help" not in action.option_strings]
+    table = ["| Word | Default | Meaning |", "|---|---|---|", *rows] if rows else []
+    usage = [f"`{parser.usage}`\n"] if parser.usage else []
+    parts = [f"{level} `{parser.prog}`\n", *usage, f"{description[0].upper()}{description[1:]}\n", *table]
+    parts += [""] if rows else []
+    for action in below:
+        helps = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        parts += [_section(command, level + "#", helps[name]) for name, command in action.choices.items()]
+    return "\n".join(parts)
+
+
+def _row(action: argparse.Action) -> str:
+    """Return the row of a word."""
+    helped = (action.help or "") % {**vars(action), "prog": ""}
+    default, shown = "", f"({action.default})"
+    if action.required and action.option_strings:
+        default = "*required*"
+    elif action.nargs != 0 and str(action.default) not in ("None", "[]", "{}", "()", argparse.SUPPRESS):
+        default = f"`{action.default}`"
+    meaning = "; ".join(filter(None, [helped.removesuffix(shown).strip(), _choices(action, helped)]))
+    return (
+        "| "
+        + " | ".join(text.replace("|", "\\|") for text in (f"`{' '.join(_words(action))}`", default, meaning))
+        + " |"
+    )
+
+
+def _choices(action: argparse.Action, helped: str) -> str:
+    """Return the choices of a word, where its meaning does not name them."""
+    choices = [str(choice) for choice in action.choices or ()]
+    return "" if all(choice in helped for choice in choices) else f"of {', '.join(choices)}"
+
+
+def _words(action: argparse.Action) -> Iterator[str]:
+    """Yield an option and what follows it, or what a word stands for."""
+    yield from action.option_strings[:1]
+    if action.nargs == 0:
+        return
+    name = action.metavar or action.dest.upper()
+    of_several = action.nargs in ("+", "*")
+    yield f"{name if isinstance(name, str) else ' '.join(name)}{' …' if of_several else ''}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
