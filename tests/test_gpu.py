@@ -112,6 +112,24 @@ def test_a_checkpoint_moves_between_cpu_and_gpu(tmp_path: Path) -> None:
     torch.testing.assert_close(after["metrics"], before["metrics"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kernel", ["fused", "fused_uvm_caching"])
+def test_ids_that_come_no_more_give_their_rows_to_new_ones(kernel: str, tmp_path: Path) -> None:
+    """The day after, on a GPU and on a CPU."""
+    table = (
+        "tables.user.mapping=vocabulary",
+        "tables.user.num_embeddings=2000",
+        f"tables.user.compute_kernel={kernel}",
+    )
+    train(tmp_path / "before", *table, "data.filter={train: 'day <= 1'}", "run.device=cpu")
+    start = (f"train.init_from={tmp_path}/before", "train.init.grow_vocabularies=true", "train.init.evict_after_runs=1")
+    days = ("data.filter={train: 'day == 4'}", "train.epochs=4")
+    on_cpu, losses = train(tmp_path / "cpu", *table, *start, *days, "run.device=cpu")
+    on_gpu, losses_on_gpu = train(tmp_path / "gpu", *table, *start, *days, "run.device=cuda")
+    assert json.loads((tmp_path / "gpu/loaded.json").read_text())["rows"]["user"]["evicted"] > 5
+    torch.testing.assert_close(losses_on_gpu, losses, rtol=0, atol=1e-3)
+    torch.testing.assert_close(on_gpu["metrics"], on_cpu["metrics"], rtol=0, atol=1e-3)
+
+
 def test_a_gpu_scores_what_a_cpu_scores(tmp_path: Path) -> None:
     train(tmp_path / "run", "train.max_steps=20", "run.device=cuda")
     found, data = {}, str(ROOT / "data/sample/test")
