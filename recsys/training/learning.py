@@ -128,7 +128,7 @@ def _learned(
         measured = measure(inputs.datasets["train"], requests, columns, world, rows)
     vocabularies = {**inherited.vocabularies, **given, **measured.vocabularies}
     unseen_runs = {**inherited.unseen_runs, **measured.unseen_runs}
-    kept = {} if goes_on else _kept_ids(inherited, vocabularies, measured, tables)
+    kept = {} if goes_on else _kept_ids(config, inherited, vocabularies, measured)
     for name in kept if grows else ():
         if name in given and len(vocabularies[name]) == kept[name].num_ids:
             key = f"tables.{name}.vocabulary"
@@ -143,7 +143,7 @@ def _learned(
 
 
 def _kept_ids(
-    inherited: Facts, vocabularies: dict[str, pa.Array], measured: Facts, tables: dict[str, TableConfig]
+    config: Config, inherited: Facts, vocabularies: dict[str, pa.Array], measured: Facts
 ) -> dict[str, KeptIds]:
     """Return and tell by table which ids of its vocabulary are those of the run whose weights are taken."""
     kept = {}
@@ -151,15 +151,16 @@ def _kept_ids(
         kept[name] = measured.kept.get(name) or KeptIds(len(before))
         evicted = len(kept[name].evicted)
         stay, new = len(before) - evicted, len(vocabularies[name]) - len(before) + evicted
-        room = tables[name].num_embeddings - 1 - tables[name].num_buckets - stay
+        room = config.tables[name].num_embeddings - 1 - config.tables[name].num_buckets - stay
         where = f", {evicted} of them in rows of evicted ids" if evicted else ""
         _log.info(
             "table %s: %d ids keep their rows, %d are new%s, and num_embeddings allows %d", name, stay, new, where, room
         )
-        if kept[name].num_left_out:
+        _, experts = experts_with(config, name) or (None, [name])
+        if kept[name].num_left_out and name == experts[-1]:  # what others have no room for is the next one's
             _log.warning(
-                "table %s is full: %d new ids share the rows of num_buckets; raise tables.%s.num_embeddings, or set "
-                "train.init.evict_after_runs, so that ids that come no more give their rows to new ones",
+                "table %s is full: %d new ids share the rows of num_buckets; raise tables.%s.num_embeddings, or set or "
+                "lower train.init.evict_after_runs, by which ids that come no more give up their rows",
                 name,
                 kept[name].num_left_out,
                 name,
