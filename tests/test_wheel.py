@@ -68,7 +68,7 @@ def test_the_wheel_trains_outside_the_repository(tmp_path: Path) -> None:
         about = {Path(name).name: archive.read(name).decode() for name in set(archive.namelist()) - names}
         archive.extractall(tmp_path / "site")
     modules = {str(path.relative_to(ROOT)) for path in ROOT.glob("recsys/**/*.py")}
-    assert names == modules | {"recsys/py.typed"} and "BSD 3-Clause" in about["LICENSE"]
+    assert names == modules | {"recsys/py.typed", "recsys/report/style.css"} and "BSD 3-Clause" in about["LICENSE"]
     assert "recsys = recsys.__main__:main" in about["entry_points.txt"]
     plain = [
         line for line in about["METADATA"].splitlines() if line.startswith("Requires-Dist") and "extra" not in line

@@ -118,24 +118,26 @@ def config_text(config: Config) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return dataclasses as mappings of their keys; through OmegaConf it would take a hundred times as long."""
+    """Return dataclasses as mappings, and choices as names; through OmegaConf it would take a hundred times as long."""
     if dataclasses.is_dataclass(value):
         keys = [key.name for key in dataclasses.fields(value) if not key.metadata.get("omegaconf_ignore")]
         return {key: _plain(getattr(value, key)) for key in keys}
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.name if isinstance(value, Enum) else value
 
 
 def _with_references(now: Any, given: Any, resolved: Any) -> Any:
     """Return values with the references that they were given by, save those that have been changed since."""
     if isinstance(given, str) and "${" in given:
-        return given if now == resolved else now
+        return given if now == _plain(resolved) else now
     if isinstance(given, dict) and isinstance(now, dict):
         return {key: _with_references(value, given.get(key), resolved.get(key)) for key, value in now.items()}
     if isinstance(given, list) and isinstance(now, list) and len(now) == len(given):
         return [_with_references(*values) for values in zip(now, given, resolved, strict=True)]
-    return now.name if isinstance(now, Enum) else now
+    return now
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:

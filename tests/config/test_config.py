@@ -1,12 +1,13 @@
 """Configs load, and what a run saves loads back to the same."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from launch import ROOT
 
-from recsys.config import DataType, ShardingChoice, config_text, load_config
+from recsys.config import DataType, IdMappingType, ShardingChoice, config_text, load_config
 from recsys.errors import UserError
 from recsys.report.record import Record
 
@@ -16,6 +17,15 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads_and_is_saved_whole(path: Path, tmp_path: Path) -> None:
     config = load_config(path, ["data.train=[a.parquet, b]", "run.name=mine"])
+    (tmp_path / "config.yaml").write_text(config_text(config))
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_a_table_that_was_added_is_saved_too(tmp_path: Path) -> None:
+    """As one that large tables are joined to; its choices are written by their names, as those that were given are."""
+    config = load_config(ROOT / "configs/dlrm_sample.yaml")
+    config.tables["more"] = replace(config.tables["item"], mapping=IdMappingType.vocabulary)
+    config.features["history"].table = "more"
     (tmp_path / "config.yaml").write_text(config_text(config))
     assert load_config(tmp_path / "config.yaml") == config
 

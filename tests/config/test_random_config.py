@@ -89,7 +89,8 @@ def run_or_refuse(folder: Path, number: str, mode: str) -> str:
     done = fork_train(str(folder / "c.yaml"), *options, before=limit_memory, cwd=cwd, timeout=900)
     new = {path for path in {*folder.rglob("*")} - before if folder / "run" not in (path, *path.parents)}
     problem = f"wrote {new}" if new else ""
-    told = done.stderr.strip().rpartition("\n")[2]
+    lines = [line for line in done.stderr.strip().splitlines() if not line.startswith("  ")]  # further ones go below
+    told = lines[-1] if lines else ""
     if "Traceback" in done.stderr + done.stdout:
         problem = f"traceback: {told}"
     elif done.returncode and not (told.startswith("error: ") or (mode and done.returncode == 1)):
