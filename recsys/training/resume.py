@@ -14,6 +14,25 @@ from recsys.runtime.logs import logger
 from recsys.training.build import Built
 
 
+def check_files(inputs: Inputs, source: Source) -> None:
+    """Refuse to go on with other files than a run was trained on.
+
+    Raises:
+        UserError: names the data set, and what has changed.
+    """
+    config, path, fingerprints = inputs.config, source.path, _fingerprints(inputs)
+    for role, fingerprint in source.marker.state.fingerprints.items():
+        if fingerprints.get(role) != fingerprint:
+            footers, all_rows = footers_of(path) / f"{role}.footers", config.data.max_rows is None
+            changes = changed_files(footers, inputs.datasets[role], all_rows) if role in inputs.datasets else ""
+            instead = f"train.init_from={shlex.quote(as_value(path))}"
+            what = "position in them" if role == "train" else f"best {config.train.early_stop.metric}"
+            raise UserError(
+                f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
+                f"its {what} means nothing; name those by data.{role}, or start a new run with {instead}"
+            )
+
+
 def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir: Path) -> TrainState:
     """Load weights, optimizers and position into a built model; return the training state; collective.
 
@@ -22,13 +41,12 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         run_dir: where loaded.json is written.
 
     Raises:
-        UserError: the source is of other data or tables.
+        UserError: the source is of other tables.
     """
-    world, tensors, fingerprints = inputs.world, built.tensors, _fingerprints(inputs)
+    world, tensors = inputs.world, built.tensors
     updates_before: dict[str, int] = {}
     if source is not None and source.goes_on:
         state = source.marker.state
-        _check_files(inputs, source, fingerprints)
         loaded = load_tensors(source.path, source.marker, tensors, world)
         world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
         if state.loss_scale is not None:
@@ -45,7 +63,7 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
             logger.info("%s", line)
         updates_before = {table: source.marker.state.updates_of(table) for table in loaded.optimized_tables()}
     _import_tables(inputs, built)
-    return TrainState(position=Position(), fingerprints=fingerprints, updates_before=updates_before)
+    return TrainState(position=Position(), fingerprints=_fingerprints(inputs), updates_before=updates_before)
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:
@@ -61,17 +79,3 @@ def _import_tables(inputs: Inputs, built: Built) -> None:
         rows = TableRows(settings, *(facts.of_table(table) if facts else (None, None)))
         num_rows = inputs.world.agree(partial(import_table, Path(path), table, settings, rows, targets))
         logger.info("table %s: %s rows from %s", table, f"{num_rows:,}", path)
-
-
-def _check_files(inputs: Inputs, source: Source, fingerprints: dict[str, str]) -> None:
-    config, path = inputs.config, source.path
-    for role, fingerprint in source.marker.state.fingerprints.items():
-        if fingerprints.get(role) != fingerprint:
-            footers, all_rows = footers_of(path) / f"{role}.footers", config.data.max_rows is None
-            changes = changed_files(footers, inputs.datasets[role], all_rows) if role in inputs.datasets else ""
-            instead = f"train.init_from={shlex.quote(as_value(path))}"
-            what = "position in them" if role == "train" else f"best {config.train.early_stop.metric}"
-            raise UserError(
-                f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
-                f"its {what} means nothing; name those by data.{role}, or start a new run with {instead}"
-            )

@@ -4,7 +4,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_source
-from recsys.config import Config, TableConfig, config_text
+from recsys.config import Config, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
 from recsys.data.checks import constant_labels, doubtful_lists, large_numbers
@@ -42,6 +42,7 @@ from recsys.training.figures import log_end
 from recsys.training.learning import learn_facts
 from recsys.training.memory_log import MemoryLog
 from recsys.training.result import closing_lines, how_to_go_on, run_result
+from recsys.training.resume import check_files
 from recsys.training.taught import with_scores
 from recsys.training.trainer import Trainer
 
@@ -133,12 +134,15 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     source = find_source(config, run_dir, world)
     explained.folder = run_dir / "memory"
     explained.write = partial(_write_unbuilt, explained.folder, world)
-    asked = world.from_rank_zero(lambda: _asked_of(run_dir))  # before config.yaml is written again
     inputs, changes = _settle(opened, session, source)
-    if source is not None and source.goes_on and world.from_rank_zero(lambda: _is_finished(run_dir, source, asked)):
-        text = "done at step %d already, and nothing more is asked for, such as train.epochs above %d: %s"
-        logger.info(text, source.marker.state.step, config.train.epochs, run_dir / "result.json")
-        return 0
+    text = _saved_text(inputs.config, config)
+    if source is not None and source.goes_on:
+        if world.from_rank_zero(lambda: _is_finished(run_dir, source, text)):
+            told = "done at step %d already, and nothing more is asked for, such as train.epochs above %d: %s"
+            logger.info(told, source.marker.state.step, config.train.epochs, run_dir / "result.json")
+            return 0
+        check_files(inputs, source)
+    world.from_rank_zero(lambda: replace_file(run_dir / "config.yaml", text))
     explained.inputs = inputs
     with timeline.phase("init"):
         built = build_model(inputs)
@@ -223,28 +227,28 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     inputs, changes = fit_inputs(learned) if asked.memory.fit else (learned, [])
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
-    opened.world.from_rank_zero(lambda: _save_config(inputs.config, session.run_dir, asked.tables))
     train, spec = inputs.datasets["train"], inputs.spec("train")
     for sentence in opened.world.from_rank_zero(lambda: large_numbers(train, spec) + constant_labels(train, spec)):
         logger.warning("%s", sentence)
     return inputs, changes
 
 
-def _asked_of(run_dir: Path) -> list[bytes]:
-    """Return the sections of config.yaml but for those that change no number of a run."""
-    path = run_dir / "config.yaml"
-    sections = re.split(rb"\n(?=\S)", path.read_bytes().rstrip() if path.exists() else b"")
-    return [section for section in sections if not section.startswith((b"run:", b"topology:", b"memory:"))]
-
-
-def _is_finished(run_dir: Path, source: Source, asked: list[bytes]) -> bool:
-    """Return whether a run that goes on was done, and its config asks for nothing else than it did then (`asked`)."""
+def _is_finished(run_dir: Path, source: Source, text: str) -> bool:
+    """Return whether a run that goes on was done, and its config, now `text`, asks for nothing else than then."""
     try:
         result = Record(run_dir).result
     except UserError:  # a file that is damaged
         return False
+    path = run_dir / "config.yaml"
+    before = path.read_bytes() if path.exists() else b""
     is_done = result.get("status") == "done" and result["steps"] == source.marker.state.step
-    return is_done and asked == _asked_of(run_dir)
+    return is_done and _asked_of(before) == _asked_of(text.encode())
+
+
+def _asked_of(text: bytes) -> list[bytes]:
+    """Return the sections of a config but for those that change no number of a run."""
+    sections = re.split(rb"\n(?=\S)", text.rstrip())
+    return [section for section in sections if not section.startswith((b"run:", b"topology:", b"memory:"))]
 
 
 def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, Any]) -> None:
@@ -273,8 +277,8 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
         else:
             run_dir = unused_folder(run_dir)
         # A copy may lack hidden files, and what goes on clears nothing.
-        is_copy = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
-        is_run = (run_dir / MARKER).exists() or is_copy
+        goes_on = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
+        is_run = (run_dir / MARKER).exists() or goes_on
         if not is_run and any(beside_lock(run_dir)):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
         lock.take(run_dir, earlier)
@@ -282,8 +286,8 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
             _clear(run_dir, config)
         (run_dir / MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
-        if not config.run.resume:  # else only once it is known to go with what is there
-            _save_config(config, run_dir)
+        if not goes_on:  # else only once it is known to go with what is there
+            replace_file(run_dir / "config.yaml", _saved_text(config, config))
     except OSError as error:
         raise UserError(
             f"config key 'run.dir': cannot write to '{run_dir}' ({why(error)}); name another folder"
@@ -291,13 +295,14 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
     return run_dir
 
 
-def _save_config(config: Config, run_dir: Path, asked: Mapping[str, TableConfig] | None = None) -> None:
-    # With the rows that tables may have, not those that vocabularies take so far: these may grow in another run.
-    bounds = {name: table.num_embeddings for name, table in (asked or config.tables).items()}
+def _saved_text(config: Config, asked: Config) -> str:
+    """Return what config.yaml holds: the config, with the rows that tables may have, as they were asked for."""
+    # Not those that vocabularies take so far: these may grow in another run.
+    bounds = {name: table.num_embeddings for name, table in asked.tables.items()}
     tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
     # What to do with an earlier run is asked each time, and is no part of what this run is.
     settings = replace(config.run, resume=False, overwrite=False)
-    replace_file(run_dir / "config.yaml", config_text(replace(config, tables=tables, run=settings)))
+    return config_text(replace(config, tables=tables, run=settings))
 
 
 def _clear(run_dir: Path, config: Config) -> None:

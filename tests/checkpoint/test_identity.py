@@ -27,7 +27,7 @@ from recsys.runtime.world import World, open_world
 from recsys.tables.spec import fill_initial
 from recsys.training.build import build_model
 from recsys.training.learning import learn_facts
-from recsys.training.resume import start_training
+from recsys.training.resume import check_files, start_training
 
 
 @pytest.fixture
@@ -178,7 +178,10 @@ def test_the_best_metric_is_of_the_same_data(world: World, tmp_path: Path) -> No
         inputs = learn_facts(open_inputs(config, world), tmp_path)
         checkpoints = Checkpoints(tmp_path / "checkpoints", world, 1)
         found, built = checkpoints.newest_valid(), build_model(inputs)
-        state = start_training(inputs, built, Source(*found, None) if found else None, tmp_path)
+        source = Source(*found, None) if found else None
+        if source:
+            check_files(inputs, source)
+        state = start_training(inputs, built, source, tmp_path)
         if found is None:
             checkpoints.save(built.tensors, state)
         return state

@@ -56,3 +56,21 @@ def test_a_finished_run_goes_on_only_where_more_is_asked_for(tmp_path: Path) -> 
     result = json.loads((run_dir / "result.json").read_text())
     assert result["steps"] == 33 and result["data"]["epochs"] == [EPOCH] * 3
     assert lines(run_dir)[-1]["step"] == result["best_step"]
+
+
+def test_a_start_that_is_refused_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    """config.yaml is of what was trained, whatever else the run was asked to go on with."""
+    run_dir = tmp_path / "run"
+    train(run_dir, 1)
+    before = contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()}
+    others = (f"run.dir={run_dir}", *OPTIONS, "train.epochs=1", "data.train=data/sample/test")
+    refused = fork_train(CONFIG, *others)
+    assert refused.returncode == 1 and "the files of data.train are not those" in refused.stderr
+    assert contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()} == before
+    assert "done at step 11 already" in train(run_dir, 1)
+
+
+def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
+    refused = fork_train(CONFIG, f"run.dir={tmp_path}/run", *OPTIONS, f"train.init_from={tmp_path}/none")
+    assert refused.returncode == 1 and "warning" not in refused.stderr, refused.stderr
+    assert "does not exist; name a run directory" in (tmp_path / "run/report.html").read_text()
