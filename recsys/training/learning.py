@@ -12,7 +12,7 @@ import torch
 from recsys.checkpoint import FACTS, Source, check_facts, facts_of, footers_of
 from recsys.checkpoint.files import entry_of
 from recsys.config import Config, IdMappingType, TableConfig
-from recsys.config.experts import experts_with
+from recsys.config.experts import deciding_tables, experts_with
 from recsys.config.features import id_features
 from recsys.config.initial import Take
 from recsys.config.meaning import meaning
@@ -129,15 +129,7 @@ def _learned(
     vocabularies = {**inherited.vocabularies, **given, **measured.vocabularies}
     unseen_runs = {**inherited.unseen_runs, **measured.unseen_runs}
     kept = {} if goes_on else _kept_ids(config, inherited, vocabularies, measured)
-    for name in kept if grows else ():
-        if name in given and len(vocabularies[name]) == kept[name].num_ids:
-            key = f"tables.{name}.vocabulary"
-            _log.warning(
-                "'%s', the file of %s, names no new ids; set %s=null to take those of data.train",
-                tables[name].vocabulary,
-                key,
-                key,
-            )
+    _tell_files_of(config, {name: kept[name] for name in given if grows and name in kept}, vocabularies)
     floats = {**inherited.floats, **measured.floats}
     return Facts(vocabularies, floats, inherited.row_counts, measured.num_counted, unseen_runs, kept)
 
@@ -146,26 +138,45 @@ def _kept_ids(
     config: Config, inherited: Facts, vocabularies: dict[str, pa.Array], measured: Facts
 ) -> dict[str, KeptIds]:
     """Return and tell by table which ids of its vocabulary are those of the run whose weights are taken."""
-    kept = {}
+    kept, go_on = {}, deciding_tables(config)
     for name, before in inherited.vocabularies.items():
+        table = config.tables[name]
         kept[name] = measured.kept.get(name) or KeptIds(len(before))
         evicted = len(kept[name].evicted)
         stay, new = len(before) - evicted, len(vocabularies[name]) - len(before) + evicted
-        room = config.tables[name].num_embeddings - 1 - config.tables[name].num_buckets - stay
+        room = table.num_embeddings - 1 - table.num_buckets - stay
         where = f", {evicted} of them in rows of evicted ids" if evicted else ""
         _log.info(
-            "table %s: %d ids keep their rows, %d are new%s, and num_embeddings allows %d", name, stay, new, where, room
+            "table %s: ids that keep their rows: %d, new ones: %d%s; num_embeddings allows %d new ones",
+            *(name, stay, new, where, room),
         )
-        _, experts = experts_with(config, name) or (None, [name])
-        if kept[name].num_left_out and name == experts[-1]:  # what others have no room for is the next one's
-            _log.warning(
-                "table %s is full: %d new ids share the rows of num_buckets; raise tables.%s.num_embeddings, or set or "
-                "lower train.init.evict_after_runs, by which ids that come no more give up their rows",
-                name,
-                kept[name].num_left_out,
-                name,
-            )
+        if kept[name].num_left_out and name not in go_on:  # whose other ids the next expert has
+            text = "table %s is full: new ids that share the rows of num_buckets: %d; %s"
+            _log.warning(text, name, kept[name].num_left_out, _more_room(name, config.train.init.evict_after_runs))
     return kept
+
+
+def _more_room(table: str, evict_after: int | None) -> str:
+    """Return what gives more of the new ids a row."""
+    key = "train.init.evict_after_runs"
+    instead = "" if evict_after == 1 else f", or lower {key}={evict_after}"
+    if evict_after is None:
+        instead = f", or set {key}, so that ids that come no more give their rows to new ones"
+    return f"raise tables.{table}.num_embeddings{instead}"
+
+
+def _tell_files_of(config: Config, kept: dict[str, KeptIds], vocabularies: dict[str, pa.Array]) -> None:
+    """Tell where tables that are to grow have files of ids, by which they do not, or by which no id is evicted."""
+    for name, known in kept.items():
+        key = f"tables.{name}.vocabulary"
+        if len(vocabularies[name]) == known.num_ids:
+            what = "names no new ids"
+        elif config.train.init.evict_after_runs is not None:
+            what = "says which ids there are, of which train.init.evict_after_runs evicts none"
+        else:
+            continue
+        text = "'%s', the file of %s, %s; set %s=null to take those of data.train"
+        _log.warning(text, config.tables[name].vocabulary, key, what, key)
 
 
 def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
@@ -220,14 +231,20 @@ def _given(tables: dict[str, TableConfig], inherited: Facts, source: Source | No
         if before is None or source is None:
             vocabularies[name] = ids
             continue
-        new = ids.filter(pa.array(is_new(ids, before)))
+        try:
+            new = ids.filter(pa.array(is_new(ids, before)))
+            whole = joined(before, new)
+        except UserError as error:
+            raise error.within(
+                f"config key 'tables.{name}.vocabulary': the ids of '{table.vocabulary}' and those of '{source.path}'"
+            ) from error
         if not source.grows and not ids.equals(before):
             raise UserError(
                 f"config key 'tables.{name}.vocabulary': '{table.vocabulary}' is not the vocabulary by which rows of "
                 f"'{source.path}' go ({len(ids):,} ids, {len(new):,} of them not among its {len(before):,}); drop the "
                 f"key, or give its new ids rows behind those with train.init.grow_vocabularies=true"
             )
-        vocabularies[name] = joined(before, new)
+        vocabularies[name] = whole
     return vocabularies
 
 

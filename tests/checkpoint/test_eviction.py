@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -62,18 +63,49 @@ def test_a_table_that_is_full_takes_new_ids(world: World, tmp_path: Path, caplog
     first = Day(tmp_path / "a", world, f"data.train={write_day(tmp_path / 'd1', np.arange(20), 1)}").save()
     today = (f"data.train={write_day(tmp_path / 'd2', np.arange(13, 33), 2)}", GROW, "tables.user.num_embeddings=25")
     assert Day(tmp_path / "full", world, *today, source=first).ids == first.ids
-    assert "table user is full: 13 new ids share the rows of num_buckets" in caplog.text
+    full = "table user is full: new ids that share the rows of num_buckets: 13; raise tables.user.num_embeddings"
+    assert f"{full}, or set train.init.evict_after_runs, so that" in caplog.text
     caplog.clear()
     after = Day(tmp_path / "b", world, *today, "train.init.evict_after_runs=1", source=first)
     assert len(after.ids) == 20 and len({*after.ids} - {*first.ids}) == 13 and {*range(13, 20)} <= {*after.ids}
     assert "full" not in caplog.text
     patient = Day(tmp_path / "c", world, *today, "train.init.evict_after_runs=2", source=first).save()
-    assert patient.ids == first.ids
+    assert patient.ids == first.ids and f"{full}, or lower train.init.evict_after_runs=2" in caplog.text
     # A run that does not count ids passes on how long they have not been seen.
     passed = Day(tmp_path / "d", world, *today[::2], source=patient).save()
     assert unseen_runs(passed.folder) == unseen_runs(patient.folder) == {i: int(i < 13) for i in range(20)}
     third = Day(tmp_path / "e", world, *today, "train.init.evict_after_runs=2", source=passed)
     assert {*range(13, 20)} <= {*third.ids} and third.loaded.rows["user"]["evicted"] == 13
+
+
+def test_ids_that_the_next_expert_has_are_not_told_as_left_out(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    width = "num_embeddings: 60, embedding_dim: 8, mapping: vocabulary, num_buckets: 4"
+    experts = ("tables.user.experts.others=[cold]", f"tables.cold={{{width}}}", "tables.user.num_embeddings=25")
+    first = Day(tmp_path / "a", world, f"data.train={write_day(tmp_path / 'd1', np.arange(20), 1)}", *experts).save()
+    today = (f"data.train={write_day(tmp_path / 'd2', np.arange(13, 33), 2)}", GROW)
+    second = Day(tmp_path / "b", world, *today, *experts, source=first)
+    assert second.ids == first.ids and {*second.inputs.facts.vocabularies["cold"].to_pylist()} == {*range(20, 33)}
+    assert "full" not in caplog.text
+    Day(tmp_path / "c", world, *today, *experts, "tables.cold.num_embeddings=8", source=first)
+    assert "table cold is full: new ids that share the rows of num_buckets: 10; raise tables.cold" in caplog.text
+
+
+def test_a_file_of_ids_evicts_none(world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Day(tmp_path / "a", world, f"data.train={write_day(tmp_path / 'd1', np.arange(20), 1)}").save()
+    file = tmp_path / "ids.parquet"
+    pq.write_table(pa.table({"id": range(13, 33)}), file)
+    today = (f"data.train={write_day(tmp_path / 'd2', np.arange(13, 33), 2)}", GROW, f"tables.user.vocabulary={file}")
+    second = Day(tmp_path / "b", world, *today, source=first)
+    assert second.ids == [*first.ids, *range(20, 33)] and "evict" not in caplog.text
+    assert Day(tmp_path / "c", world, *today, "train.init.evict_after_runs=1", source=first).ids == second.ids
+    assert "of which train.init.evict_after_runs evicts none; set tables.user.vocabulary=null to take" in caplog.text
+    pq.write_table(pa.table({"id": ["a", "b"]}), file)
+    with pytest.raises(
+        UserError, match=rf"'tables.user.vocabulary': the ids of '{file}' and those of '.*do not compare"
+    ):
+        Day(tmp_path / "d", world, *today, source=first)
 
 
 def test_where_nothing_grows_nothing_is_evicted(tmp_path: Path) -> None:
