@@ -295,9 +295,9 @@ class _Choice:
         self.report.kept[name] = f"of shape {there.size} there"
 
     def _differs(self, how: str, option: str) -> UserError:
+        instead = "set" if self._config else "start a run of its own with train.init_from and"
         return UserError(
-            f"checkpoint '{self._path}' {how}; make the config as it was, or start a run of its own with "
-            f"train.init_from and train.init.{option}"
+            f"checkpoint '{self._path}' {how}; make the config as it was, or {instead} train.init.{option}"
         )
 
 

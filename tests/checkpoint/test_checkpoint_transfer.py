@@ -105,7 +105,7 @@ def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, t
             report = load_tensors(*found, built.tensors, world, config)
             break
         except UserError as error:
-            option = re.search(r"train\.init_from and (train\.init\.[a-z_]+=[a-z]+)$", str(error))
+            option = re.search(r"as it was, or set (train\.init\.[a-z_]+=[a-z]+)$", str(error))
             assert option is not None and option[1] not in options, error
             # An error changes nothing.
             assert all(torch.equal(value, before[name]) for name, value in whole(built.tensors).items())
