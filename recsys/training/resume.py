@@ -1,6 +1,7 @@
 """The start of training: from the beginning, a checkpoint of the same run, or another run's weights."""
 
 import shlex
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from recsys.data.footer_cache import changed_files
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
 from recsys.errors import UserError
+from recsys.report.record import Record
 from recsys.runtime.logs import logger
 from recsys.training.build import Built
 
@@ -59,11 +61,24 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         loaded = load_tensors(source.path, source.marker, tensors, world, inputs.config, kept_ids)
         world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
         logger.info("weights and optimizers taken from %s", source.path)
+        if world.rank == 0:
+            _tell_unfinished(Path(inputs.config.train.init_from or ""), source)
         for line in loaded.lines():
             logger.info("%s", line)
         updates_before = {table: source.marker.state.updates_of(table) for table in loaded.optimized_tables()}
     _import_tables(inputs, built)
     return TrainState(position=Position(), fingerprints=_fingerprints(inputs), updates_before=updates_before)
+
+
+def _tell_unfinished(run_dir: Path, source: Source) -> None:
+    """Tell where a run has not come to its end: what begins with its weights lacks what it has still to learn."""
+    step, record = source.marker.state.step, Record(run_dir)
+    with suppress(UserError):  # a file that is damaged
+        is_done = record.result.get("status") == "done" and record.result["steps"] >= step
+        # A copy may have checkpoints alone.
+        if not (is_done or record.status in ("done", "compressed")) and record.lines:
+            text = "'%s' has not come to its end (%s), and these are its weights of step %d; let it go on first"
+            logger.warning(text, run_dir, record.status, step)
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:

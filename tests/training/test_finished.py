@@ -74,3 +74,27 @@ def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
     refused = fork_train(CONFIG, f"run.dir={tmp_path}/run", *OPTIONS, f"train.init_from={tmp_path}/none")
     assert refused.returncode == 1 and "warning" not in refused.stderr, refused.stderr
     assert "does not exist; name a run directory" in (tmp_path / "run/report.html").read_text()
+
+
+def test_a_start_from_a_run_that_has_not_ended_is_told(tmp_path: Path) -> None:
+    """Such as of a day before that was killed, or that still goes on."""
+    run_dir = tmp_path / "run"
+    train(run_dir, 1)
+
+    def told(source: Path) -> bool:
+        text = train(
+            tmp_path / f"next{len(list(tmp_path.iterdir()))}", 1, f"train.init_from={source}", "train.max_steps=1"
+        )
+        return "has not come to its end" in text
+
+    assert not told(run_dir)
+    result = json.loads((run_dir / "result.json").read_text())
+    (run_dir / "result.json").write_text(json.dumps(result | {"status": "stopped"}))
+    ending = run_dir / "memory/rank_0.json"
+    ending.write_text(ending.read_text().replace('"status": "done"', '"status": "stopped"'))
+    assert told(run_dir)
+    (run_dir / "result.json").unlink()
+    ending.unlink()  # as of one that was killed
+    assert told(run_dir) and not told(run_dir / "checkpoints/step-000000011")
+    (run_dir / "metrics.jsonl").unlink()
+    assert not told(run_dir)
