@@ -126,6 +126,9 @@ class TableRows:
 def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows, targets: dict[str, Pieces]) -> int:
     """Set rows of a table, and of its optimizer's state, from a Parquet file of vectors.
 
+    State that the file does not have is 0 in these rows, as that of new ones: what was there is of other vectors, which
+    FTRL would bring back.
+
     Args:
         table: its name.
         targets: this rank's tensors by their names in a checkpoint; those of the table are set in place.
@@ -144,6 +147,7 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
         with _opened(path) as file:
             names = file.schema_arrow.names
             _check_columns(key, names, settings)
+            no_columns = [pieces for name, pieces in columns.items() if name not in names]
             columns = {name: pieces for name, pieces in columns.items() if name in names}
             read_columns = [name for name in _KEYS if name in names] + list(columns)
             for batch in file.iter_batches(ROW_GROUP_ROWS, columns=read_columns):
@@ -158,6 +162,9 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
                 for name, pieces in columns.items():
                     values = _from_arrow(key, name, batch.column(name), pieces)
                     _scatter(pieces, torch.from_numpy(places[has_place]), values[torch.from_numpy(has_place)])
+                for pieces in no_columns:
+                    zeros = torch.zeros(int(has_place.sum()), *pieces.size[1:])
+                    _scatter(pieces, torch.from_numpy(places[has_place]), zeros)
     except (pa.ArrowException, OSError, TypeError) as error:
         raise UserError(f"{key} cannot be read ({' '.join(str(error).split())[:200]}); name another one") from error
     return num_rows

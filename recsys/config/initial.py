@@ -34,7 +34,8 @@ class InitConfig:
     # Vocabulary tables that grow: an id that data.train has not shown for so many runs in a row, this one among them,
     # gives its row to a new one that needs it, the longest unseen first. So ids that come and go fill no table.
     evict_after_runs: int | None = bounded(None, 1)
-    # By table: file with `vector` and `id` or `row`, as `recsys tables export` writes; goes without init_from too.
+    # By table: file with `vector` and `id` or `row`, as `recsys tables export` writes; goes without init_from too. What
+    # it does not have of the optimizer's state begins anew in its rows.
     from_parquet: dict[str, str] = field(default_factory=dict)
 
 

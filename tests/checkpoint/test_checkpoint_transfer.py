@@ -278,6 +278,25 @@ def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType | None, tmp_path: Pa
     assert found == 2 and tensor.tolist() == [[3, 4], [1, 2]]
 
 
+def test_state_of_an_optimizer_goes_with_its_vectors(tmp_path: Path) -> None:
+    """What a file does not have of it begins anew in the rows that the file has: it was that of other vectors."""
+    generator = torch.Generator().manual_seed(0)
+    before = {name: torch.rand(4, 2, generator=generator) for name in ("momentum1", "momentum2")}
+    of_rows = torch.rand(4, generator=generator)
+    targets = {f"table_optimizer/t/{name}": state.clone() for name, state in before.items()}
+    targets |= {"tables/t": torch.zeros(4, 2), "table_optimizer/t/of_rows": of_rows.clone()}
+    given = {"row": [2, 1], "vector": [[1.0, 2.0], [3.0, 4.0]], "momentum2": [[5.0, 6.0], [7.0, 8.0]]}
+    pq.write_table(pa.table(given), tmp_path / "t.parquet")
+    table = TableConfig(num_embeddings=4, embedding_dim=2)
+    pieces = {name: Pieces.of(tensor) for name, tensor in targets.items()}
+    import_table(tmp_path / "t.parquet", "t", table, TableRows(table, None), pieces)
+    assert targets["tables/t"].tolist() == [[0, 0], [3, 4], [1, 2], [0, 0]]
+    assert targets["table_optimizer/t/momentum2"][[2, 1]].tolist() == given["momentum2"]
+    for name, old in (("momentum1", before["momentum1"]), ("of_rows", of_rows)):
+        state = targets[f"table_optimizer/t/{name}"]
+        assert torch.equal(state[[0, 3]], old[[0, 3]]) and not state[1:3].any()
+
+
 def test_rows_are_found_by_id() -> None:
     vocabulary = pa.array(["b", "c", "a"])
     table = TableConfig(num_embeddings=6, embedding_dim=4, mapping=IdMappingType.vocabulary, num_buckets=2)

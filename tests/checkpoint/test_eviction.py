@@ -98,7 +98,7 @@ def test_a_file_of_ids_evicts_none(world: World, tmp_path: Path, caplog: pytest.
     pq.write_table(pa.table({"id": range(13, 33)}), file)
     today = (f"data.train={write_day(tmp_path / 'd2', np.arange(13, 33), 2)}", GROW, f"tables.user.vocabulary={file}")
     second = Day(tmp_path / "b", world, *today, source=first)
-    assert second.ids == [*first.ids, *range(20, 33)] and "evict" not in caplog.text
+    assert second.ids == [*first.ids, *range(20, 33)] and "evict_after_runs" not in caplog.text
     assert Day(tmp_path / "c", world, *today, "train.init.evict_after_runs=1", source=first).ids == second.ids
     assert "of which train.init.evict_after_runs evicts none; set tables.user.vocabulary=null to take" in caplog.text
     pq.write_table(pa.table({"id": ["a", "b"]}), file)
