@@ -3,12 +3,11 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import environment_of_the_server
+from launch import forking
 from small_checkpoints import checkpoints, loaded, names, state, tensors
 
 from recsys.checkpoint import Checkpoints, Marker, Tensors, verify_checkpoint
@@ -93,9 +92,7 @@ def _kill_in_pruning() -> None:
 def test_a_kill_at_any_point_leaves_a_whole_checkpoint(
     prepare: Callable[[], None], newest: int, world: World, tmp_path: Path
 ) -> None:
-    with environment_of_the_server():
-        context = get_context("forkserver")
-        context.set_forkserver_preload(["forked"])
+    with forking() as context:
         process = context.Process(target=_killed_save, args=(tmp_path / "c", prepare))
         process.start()
     process.join(60)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 from recsys.runtime.environment import MALLOC_SETTINGS
@@ -63,9 +64,7 @@ def fork_train(
     """
     port = _free_port()
     deadline = time.monotonic() + timeout
-    with tempfile.TemporaryDirectory() as folder, environment_of_the_server():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["forked"])
+    with tempfile.TemporaryDirectory() as folder, forking() as context:
         ranks = []
         for rank in range(nproc):
             variables = {} if nproc == 1 else _variables(rank, nproc, port)
@@ -99,14 +98,20 @@ def evaluate(run: Path, *overrides: str, nproc: int = 1) -> dict[str, dict[str, 
 
 
 @contextlib.contextmanager
-def environment_of_the_server() -> Iterator[None]:
-    """The process that forks starts at its first use, and takes this one's environment, though not its sys.path."""
+def forking() -> Iterator[ForkServerContext]:
+    """Yield what starts processes that are forked off one that has imported everything.
+
+    That one starts at its first use, with what it is to import, and takes this process's environment, though not its
+    sys.path. Whoever starts it otherwise has all tests after it import everything for each process.
+    """
     before = dict(os.environ)
     # As train.py starts itself, which cannot be done in a process that is forked.
     os.environ.update(environment(), **MALLOC_SETTINGS)
     paths = [str(ROOT / "tests" / "helpers"), str(ROOT), *filter(None, [before.get("PYTHONPATH")])]  # libraries too
     os.environ.update(PYTHONPATH=os.pathsep.join(paths))
-    yield
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["forked"])
+    yield context
     os.environ.clear()
     os.environ.update(before)
 

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import multiprocessing
 import os
 import socket
 import time
@@ -12,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from launch import ROOT, _variables, environment_of_the_server
+from launch import ROOT, _variables, forking
 from torchrec.optim.fused import FusedOptimizerModule
 
 from recsys.config import Device, load_config
@@ -34,9 +33,7 @@ def walk(config: Path, variants: Sequence[list[str]], nproc: int, folder: Path, 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with environment_of_the_server():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["forked"])
+    with forking() as context:
         ranks = []
         for rank in range(nproc):
             variables = {} if nproc == 1 else _variables(rank, nproc, port)

@@ -8,14 +8,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch import ROOT, environment, environment_of_the_server, train_command
+from launch import ROOT, environment, forking, train_command
 
 from recsys.config import load_config
 from recsys.errors import UserError
@@ -37,9 +36,9 @@ def hold(folder: Path, pipe: Connection) -> None:
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[BaseProcess]:
     """Another process that holds the lock, until it is killed."""
-    mine, theirs = get_context("forkserver").Pipe()
-    with environment_of_the_server():
-        process = get_context("forkserver").Process(target=hold, args=(tmp_path, theirs))
+    with forking() as context:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=hold, args=(tmp_path, theirs))
         process.start()
     mine.recv()
     yield process

@@ -8,13 +8,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from launch import environment_of_the_server
+from launch import forking
 
 from recsys.config import Device
 from recsys.errors import LostPeerError, StuckError
@@ -131,9 +130,9 @@ def test_a_store_that_does_not_answer_is_told(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a machine that is frozen: an answer never comes, and its connections are not closed."""
-    mine, theirs = get_context("forkserver").Pipe()
-    with environment_of_the_server():
-        keeper = get_context("forkserver").Process(target=keep_store, args=(theirs,))
+    with forking() as context:
+        mine, theirs = context.Pipe()
+        keeper = context.Process(target=keep_store, args=(theirs,))
         keeper.start()
     errors: list[Exception] = []
     told = threading.Event()
