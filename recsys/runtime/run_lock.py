@@ -242,6 +242,7 @@ def _is_held(file: IO[bytes]) -> bool | None:
     """Return whether a process that this machine knows of holds the lock; None: the file system has no such locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_UN)  # else a run that has just made the file, and waits for it, shows no life
     except BlockingIOError:
         return True
     except OSError:

@@ -1,5 +1,6 @@
 """A run directory belongs to one run at a time; the lock of a run that has ended stops nobody."""
 
+import fcntl
 import json
 import os
 import re
@@ -86,6 +87,25 @@ def test_a_lock_is_released_by_an_error(tmp_path: Path) -> None:
         lock.take(tmp_path)
         raise ValueError("mine")
     take(tmp_path)
+
+
+def test_whoever_waits_keeps_nobody_from_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between making the file and locking it a run shows no life; one that waits for some takes no lock meanwhile."""
+    monkeypatch.setattr(run_lock, "_STALE_S", 60.0)
+    descriptor = os.open(tmp_path / LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+    refused = threading.Event()
+
+    def attempt() -> None:
+        with pytest.raises(UserError, match="it has only just begun"):
+            take(tmp_path)
+        refused.set()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    while not refused.wait(0.3):  # at its first look nobody holds it
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    thread.join()
+    os.close(descriptor)
 
 
 def test_one_of_many_gets_it(tmp_path: Path) -> None:
