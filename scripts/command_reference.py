@@ -8,6 +8,7 @@
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from recsys import __main__ as program
@@ -31,22 +32,16 @@ class _Found(BaseException):
 
 def parser_of(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command of `recsys`."""
-    alone = {"prepare", "semantic-ids", "sweep", "calibrate", "compress", "export", "tables"}
+    cls, parse_args = argparse.ArgumentParser, argparse.ArgumentParser.parse_args
 
-    def found(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+    def found(parser: argparse.ArgumentParser, *words: Any) -> argparse.Namespace:
+        if parser.prog == "recsys":  # which finds out the command
+            return parse_args(parser, *words)
         raise _Found(parser)
 
-    cls = argparse.ArgumentParser
     try:
-        with mock.patch.multiple(cls, parse_args=found, parse_intermixed_args=found, parse_known_args=found):
-            if command in alone:
-                getattr(program, command.replace("-", "_"))([])
-            elif command in ("predict", "recommend", "embeddings"):
-                program.predict([], command)
-            elif command in ("report", "compare"):
-                program.report([], command)
-            else:
-                program.train([], f"recsys {command}", command)
+        with mock.patch.multiple(cls, parse_args=found, parse_intermixed_args=found):
+            program.main([command])
     except _Found as end:
         return end.parser
     raise AssertionError(f"recsys {command} reads no words")

@@ -4,7 +4,7 @@ One pass over the columns concerned, each rank over its share of the row groups;
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -116,7 +116,6 @@ class Facts:
             UserError: it is not there, or cannot be read.
         """
         vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
-        unseen_runs = {table: read_unseen_runs(folder / vocabulary_file(table)) for table in tables}
         try:
             content = json.loads((folder / FLOATS_FILE).read_text()) if floats else {}
             figures = {name: FloatFacts(**content[name]) for name in floats}
@@ -125,7 +124,12 @@ class Facts:
         counts = {name: pq.read_table(folder / vocabulary_file(counts_of(name)))["count"] for name in counted}
         row_counts = {name: column.to_numpy() for name, column in counts.items()}
         kept_rows = {table: KeptRows.read(folder / kept_rows_file(table)) for table in pruned}
-        return Facts(vocabularies, figures, row_counts, unseen_runs=unseen_runs, kept_rows=kept_rows)
+        return Facts(vocabularies, figures, row_counts, kept_rows=kept_rows)
+
+
+def unseen_runs_of(folder: Path, tables: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return by table what an earlier run has saved of how long its ids have not been seen, as `Facts.unseen_runs`."""
+    return {table: read_unseen_runs(folder / vocabulary_file(table)) for table in tables}
 
 
 def counts_of(feature: str) -> str:

@@ -17,9 +17,9 @@ from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, TABLE_OPTIMIZER, T
 from recsys.config import Config, IdMappingType, config_text
 from recsys.config.choices import UNPOOLED, ShardingChoice
 from recsys.config.meaning import meaning
-from recsys.data.facts import Facts, kept_rows_file, vocabulary_file
+from recsys.data.facts import Facts, kept_rows_file, unseen_runs_of, vocabulary_file
 from recsys.errors import UserError
-from recsys.ids import KeptRows, read_unseen_runs
+from recsys.ids import KeptRows
 from recsys.models.projections import PROJECTIONS
 from recsys.runtime.files import copy_files, make_folder, replace_file, sync
 from recsys.runtime.run_lock import RunLock, beside_lock
@@ -152,8 +152,7 @@ def _facts(trials: Trials, compression: Compression) -> Facts:
     """Return the facts of the tables as they are now; how often rows occur is counted again where a run goes on."""
     facts = trials.facts
     vocabularies, kept_rows = dict(facts.vocabularies), dict(facts.kept_rows)
-    files = {name: facts_of(trials.source.path) / vocabulary_file(name) for name in vocabularies}
-    unseen_runs = {name: read_unseen_runs(path) for name, path in files.items()}
+    unseen_runs = unseen_runs_of(facts_of(trials.source.path), vocabularies)
     for name, pruning in compression.pruned.items():
         kept = pruning.kept.numpy()
         if trials.config.tables[name].mapping is IdMappingType.vocabulary:

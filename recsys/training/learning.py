@@ -25,6 +25,7 @@ from recsys.data.facts import (
     counts_of,
     kept_rows_file,
     measure,
+    unseen_runs_of,
     vocabulary_file,
 )
 from recsys.data.footer_cache import kept_schema
@@ -195,7 +196,8 @@ def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
         pruned = there_too if source.init.tables is not Take.none else []
     names = [*map(vocabulary_file, tables), *([FLOATS_FILE] if floats else []), *map(_counts_file, counted)]
     check_facts(source.path, marker, [*names, *map(kept_rows_file, pruned)])
-    return Facts.load(facts_of(source.path), list(tables), floats, counted, pruned)
+    facts = Facts.load(facts_of(source.path), list(tables), floats, counted, pruned)
+    return facts if source.goes_on else replace(facts, unseen_runs=unseen_runs_of(facts_of(source.path), tables))
 
 
 def _kept_rows(pruned: dict[str, TableConfig], inherited: Facts, goes_on: bool) -> dict[str, KeptRows]:
