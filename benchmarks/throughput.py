@@ -78,7 +78,11 @@ VARIANTS = {
     "unread": ["train.check_every_step=false"],
     "offload": ["train.activation_offload=true"],
     **{
-        f"threads_{n}": ["precision.autocast=bf16", "train.compile=true", f"data.num_threads={n}"]
+        f"{each}_{n}": [
+            *("precision.autocast=bf16", "train.compile=true"),
+            *(f"data.num_threads={n}", f"data.processes={str(each == 'processes').lower()}"),
+        ]
+        for each in ("threads", "processes")
         for n in (2, 4, 8, 12)
     },
 }

@@ -172,7 +172,7 @@ def test_memory_that_runs_out_is_told_with_what_helps(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "short/memory/rank_0.json").read_text())
     assert report["identity"]["status"] == "out of memory"
     assert report["out_of_memory"]["holders"][0]["name"] == "activations"
-    follow_first_advice(done.stderr, tmp_path, *options)
+    follow_first_advice(done.stderr, tmp_path, *options, start=run_train)  # a process that was forked has no GPU
 
 
 def test_page_locked_batches_are_written_again_only_after_their_copy(tmp_path: Path) -> None:
@@ -188,6 +188,16 @@ def test_page_locked_batches_are_written_again_only_after_their_copy(tmp_path: P
             copies.append(batch.to(device, non_blocking=True))
     torch.cuda.synchronize()
     assert [rows(copy.to(torch.device("cpu"))) for copy in copies] == expected
+
+
+def test_processes_that_decode_change_nothing(tmp_path: Path) -> None:
+    found = {}
+    for processes in ("false", "true"):
+        options = (f"data.processes={processes}", "data.num_threads=3", "run.device=cuda", "optimizer.tables.name=sgd")
+        found[processes] = train(tmp_path / processes, *options)
+    torch.testing.assert_close(found["true"][1], found["false"][1], rtol=0, atol=1e-5)
+    ids = [json.loads((tmp_path / each / "result.json").read_text())["data"]["ids"] for each in found]
+    assert ids[0] == ids[1]
 
 
 _PIECES = "train.micro_batch_size=16384"

@@ -26,6 +26,7 @@ FREE = (
     *("run.*", "memory.*", "topology.*", "debug"),
     # which files, since these are told by their footers; how they are read
     *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
+    "data.processes",
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
     "data.candidates_column",
     # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept

@@ -95,8 +95,8 @@ class DataConfig:
     window_mib: int = bounded(64, 1, 2**20)
     drop_last: bool = False  # leave out the rows of data.train that do not fill the last batch of an epoch
     num_threads: int | None = bounded(None, 0, 1024)  # that decode; 0: in the training thread; default: 2, or by cores
-    # Put together ahead of training, by a thread; 0: in the training thread. Default: 4 with a GPU, 0 on CPUs, where
-    # the two threads would wait for each other.
+    processes: bool | None = None  # one for each of num_threads decodes data.train; default: with a GPU, if there are 3
+    # Put together ahead of training, by a thread; 0: in the training thread. Default: 4 with a GPU, else 0.
     prefetch_batches: int | None = bounded(None, 0, 2**20)
     max_rows: int | None = bounded(None, 1)  # use only the first rows of each dataset
     # Rows of train, valid and test to use: "day >= '2026-11-01'"; or {train: …, items: …}, each its own. result.json

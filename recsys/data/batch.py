@@ -205,13 +205,20 @@ def _copy_numbers(rows: "_Rows", widths: list[int], block: Block) -> list[np.nda
     if rows.num_filled < rows.num_rows:
         for array in numbers:
             array[:] = 0
-    if rows.pieces:
-        # Joined first, which takes far fewer calls: between two steps each takes some microseconds.
-        joined, at = np.concatenate([p.columns.floats[:, p.start : p.stop] for p in rows.pieces], axis=1), 0
-        for array, width in zip(numbers, widths, strict=True):
-            array[rows.places] = joined[at : at + width].T
-            at += width
+    at = 0
+    for array in numbers if rows.pieces else ():
+        parts = [p.columns.floats[at : at + array.shape[1], p.start : p.stop].T for p in rows.pieces]
+        if rows.num_filled == rows.num_rows:
+            _join(parts, array)
+        else:
+            array[rows.places] = np.concatenate(parts)
+        at += array.shape[1]
     return numbers
+
+
+def _join(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Write arrays end to end into another, in one call: NumPy's asks for Python's lock after each of them."""
+    torch.cat([torch.from_numpy(part) for part in parts], out=torch.from_numpy(out))
 
 
 def _id_bounds(lengths: np.ndarray, bounds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -275,8 +282,8 @@ class _Jagged:
                 if weights is not None:
                     weights[at:stop] = 1
             else:
-                lengths[run.start, rows.places] = self._copy_lists(
-                    run.start, values[at:stop], None if weights is None else weights[at:stop]
+                self._copy_lists(
+                    run.start, values[at:stop], lengths[run.start], None if weights is None else weights[at:stop]
                 )
             at = stop
         has_one_each = all(self._scalar) and rows.num_filled == rows.num_rows
@@ -311,15 +318,20 @@ class _Jagged:
             sources.append(piece.columns.scalars[first : first + len(run), piece.start : piece.stop])
         np.concatenate(sources, axis=1, out=values)
 
-    def _copy_lists(self, k: int, values: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-        """Fill in the values of a feature, and its weights; return the lengths of its lists."""
+    def _copy_lists(self, k: int, values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None) -> None:
+        """Fill in the values of a feature, the lengths of its lists, and its weights."""
         lists = [_lists(columns[k], piece) for piece, columns in zip(self._rows.pieces, self._columns, strict=True)]
-        sources, lengths, of_pieces = zip(*lists, strict=True)
-        np.concatenate(sources, out=values)
+        sources, of_lists, of_pieces = zip(*lists, strict=True)
+        _join(sources, values)
+        if self._rows.num_filled == self._rows.num_rows:
+            _join(of_lists, lengths)
+        else:
+            lengths[self._rows.places] = np.concatenate(of_lists)
         if weights is not None:
-            filled = [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, of_pieces, strict=True)]
-            np.concatenate(filled, out=weights)
-        return np.concatenate(lengths)
+            _join(
+                [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, of_pieces, strict=True)],
+                weights,
+            )
 
 
 def _lists(part: int | Ragged, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -38,7 +38,7 @@ from recsys.data.window import Ragged, convert_table
 from recsys.errors import UserError
 from recsys.ids import HashMapping, IdMapping, IdStatistics, IndexMapping, build_mapping, build_routes
 from recsys.runtime.files import copy_files
-from recsys.runtime.threads import batches_ahead, decoding_threads
+from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.runtime.world import World
 
 ROLES = ("train", "valid", "test", "items")
@@ -108,12 +108,14 @@ class Inputs:
     def loader(self, role: str, dataset: Dataset | None = None, permutation: Permutation | None = None) -> Loader:
         """Return this rank's loader of a dataset, or of a part of it: shuffled for training, else in file order."""
         config, world, train = self.config, self.world, role == "train"
+        num_threads = decoding_threads(config.data.num_threads, world.device, world.local_world_size)
         options = LoaderOptions(
             seed=config.seed,
             shuffle=train and config.data.shuffle,
             num_streams=config.data.num_streams,
             window_bytes=config.data.window_mib << 20,
-            num_threads=decoding_threads(config.data.num_threads, world.device, world.local_world_size),
+            num_threads=num_threads,
+            processes=train and decode_in_processes(config.data.processes, num_threads, world.device),
             prefetch_batches=batches_ahead(config.data.prefetch_batches, world.device),
             pin_device=world.device if world.device.type == "cuda" else None,
             drop_last=train and config.data.drop_last,

@@ -27,6 +27,7 @@ from recsys.data.order import (
 )
 from recsys.data.permutation import Permutation, PermutedReader
 from recsys.data.pool import BlockPool
+from recsys.data.processes import DecodingProcesses
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window
 from recsys.runtime.loops import are_worth_compiling, compile_loops
@@ -46,6 +47,7 @@ class LoaderOptions:
     num_threads: int
     prefetch_batches: int
     pin_device: torch.device | None  # the GPU that batches are pinned for
+    processes: bool = False
     drop_last: bool = False
     skip_bad: bool = False
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
@@ -93,12 +95,14 @@ class Loader:
         self._uncounted = spec.uncounted()
         self._options = options
         self._windows = BlockPool()
+        self._processes: DecodingProcesses | None = None
         self._batches = BlockPool(pin=options.pin_device is not None)
 
     @property
     def host_bytes(self) -> dict[str, int]:
         """Bytes of host memory that windows and batches take; page-locked are the batches, with a GPU."""
-        return {"window_bytes": self._windows.num_bytes, "batch_bytes": self._batches.num_bytes}
+        windows = self._windows.num_bytes if self._processes is None else self._processes.num_bytes
+        return {"window_bytes": windows, "batch_bytes": self._batches.num_bytes}
 
     def window_rows(self) -> list[list[int]]:
         """Return for each stream of the rank that reads most the rows of its windows in the first epoch, in order."""
@@ -135,11 +139,13 @@ class Loader:
         if self._options.num_threads == 0:
             yield from self._produce(position, num_epochs, lambda placed: lambda: self._read(placed))
             return
-        if are_worth_compiling(self._options.num_threads, self._options.pin_device is not None):
+        processes = self._start_processes() if self._options.processes else None
+        if processes is None and are_worth_compiling(self._options.num_threads, self._options.pin_device is not None):
             compile_loops()
+        read = self._read if processes is None else lambda placed: processes.read(placed.window, placed.counts)
         # One thread each: a team of OpenMP's threads in every one of them would spin on the cores that train.
         pool = ThreadPoolExecutor(self._options.num_threads, "decode", torch.set_num_threads, (1,))
-        batches = self._produce(position, num_epochs, lambda placed: pool.submit(self._read, placed).result)
+        batches = self._produce(position, num_epochs, lambda placed: pool.submit(read, placed).result)
         depth, device = self._options.prefetch_batches, self._options.pin_device
         pinning = (None, ()) if device is None else (torch.cuda.set_device, (device,))  # else a context on GPU 0 starts
         thread = ThreadPoolExecutor(1, "read-ahead", *pinning)
@@ -149,7 +155,14 @@ class Loader:
             # The pool first, so that nobody waits for windows that nobody needs any more.
             pool.shutdown(wait=False, cancel_futures=True)
             thread.shutdown(cancel_futures=True)
+            if processes is not None:
+                processes.close()
             pool.shutdown()
+
+    def _start_processes(self) -> DecodingProcesses:
+        options, beside_gpu = self._options, self._options.pin_device is not None
+        self._processes = DecodingProcesses(options.num_threads, self.dataset, self._spec, options.skip_bad, beside_gpu)
+        return self._processes
 
     def _steps(self, position: Position) -> int:
         """Return the number of steps to the end of the epoch."""

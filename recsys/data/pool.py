@@ -5,6 +5,7 @@ done. So whoever keeps a batch keeps its values, and a loop that lets go of them
 """
 
 import mmap
+import os
 import threading
 import weakref
 from collections import deque
@@ -36,10 +37,14 @@ class Fence:
 
 
 class Block:
-    """Cuts arrays out of a piece of memory of a pool."""
+    """Cuts arrays out of a piece of memory of a pool.
 
-    def __init__(self, memory: np.ndarray, fence: Fence) -> None:
-        self._memory, self.fence = memory, fence
+    Attributes:
+        file: of a shared pool, the descriptor by which another process maps the memory.
+    """
+
+    def __init__(self, memory: np.ndarray, fence: Fence, file: int | None = None) -> None:
+        self._memory, self.fence, self.file = memory, fence, file
         self._used = 0
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -78,11 +83,11 @@ class BlockPool:
     """Gives out blocks, free ones again before new ones; safe to call from several threads.
 
     Args:
-        pin: page-locked memory of a GPU machine.
+        pin: page-locked memory of a GPU machine. share: memory that other processes can map.
     """
 
-    def __init__(self, pin: bool = False) -> None:
-        self._pin = pin
+    def __init__(self, pin: bool = False, share: bool = False) -> None:
+        self._pin, self._share = pin, share
         self._free: dict[int, deque[_Held]] = {}  # by size, those that have been free for longest first
         self._held: set[_Held] = set()  # all of them
         self._most_used = 0
@@ -93,6 +98,11 @@ class BlockPool:
         """Bytes of all blocks, in use or free."""
         with self._lock:
             return self._total()
+
+    def inodes(self) -> list[int]:
+        """Return of a shared pool's blocks, in use or free, the numbers of their files."""
+        with self._lock:
+            return [os.fstat(held.file).st_ino for held in self._held if held.file is not None]
 
     def take(self, num_bytes: int) -> Block:
         """Return a block of at least `num_bytes` bytes."""
@@ -105,10 +115,10 @@ class BlockPool:
                 held = self._free[fitting].popleft()
             else:
                 self._make_room(size)
-                held = _Held(size, self._pin)
+                held = _Held(size, self._pin, self._share)
                 self._held.add(held)
             held.fence.wait()
-            return Block(held.lend(self._free.setdefault(held.size, deque())), held.fence)
+            return Block(held.lend(self._free.setdefault(held.size, deque())), held.fence, held.file)
 
     def _total(self) -> int:
         return sum(held.size for held in self._held)
@@ -129,14 +139,20 @@ class BlockPool:
 class _Held:
     """Memory of a pool, and the fence of its copies."""
 
-    def __init__(self, size: int, pin: bool) -> None:
+    def __init__(self, size: int, pin: bool, share: bool) -> None:
         self.size, self.fence = size, Fence()
+        self.file: int | None = None
         if pin:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:  # outside malloc's heaps, where blocks that come and go leave holes
-            self._memory = torch.frombuffer(
-                mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
-            )
+            return
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # outside malloc's heaps, where blocks leave holes
+        if share:  # not in /dev/shm, of which containers have 64 MiB
+            self.file, kind = os.memfd_create("recsys-windows"), mmap.MAP_SHARED
+            weakref.finalize(self, os.close, self.file)
+            os.ftruncate(self.file, size)
+        self._memory = torch.frombuffer(
+            mmap.mmap(-1 if self.file is None else self.file, size, kind), dtype=torch.uint8
+        )
 
     def lend(self, free: "deque[_Held]") -> np.ndarray:
         """Return the memory; when that array and all that are cut out of it are gone, this is in `free`."""

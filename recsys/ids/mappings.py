@@ -47,6 +47,7 @@ class IdStatistics:
 
     Args:
         size: up to so many distinct ids, all are kept and their number is exact.
+        passes_on: keeps for `take_state` what is new.
 
     Attributes:
         num_rows: rows of data, however many ids they have.
@@ -55,13 +56,14 @@ class IdStatistics:
         num_out_of_vocabulary: ids mapped that have no row of their own in a vocabulary.
     """
 
-    def __init__(self, size: int = 16384) -> None:
+    def __init__(self, size: int = 16384, passes_on: bool = False) -> None:
         self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
         self._size = size
         self._limit = _RANGE
         self._hashes = np.zeros(0, np.uint64)  # ascending, all below the limit
         self._new: list[np.ndarray] = []  # not yet among `_hashes`; a few of them several times
         self._num_new = 0
+        self._not_passed_on: list[np.ndarray] | None = [] if passes_on else None
         # Most of `_hashes`, each in one of two places by its bits: an id that has been seen costs a look or two.
         self._seen = np.zeros(_FEWEST_PLACES, np.uint64)
         self._lock = threading.Lock()
@@ -90,10 +92,19 @@ class IdStatistics:
         if len(unseen):
             with self._lock:
                 # Sorting asks for Python's lock several times, and of few, few are there several times.
-                self._new.append(np.unique(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy())
-                self._num_new += len(self._new[-1])
-                if self._num_new > len(self._hashes):
-                    self._merge()
+                unseen = np.unique(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy()
+                if self._not_passed_on is not None:
+                    self._not_passed_on.append(unseen)
+                self._take_in(unseen)
+
+    def take_state(self) -> np.ndarray:
+        """Return what has been counted since the last call, as `state`; of what was made with `passes_on`."""
+        with self._lock:
+            assert self._not_passed_on is not None
+            counts = [getattr(self, name) for name in _COUNTS]
+            self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
+            new, self._not_passed_on = self._not_passed_on, []
+            return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), *new])
 
     def state(self) -> np.ndarray:
         """Return what has been counted, for `add_state`: uint64 [5 + distinct ids kept], up to 512 KiB."""
@@ -108,8 +119,7 @@ class IdStatistics:
         self.add(*counts)
         with self._lock:
             self._limit = min(self._limit, last + 1)
-            self._new.append(state[len(_COUNTS) + 1 :])
-            self._merge()
+            self._take_in(state[len(_COUNTS) + 1 :].copy())  # which keeps no more of the memory that the state lies in
 
     def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
         """Describe the ids, and the rows that `mapping`, by which they were mapped, gives them.
@@ -139,6 +149,13 @@ class IdStatistics:
             "collision_rate": collision_rate,
             "out_of_vocabulary_share": self.num_out_of_vocabulary / max(1, self.num_ids),
         }
+
+    def _take_in(self, hashes: np.ndarray) -> None:
+        """Keep new hashes, and merge where they are more than the others; called with the lock held."""
+        self._new.append(hashes)
+        self._num_new += len(hashes)
+        if self._num_new > len(self._hashes):
+            self._merge()
 
     def _merge(self) -> None:
         """Take in what is new; called with the lock held."""

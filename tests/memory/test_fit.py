@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -261,13 +262,13 @@ def test_activations_that_are_too_large_are_told_with_what_helps(tmp_path: Path)
     follow_first_advice(done.stderr, tmp_path, *options)
 
 
-def follow_first_advice(text: str, folder: Path, *options: str) -> None:
+def follow_first_advice(text: str, folder: Path, *options: str, start: Callable[..., Any] = fork_train) -> None:
     advice = next(line for line in text.splitlines() if line.strip().startswith("1. "))
     assert "which is enough" in advice and ("something else is learned" in advice) == (
         "data_type" in advice or "optimizer.tables" in advice
     )
     settings = advice.split(" saves ")[0].split("1. ")[1].split()
-    again = fork_train(CONFIG, f"run.dir={folder}/again", *options, *settings)
+    again = start(CONFIG, f"run.dir={folder}/again", *options, *settings)
     assert again.returncode == 0, again.stderr[-2000:]
 
 

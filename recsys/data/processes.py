@@ -1,0 +1,272 @@
+"""Windows decoded by processes of their own, which leave this process's Python lock to the thread that trains.
+
+Each operator that trains lets go of the lock for a moment; with a dozen threads that decode beside it, it then waits
+for one of them, some hundred times a step, and the GPU with it. One process is started, imports and forks the others.
+What they have decoded stays where it is, in memory that both map.
+"""
+
+import gc
+import logging
+import logging.handlers
+import mmap
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from recsys.data.dataset import Dataset
+from recsys.data.decode import SegmentReader
+from recsys.data.order import Window
+from recsys.data.pool import Block, BlockPool, padded
+from recsys.data.spec import BatchSpec
+from recsys.data.window import Columns, load_window
+from recsys.errors import UserError
+from recsys.ids import IdStatistics
+from recsys.runtime.environment import keep_freed_memory
+from recsys.runtime.launch import environment_of_one_process
+from recsys.runtime.loops import compile_loops
+
+logger = logging.getLogger("recsys")
+_PROGRAM = "from recsys.data.processes import serve; serve()"
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also since it is to fork
+# A launcher, or a terminal, may send these to all processes: those that decode end when the one that trains does.
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class _Parcel(NamedTuple):
+    """A value on its way: its pickle, whose arrays lie between these bounds of a block, if it has any."""
+
+    content: bytes
+    bounds: list[tuple[int, int]]
+    block: Block | None
+
+
+def _pack(value: Any, pool: BlockPool) -> _Parcel:
+    buffers: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    arrays = [np.asarray(buffer.raw()) for buffer in buffers]
+    if not arrays:
+        return _Parcel(content, [], None)
+    block, bounds, start = pool.take(sum(padded(array.nbytes) for array in arrays)), [], 0
+    for array in arrays:
+        np.copyto(block.array((array.nbytes,), np.uint8), array)
+        bounds.append((start, start + array.nbytes))
+        start += padded(array.nbytes)
+    return _Parcel(content, bounds, block)
+
+
+class _Channel:
+    """One end of what two processes tell each other. Arrays are not copied: the other side maps their memory."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._connection = connected, Connection(os.dup(connected.fileno()))
+        self._number = 0
+        self._sent: dict[int, Block | None] = {}  # what the other side has not given back, by number
+        self._mapped: dict[int, mmap.mmap] = {}  # its memory, by inode
+        self._let_go: deque[int] = deque()  # numbers of what came from there and nobody holds any more
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the other side's memory."""
+        return sum(map(len, list(self._mapped.values())))
+
+    def send(self, parcel: _Parcel, pool: BlockPool) -> None:
+        """Send what has been packed in memory of a pool, which is not used again before the other side lets go."""
+        self._number += 1
+        self._sent[self._number] = block = parcel.block
+        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
+        has_file = block is not None and block.file is not None
+        self._connection.send((self._number, parcel.content, parcel.bounds, has_file, pool.inodes(), let_go))
+        if has_file:
+            assert block is not None and block.file is not None
+            socket.send_fds(self._socket, [b"f"], [block.file])
+
+    def receive(self) -> Any:
+        """Return the next value; EOFError: the other side has ended."""
+        number, content, bounds, has_file, inodes, let_go = self._connection.recv()
+        for each in let_go:
+            self._sent.pop(each, None)
+        for inode in self._mapped.keys() - set(inodes):
+            del self._mapped[inode]
+        if not has_file:
+            self._let_go.append(number)
+            return pickle.loads(content)
+        # All arrays refer to this one, which is new each time.
+        memory = np.frombuffer(self._map(socket.recv_fds(self._socket, 1, 1)[1][0]), np.uint8)
+        weakref.finalize(memory, self._let_go.append, number).atexit = False
+        return pickle.loads(content, buffers=[memory[start:stop] for start, stop in bounds])
+
+    def _map(self, file: int) -> mmap.mmap:
+        try:
+            inode = os.fstat(file).st_ino
+            if inode not in self._mapped:
+                self._mapped[inode] = mmap.mmap(file, 0)
+            return self._mapped[inode]
+        finally:
+            os.close(file)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits here, or there, goes on
+        self._connection.close()
+        self._socket.close()
+
+
+class _Work(NamedTuple):
+    """What a process that decodes is told at first: what to read, which of the features' ids to count, and how."""
+
+    dataset: Dataset
+    spec: BatchSpec
+    counted: list[bool]
+    skip_bad: bool
+
+
+class _Answer(NamedTuple):
+    """A window, or what is wrong with it.
+
+    Attributes:
+        counts: for each feature that is counted, what `IdStatistics.add_state` takes. records: of the log.
+        num_bytes: of the memory that the process has for windows.
+    """
+
+    columns: Columns | None
+    error: Exception | None
+    counts: list[np.ndarray]
+    records: list[logging.LogRecord]
+    num_bytes: int
+
+
+class DecodingProcesses:
+    """Processes that decode windows; a thread that asks takes one that is idle, or waits for one.
+
+    Args:
+        number: of processes. beside_gpu: whether memory that was used once may be kept.
+    """
+
+    def __init__(self, number: int, dataset: Dataset, spec: BatchSpec, skip_bad: bool, beside_gpu: bool) -> None:
+        self._statistics = [part.statistics for part in spec.ids if part.statistics is not None]
+        work = _Work(dataset, spec.uncounted(), [part.statistics is not None for part in spec.ids], skip_bad)
+        self._pool, pairs = BlockPool(share=True), [socket.socketpair() for _ in range(number)]
+        files = [str(theirs.fileno()) for _, theirs in pairs]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, str(int(beside_gpu)), *files],
+            env=environment_of_one_process() | _ONE_THREAD,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno() for _, theirs in pairs],
+        )
+        self._channels, self._idle = [_Channel(ours) for ours, _ in pairs], queue.SimpleQueue[_Channel]()
+        self._num_bytes: dict[_Channel, int] = {}
+        parcel = _pack(work, self._pool)
+        for channel, (_, theirs) in zip(self._channels, pairs, strict=True):
+            theirs.close()
+            channel.send(parcel, self._pool)
+            self._idle.put(channel)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory for windows, in all processes."""
+        return sum(self._num_bytes.values())
+
+    def read(self, window: Window, counts: bool) -> Columns:
+        """Return a window, decoded; `counts`: its ids go into the statistics. Errors as of `load_window`."""
+        channel = self._idle.get()
+        try:
+            channel.send(_pack((window, counts), self._pool), self._pool)
+            answer: _Answer = channel.receive()
+        except (EOFError, OSError) as error:
+            raise UserError(
+                "a process that decodes data.train has ended, as where memory has run out; lower data.num_threads, or "
+                "set data.processes=false"
+            ) from error
+        finally:
+            self._idle.put(channel)
+        self._num_bytes[channel] = answer.num_bytes
+        for record in answer.records:
+            logger.handle(record)
+        for statistics, state in zip(self._statistics, answer.counts, strict=False):
+            statistics.add_state(state)
+        if answer.error is not None:
+            raise answer.error
+        assert answer.columns is not None
+        return answer.columns
+
+    def close(self) -> None:
+        """End the processes; who still waits for one gets an error. What has been decoded stays where it is."""
+        for channel in self._channels:
+            channel.close()
+        self._process.wait()
+
+
+def serve() -> None:
+    """Be the process that forks those that decode; its arguments are whether a GPU is used, and their sockets."""
+    for each in _IGNORED:
+        signal.signal(each, signal.SIG_IGN)
+    beside_gpu, *files = map(int, sys.argv[1:])
+    if beside_gpu:
+        keep_freed_memory()
+    compile_loops()
+    gc.collect()
+    gc.freeze()
+    for file in files:
+        if os.fork() == 0:
+            for other in files:
+                if other != file:
+                    os.close(other)
+            _serve(_Channel(socket.socket(fileno=file)))
+            os._exit(0)
+    for file in files:
+        os.close(file)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _serve(channel: _Channel) -> None:
+    """Decode what is asked for, until the other side ends."""
+    torch.set_num_threads(1)
+    pool, arrays = BlockPool(share=True), BlockPool()
+    handler = _Records()
+    logger.addHandler(handler)
+    logger.propagate = False
+    with suppress(EOFError, OSError):
+        work: _Work = channel.receive()
+        reader = SegmentReader(work.dataset)
+        statistics = [IdStatistics(passes_on=True) if counted else None for counted in work.counted]
+        ids = [replace(part, statistics=each) for part, each in zip(work.spec.ids, statistics, strict=True)]
+        counting = replace(work.spec, ids=ids)
+        while True:
+            window, counts = channel.receive()
+            columns, error = None, None
+            try:
+                spec = counting if counts else work.spec
+                columns = load_window(window, reader.read, spec, arrays, work.skip_bad)
+            except Exception as wrong:
+                error = wrong if isinstance(wrong, UserError | MemoryError) else RuntimeError(traceback.format_exc())
+            states = [each.take_state() for each in statistics if each is not None]
+            num_bytes = pool.num_bytes + arrays.num_bytes
+            channel.send(_pack(_Answer(columns, error, states, handler.take(), num_bytes), pool), pool)
+
+
+class _Records(logging.handlers.QueueHandler):
+    """Keeps what is logged, in a form that can be sent."""
+
+    def __init__(self) -> None:
+        self._kept: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        super().__init__(self._kept)
+
+    def take(self) -> list[logging.LogRecord]:
+        """Return what has been kept since the last call."""
+        return [self._kept.get() for _ in range(self._kept.qsize())]

@@ -1,0 +1,133 @@
+"""Windows decoded by processes: the batches, counts, messages and errors of threads, and nothing left behind."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launch import environment
+from rows import OPTIONS, SPEC, build, rows, write
+
+from recsys.data.dataset import Dataset
+from recsys.data.loader import Loader
+from recsys.data.order import Position
+from recsys.data.spec import BatchSpec, FloatColumn
+from recsys.errors import UserError
+from recsys.ids import HashMapping, IdStatistics
+
+IN_PROCESSES = {"processes": True, "num_threads": 3}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Dataset:
+    return write(tmp_path_factory.mktemp("data"), [[40, 0, 13], [1], [30, 17] * 4])
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    yield
+    assert not children(os.getpid())
+
+
+def children(parent: int) -> list[int]:
+    """The processes that a process has started, or whose parents it has, without those that are zombies."""
+    found, of = [], {}
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, by = each.read_text().rpartition(") ")[2].split()[:2]
+        except OSError:
+            continue
+        if state != "Z" and "recsys.data.processes" in (each.parent / "cmdline").read_text():
+            of.setdefault(int(by), []).append(int(each.parent.name))
+    for child in of.get(parent, []):
+        found += [child, *of.get(child, [])]
+    return found
+
+
+def test_they_change_nothing(dataset):
+    """From the middle of an epoch, on one of three ranks."""
+    loaders = [build(dataset, 16, 1, 3, **changes) for changes in ({}, IN_PROCESSES)]
+    batches = [list(loader.batches(Position(0, 32, 32), num_epochs=3)) for loader in loaders]
+    assert [*map(rows, batches[0])] == [*map(rows, batches[1])]
+    assert [each.position for each in batches[0]] == [each.position for each in batches[1]]
+
+
+def test_ids_are_counted_alike_and_memory_is_used_again(dataset):
+    found = []
+    for changes in ({}, IN_PROCESSES):
+        counted = [IdStatistics(size=64), IdStatistics(size=64)]  # too few for all: a sample of them is kept
+        mapping = HashMapping(1000, 1)
+        ids = [replace(part, statistics=each, mapping=mapping) for part, each in zip(SPEC.ids, counted, strict=True)]
+        loader = Loader(dataset, replace(SPEC, ids=ids), replace(OPTIONS, **changes), 16)
+        assert sum(batch.num_rows for batch in loader.batches(num_epochs=60)) == 60 * dataset.num_rows
+        found.append([(each.num_rows, each.num_ids, each.summary(mapping)) for each in counted])
+    assert found[0] == found[1]
+    assert found[0][0][:2] == (60 * dataset.num_rows, 60 * dataset.num_rows) and not found[0][0][2]["exact"]
+    # Of 660 windows, some 16 are there at once, each in blocks of 4 KiB.
+    assert 16 * 4096 < loader.host_bytes["window_bytes"] < 400_000
+
+
+def test_what_does_not_fit_is_told_in_the_thread_that_asks(dataset):
+    spec = BatchSpec(SPEC.ids, SPEC.floats, [FloatColumn("label", "half", binary=True)])
+    loader = Loader(dataset, spec, replace(OPTIONS, **IN_PROCESSES), 16)
+    with closing(loader.batches()) as batches, pytest.raises(UserError, match=r"column 'half' .*in row group"):
+        list(batches)
+
+
+def test_rows_that_cannot_be_read_are_left_out(tmp_path, caplog):
+    dataset = write(tmp_path, [[20], [30], [40]])
+    os.truncate(tmp_path / "part-001.parquet", 100)
+    with caplog.at_level(logging.WARNING, "recsys"):
+        loader = build(dataset, 16, skip_bad=True, **IN_PROCESSES)
+        batches = list(loader.batches())
+    assert sum(batch.num_rows for batch in batches) == 60 and sum(batch.num_bad_rows for batch in batches) == 30
+    assert "rows left out" in caplog.text and "part-001.parquet" in caplog.text
+
+
+def test_one_that_is_killed_is_told(dataset):
+    with closing(build(dataset, 16, **IN_PROCESSES).batches(num_epochs=1000)) as batches:
+        next(batches)
+        assert len(children(os.getpid())) == 4
+        for each in children(os.getpid())[1:]:
+            os.kill(each, signal.SIGKILL)
+        with pytest.raises(UserError, match=r"process that decodes .* has ended.*data.processes=false"):
+            list(batches)
+
+
+def test_they_end_with_the_one_that_trains_and_not_by_its_signals(dataset):
+    folder = Path(dataset.row_groups.paths[0]).parent
+    program = f"""
+import sys, time
+sys.path[:0] = {[str(Path(__file__).parents[1] / "helpers")]}
+from rows import *
+dataset = open_dataset("data.train", {str(folder)!r}, dict.fromkeys(SPEC.columns(), "key"))
+batches = build(dataset, 16, processes=True, num_threads=2).batches(num_epochs=10**6)
+next(batches)
+print("ready", flush=True)
+for batch in batches:
+    time.sleep(0.001)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    started = children(process.pid)
+    assert len(started) == 3
+    for each in started:
+        for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(each, sent)
+    time.sleep(0.5)
+    assert process.poll() is None and children(process.pid) == started
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{each}").exists() for each in started) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{each}").exists() for each in started)
+    process.stdout.close()
