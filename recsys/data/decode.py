@@ -71,10 +71,11 @@ class SegmentReader:
     The last few row groups that are read in parts are kept, because the streams of small files begin in the same one.
 
     Args:
-        columns: the columns to return; all of the dataset by default.
+        columns: the columns to return; all of the dataset by default. kept: how many row groups are.
     """
 
-    def __init__(self, dataset: Dataset, columns: Sequence[str] | None = None) -> None:
+    def __init__(self, dataset: Dataset, columns: Sequence[str] | None = None, kept: int = CACHED_ROW_GROUPS) -> None:
+        self._num_kept = kept
         self._dataset, self._returned = dataset, list(dataset.columns if columns is None else columns)
         self._crosses = {name: dataset.crosses[name] for name in self._returned if name in dataset.crosses}
         of_crosses = [column for cross in self._crosses.values() for column in cross]
@@ -136,7 +137,7 @@ class SegmentReader:
         with self._lock:
             is_first = number not in self._recent
             future = self._recent.setdefault(number, Future())
-            while len(self._recent) > CACHED_ROW_GROUPS:
+            while len(self._recent) > self._num_kept:
                 self._recent.popitem(last=False)
         if is_first:
             try:

@@ -100,7 +100,7 @@ class Inputs:
 
     def _with(self, datasets: dict[str, Dataset], corpus: pa.Array | None) -> "Inputs":
         other = copy(self)
-        other.datasets = {**self.datasets, **datasets}
+        other.datasets = self.datasets | datasets
         if corpus is not None:
             other.corpus, other._positions = corpus, _index_of_items(self.config, datasets, corpus)
         return other
@@ -108,14 +108,14 @@ class Inputs:
     def loader(self, role: str, dataset: Dataset | None = None, permutation: Permutation | None = None) -> Loader:
         """Return this rank's loader of a dataset, or of a part of it: shuffled for training, else in file order."""
         config, world, train = self.config, self.world, role == "train"
-        num_threads = decoding_threads(config.data.num_threads, world.device, world.local_world_size)
+        threads = decoding_threads(config.data.num_threads, world.device, world.local_world_size)
         options = LoaderOptions(
             seed=config.seed,
             shuffle=train and config.data.shuffle,
             num_streams=config.data.num_streams,
             window_bytes=config.data.window_mib << 20,
-            num_threads=num_threads,
-            processes=train and decode_in_processes(config.data.processes, num_threads, world.device),
+            num_threads=threads,
+            processes=train and decode_in_processes(config.data.processes, threads, world.device),
             prefetch_batches=batches_ahead(config.data.prefetch_batches, world.device),
             pin_device=world.device if world.device.type == "cuda" else None,
             drop_last=train and config.data.drop_last,
@@ -125,8 +125,8 @@ class Inputs:
         size = (None if train else config.train.eval_batch_size) or config.train.global_batch_size
         dataset, sampler, number = dataset or self.datasets[role], None, config.model.needs().sampled_items
         if train and number:
-            shares = self.item_shares()[1]
-            sampler = ItemSampler(self.datasets["items"], self.spec("items"), shares, number, config.seed, world)
+            items, shares = self.datasets["items"], self.item_shares()[1]
+            sampler = ItemSampler(items, self.spec("items"), shares, number, config.seed, world)
         return Loader(dataset, self.spec(role), options, size, world.rank, world.world_size, sampler, permutation)
 
     def item_shares(self) -> tuple[np.ndarray, np.ndarray]:
@@ -287,11 +287,10 @@ def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
 
 
 def _check_rows(config: Config, train: Dataset) -> None:
-    batch = config.train.global_batch_size
-    if config.data.drop_last and train.num_rows < batch:
+    if config.data.drop_last and train.num_rows < config.train.global_batch_size:
         raise UserError(
             f"config key 'data.drop_last' leaves out all {train.num_rows:,} rows of data.train, since they do not fill "
-            f"one batch of train.global_batch_size={batch}; set it to false, or make batches smaller"
+            f"one batch of train.global_batch_size={config.train.global_batch_size}; set it to false, or make batches smaller"
         )
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from recsys.data.batch import Batch, MicroBatches, Piece, Sampled, collate
+from recsys.data.batch import Batch, MicroBatches, Sampled
+from recsys.data.collate import Piece, collate
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.negatives import ItemSampler
@@ -100,9 +101,12 @@ class Loader:
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of host memory that windows and batches take; page-locked are the batches, with a GPU."""
-        windows = self._windows.num_bytes if self._processes is None else self._processes.num_bytes
-        return {"window_bytes": windows, "batch_bytes": self._batches.num_bytes}
+        """Bytes of host memory of windows, batches (page-locked with a GPU), and processes that decode, if any do."""
+        batches = {"batch_bytes": self._batches.num_bytes}
+        if self._processes is None:
+            return {"window_bytes": self._windows.num_bytes, **batches}
+        windows, processes = self._processes.sizes()
+        return {"window_bytes": windows, **batches, "process_bytes": processes}
 
     def window_rows(self) -> list[list[int]]:
         """Return for each stream of the rank that reads most the rows of its windows in the first epoch, in order."""

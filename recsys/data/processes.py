@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 import weakref
 from collections import deque
@@ -28,20 +29,22 @@ import numpy as np
 import torch
 
 from recsys.data.dataset import Dataset
-from recsys.data.decode import SegmentReader
+from recsys.data.decode import CACHED_ROW_GROUPS, SegmentReader
 from recsys.data.order import Window
 from recsys.data.pool import Block, BlockPool, padded
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window
 from recsys.errors import UserError
 from recsys.ids import IdStatistics
-from recsys.runtime.environment import keep_freed_memory
+from recsys.runtime.environment import keep_freed_memory, process_bytes
 from recsys.runtime.launch import environment_of_one_process
 from recsys.runtime.loops import compile_loops
 
 logger = logging.getLogger("recsys")
 _PROGRAM = "from recsys.data.processes import serve; serve()"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also since it is to fork
+_ENDING_S = 10  # for windows that are being decoded
+_LOOK_S = 1  # from one look at its memory to the next, which takes some milliseconds
 # A launcher, or a terminal, may send these to all processes: those that decode end when the one that trains does.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -139,14 +142,15 @@ class _Answer(NamedTuple):
 
     Attributes:
         counts: for each feature that is counted, what `IdStatistics.add_state` takes. records: of the log.
-        num_bytes: of the memory that the process has for windows.
+        window_bytes: of the memory that the process has for windows. own_bytes: beside the windows that it has sent.
     """
 
     columns: Columns | None
     error: Exception | None
     counts: list[np.ndarray]
     records: list[logging.LogRecord]
-    num_bytes: int
+    window_bytes: int
+    own_bytes: int
 
 
 class DecodingProcesses:
@@ -166,19 +170,20 @@ class DecodingProcesses:
             env=environment_of_one_process() | _ONE_THREAD,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno() for _, theirs in pairs],
+            start_new_session=True,
         )
         self._channels, self._idle = [_Channel(ours) for ours, _ in pairs], queue.SimpleQueue[_Channel]()
-        self._num_bytes: dict[_Channel, int] = {}
+        self._sizes: dict[_Channel, tuple[int, int]] = {}
         parcel = _pack(work, self._pool)
         for channel, (_, theirs) in zip(self._channels, pairs, strict=True):
             theirs.close()
             channel.send(parcel, self._pool)
             self._idle.put(channel)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the memory for windows, in all processes."""
-        return sum(self._num_bytes.values())
+    def sizes(self) -> tuple[int, int]:
+        """Return the bytes of the memory for windows, and of what the processes take beside those of them sent here."""
+        sizes, forking = list(self._sizes.values()), process_bytes("smaps_rollup", "Pss_Anon", self._process.pid) or 0
+        return sum(windows for windows, _ in sizes), sum((own for _, own in sizes), forking)
 
     def read(self, window: Window, counts: bool) -> Columns:
         """Return a window, decoded; `counts`: its ids go into the statistics. Errors as of `load_window`."""
@@ -193,7 +198,7 @@ class DecodingProcesses:
             ) from error
         finally:
             self._idle.put(channel)
-        self._num_bytes[channel] = answer.num_bytes
+        self._sizes[channel] = answer.window_bytes, answer.own_bytes
         for record in answer.records:
             logger.handle(record)
         for statistics, state in zip(self._statistics, answer.counts, strict=False):
@@ -207,7 +212,11 @@ class DecodingProcesses:
         """End the processes; who still waits for one gets an error. What has been decoded stays where it is."""
         for channel in self._channels:
             channel.close()
-        self._process.wait()
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:  # one of them waits for a file system
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def serve() -> None:
@@ -237,27 +246,46 @@ def serve() -> None:
 def _serve(channel: _Channel) -> None:
     """Decode what is asked for, until the other side ends."""
     torch.set_num_threads(1)
-    pool, arrays = BlockPool(share=True), BlockPool()
-    handler = _Records()
-    logger.addHandler(handler)
-    logger.propagate = False
+    pool = BlockPool(share=True)
     with suppress(EOFError, OSError):
-        work: _Work = channel.receive()
-        reader = SegmentReader(work.dataset)
-        statistics = [IdStatistics(passes_on=True) if counted else None for counted in work.counted]
-        ids = [replace(part, statistics=each) for part, each in zip(work.spec.ids, statistics, strict=True)]
-        counting = replace(work.spec, ids=ids)
+        decoder = _Decoder(channel.receive())
         while True:
             window, counts = channel.receive()
-            columns, error = None, None
-            try:
-                spec = counting if counts else work.spec
-                columns = load_window(window, reader.read, spec, arrays, work.skip_bad)
-            except Exception as wrong:
-                error = wrong if isinstance(wrong, UserError | MemoryError) else RuntimeError(traceback.format_exc())
-            states = [each.take_state() for each in statistics if each is not None]
-            num_bytes = pool.num_bytes + arrays.num_bytes
-            channel.send(_pack(_Answer(columns, error, states, handler.take(), num_bytes), pool), pool)
+            parcel = _pack(decoder.answer(window, counts, pool.num_bytes), pool)
+            channel.send(parcel, pool)
+            del parcel
+
+
+class _Decoder:
+    """Decodes one window after another; of one that has been packed, nothing stays."""
+
+    def __init__(self, work: _Work) -> None:
+        # What one process keeps of a row group that is read in parts, another is likely to be asked for.
+        kept = CACHED_ROW_GROUPS if len(work.dataset.row_groups) <= CACHED_ROW_GROUPS else 0
+        self._work, self._reader, self._arrays = work, SegmentReader(work.dataset, kept=kept), BlockPool()
+        counted = [IdStatistics(passes_on=True) if counted else None for counted in work.counted]
+        ids = [replace(part, statistics=each) for part, each in zip(work.spec.ids, counted, strict=True)]
+        self._counting = replace(work.spec, ids=ids)
+        self._statistics = [each for each in counted if each is not None]
+        self._log = _Records()
+        logger.addHandler(self._log)
+        logger.propagate = False
+        self._own_bytes, self._looked_at = 0, 0.0
+
+    def answer(self, window: Window, counts: bool, shared_bytes: int) -> _Answer:
+        """Return a window; `counts`: its ids go into the statistics; `shared_bytes`: of windows that were sent."""
+        columns, error = None, None
+        try:
+            spec = self._counting if counts else self._work.spec
+            columns = load_window(window, self._reader.read, spec, self._arrays, self._work.skip_bad)
+        except Exception as wrong:
+            error = wrong if isinstance(wrong, UserError | MemoryError) else RuntimeError(traceback.format_exc())
+        states = [each.take_state() for each in self._statistics]
+        if time.monotonic() - self._looked_at > _LOOK_S:
+            # Of pages shared with the process that forked this one, each has its share.
+            self._own_bytes, self._looked_at = process_bytes("smaps_rollup", "Pss_Anon") or 0, time.monotonic()
+        window_bytes = shared_bytes + self._arrays.num_bytes
+        return _Answer(columns, error, states, self._log.take(), window_bytes, self._own_bytes)
 
 
 class _Records(logging.handlers.QueueHandler):

@@ -19,7 +19,7 @@ from recsys.data.wanted import column_of, role_features, role_lists, with_figure
 from recsys.ids import index_bytes, is_text, statistics_bytes
 from recsys.memory import DataFacts, Decoding
 from recsys.memory.sample import SAMPLE_ROWS, Sample, rows_by_bytes
-from recsys.runtime.threads import decoding_threads, windows_ahead
+from recsys.runtime.threads import decode_in_processes, decoding_threads, windows_ahead
 
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
@@ -183,8 +183,10 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
     there are windows and steps, beside these, and what of that stays afterwards."""
     threads, groups = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups
     num_rows = rows_by_bytes(groups)
-    # One that is made is there twice, in the order of the files and shuffled, with the order of its rows.
-    making = threads * largest * (sample.row_bytes + _ORDER_BYTES)
+    # One that is made is there twice, in the order of the files and shuffled, with the order of its rows; a process
+    # of its own keeps the memory of both, and sends a copy.
+    in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, threads, inputs.world.device)
+    making = threads * largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
     streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     for numbers in inputs.loader(role).row_groups_by_rank():
         read = np.ceil(np.sort(num_rows[numbers])[::-1]).astype(int)
@@ -193,7 +195,7 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
         decoding = sum(sizes[:1]) + min(1.0, len(numbers) / streams) * sum(sizes[1:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-            kept = sum(map(sample.table_bytes, read.tolist()))
+            kept = sum(map(sample.table_bytes, read.tolist())) * (threads if in_processes else 1)
             by_rank.append((int(decoding), int(making + kept), int(in_heaps * making + kept)))
         else:
             by_rank.append((0, int(making + decoding), int(in_heaps * (making + decoding))))

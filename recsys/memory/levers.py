@@ -11,7 +11,7 @@ from recsys.config.device import check_table_on_gpu
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.runtime.machine import Topology
-from recsys.runtime.threads import batches_ahead
+from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.tables.bytes import WEIGHT_BYTES
 from recsys.tables.updates import in_fbgemm
 
@@ -80,6 +80,12 @@ def _dense_sharding(config: Config, topology: Topology) -> Iterator[Change]:
 def _prefetching(config: Config, topology: Topology) -> Iterator[Change]:
     if batches_ahead(config.data.prefetch_batches, topology.device) > 1:
         yield Change({"data.prefetch_batches": 1}, "training may wait for data")
+
+
+def _threads(config: Config, topology: Topology) -> Iterator[Change]:
+    threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
+    if decode_in_processes(config.data.processes, threads, topology.device):
+        yield Change({"data.processes": False}, "the thread that trains waits for those that decode")
 
 
 def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
@@ -185,6 +191,7 @@ LEVERS: tuple[Callable[[Config, Topology], Iterator[Change]], ...] = (
     _checkpointing,
     _dense_sharding,
     _prefetching,
+    _threads,
     _row_wise,
     _caching,
     _windows,

@@ -16,6 +16,8 @@ import psutil
 import pyarrow as pa
 import torch
 
+from recsys.runtime.environment import process_bytes
+
 _MOST_SAMPLES = 1200
 _MOST_SPANS = 600
 _RECENT_SPANS = 3
@@ -30,19 +32,11 @@ def rss() -> int:
 
 def peak_rss() -> int:
     """Return the peak of this process's resident memory since it began or `reset_peak_rss`, in bytes."""
-    peak = _process_bytes("status", "VmHWM")
+    peak = process_bytes("status", "VmHWM")
     if peak is not None:
         return peak
     # Elsewhere than on Linux, where this would count what a launcher took before it became this program.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _process_bytes(file: str, key: str) -> int | None:
-    """Return a size that the kernel tells of this process, in bytes; None if it does not."""
-    try:
-        return int((_PROCESS / file).read_text().partition(f"\n{key}:")[2].split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def reset_peak_rss() -> None:
@@ -229,8 +223,8 @@ def process_memory(device: torch.device, timeline: Timeline) -> dict[str, Any]:
     return {
         "rss_bytes": now,
         "peak_rss_bytes": max(timeline.peak().peak_bytes, now),
-        "pss_bytes": _process_bytes("smaps_rollup", "Pss"),  # with pages of several processes shared out among them
-        "locked_bytes": _process_bytes("status", "VmLck"),
+        "pss_bytes": process_bytes("smaps_rollup", "Pss"),  # with pages of several processes shared out among them
+        "locked_bytes": process_bytes("status", "VmLck"),
         "arrow_bytes": pa.default_memory_pool().bytes_allocated(),
         "arrow_peak_bytes": pa.default_memory_pool().max_memory(),
         "device_peak_allocated_bytes": max(peaks, default=0) if on_gpu else None,

@@ -15,7 +15,7 @@ from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
 from recsys.runtime.loops import are_worth_compiling
 from recsys.runtime.machine import Topology
-from recsys.runtime.threads import batches_ahead, decoding_threads
+from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.step.dense_shards import shards_dense
 from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, published_bytes, rank_tables
 from recsys.tables.spec import CHUNK_ELEMENTS, Shard
@@ -31,6 +31,7 @@ _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what aut
 _MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _COMPILER_BYTES = 106 << 20  # numba, and the loops over ids that it compiles
+_FORKING_BYTES, _FORKED_BYTES = 257 << 20, 52 << 20  # of processes that decode: the one that forks them, and each
 _AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
@@ -72,6 +73,9 @@ class _Rank:
         self._batches_in_pipeline = 1 if config.debug or not topology.on_gpu else _BATCHES_IN_PIPELINE
         self._unread_batches = 0 if config.train.check_every_step else 1  # trained, and kept until its sums are read
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
+        self._decoding_processes = 0
+        if decode_in_processes(config.data.processes, self._decoding_threads, topology.device):
+            self._decoding_processes = self._decoding_threads
         self._tables = rank_tables(config, pieces, rank)
         self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
         # Alone, what tables of several sharding types give is copied into one tensor; of one type it is that tensor.
@@ -120,7 +124,8 @@ class _Rank:
         """Return what libraries and, on rank 0, footers and plan take in "init" or "later"."""
         halves = when == "later" and self._config.precision.autocast is not Autocast.none
         size = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
-        if when == "later" and are_worth_compiling(self._decoding_threads, self._topology.on_gpu):
+        in_threads = not self._decoding_processes
+        if when == "later" and in_threads and are_worth_compiling(self._decoding_threads, self._topology.on_gpu):
             size += _COMPILER_BYTES
         return size + (_AUTOCAST_BYTES if halves and not self._topology.on_gpu else 0)
 
@@ -187,9 +192,11 @@ class _Rank:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
         else:
             queued += self._unread_batches
+        processes, decoding = self._decoding_processes, self._decoding.later
         return {
             "loader_windows": self._data.window_bytes + eval_windows,
-            "loader_decoding": self._decoding.later + of_evaluation,
+            "loader_decoding": of_evaluation + (0 if processes else decoding),
+            "loader_processes": _FORKING_BYTES + processes * _FORKED_BYTES + decoding if processes else 0,
             "loader_batches": queued * batch,
         }
 

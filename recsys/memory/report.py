@@ -67,7 +67,9 @@ def rank_report(prediction: RankMemory, topology: Topology, timeline: Timeline, 
 
 def _phases(prediction: RankMemory, timeline: Timeline, on_gpu: bool) -> dict[str, dict[str, Any]]:
     """Return predicted and measured peak of each phase: of a GPU's allocator, or of this process above its baseline."""
-    where, left_out = ("device", ("context", "allocator_reserve")) if on_gpu else ("host", ("process",))
+    where, left_out = (
+        ("device", ("context", "allocator_reserve")) if on_gpu else ("host", ("process", "loader_processes"))
+    )
     base = timeline.baseline_bytes
     measured = timeline.device_peaks if on_gpu else {phase: peak - base for phase, peak in timeline.peaks().items()}
     peaks: dict[str, dict[str, Any]] = {}

@@ -33,6 +33,14 @@ def processor_name() -> str:
     return platform.machine()
 
 
+def process_bytes(file: str, key: str, process: int | str = "self") -> int | None:
+    """Return a size that the kernel tells of a process, by default this one, in bytes; None if it does not."""
+    try:
+        return int(Path("/proc", str(process), file).read_text().partition(f"\n{key}:")[2].split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 def is_first_rank() -> bool:
     """Return whether this is the only process of the run, or the first as the launcher counts them."""
     return os.environ.get("RANK", "0") == "0"

@@ -12,8 +12,9 @@ from conversion import refusal
 
 import recsys.data.window as window_module
 from recsys.config import NullPolicy
-from recsys.data.batch import Batch, MicroBatches, Piece
-from recsys.data.batch import collate as collate_into
+from recsys.data.batch import Batch, MicroBatches
+from recsys.data.collate import Piece
+from recsys.data.collate import collate as collate_into
 from recsys.data.order import Position, Segment, Window
 from recsys.data.pool import BlockPool, moved
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn

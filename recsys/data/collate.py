@@ -1,0 +1,231 @@
+"""Rows of windows, copied into one block of memory as the batch that travels from the loader to the model."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from recsys.data.batch import Batch, MicroBatches
+from recsys.data.order import Position
+from recsys.data.pool import Block, BlockPool, padded
+from recsys.data.spec import BatchSpec, IdColumn
+from recsys.data.window import Columns, Ragged
+
+
+class Piece(NamedTuple):
+    """Rows `start` … `stop` - 1 of some columns, which go to rows `at` … of a batch."""
+
+    columns: Columns
+    start: int
+    stop: int
+    at: int
+
+
+def collate(
+    pieces: Sequence[Piece],
+    num_rows: int,
+    spec: BatchSpec,
+    position: Position,
+    pool: BlockPool,
+    micro_batches: MicroBatches,
+    first_row: int = 0,
+) -> Batch:
+    """Join pieces into a batch of `num_rows` rows; rows that no piece fills have weight 0 and empty lists.
+
+    Args:
+        pieces: in ascending order of `at`. spec: the one that their columns were converted with.
+        position: where training stands after this batch. pool: where the memory of the batch is taken from.
+        first_row: the place of the first row in the global batch.
+    """
+    rows = _Rows(pieces, num_rows)
+    ids = _Jagged(spec.ids, "ids", rows, spec.dtype, spec.weighted)
+    lists = _Jagged(spec.lists, "lists", rows, spec.dtype, weighted=False) if spec.lists else None
+    widths = [len(spec.floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
+    num_bytes = sum(padded(4 * num_rows * width) for width in widths)
+    block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
+    floats, labels, *known, weights = map(torch.from_numpy, _copy_numbers(rows, widths, block))
+    num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
+    keyed, lengths = ids.build(block)
+    bounds = micro_batches.bounds(lengths)
+    return Batch(
+        ids=keyed,
+        floats=floats,
+        labels=labels,
+        weights=weights[:, 0],
+        known_labels=known[0] if known else None,
+        lists=lists.build(block)[0] if lists else None,
+        num_rows=rows.num_filled - num_bad,
+        num_bad_rows=num_bad,
+        micro_batches=bounds,
+        position=position,
+        fence=block.fence,
+        id_bounds=_id_bounds(lengths, bounds) if len(bounds) > 2 else (),
+        first_row=first_row,
+        content=torch.from_numpy(block.used),
+    )
+
+
+def _copy_numbers(rows: "_Rows", widths: list[int], block: Block) -> list[np.ndarray]:
+    """Return the numbers of the pieces' columns as arrays [rows, width], cut at these widths, 0 where no piece is."""
+    numbers = [block.array((rows.num_rows, width), np.float32) for width in widths]
+    if rows.num_filled < rows.num_rows:
+        for array in numbers:
+            array[:] = 0
+    at = 0
+    for array in numbers if rows.pieces else ():
+        columns = slice(at, at + array.shape[1])
+        rows.fill(array, [piece.columns.floats[columns, piece.start : piece.stop].T for piece in rows.pieces])
+        at = columns.stop
+    return numbers
+
+
+def _join(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
+    """Write arrays end to end into another, in one call: NumPy's asks for Python's lock after each of them."""
+    torch.cat([torch.from_numpy(part) for part in parts], out=torch.from_numpy(out))
+
+
+def _id_bounds(lengths: np.ndarray, bounds: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    sizes = np.add.reduceat(lengths, bounds[:-1], axis=1, dtype=np.int64)
+    return tuple((0, *ends) for ends in np.cumsum(sizes, axis=1).tolist())
+
+
+class _Rows:
+    """Which rows of a batch its pieces fill.
+
+    Attributes:
+        num_rows: of the batch; num_filled: of the pieces.
+        places: of the pieces' rows in the batch, in order; an index of an array. Of no use without pieces.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], num_rows: int) -> None:
+        self.pieces, self.num_rows = pieces, num_rows
+        self.num_filled = sum(piece.stop - piece.start for piece in pieces)
+        self.places: slice | np.ndarray = slice(num_rows)
+        if pieces and self.num_filled < num_rows:
+            self.places = np.concatenate([np.arange(p.at, p.at + p.stop - p.start) for p in pieces])
+
+    def fill(self, out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+        """Write what each piece has for its rows, end to end, to these rows of `out`."""
+        if self.num_filled == self.num_rows:
+            _join(parts, out)
+        else:
+            out[self.places] = np.concatenate(parts)
+
+
+class _Jagged:
+    """A KeyedJaggedTensor under construction.
+
+    It is feature-major: all rows of the first key, then of the second … Neighbouring features that have one id in
+    every row of the batch are copied as one.
+    """
+
+    def __init__(
+        self, parts: Sequence[IdColumn], which: Literal["ids", "lists"], rows: _Rows, dtype: np.dtype, weighted: bool
+    ) -> None:
+        self._keys, self._rows, self._dtype, self._weighted = [part.name for part in parts], rows, dtype, weighted
+        self._columns: list[Sequence[int | Ragged]] = [getattr(piece.columns, which) for piece in rows.pieces]
+        kinds = {piece.columns.single[which] for piece in rows.pieces}
+        self._scalar = tuple(map(all, zip(*kinds, strict=True))) if kinds else (True,) * len(parts)
+        self._runs = _find_runs(self._scalar)
+        self._total = sum(self._num_values(run) for run in self._runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """What `build` takes of a block."""
+        weights = padded(4 * self._total) if self._weighted else 0
+        return padded(self._dtype.itemsize * self._total) + padded(4 * len(self._keys) * self._rows.num_rows) + weights
+
+    def build(self, block: Block) -> tuple[KeyedJaggedTensor, np.ndarray]:
+        """Return the tensor, and its lengths as an array [keys, rows] int32."""
+        rows = self._rows
+        values = block.array((self._total,), self._dtype)
+        lengths = block.array((len(self._keys), rows.num_rows), np.int32)
+        weights = block.array((self._total,), np.float32) if self._weighted else None
+        if rows.num_filled < rows.num_rows:
+            lengths[:] = 0
+        at = 0
+        for run in self._runs if rows.pieces else ():
+            stop = at + self._num_values(run)
+            if self._scalar[run.start]:
+                self._copy_scalars(run, values[at:stop].reshape(len(run), rows.num_filled))
+                lengths[run.start : run.stop, rows.places] = 1
+                if weights is not None:
+                    weights[at:stop] = 1
+            else:
+                self._copy_lists(
+                    run.start, values[at:stop], lengths[run.start], None if weights is None else weights[at:stop]
+                )
+            at = stop
+        has_one_each = all(self._scalar) and rows.num_filled == rows.num_rows
+        keyed = KeyedJaggedTensor(
+            keys=self._keys,
+            values=torch.from_numpy(values),
+            lengths=torch.from_numpy(lengths).view(-1),
+            offsets=_numbered(self._total + 1) if has_one_each else None,
+            # Else torchrec sums them on the GPU, and waits.
+            length_per_key=[rows.num_rows] * len(self._keys) if has_one_each else lengths.sum(axis=1).tolist(),
+            weights=None if weights is None else torch.from_numpy(weights),
+        )
+        return keyed, lengths
+
+    def _num_values(self, run: range) -> int:
+        if self._scalar[run.start]:
+            return len(run) * self._rows.num_filled
+        total = 0
+        for piece, columns in zip(self._rows.pieces, self._columns, strict=True):
+            part = columns[run.start]
+            if isinstance(part, int):
+                total += piece.stop - piece.start
+            else:
+                total += int(part.offsets[piece.stop] - part.offsets[piece.start])
+        return total
+
+    def _copy_scalars(self, run: range, values: np.ndarray) -> None:
+        sources = []
+        for piece, columns in zip(self._rows.pieces, self._columns, strict=True):
+            first = columns[run.start]
+            assert isinstance(first, int)
+            sources.append(piece.columns.scalars[first : first + len(run), piece.start : piece.stop])
+        np.concatenate(sources, axis=1, out=values)
+
+    def _copy_lists(self, k: int, values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None) -> None:
+        """Fill in the values of a feature, the lengths of its lists, and its weights."""
+        lists = [_lists(columns[k], piece) for piece, columns in zip(self._rows.pieces, self._columns, strict=True)]
+        sources, of_lists, of_pieces = zip(*lists, strict=True)
+        _join(sources, values)
+        self._rows.fill(lengths, of_lists)
+        if weights is not None:
+            _join(
+                [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, of_pieces, strict=True)],
+                weights,
+            )
+
+
+def _lists(part: int | Ragged, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the ids of a piece's rows, the lengths of their lists, and the ids' weights if they have any."""
+    rows = slice(piece.start, piece.stop)
+    if isinstance(part, int):
+        return piece.columns.scalars[part, rows], np.ones(piece.stop - piece.start, np.int32), None
+    inside = slice(part.offsets[piece.start], part.offsets[piece.stop])
+    return part.values[inside], part.lengths[rows], None if part.weights is None else part.weights[inside]
+
+
+@lru_cache(maxsize=4)
+def _numbered(number: int) -> torch.Tensor:
+    """Return the numbers from 0 on, int32: where lists of one id each begin. To be read only."""
+    return torch.arange(number, dtype=torch.int32)
+
+
+@lru_cache(maxsize=64)
+def _find_runs(scalar: tuple[bool, ...]) -> list[range]:
+    """Return the features that are copied together."""
+    runs: list[range] = []
+    for k in range(len(scalar)):
+        if runs and scalar[k] and scalar[k - 1]:
+            runs[-1] = range(runs[-1].start, k + 1)
+        else:
+            runs.append(range(k, k + 1))
+    return runs
