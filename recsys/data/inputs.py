@@ -289,8 +289,8 @@ def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
 def _check_rows(config: Config, train: Dataset) -> None:
     if config.data.drop_last and train.num_rows < config.train.global_batch_size:
         raise UserError(
-            f"config key 'data.drop_last' leaves out all {train.num_rows:,} rows of data.train, since they do not fill "
-            f"one batch of train.global_batch_size={config.train.global_batch_size}; set it to false, or make batches smaller"
+            f"config key 'data.drop_last' leaves out all {train.num_rows:,} rows of data.train, too few for a batch of "
+            f"train.global_batch_size={config.train.global_batch_size}; set it to false, or make batches smaller"
         )
 
 

@@ -22,11 +22,10 @@ from recsys.ids.mappings import (
     HashMapping,
     IdentityMapping,
     IdMapping,
-    IdStatistics,
     QuotientRemainderMapping,
-    statistics_bytes,
 )
 from recsys.ids.routes import ROUTE_SEED, FrequencyRoute, HashRoute, Route
+from recsys.ids.statistics import IdStatistics, statistics_bytes
 from recsys.ids.vocabulary import (
     IdCounter,
     add_up,

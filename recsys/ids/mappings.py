@@ -1,28 +1,18 @@
-"""Raw ids to table rows, whole columns at a time, and statistics of the ids: how many, and how many distinct.
+"""Raw ids to table rows, whole columns at a time."""
 
-Distinct ids are counted by their 64-bit hashes. While these are few, all are kept, and the count is exact. Beyond that,
-only those below a limit are kept, which are a uniform sample of the distinct ids: n of them below the limit L make
-n * 2**64 / L in all (Bar-Yossef et al. 2002, doi:10.1007/3-540-45726-7_1; Beyer et al. 2007,
-doi:10.1145/1247480.1247504, whose (k - 1) / U_k this is, L being the k-th smallest hash U_k and n = k - 1).
-"""
-
-import threading
 from math import expm1, isqrt
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from recsys.errors import UserError
 from recsys.ids.hashing import IdKeys, increment, is_text, read_keys, remix
+from recsys.ids.statistics import IdStatistics
 from recsys.runtime.loops import (
     CHUNK,
     NO_SAMPLE,
-    Sample,
     are_compiled,
     modulo,
-    pick_unseen,
-    second_place,
     take_rows,
     write_remainders,
     write_rows,
@@ -30,150 +20,6 @@ from recsys.runtime.loops import (
 )
 
 NULL_ROW = 0
-_RANGE = 2**64
-_FEWEST_PLACES = 1 << 10
-_FEW_UNSEEN = 1 << 8
-_COUNTS = ("num_rows", "num_ids", "num_nulls", "num_out_of_vocabulary")
-
-
-def statistics_bytes(num_distinct: float, size: int = 16384) -> int:
-    """Return about what an `IdStatistics` takes once it has seen so many distinct ids."""
-    num_kept = int(min(size, num_distinct))
-    return 8 * (_num_places(num_kept) + 2 * num_kept)
-
-
-class IdStatistics:
-    """Counts of a feature's ids, and a sample of the distinct ones; safe to update from several threads.
-
-    Args:
-        size: up to so many distinct ids, all are kept and their number is exact.
-        passes_on: keeps for `take_state` what is new.
-
-    Attributes:
-        num_rows: rows of data, however many ids they have.
-        num_ids: ids mapped, without nulls.
-        num_nulls: nulls, which a mapping does not get to see.
-        num_out_of_vocabulary: ids mapped that have no row of their own in a vocabulary.
-    """
-
-    def __init__(self, size: int = 16384, passes_on: bool = False) -> None:
-        self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
-        self._size = size
-        self._limit = _RANGE
-        self._hashes = np.zeros(0, np.uint64)  # ascending, all below the limit
-        self._new: list[np.ndarray] = []  # not yet among `_hashes`; a few of them several times
-        self._num_new = 0
-        self._not_passed_on: list[np.ndarray] | None = [] if passes_on else None
-        # Most of `_hashes`, each in one of two places by its bits: an id that has been seen costs a look or two.
-        self._seen = np.zeros(_FEWEST_PLACES, np.uint64)
-        self._lock = threading.Lock()
-
-    def add(self, rows: int = 0, ids: int = 0, nulls: int = 0, out_of_vocabulary: int = 0) -> None:
-        """Count rows of data, ids whose hashes go to `add_hashes`, nulls, and ids that a vocabulary does not have."""
-        with self._lock:
-            for name, count in zip(_COUNTS, (rows, ids, nulls, out_of_vocabulary), strict=True):
-                setattr(self, name, getattr(self, name) + count)
-
-    def add_hashes(self, chunk: np.ndarray) -> None:
-        """Take in hashes of ids, each distinct one at least once.
-
-        Args:
-            chunk: uint64 [3, n]: the hashes, and two rows that are overwritten.
-        """
-        self.add_unseen(pick_unseen(chunk, self.sample))
-
-    @property
-    def sample(self) -> Sample:
-        """The hashes that have been taken in, to be looked at without the lock: none stands there that has not been."""
-        return Sample(self._limit - 1, self._seen)
-
-    def add_unseen(self, unseen: np.ndarray) -> None:
-        """Take in hashes, uint64 [n], that a `sample` lacked."""
-        if len(unseen):
-            with self._lock:
-                # Sorting asks for Python's lock several times, and of few, few are there several times.
-                unseen = np.unique(unseen) if len(unseen) > _FEW_UNSEEN else unseen.copy()
-                if self._not_passed_on is not None:
-                    self._not_passed_on.append(unseen)
-                self._take_in(unseen)
-
-    def take_state(self) -> np.ndarray:
-        """Return what has been counted since the last call, as `state`; of what was made with `passes_on`."""
-        with self._lock:
-            assert self._not_passed_on is not None
-            counts = [getattr(self, name) for name in _COUNTS]
-            self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
-            new, self._not_passed_on = self._not_passed_on, []
-            return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), *new])
-
-    def state(self) -> np.ndarray:
-        """Return what has been counted, for `add_state`: uint64 [5 + distinct ids kept], up to 512 KiB."""
-        with self._lock:
-            self._merge()
-            counts = [getattr(self, name) for name in _COUNTS]
-            return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), self._hashes])
-
-    def add_state(self, state: np.ndarray) -> None:
-        """Add what another has counted, by mappings with one and the same seed; each distinct id counts once."""
-        *counts, last = state[: len(_COUNTS) + 1].tolist()
-        self.add(*counts)
-        with self._lock:
-            self._limit = min(self._limit, last + 1)
-            self._take_in(state[len(_COUNTS) + 1 :].copy())  # which keeps no more of the memory that the state lies in
-
-    def summary(self, mapping: "IdMapping", num_rows: int | None = None) -> dict[str, Any]:
-        """Describe the ids, and the rows that `mapping`, by which they were mapped, gives them.
-
-        Args:
-            num_rows: that were trained. Data are read ahead, and again where a run goes on: where more rows were
-                counted than that, the numbers of ids and nulls are lowered in proportion.
-
-        Returns:
-            ids, nulls: how many; distinct_ids: how many of the ids, and exact: whether that is counted or estimated;
-            rows: of the table; occupancy: share of them used (row 0 of null apart); collision_rate: share of the
-            distinct ids whose row, or rows, another one has too; out_of_vocabulary_share: of the ids (0 without one).
-            The two rates are expectations where only a sample of the distinct ids is kept.
-        """
-        with self._lock:
-            self._merge()
-        weight = _RANGE / self._limit
-        occupancy, collision_rate = mapping.usage(self._hashes, weight)
-        share = 1.0 if num_rows is None else min(1.0, num_rows / max(1, self.num_rows))
-        return {
-            "ids": round(share * self.num_ids),
-            "nulls": round(share * self.num_nulls),
-            "distinct_ids": round(len(self._hashes) * weight),
-            "exact": self._limit == _RANGE,
-            "rows": mapping.num_rows,
-            "occupancy": occupancy,
-            "collision_rate": collision_rate,
-            "out_of_vocabulary_share": self.num_out_of_vocabulary / max(1, self.num_ids),
-        }
-
-    def _take_in(self, hashes: np.ndarray) -> None:
-        """Keep new hashes, and merge where they are more than the others; called with the lock held."""
-        self._new.append(hashes)
-        self._num_new += len(hashes)
-        if self._num_new > len(self._hashes):
-            self._merge()
-
-    def _merge(self) -> None:
-        """Take in what is new; called with the lock held."""
-        hashes = np.unique(np.concatenate([self._hashes, *self._new]))
-        hashes = hashes[hashes <= np.uint64(self._limit - 1)]
-        while len(hashes) > self._size:
-            self._limit //= 2
-            hashes = hashes[: np.searchsorted(hashes, np.uint64(self._limit))]
-        seen = np.zeros(_num_places(len(hashes)), np.uint64)
-        first = (hashes & np.uint64(len(seen) - 1)).view(np.int64)
-        seen[first] = hashes
-        second = hashes[seen[first] != hashes]
-        seen[second_place(second, seen)] = second
-        self._hashes, self._new, self._num_new, self._seen = hashes, [], 0, seen
-
-
-def _num_places(num_hashes: int) -> int:
-    return max(_FEWEST_PLACES, 1 << (4 * num_hashes - 1).bit_length())
 
 
 class IdMapping:

@@ -12,9 +12,8 @@ from conversion import refusal
 
 import recsys.data.window as window_module
 from recsys.config import NullPolicy
+from recsys.data import collate as collating
 from recsys.data.batch import Batch, MicroBatches
-from recsys.data.collate import Piece
-from recsys.data.collate import collate as collate_into
 from recsys.data.order import Position, Segment, Window
 from recsys.data.pool import BlockPool, moved
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
@@ -23,12 +22,12 @@ from recsys.data.window import Columns, Ragged, convert_table, load_window
 from recsys.ids import HashMapping, IdentityMapping, IndexMapping
 from recsys.ids.hashing import hash_integers
 
-IDENTITY = IdentityMapping(1000)
+IDENTITY, Piece = IdentityMapping(1000), collating.Piece
 START = Position()
 
 
 def collate(pieces: list[Piece], num_rows: int, spec: BatchSpec, position: Position) -> Batch:
-    return collate_into(pieces, num_rows, spec, position, BlockPool(), MicroBatches())
+    return collating.collate(pieces, num_rows, spec, position, BlockPool(), MicroBatches())
 
 
 def lists(columns: Columns, part: int | Ragged) -> list[list[int]]:
@@ -59,7 +58,7 @@ def test_a_label_that_may_be_null_says_where_it_is_known():
     converted = convert_table(pa.table({"a": [1, None, 0], "b": [0.5, 2.0, 3.0]}), spec)
     assert converted.floats.tolist() == [[1, 0, 0], [0.5, 2, 3], [1, 0, 1], [1, 1, 1], [1, 1, 1]]
     pool = BlockPool()
-    batch = collate_into([Piece(converted, 0, 3, 0)], 4, spec, Position(), pool, MicroBatches())
+    batch = collating.collate([Piece(converted, 0, 3, 0)], 4, spec, Position(), pool, MicroBatches())
     assert batch.labels.tolist() == [[1, 0.5], [0, 2], [0, 3], [0, 0]]
     assert batch.known_labels.tolist() == [[1, 1], [0, 1], [1, 1], [0, 0]] and batch.weights.tolist() == [1, 1, 1, 0]
     assert batch.dense_rows(1, 3).label_weights(0).tolist() == [0, 1]
@@ -139,7 +138,7 @@ def test_lists_begin_where_their_lengths_say(filled, with_lists):
     )
     columns = convert_table(table, spec)
     pieces = [Piece(columns, 0, 2, 0), Piece(columns, 2, filled, 2)] if filled else []
-    batch = collate_into(pieces, 6, spec, Position(), BlockPool(), MicroBatches())
+    batch = collating.collate(pieces, 6, spec, Position(), BlockPool(), MicroBatches())
     lengths, offsets = batch.ids.lengths(), batch.ids.offsets()
     assert offsets.tolist() == [0, *lengths.cumsum(0).tolist()]
     assert batch.ids.length_per_key() == lengths.view(len(spec.ids), 6).sum(1).tolist()
@@ -301,7 +300,7 @@ def test_rows_beyond_31_bits_are_wide():
 def test_a_batch_does_not_share_memory_with_the_next():
     columns = convert_table(some_rows(0, 4), SPEC)
     pool = BlockPool()
-    one, other = (collate_into([Piece(columns, 0, 4, 0)], 4, SPEC, START, pool, MicroBatches()) for _ in range(2))
+    one, other = (collating.collate([Piece(columns, 0, 4, 0)], 4, SPEC, START, pool, MicroBatches()) for _ in range(2))
     for tensor in (one.floats, one.labels, one.weights, one.ids.values()):
         tensor.zero_()
     check_row(other, 3, 3)
@@ -350,7 +349,7 @@ def test_micro_batches_are_bounded_by_rows_and_ids(max_rows, max_ids, bounds):
 
 def test_a_batch_says_how_it_may_be_split():
     columns = convert_table(some_rows(0, 8), SPEC)  # histories of 0, 1, 2, 3, 0, 1, 2, 3 ids, and a user each
-    batch = collate_into([Piece(columns, 0, 8, 0)], 10, SPEC, START, BlockPool(), MicroBatches(None, 6))
+    batch = collating.collate([Piece(columns, 0, 8, 0)], 10, SPEC, START, BlockPool(), MicroBatches(None, 6))
     assert batch.micro_batches == (0, 3, 5, 7, 10)
     part = batch.dense_rows(3, 5)
     assert part.floats.tolist() == batch.floats[3:5].tolist()
