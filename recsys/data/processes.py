@@ -173,7 +173,7 @@ class DecodingProcesses:
             start_new_session=True,
         )
         self._channels, self._idle = [_Channel(ours) for ours, _ in pairs], queue.SimpleQueue[_Channel]()
-        self._sizes: dict[_Channel, tuple[int, int]] = {}
+        self._sizes, self._forking_bytes = dict[_Channel, tuple[int, int]](), 0
         parcel = _pack(work, self._pool)
         for channel, (_, theirs) in zip(self._channels, pairs, strict=True):
             theirs.close()
@@ -182,8 +182,9 @@ class DecodingProcesses:
 
     def sizes(self) -> tuple[int, int]:
         """Return the bytes of the memory for windows, and of what the processes take beside those of them sent here."""
-        sizes, forking = list(self._sizes.values()), process_bytes("smaps_rollup", "Pss_Anon", self._process.pid) or 0
-        return sum(windows for windows, _ in sizes), sum((own for _, own in sizes), forking)
+        self._forking_bytes = process_bytes("smaps_rollup", "Pss_Anon", self._process.pid) or self._forking_bytes
+        sizes = list(self._sizes.values())
+        return sum(windows for windows, _ in sizes), sum((own for _, own in sizes), self._forking_bytes)
 
     def read(self, window: Window, counts: bool) -> Columns:
         """Return a window, decoded; `counts`: its ids go into the statistics. Errors as of `load_window`."""
@@ -210,6 +211,7 @@ class DecodingProcesses:
 
     def close(self) -> None:
         """End the processes; who still waits for one gets an error. What has been decoded stays where it is."""
+        self.sizes()  # to be told afterwards
         for channel in self._channels:
             channel.close()
         try:

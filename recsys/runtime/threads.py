@@ -1,6 +1,7 @@
 """How many threads a rank runs, by its device, its cores and the ranks beside it."""
 
 import os
+from functools import cache
 
 import torch
 
@@ -38,7 +39,17 @@ def decode_in_processes(wanted: bool | None, num_threads: int, device: torch.dev
     two thirds of the time with 12 of them. A CPU's steps are long beside that, and a process takes memory.
     """
     is_worth_it = device.type == "cuda" and num_threads >= _FEWEST_PROCESSES
-    return num_threads > 0 and hasattr(os, "memfd_create") and (is_worth_it if wanted is None else wanted)
+    return num_threads > 0 and (is_worth_it if wanted is None else wanted) and _shares_memory()
+
+
+@cache
+def _shares_memory() -> bool:
+    """Return whether this system has memory without a name that other processes can map; some sandboxes have none."""
+    try:
+        os.close(os.memfd_create("recsys"))
+    except (OSError, AttributeError):
+        return False
+    return True
 
 
 def windows_ahead(num_threads: int, num_streams: int) -> int:

@@ -1,5 +1,6 @@
 """Windows decoded by processes: the batches, counts, messages and errors of threads, and nothing left behind."""
 
+import json
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from launch import environment
+from launch import environment, fork_train
 from rows import OPTIONS, SPEC, build, rows, write
 
 from recsys.data.dataset import Dataset
@@ -131,3 +132,21 @@ for batch in batches:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{each}").exists() for each in started)
     process.stdout.close()
+
+
+def test_ranks_train_the_same_and_their_memory_is_told(tmp_path):
+    found = {}
+    for processes in ("false", "true"):
+        options = (f"data.processes={processes}", "data.num_threads=2", "train.log_every_steps=1", "train.max_steps=12")
+        done = fork_train("configs/dlrm_sample.yaml", f"run.dir={tmp_path}/{processes}", *options, nproc=2)
+        assert done.returncode == 0, done.stderr[-3000:]
+        records = [json.loads(line) for line in (tmp_path / processes / "metrics.jsonl").read_text().splitlines()]
+        result = json.loads((tmp_path / processes / "result.json").read_text())
+        losses = [record["loss"] for record in records if record["kind"] == "train"]
+        found[processes] = losses, result["metrics"], result["data"]["ids"]
+    assert found["true"] == found["false"] and len(found["true"][0]) == 12
+    for rank in range(2):
+        report = json.loads((tmp_path / f"true/memory/rank_{rank}.json").read_text())
+        predicted = report["peak"]["by_kind_predicted"]["loader_processes"]
+        assert 0.75 < report["loader"]["process_bytes"] / predicted < 1.33
+        assert abs(report["peak"]["error"]) < 1  # of this process alone
