@@ -81,11 +81,6 @@ class _Channel:
         self._mapped: dict[int, mmap.mmap] = {}  # its memory, by inode
         self._let_go: deque[int] = deque()  # numbers of what came from there and nobody holds any more
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the other side's memory."""
-        return sum(map(len, list(self._mapped.values())))
-
     def send(self, parcel: _Parcel, pool: BlockPool) -> None:
         """Send what has been packed in memory of a pool, which is not used again before the other side lets go."""
         self._number += 1
@@ -174,11 +169,16 @@ class DecodingProcesses:
         )
         self._channels, self._idle = [_Channel(ours) for ours, _ in pairs], queue.SimpleQueue[_Channel]()
         self._sizes, self._forking_bytes = dict[_Channel, tuple[int, int]](), 0
-        parcel = _pack(work, self._pool)
-        for channel, (_, theirs) in zip(self._channels, pairs, strict=True):
+        for _, theirs in pairs:
             theirs.close()
-            channel.send(parcel, self._pool)
-            self._idle.put(channel)
+        try:
+            parcel = _pack(work, self._pool)
+            for channel in self._channels:
+                channel.send(parcel, self._pool)
+                self._idle.put(channel)
+        except OSError as error:
+            self.close()
+            raise _ended() from error
 
     def sizes(self) -> tuple[int, int]:
         """Return the bytes of the memory for windows, and of what the processes take beside those of them sent here."""
@@ -193,10 +193,7 @@ class DecodingProcesses:
             channel.send(_pack((window, counts), self._pool), self._pool)
             answer: _Answer = channel.receive()
         except (EOFError, OSError) as error:
-            raise UserError(
-                "a process that decodes data.train has ended, as where memory has run out; lower data.num_threads, or "
-                "set data.processes=false"
-            ) from error
+            raise _ended() from error
         finally:
             self._idle.put(channel)
         self._sizes[channel] = answer.window_bytes, answer.own_bytes
@@ -221,6 +218,13 @@ class DecodingProcesses:
             self._process.wait()
 
 
+def _ended() -> UserError:
+    return UserError(
+        "a process that decodes data.train has ended, as where memory has run out; lower data.num_threads, or set "
+        "data.processes=false"
+    )
+
+
 def serve() -> None:
     """Be the process that forks those that decode; its arguments are whether a GPU is used, and their sockets."""
     for each in _IGNORED:
@@ -233,10 +237,13 @@ def serve() -> None:
     gc.freeze()
     for file in files:
         if os.fork() == 0:
-            for other in files:
-                if other != file:
-                    os.close(other)
-            _serve(_Channel(socket.socket(fileno=file)))
+            try:
+                for other in files:
+                    if other != file:
+                        os.close(other)
+                _serve(_Channel(socket.socket(fileno=file)))
+            except BaseException:
+                traceback.print_exc()
             os._exit(0)
     for file in files:
         os.close(file)
