@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from recsys.data.order import Position
-from recsys.data.pool import Fence, moved
+from recsys.data.pool import Fence
 from recsys.runtime.files import replace_file
 
 
@@ -85,7 +85,7 @@ class Batch(Pipelineable):
         copy = content.to(device, non_blocking=non_blocking)  # one for all
         if device.type == "cuda":
             self.fence.record()  # until then the loader must not write into the memory that is being copied
-        return replace(self, content=None, **{name: moved(part, content, copy) for name, part in tensors.items()})
+        return replace(self, content=None, **{name: _moved(part, content, copy) for name, part in tensors.items()})
 
     def dense_rows(self, start: int, stop: int) -> "Batch":
         """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
@@ -140,3 +140,18 @@ class MicroBatches:
             stop = max(start + 1, int(np.searchsorted(ends, before + self.max_ids, side="right")))
             bounds.append(min(stop, num_rows, start + (self.max_rows or num_rows)))
         return tuple(bounds)
+
+
+def _moved(value: Any, content: torch.Tensor, copy: torch.Tensor) -> Any:
+    """Return a tensor or KeyedJaggedTensor of a block as it lies in a copy of the block's content."""
+    if isinstance(value, KeyedJaggedTensor):
+        values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
+        return KeyedJaggedTensor(
+            keys=value.keys(),
+            values=_moved(values, content, copy),
+            lengths=_moved(lengths, content, copy),
+            weights=None if weights is None else _moved(weights, content, copy),
+            length_per_key=value.length_per_key(),
+        )
+    start = value.data_ptr() - content.data_ptr() if value.numel() else 0
+    return copy[start : start + value.nbytes].view(value.dtype).view(value.shape)

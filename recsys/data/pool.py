@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 _ALIGNMENT = 64
 
@@ -62,21 +61,6 @@ class Block:
 def padded(num_bytes: int) -> int:
     """Return what an array of so many bytes takes of a block."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def moved(value: Any, content: torch.Tensor, copy: torch.Tensor) -> Any:
-    """Return a tensor or KeyedJaggedTensor of a block as it lies in a copy of the block's content."""
-    if isinstance(value, KeyedJaggedTensor):
-        values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
-        return KeyedJaggedTensor(
-            keys=value.keys(),
-            values=moved(values, content, copy),
-            lengths=moved(lengths, content, copy),
-            weights=None if weights is None else moved(weights, content, copy),
-            length_per_key=value.length_per_key(),
-        )
-    start = value.data_ptr() - content.data_ptr() if value.numel() else 0
-    return copy[start : start + value.nbytes].view(value.dtype).view(value.shape)
 
 
 class BlockPool:

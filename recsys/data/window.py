@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm)
 import numpy as np
 import pyarrow as pa
 import torch
@@ -267,6 +266,8 @@ def _permute_lists(order: torch.Tensor, lengths: np.ndarray, source: _Lists, int
     """Write lists in another order into other memory; return their lengths."""
     if are_compiled():
         return permute_lists(order.numpy(), lengths, source, into)
+    import fbgemm_gpu  # noqa: F401  (registers torch.ops.fbgemm; processes that decode by compiled loops need it not)
+
     tensors = [None if array is None else torch.from_numpy(array) for array in (lengths, *source)]
     values_out, weights_out = into
     lengths_out, at = np.empty_like(lengths), 0

@@ -31,7 +31,7 @@ _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what aut
 _MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _COMPILER_BYTES = 106 << 20  # numba, and the loops over ids that it compiles
-_FORKING_BYTES, _FORKED_BYTES = 257 << 20, 52 << 20  # of processes that decode: the one that forks them, and each
+_FORKING_BYTES, _FORKED_BYTES = 176 << 20, 46 << 20  # of processes that decode: the one that forks them, and each
 _AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training

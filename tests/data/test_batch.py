@@ -13,9 +13,9 @@ from conversion import refusal
 import recsys.data.window as window_module
 from recsys.config import NullPolicy
 from recsys.data import collate as collating
-from recsys.data.batch import Batch, MicroBatches
+from recsys.data.batch import Batch, MicroBatches, _moved
 from recsys.data.order import Position, Segment, Window
-from recsys.data.pool import BlockPool, moved
+from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec, FloatColumn, IdColumn
 from recsys.data.storage import BadDataError
 from recsys.data.window import Columns, Ragged, convert_table, load_window
@@ -364,7 +364,7 @@ def test_a_batch_is_copied_at_once():
     spec = BatchSpec(parts, [], [FloatColumn("label", "label", may_be_unknown=True)])
     rows = {"a": [1, 2, 3], "b": [[4], [], [5, 6]], "w": [[0.5], [], [1.0, 2.0]], "label": [1, None, 0]}
     batch = collate([Piece(convert_table(pa.table(rows), spec), 0, 3, 0)], 4, spec, START)
-    copy = replace(batch, **{n: moved(v, batch.content, batch.content.clone()) for n, v in batch._tensors().items()})
+    copy = replace(batch, **{n: _moved(v, batch.content, batch.content.clone()) for n, v in batch._tensors().items()})
     assert copy.ids.to_dict().keys() == batch.ids.to_dict().keys() == {"a", "b"}
     for of in (lambda b: b.ids.values(), lambda b: b.ids.lengths(), lambda b: b.ids.weights(), lambda b: b.floats,
                lambda b: b.labels, lambda b: b.weights, lambda b: b.known_labels):  # fmt: skip

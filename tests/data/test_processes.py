@@ -66,11 +66,11 @@ def test_ids_are_counted_alike_and_memory_is_used_again(dataset):
         mapping = HashMapping(1000, 1)
         ids = [replace(part, statistics=each, mapping=mapping) for part, each in zip(SPEC.ids, counted, strict=True)]
         loader = Loader(dataset, replace(SPEC, ids=ids), replace(OPTIONS, **changes), 16)
-        assert sum(batch.num_rows for batch in loader.batches(num_epochs=60)) == 60 * dataset.num_rows
+        assert sum(batch.num_rows for batch in loader.batches(num_epochs=30)) == 30 * dataset.num_rows
         found.append([(each.num_rows, each.num_ids, each.summary(mapping)) for each in counted])
     assert found[0] == found[1]
-    assert found[0][0][:2] == (60 * dataset.num_rows, 60 * dataset.num_rows) and not found[0][0][2]["exact"]
-    # Of 660 windows, some 16 are there at once, each in blocks of 4 KiB.
+    assert found[0][0][:2] == (30 * dataset.num_rows, 30 * dataset.num_rows) and not found[0][0][2]["exact"]
+    # Of 330 windows, some 16 are there at once, each in blocks of 4 KiB.
     assert 16 * 4096 < loader.host_bytes["window_bytes"] < 400_000
 
 
