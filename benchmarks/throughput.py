@@ -274,7 +274,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         for shape in arguments.shapes:
-            data, part = Path(folder) / shape, Path(folder) / "part.json"
+            # Beside the results, where it stays if this process is ended in the middle of a variant.
+            beside = Path(folder) / "out" if arguments.out is None else arguments.out
+            data, part = Path(folder) / shape, beside.with_name(f"{beside.stem}_part.json")
             write_files(data, shape, arguments.rows, arguments.max_rows)
             for variant in arguments.variants:
                 changed = ["--shapes", shape, "--variants", variant, "--data", str(data), "--part", str(part)]

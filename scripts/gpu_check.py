@@ -90,7 +90,7 @@ _PARTS = {
         330,
         (
             *(_THROUGHPUT, *_ON, *_FIELD, "--steps", "40", "--warm", "10", "--shapes", "criteo", "multi_hot"),
-            *("--feeds", "page_locked", "parquet", "--loader-threads", "--variants", "threads_12", "threads_4"),
+            *("--feeds", "page_locked", "parquet", "--loader-threads", "--variants", "processes_12", "threads_12"),
         ),
         (*_TINY, "--variants", "threads_2"),
     ),
