@@ -5,6 +5,8 @@ Nothing here allocates or looks at other ranks, so that it can be called some do
 
 from collections.abc import Iterable, Mapping
 
+import torch
+
 from recsys.config import Config, DataType
 from recsys.config.choices import Autocast
 from recsys.config.features import evaluated_rows
@@ -31,7 +33,8 @@ _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what aut
 _MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
 _RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
 _COMPILER_BYTES = 106 << 20  # numba, and the loops over ids that it compiles
-_FORKING_BYTES, _FORKED_BYTES = 176 << 20, 46 << 20  # of processes that decode: the one that forks them, and each
+# Of processes that decode: the one that forks them, by whether torch is built for CUDA, and each of them.
+_FORKING_BYTES, _FORKED_BYTES = {False: 176 << 20, True: 301 << 20}, 46 << 20
 _AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
@@ -193,10 +196,11 @@ class _Rank:
         else:
             queued += self._unread_batches
         processes, decoding = self._decoding_processes, self._decoding.later
+        with_cuda = topology.on_gpu or torch.version.cuda is not None
         return {
             "loader_windows": self._data.window_bytes + eval_windows,
             "loader_decoding": of_evaluation + (0 if processes else decoding),
-            "loader_processes": _FORKING_BYTES + processes * _FORKED_BYTES + decoding if processes else 0,
+            "loader_processes": _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + decoding if processes else 0,
             "loader_batches": queued * batch,
         }
 
