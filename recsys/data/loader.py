@@ -158,10 +158,12 @@ class Loader:
         finally:
             # The pool first, so that nobody waits for windows that nobody needs any more.
             pool.shutdown(wait=False, cancel_futures=True)
+            if processes is not None:
+                processes.end()
             thread.shutdown(cancel_futures=True)
+            pool.shutdown()
             if processes is not None:
                 processes.close()
-            pool.shutdown()
 
     def _start_processes(self) -> DecodingProcesses:
         options, beside_gpu = self._options, self._options.pin_device is not None

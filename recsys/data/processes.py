@@ -8,119 +8,51 @@ What they have decoded stays where it is, in memory that both map.
 import gc
 import logging
 import logging.handlers
-import mmap
 import os
-import pickle
 import queue
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-import weakref
-from collections import deque
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from recsys.data.channel import LOST, Channel, pack
 from recsys.data.dataset import Dataset
 from recsys.data.decode import CACHED_ROW_GROUPS, SegmentReader
 from recsys.data.order import Window
-from recsys.data.pool import Block, BlockPool, padded
+from recsys.data.pool import BlockPool
 from recsys.data.spec import BatchSpec
 from recsys.data.window import Columns, load_window
 from recsys.errors import UserError
 from recsys.ids import IdStatistics
 from recsys.runtime.environment import keep_freed_memory, process_bytes
 from recsys.runtime.launch import environment_of_one_process
-from recsys.runtime.loops import compile_loops
+from recsys.runtime.loops import are_worth_compiling, compile_loops
 
 logger = logging.getLogger("recsys")
-_PROGRAM = "from recsys.data.processes import serve; serve()"
+# Signals are ignored before the imports, which take seconds, and a module that lies in the working directory is none.
+_PROGRAM = """
+import signal, sys
+sys.path[:] = filter(None, sys.path)
+for number in sys.argv[1].split(","):
+    signal.signal(int(number), signal.SIG_IGN)
+from recsys.data.processes import serve
+serve()
+"""
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also since it is to fork
+_MOST_FILES = 1 << 16
 _ENDING_S = 10  # for windows that are being decoded
 _LOOK_S = 1  # from one look at its memory to the next, which takes some milliseconds
 # A launcher, or a terminal, may send these to all processes: those that decode end when the one that trains does.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-
-
-class _Parcel(NamedTuple):
-    """A value on its way: its pickle, whose arrays lie between these bounds of a block, if it has any."""
-
-    content: bytes
-    bounds: list[tuple[int, int]]
-    block: Block | None
-
-
-def _pack(value: Any, pool: BlockPool) -> _Parcel:
-    buffers: list[pickle.PickleBuffer] = []
-    content = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-    arrays = [np.asarray(buffer.raw()) for buffer in buffers]
-    if not arrays:
-        return _Parcel(content, [], None)
-    block, bounds, start = pool.take(sum(padded(array.nbytes) for array in arrays)), [], 0
-    for array in arrays:
-        np.copyto(block.array((array.nbytes,), np.uint8), array)
-        bounds.append((start, start + array.nbytes))
-        start += padded(array.nbytes)
-    return _Parcel(content, bounds, block)
-
-
-class _Channel:
-    """One end of what two processes tell each other. Arrays are not copied: the other side maps their memory."""
-
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket, self._connection = connected, Connection(os.dup(connected.fileno()))
-        self._number = 0
-        self._sent: dict[int, Block | None] = {}  # what the other side has not given back, by number
-        self._mapped: dict[int, mmap.mmap] = {}  # its memory, by inode
-        self._let_go: deque[int] = deque()  # numbers of what came from there and nobody holds any more
-
-    def send(self, parcel: _Parcel, pool: BlockPool) -> None:
-        """Send what has been packed in memory of a pool, which is not used again before the other side lets go."""
-        self._number += 1
-        self._sent[self._number] = block = parcel.block
-        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
-        has_file = block is not None and block.file is not None
-        self._connection.send((self._number, parcel.content, parcel.bounds, has_file, pool.inodes(), let_go))
-        if has_file:
-            assert block is not None and block.file is not None
-            socket.send_fds(self._socket, [b"f"], [block.file])
-
-    def receive(self) -> Any:
-        """Return the next value; EOFError: the other side has ended."""
-        number, content, bounds, has_file, inodes, let_go = self._connection.recv()
-        for each in let_go:
-            self._sent.pop(each, None)
-        for inode in self._mapped.keys() - set(inodes):
-            del self._mapped[inode]
-        if not has_file:
-            self._let_go.append(number)
-            return pickle.loads(content)
-        # All arrays refer to this one, which is new each time.
-        memory = np.frombuffer(self._map(socket.recv_fds(self._socket, 1, 1)[1][0]), np.uint8)
-        weakref.finalize(memory, self._let_go.append, number).atexit = False
-        return pickle.loads(content, buffers=[memory[start:stop] for start, stop in bounds])
-
-    def _map(self, file: int) -> mmap.mmap:
-        try:
-            inode = os.fstat(file).st_ino
-            if inode not in self._mapped:
-                self._mapped[inode] = mmap.mmap(file, 0)
-            return self._mapped[inode]
-        finally:
-            os.close(file)
-
-    def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # whoever waits here, or there, goes on
-        self._connection.close()
-        self._socket.close()
 
 
 class _Work(NamedTuple):
@@ -156,27 +88,36 @@ class DecodingProcesses:
     """
 
     def __init__(self, number: int, dataset: Dataset, spec: BatchSpec, skip_bad: bool, beside_gpu: bool) -> None:
+        _allow_files()
         self._statistics = [part.statistics for part in spec.ids if part.statistics is not None]
         work = _Work(dataset, spec.uncounted(), [part.statistics is not None for part in spec.ids], skip_bad)
         self._pool, pairs = BlockPool(share=True), [socket.socketpair() for _ in range(number)]
         files = [str(theirs.fileno()) for _, theirs in pairs]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(int(beside_gpu)), *files],
+            [
+                sys.executable,
+                "-c",
+                _PROGRAM,
+                ",".join(str(int(each)) for each in _IGNORED),
+                str(int(beside_gpu)),
+                *files,
+            ],
             env=environment_of_one_process() | _ONE_THREAD,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno() for _, theirs in pairs],
             start_new_session=True,
         )
-        self._channels, self._idle = [_Channel(ours) for ours, _ in pairs], queue.SimpleQueue[_Channel]()
-        self._sizes, self._forking_bytes = dict[_Channel, tuple[int, int]](), 0
+        self._channels, self._idle = [Channel(ours) for ours, _ in pairs], queue.SimpleQueue[Channel]()
+        self._sizes, self._forking_bytes = dict[Channel, tuple[int, int]](), 0
         for _, theirs in pairs:
             theirs.close()
         try:
-            parcel = _pack(work, self._pool)
+            parcel = pack(work, self._pool)
             for channel in self._channels:
                 channel.send(parcel, self._pool)
                 self._idle.put(channel)
-        except OSError as error:
+        except LOST as error:
+            self.end()
             self.close()
             raise _ended() from error
 
@@ -184,15 +125,16 @@ class DecodingProcesses:
         """Return the bytes of the memory for windows, and of what the processes take beside those of them sent here."""
         self._forking_bytes = process_bytes("smaps_rollup", "Pss_Anon", self._process.pid) or self._forking_bytes
         sizes = list(self._sizes.values())
-        return sum(windows for windows, _ in sizes), sum((own for _, own in sizes), self._forking_bytes)
+        own_bytes = sum(own for _, own in sizes) + self._forking_bytes + self._pool.num_bytes
+        return sum(windows for windows, _ in sizes), own_bytes
 
     def read(self, window: Window, counts: bool) -> Columns:
         """Return a window, decoded; `counts`: its ids go into the statistics. Errors as of `load_window`."""
         channel = self._idle.get()
         try:
-            channel.send(_pack((window, counts), self._pool), self._pool)
+            channel.send(pack((window, counts), self._pool), self._pool)
             answer: _Answer = channel.receive()
-        except (EOFError, OSError) as error:
+        except LOST as error:
             raise _ended() from error
         finally:
             self._idle.put(channel)
@@ -206,16 +148,29 @@ class DecodingProcesses:
         assert answer.columns is not None
         return answer.columns
 
-    def close(self) -> None:
+    def end(self) -> None:
         """End the processes; who still waits for one gets an error. What has been decoded stays where it is."""
         self.sizes()  # to be told afterwards
         for channel in self._channels:
-            channel.close()
+            channel.end()
         try:
             self._process.wait(_ENDING_S)
         except subprocess.TimeoutExpired:  # one of them waits for a file system
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+    def close(self) -> None:
+        """Give files and memory back, after the end, once no thread asks any more."""
+        for channel in self._channels:
+            channel.close()
+
+
+def _allow_files() -> None:
+    """Let this process open more files, since each block of memory that it shares is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _ended() -> UserError:
@@ -226,13 +181,16 @@ def _ended() -> UserError:
 
 
 def serve() -> None:
-    """Be the process that forks those that decode; its arguments are whether a GPU is used, and their sockets."""
-    for each in _IGNORED:
-        signal.signal(each, signal.SIG_IGN)
-    beside_gpu, *files = map(int, sys.argv[1:])
+    """Be the process that forks those that decode.
+
+    Its arguments are the signals that are ignored already, whether a GPU is used, and the sockets of the processes.
+    """
+    beside_gpu, *files = map(int, sys.argv[2:])
+    _allow_files()
     if beside_gpu:
         keep_freed_memory()
-    compile_loops()
+    if are_worth_compiling(len(files), True):
+        compile_loops()
     gc.collect()
     gc.freeze()
     for file in files:
@@ -241,7 +199,7 @@ def serve() -> None:
                 for other in files:
                     if other != file:
                         os.close(other)
-                _serve(_Channel(socket.socket(fileno=file)))
+                _serve(Channel(socket.socket(fileno=file)))
             except BaseException:
                 traceback.print_exc()
             os._exit(0)
@@ -252,15 +210,15 @@ def serve() -> None:
             os.wait()
 
 
-def _serve(channel: _Channel) -> None:
+def _serve(channel: Channel) -> None:
     """Decode what is asked for, until the other side ends."""
     torch.set_num_threads(1)
     pool = BlockPool(share=True)
-    with suppress(EOFError, OSError):
+    with suppress(*LOST):
         decoder = _Decoder(channel.receive())
         while True:
             window, counts = channel.receive()
-            parcel = _pack(decoder.answer(window, counts, pool.num_bytes), pool)
+            parcel = pack(decoder.answer(window, counts, pool.num_bytes), pool)
             channel.send(parcel, pool)
             del parcel
 

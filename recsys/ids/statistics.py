@@ -138,8 +138,9 @@ class IdStatistics:
 
     def _take_in(self, hashes: np.ndarray) -> None:
         """Keep new hashes, and merge where they are more than the others; called with the lock held."""
-        self._new.append(hashes)
-        self._num_new += len(hashes)
+        if len(hashes):
+            self._new.append(hashes)
+            self._num_new += len(hashes)
         if self._num_new > len(self._hashes):
             self._merge()
 

@@ -181,11 +181,12 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
 def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:
     """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
     there are windows and steps, beside these, and what of that stays afterwards."""
-    threads, groups = max(1, _num_threads(inputs)), inputs.datasets[role].row_groups
+    wanted, groups = _num_threads(inputs), inputs.datasets[role].row_groups
+    threads = max(1, wanted)
     num_rows = rows_by_bytes(groups)
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows; a process
     # of its own keeps the memory of both, and sends a copy.
-    in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, threads, inputs.world.device)
+    in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)
     making = threads * largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
     streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     for numbers in inputs.loader(role).row_groups_by_rank():

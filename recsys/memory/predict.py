@@ -197,10 +197,11 @@ class _Rank:
             queued += self._unread_batches
         processes, decoding = self._decoding_processes, self._decoding.later
         with_cuda = topology.on_gpu or torch.version.cuda is not None
+        in_processes = _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + self._data.vocabulary_bytes + decoding
         return {
             "loader_windows": self._data.window_bytes + eval_windows,
             "loader_decoding": of_evaluation + (0 if processes else decoding),
-            "loader_processes": _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + decoding if processes else 0,
+            "loader_processes": in_processes if processes else 0,
             "loader_batches": queued * batch,
         }
 

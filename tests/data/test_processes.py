@@ -101,6 +101,18 @@ def test_one_that_is_killed_is_told(dataset):
             list(batches)
 
 
+def test_one_that_hangs_does_not_keep_a_run_from_its_end(dataset, monkeypatch):
+    """As where a file system does not answer: while a thread waits for a window of it."""
+    monkeypatch.setattr("recsys.data.processes._ENDING_S", 0.5)
+    batches = build(dataset, 16, **IN_PROCESSES).batches(num_epochs=1000)
+    next(batches)
+    for each in children(os.getpid())[1:]:
+        os.kill(each, signal.SIGSTOP)
+    time.sleep(0.5)
+    batches.close()
+    assert not [each for each in Path("/proc/self/fd").iterdir() if "memfd:recsys" in str(each.resolve())]
+
+
 def test_they_end_with_the_one_that_trains_and_not_by_its_signals(dataset):
     folder = Path(dataset.row_groups.paths[0]).parent
     program = f"""

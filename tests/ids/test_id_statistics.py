@@ -243,3 +243,13 @@ def test_what_was_counted_earlier_counts():
     # Ten rows were read again: as many ids as rows were trained.
     assert second.summary(mapping, 90)["ids"] == second.summary(mapping, 90)["distinct_ids"] == 90
     assert second.summary(mapping, 1000)["ids"] == 100
+
+
+def test_states_without_anything_new_take_no_memory():
+    passing, total = IdStatistics(passes_on=True), IdStatistics()
+    mapping, ids = HashMapping(100, 0), pa.array(range(5))
+    for _ in range(200):
+        mapping.map(ids, np.empty(5, np.int32), passing)
+        total.add_state(passing.take_state())
+    assert len(total._new) <= 5 and total.num_ids == 200 * 5
+    assert total.state().tolist()[5:] == passing.state().tolist()[5:]

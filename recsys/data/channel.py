@@ -1,0 +1,101 @@
+"""What two processes of one machine tell each other, with arrays that lie in memory that both map."""
+
+import errno
+import mmap
+import os
+import pickle
+import socket
+import weakref
+from collections import deque
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from recsys.data.pool import Block, BlockPool, padded
+
+LOST = EOFError, BrokenPipeError, ConnectionResetError  # what the end of the other side is told by
+
+
+class Parcel(NamedTuple):
+    """A value on its way: its pickle, whose arrays lie between these bounds of a block, if it has any."""
+
+    content: bytes
+    bounds: list[tuple[int, int]]
+    block: Block | None
+
+
+def pack(value: Any, pool: BlockPool) -> Parcel:
+    """Return a value as a parcel, with copies of its arrays in a block of a shared pool."""
+    buffers: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    arrays = [np.asarray(buffer.raw()) for buffer in buffers]
+    if not arrays:
+        return Parcel(content, [], None)
+    block, bounds, start = pool.take(sum(padded(array.nbytes) for array in arrays)), [], 0
+    for array in arrays:
+        np.copyto(block.array((array.nbytes,), np.uint8), array)
+        bounds.append((start, start + array.nbytes))
+        start += padded(array.nbytes)
+    return Parcel(content, bounds, block)
+
+
+class Channel:
+    """One end of what two processes tell each other. Arrays are not copied: the other side maps their memory."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket, self._connection = connected, Connection(os.dup(connected.fileno()))
+        self._number = 0
+        self._sent: dict[int, Block | None] = {}  # what the other side has not given back, by number
+        self._mapped: dict[int, mmap.mmap] = {}  # its memory, by inode
+        self._let_go: deque[int] = deque()  # numbers of what came from there and nobody holds any more
+
+    def send(self, parcel: Parcel, pool: BlockPool) -> None:
+        """Send what has been packed in memory of a pool, which is not used again before the other side lets go."""
+        self._number += 1
+        self._sent[self._number] = block = parcel.block
+        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
+        has_file = block is not None and block.file is not None
+        self._connection.send((self._number, parcel.content, parcel.bounds, has_file, pool.inodes(), let_go))
+        if has_file:
+            assert block is not None and block.file is not None
+            socket.send_fds(self._socket, [b"f"], [block.file])
+
+    def receive(self) -> Any:
+        """Return the next value; EOFError: the other side has ended."""
+        number, content, bounds, has_file, inodes, let_go = self._connection.recv()
+        for each in let_go:
+            self._sent.pop(each, None)
+        for inode in self._mapped.keys() - set(inodes):
+            del self._mapped[inode]
+        if not has_file:
+            self._let_go.append(number)
+            return pickle.loads(content)
+        byte, files, *_ = socket.recv_fds(self._socket, 1, 1)
+        if not files:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if byte else EOFError
+        memory = np.frombuffer(self._map(files[0]), np.uint8)  # all arrays refer to this one, which is new each time
+        weakref.finalize(memory, self._let_go.append, number).atexit = False
+        return pickle.loads(content, buffers=[memory[start:stop] for start, stop in bounds])
+
+    def _map(self, file: int) -> mmap.mmap:
+        try:
+            inode = os.fstat(file).st_ino
+            if inode not in self._mapped:
+                self._mapped[inode] = mmap.mmap(file, 0)
+            return self._mapped[inode]
+        finally:
+            os.close(file)
+
+    def end(self) -> None:
+        """Let whoever waits, here or on the other side, go on with an error."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give files and memory back, once nobody uses the channel any more."""
+        self._connection.close()
+        self._socket.close()
+        self._sent.clear()
+        self._mapped.clear()
