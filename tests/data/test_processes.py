@@ -156,6 +156,7 @@ for batch in batches:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_ranks_train_the_same_and_their_memory_is_told(tmp_path):
     found = {}
     for processes in ("false", "true"):
