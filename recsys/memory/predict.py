@@ -127,7 +127,7 @@ class _Rank:
         """Return what libraries and, on rank 0, footers and plan take in "init" or "later"."""
         halves = when == "later" and self._config.precision.autocast is not Autocast.none
         size = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
-        in_threads = not self._decoding_processes
+        in_threads = not self._decoding_processes or self._data.eval_rows  # evaluations always decode by threads
         if when == "later" and in_threads and are_worth_compiling(self._decoding_threads, self._topology.on_gpu):
             size += _COMPILER_BYTES
         return size + (_AUTOCAST_BYTES if halves and not self._topology.on_gpu else 0)
