@@ -35,8 +35,8 @@ def decoding_threads(wanted: int | None, device: torch.device, local_world_size:
 def decode_in_processes(wanted: bool | None, num_threads: int, device: torch.device) -> bool:
     """Return whether so many processes of a rank decode data.train in place of threads: `wanted`, or the default.
 
-    Threads that decode and the one that trains take turns with Python's lock. On an H200 that was waiting for the lock
-    two thirds of the time with 12 of them. A CPU's steps are long beside that, and a process takes memory.
+    Threads that decode and the one that trains take turns with Python's lock: beside 12 of them an H200 was idle two
+    thirds of the time. A CPU's steps are long beside that, and a process takes memory.
     """
     is_worth_it = device.type == "cuda" and num_threads >= _FEWEST_PROCESSES
     return num_threads > 0 and (is_worth_it if wanted is None else wanted) and _shares_memory()
