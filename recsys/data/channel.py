@@ -33,11 +33,11 @@ def pack(value: Any, pool: BlockPool) -> Parcel:
     arrays = [np.asarray(buffer.raw()) for buffer in buffers]
     if not arrays:
         return Parcel(content, [], None)
-    block, bounds, start = pool.take(sum(padded(array.nbytes) for array in arrays)), [], 0
+    block, bounds = pool.take(sum(padded(array.nbytes) for array in arrays)), []
     for array in arrays:
+        start = len(block.used)
         np.copyto(block.array((array.nbytes,), np.uint8), array)
         bounds.append((start, start + array.nbytes))
-        start += padded(array.nbytes)
     return Parcel(content, bounds, block)
 
 
@@ -54,13 +54,12 @@ class Channel:
     def send(self, parcel: Parcel, pool: BlockPool) -> None:
         """Send what has been packed in memory of a pool, which is not used again before the other side lets go."""
         self._number += 1
-        self._sent[self._number] = block = parcel.block
+        self._sent[self._number] = parcel.block
+        file = None if parcel.block is None else parcel.block.file
         let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
-        has_file = block is not None and block.file is not None
-        self._connection.send((self._number, parcel.content, parcel.bounds, has_file, pool.inodes(), let_go))
-        if has_file:
-            assert block is not None and block.file is not None
-            socket.send_fds(self._socket, [b"f"], [block.file])
+        self._connection.send((self._number, parcel.content, parcel.bounds, file is not None, pool.inodes(), let_go))
+        if file is not None:
+            socket.send_fds(self._socket, [b"f"], [file])
 
     def receive(self) -> Any:
         """Return the next value; EOFError: the other side has ended."""

@@ -38,12 +38,13 @@ from recsys.runtime.launch import environment_of_one_process
 from recsys.runtime.loops import are_worth_compiling, compile_loops
 
 logger = logging.getLogger("recsys")
-# Signals are ignored before the imports, which take seconds, and a module that lies in the working directory is none.
+# A launcher, or a terminal, may send signals to all processes, also while these import, which takes seconds: those that
+# decode end when the one that trains does. And a module that lies in the working directory is none of ours.
 _PROGRAM = """
 import signal, sys
 sys.path[:] = filter(None, sys.path)
-for number in sys.argv[1].split(","):
-    signal.signal(int(number), signal.SIG_IGN)
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(each, signal.SIG_IGN)
 from recsys.data.processes import serve
 serve()
 """
@@ -51,8 +52,6 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also sinc
 _MOST_FILES = 1 << 16
 _ENDING_S = 10  # for windows that are being decoded
 _LOOK_S = 1  # from one look at its memory to the next, which takes some milliseconds
-# A launcher, or a terminal, may send these to all processes: those that decode end when the one that trains does.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class _Work(NamedTuple):
@@ -94,14 +93,7 @@ class DecodingProcesses:
         self._pool, pairs = BlockPool(share=True), [socket.socketpair() for _ in range(number)]
         files = [str(theirs.fileno()) for _, theirs in pairs]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _PROGRAM,
-                ",".join(str(int(each)) for each in _IGNORED),
-                str(int(beside_gpu)),
-                *files,
-            ],
+            [sys.executable, "-c", _PROGRAM, str(int(beside_gpu)), *files],
             env=environment_of_one_process() | _ONE_THREAD,
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno() for _, theirs in pairs],
@@ -141,7 +133,7 @@ class DecodingProcesses:
         self._sizes[channel] = answer.window_bytes, answer.own_bytes
         for record in answer.records:
             logger.handle(record)
-        for statistics, state in zip(self._statistics, answer.counts, strict=False):
+        for statistics, state in zip(self._statistics, answer.counts, strict=True):
             statistics.add_state(state)
         if answer.error is not None:
             raise answer.error
@@ -181,11 +173,8 @@ def _ended() -> UserError:
 
 
 def serve() -> None:
-    """Be the process that forks those that decode.
-
-    Its arguments are the signals that are ignored already, whether a GPU is used, and the sockets of the processes.
-    """
-    beside_gpu, *files = map(int, sys.argv[2:])
+    """Be the process that forks those that decode; its arguments are whether a GPU is used, and their sockets."""
+    beside_gpu, *files = map(int, sys.argv[1:])
     _allow_files()
     if beside_gpu:
         keep_freed_memory()

@@ -87,17 +87,19 @@ class IdStatistics:
         """Return what has been counted since the last call, as `state`; of what was made with `passes_on`."""
         with self._lock:
             assert self._not_passed_on is not None
-            counts = [getattr(self, name) for name in _COUNTS]
+            state, self._not_passed_on = self._state(self._not_passed_on), []
             self.num_rows = self.num_ids = self.num_nulls = self.num_out_of_vocabulary = 0
-            new, self._not_passed_on = self._not_passed_on, []
-            return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), *new])
+            return state
 
     def state(self) -> np.ndarray:
         """Return what has been counted, for `add_state`: uint64 [5 + distinct ids kept], up to 512 KiB."""
         with self._lock:
             self._merge()
-            counts = [getattr(self, name) for name in _COUNTS]
-            return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), self._hashes])
+            return self._state([self._hashes])
+
+    def _state(self, hashes: list[np.ndarray]) -> np.ndarray:
+        counts = [getattr(self, name) for name in _COUNTS]
+        return np.concatenate([np.array([*counts, self._limit - 1], np.uint64), *hashes])
 
     def add_state(self, state: np.ndarray) -> None:
         """Add what another has counted, by mappings with one and the same seed; each distinct id counts once."""
