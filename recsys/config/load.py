@@ -230,10 +230,11 @@ def _required(expected: Any) -> Any:
 def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> None:
     """Refuse a key that is not known, or a plain value where a section should be; OmegaConf is brief on the latter."""
     fields, is_mapping = _fields(expected, model), expected is dict or typing.get_origin(expected) is dict
-    if section is None and expected != _required(expected):
+    required, is_count = _required(expected), isinstance(section, int | float) and section not in (0, 1)
+    if section is None and expected != required:
         return
-    if typing.get_origin(_required(expected)) is list and not _is_list(section):
-        raise UserError(f"config key '{key}' must be {_describe(_required(expected))}, found {_show(section)}")
+    if (typing.get_origin(required) is list and not _is_list(section)) or (required is bool and is_count):
+        raise UserError(f"config key '{key}' must be {_describe(required)}, found {_show(section)}")
     if not (fields or is_mapping):
         return
     if not isinstance(section, dict):

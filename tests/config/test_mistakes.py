@@ -38,6 +38,7 @@ KEYS = {
     "fraction": ("train.epochs=1.5", ["must be a whole number, found 1.5"]),
     "null": ("train.epochs=null", ["must be a whole number, found null"]),
     "number for a list": ("model.top_mlp=64", ["'model.top_mlp' must be a list, each a whole number, found 64"]),
+    "number for a switch": ("data.processes=3", ["'data.processes' must be true or false, found 3"]),
     "number for a section": ("optimizer.tables=3", ["'optimizer.tables' must be a section of keys, found 3"]),
     "attention to nothing": ("model.attention={history: itemid}", ["'model.attention.history'", "mean 'item_id'?"]),
     "attention of a float": ("model.attention={price: item_id}", ["'model.attention'", "no id feature 'price'"]),
