@@ -14,15 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.config import NullPolicy
-from recsys.data.convert import (
-    convert_floats,
-    convert_ids,
-    decoded,
-    drop_nulls,
-    plain,
-    to_numbers,
-    transform_numbers,
-)
+from recsys.data.arrays import decoded, drop_nulls, plain, to_numbers
+from recsys.data.convert import convert_floats, convert_ids, transform_numbers
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.spec import FloatColumn, IdColumn, Transform

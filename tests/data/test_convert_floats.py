@@ -9,7 +9,8 @@ import pyarrow as pa
 import pytest
 from conversion import floats, refusal
 
-from recsys.data.convert import convert_floats, to_numbers
+from recsys.data.arrays import to_numbers
+from recsys.data.convert import convert_floats
 from recsys.data.spec import FloatColumn, Transform
 
 # Numbers

@@ -1,0 +1,109 @@
+"""Arrow arrays as NumPy sees them: whole columns, few copies."""
+
+import numpy as np
+import pyarrow as pa
+
+from recsys.ids import NANOSECONDS, numpy_view, raw_times
+
+
+def plain(array: pa.Array) -> pa.Array:
+    """Return the same values, of a column without a type as int64: some writers drop it where no row has a value."""
+    return array.cast(pa.int64()) if pa.types.is_null(array.type) else array
+
+
+def decoded(array: pa.Array) -> pa.Array:
+    """Return `plain(array)`, of a dictionary its values."""
+    array = plain(array)
+    return array.dictionary_decode() if pa.types.is_dictionary(array.type) else array
+
+
+def valid(array: pa.Array) -> np.ndarray:
+    """Return a mask [len(array)] of what is not null, of a `plain` array that has nulls."""
+    start, bit = divmod(array.offset, 8)
+    packed = np.frombuffer(array.buffers()[0], np.uint8, (bit + len(array) + 7) // 8, start)
+    return np.unpackbits(packed, count=bit + len(array), bitorder="little")[bit:].view(bool)
+
+
+def drop_nulls(array: pa.Array) -> pa.Array:
+    """Return what is not null, of a `plain` array that has nulls and is not nested."""
+    if pa.types.is_dictionary(array.type):
+        return pa.DictionaryArray.from_arrays(drop_nulls(array.indices), array.dictionary)
+    # Three times as fast as Arrow's own, which looks for nulls among what it keeps.
+    mask = pa.Array.from_buffers(pa.bool_(), len(array), [None, array.buffers()[0]], offset=array.offset)
+    return _without_validity(array).filter(mask)
+
+
+def select(array: pa.Array, mask: np.ndarray) -> pa.Array:
+    """Return the elements of a `plain` array for which a boolean mask [len(array)] is true."""
+    packed = pa.py_buffer(np.packbits(mask, bitorder="little"))
+    return array.filter(pa.Array.from_buffers(pa.bool_(), len(mask), [None, packed]))
+
+
+def _without_validity(array: pa.Array) -> pa.Array:
+    return pa.Array.from_buffers(array.type, len(array), [None, *array.buffers()[1:]], offset=array.offset)
+
+
+def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each list starts in `array.values`, and how long it is, both int32 [rows].
+
+    A null list has length 0, whatever lies under it.
+    """
+    offsets = numpy_view(array.offsets)
+    lengths = np.diff(offsets)
+    return offsets[:-1], lengths * valid(array) if array.null_count else lengths
+
+
+def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Array:
+    """Return values[starts[i] : starts[i] + lengths[i]] of every i, in ascending order, end to end and `plain`.
+
+    A view where they lie so already, else one copy.
+    """
+    if not len(starts):
+        return plain(values.slice(0, 0))
+    ends = starts + lengths
+    gaps = starts[1:] - ends[:-1]
+    values = plain(values.slice(int(starts[0]), int(ends[-1] - starts[0])))
+    if not gaps.any():
+        return values
+    # A mask, made run by run (list, gap, list …), is faster than positions.
+    runs = np.empty(2 * len(starts) - 1, np.int64)
+    runs[::2], runs[1::2] = lengths, gaps
+    inside = np.zeros(len(runs), bool)
+    inside[::2] = True
+    return select(values, np.repeat(inside, runs))
+
+
+def to_numbers(array: pa.Array) -> np.ndarray:
+    """Return a `decoded` array of numbers, [len(array)], as a view where NumPy has such; anything may lie under a null.
+
+    Decimals become float64, and are off by 1 in the last place at most where they have more than 18 digits. Points and
+    lengths of time become seconds in float64: of a date or timestamp since 1970 in UTC, of a time since midnight.
+    """
+    kind = array.type
+    if pa.types.is_decimal(kind):
+        return _decimals(array)
+    if pa.types.is_temporal(kind):
+        raw = raw_times(_without_validity(array))
+        if pa.types.is_date(kind):
+            return raw * 86400.0 if kind.bit_width == 32 else raw / 1000.0
+        return raw / float(10**9 // NANOSECONDS[kind.unit])
+    if pa.types.is_boolean(kind):  # which are bits
+        return _without_validity(array).to_numpy(zero_copy_only=False)
+    return numpy_view(array)
+
+
+def _decimals(array: pa.Array) -> np.ndarray:
+    # Arrow's own cast makes 0.09999999999999999 of 0.1, on the wrong side of a boundary; a division rounds once.
+    if array.type.bit_width < 128:
+        array = array.cast(pa.decimal128(array.type.precision, array.type.scale))
+    array, kind = _without_validity(array), array.type
+    if not len(array):
+        return np.zeros(0)
+    size = kind.bit_width // 64
+    words = np.frombuffer(array.buffers()[1], np.int64, len(array) * size, array.offset * size * 8).reshape(-1, size)
+    low = words[:, 0]
+    numbers = low / 10.0**kind.scale
+    large = (words[:, 1:] != (low >> 63)[:, None]).any(axis=1)  # the words above are more than the sign of the lowest
+    if large.any():
+        numbers[large] = array.cast(pa.float64()).to_numpy()[large]
+    return numbers
