@@ -4,7 +4,8 @@ from enum import Enum
 
 
 class FeatureType(Enum):
-    """Type of a feature: `id`, one id or a list of ids a row, looked up in a table; `float`, one number a row."""
+    """Type of a feature: `id`, one id or a list of ids a row, looked up in a table; `float`, one number a row, or a
+    vector of `dim` numbers."""
 
     id, float = "id", "float"
 

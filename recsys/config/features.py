@@ -27,8 +27,14 @@ def with_experts(config: Config, names: Container[str]) -> list[str]:
 
 
 def float_features(config: Config) -> list[str]:
-    """Return the names of the float features, in the order of their columns in a batch."""
-    return [name for name, feature in config.features.items() if feature.type is FeatureType.float]
+    """Return the names of the float features, in the order of their columns in a batch: those of vectors come last."""
+    floats = {name: feature for name, feature in config.features.items() if feature.type is FeatureType.float}
+    return sorted(floats, key=lambda name: floats[name].dim is not None)
+
+
+def float_columns(config: Config) -> list[str]:
+    """Return for each column of a batch's floats the name of its feature; a vector has as many as its `dim`."""
+    return [name for name in float_features(config) for _ in range(config.features[name].dim or 1)]
 
 
 def sampled_rows(config: Config, world_size: int) -> int:

@@ -63,7 +63,7 @@ _OF_ONE_RUN = (
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
 # What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.
-_SHAPES = ("tables.*.data_type", "tables.*.embedding_dim", "tables.*.projected_dim")
+_SHAPES = ("tables.*.data_type", "tables.*.embedding_dim", "tables.*.projected_dim", "features.*.dim")
 _INPUTS = "inputs."
 _NOT_SET = "not set"
 
@@ -205,8 +205,10 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
 
 
 def _inputs(config: Config) -> dict[str, list[str]]:
-    """Return the features that a layer reads side by side, by its parameter."""
-    return config.model.layer_inputs(model_features(config), float_features(config))
+    """Return the features that a layer reads side by side, by its parameter; of vectors with their dimension."""
+    inputs = config.model.layer_inputs(model_features(config), float_features(config))
+    dims = {name: feature.dim for name, feature in config.features.items() if feature.dim is not None}
+    return {layer: [f"{n}[{dims[n]}]" if n in dims else n for n in names] for layer, names in inputs.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -104,8 +104,7 @@ class DataConfig:
     filter: Any = None
     verify_checksums: bool = True  # of pages that have one, as our own writers' do
     retries: int = bounded(3, 0, 100)  # of a read from a remote file system
-    # Files whose footer cannot be read: leave out up to so many, in place of an error.
-    max_bad_files: int = bounded(0, 0)
+    max_bad_files: int = bounded(0, 0)  # whose footer cannot be read: leave out up to so many, in place of an error
     # Rows of row groups that cannot be decoded: give up to so many weight 0, likewise.
     max_bad_rows: int = bounded(0, 0)
 
@@ -123,6 +122,7 @@ class FeatureConfig:
     keep: Keep = Keep.last  # which end of a longer list
     weights: str | None = None  # column with a weight for each id: a list of numbers as long as the list of ids
     boundaries: list[float] | None = None  # the column holds numbers, and the id is how many of these are <= it
+    dim: int | None = bounded(None, 1, 2**16)  # float: a row has a list of so many numbers, as a vector of its text
     nulls: NullPolicy = NullPolicy.reserved  # what a null id or number becomes
     fill: float = bounded(0.0, -LARGE, LARGE)  # value of a null float
     clip: list[float | None] | None = None  # float: least and greatest value, null: none; before log1p and standardise

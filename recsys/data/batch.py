@@ -34,7 +34,7 @@ class Batch(Pipelineable):
         ids: table rows of the id features, jagged, keys in config order; values int32 where that holds all rows, else
             int64 (half the bytes to page-lock, copy and exchange), lengths int32, and weights float32 if any feature is
             weighted.
-        floats: [rows, float features] float32.
+        floats: [rows, columns of float features] float32; a vector has `dim` columns, and they come last.
         labels: [rows, labels] float32; in data.train with a teacher there are its scores behind them, one for each.
         weights: [rows] float32.
         known_labels: [rows, labels] float32, 1 where a label is known and 0 where it was null; None: all are known.

@@ -45,10 +45,12 @@ def collate(
     rows = _Rows(pieces, num_rows)
     ids = _Jagged(spec.ids, "ids", rows, spec.dtype, spec.weighted)
     lists = _Jagged(spec.lists, "lists", rows, spec.dtype, weighted=False) if spec.lists else None
-    widths = [len(spec.floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
-    num_bytes = sum(padded(4 * num_rows * width) for width in widths)
+    widths = [len(spec.single_floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
+    with_vectors = [widths[0] + spec.vector_dim, *widths[1:]]
+    num_bytes = sum(padded(4 * num_rows * width) for width in with_vectors)
     block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
-    floats, labels, *known, weights = map(torch.from_numpy, _copy_numbers(rows, widths, block))
+    numbers = [block.array((num_rows, width), np.float32) for width in with_vectors]
+    floats, labels, *known, weights = map(torch.from_numpy, _copy_numbers(rows, widths, numbers))
     num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
     keyed, lengths = ids.build(block)
     bounds = micro_batches.bounds(lengths)
@@ -70,18 +72,26 @@ def collate(
     )
 
 
-def _copy_numbers(rows: "_Rows", widths: list[int], block: Block) -> list[np.ndarray]:
-    """Return the numbers of the pieces' columns as arrays [rows, width], cut at these widths, 0 where no piece is."""
-    numbers = [block.array((rows.num_rows, width), np.float32) for width in widths]
+def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
+    """Fill arrays, [rows, width] each, with the numbers of the pieces' columns, cut at these widths; others are 0.
+
+    Vectors stand behind the numbers of the first.
+    """
     if rows.num_filled < rows.num_rows:
-        for array in numbers:
+        for array in arrays:
             array[:] = 0
+    if not rows.pieces:
+        return arrays
     at = 0
-    for array in numbers if rows.pieces else ():
-        columns = slice(at, at + array.shape[1])
-        rows.fill(array, [piece.columns.floats[columns, piece.start : piece.stop].T for piece in rows.pieces])
-        at = columns.stop
-    return numbers
+    for array, width in zip(arrays, widths, strict=True):
+        columns = slice(at, at + width)
+        parts = [piece.columns.floats[columns, piece.start : piece.stop].T for piece in rows.pieces]
+        rows.fill(array[:, :width], parts)
+        at += width
+    if widths[0] < arrays[0].shape[1]:
+        parts = [piece.columns.vectors[piece.start : piece.stop] for piece in rows.pieces]
+        rows.fill(arrays[0][:, widths[0] :], parts)
+    return arrays
 
 
 def _join(parts: Sequence[np.ndarray], out: np.ndarray) -> None:

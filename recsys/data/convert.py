@@ -82,26 +82,23 @@ def convert_ids(
 
 
 def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = None) -> np.ndarray:
-    """Convert a column of numbers to float32, shape [len(array)], in `out` where it is given.
+    """Convert a column of numbers to float32, shape [len(array)], or of vectors, shape [len(array), part.dim].
 
-    The transform works on float64, and its result is rounded. Without one, a timestamp of today keeps 24 bits of its
-    seconds, which is about 2 minutes: standardise it, or take it as ids through boundaries.
+    It is in `out`, C-contiguous, where that is given. The transform works on float64, and its result is rounded.
+    Without one, a timestamp of today keeps 24 bits of its seconds, which is about 2 minutes: standardise it, or take it
+    as ids through boundaries.
 
     Raises:
         UserError: names the column whose type or values do not fit.
     """
-    array = decoded(array)
-    if not is_number(array.type):
-        raise UserError(f"{part.title} must hold numbers, found {array.type}{part.remedy(array)}")
-    if array.null_count and part.fill is None:
-        raise UserError(f"{part.title} holds {array.null_count} nulls, and may hold none; {part.without_nulls}")
-    numbers = to_numbers(array)
-    nulls = np.flatnonzero(~valid(array)) if array.null_count else None
+    numbers, nulls = raw_numbers(array, part)
+    if nulls is not None and part.fill is None:
+        raise UserError(f"{part.title} holds {len(nulls)} nulls, and may hold none; {part.without_nulls}")
     if out is None:
-        out = np.empty(len(array), np.float32)
-    is_finite = write_floats(numbers, out)
+        out = np.empty(numbers.shape, np.float32)
+    is_finite = write_floats(numbers.reshape(-1), out.reshape(-1))
     if nulls is not None:
-        out[nulls] = part.fill
+        _fill(out, nulls, part)
         is_finite = bool(np.isfinite(out).all())
     if part.finite and not is_finite:
         raise UserError(
@@ -115,11 +112,58 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     if part.transform is not None:
         numbers = numbers.astype(np.float64)
         if nulls is not None:
-            numbers[nulls] = part.fill
+            _fill(numbers, nulls, part)
         transform_numbers(numbers, part.transform, part)
         if not write_floats(numbers, out) and part.finite:
             raise UserError(f"{part.title} is beyond 3.4e38 after its transform; set a clip")
     return out
+
+
+def raw_numbers(array: pa.Array, part: FloatColumn) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return a column's numbers as they are, [len(array)], or its vectors, [len(array), part.dim], C-contiguous.
+
+    Beside them are the places of nulls among all numbers, or None where there are none; anything may lie there.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    if part.dim is not None:
+        return _raw_vectors(array, part, part.dim)
+    array = decoded(array)
+    if not is_number(array.type):
+        raise UserError(f"{part.title} must hold numbers, found {array.type}{part.remedy(array)}")
+    return to_numbers(array), np.flatnonzero(~valid(array)) if array.null_count else None
+
+
+def _raw_vectors(array: pa.Array, part: FloatColumn, dim: int) -> tuple[np.ndarray, np.ndarray | None]:
+    if pa.types.is_null(array.type):  # no row has any
+        return np.zeros((len(array), dim)), np.arange(len(array) * dim)
+    kind = array.type
+    if not pa.types.is_list(kind):
+        raise UserError(f"{part.title} must hold lists of {dim} numbers, found {kind}; for a number drop its dim")
+    starts, lengths = list_bounds(array)
+    is_there = valid(array) if array.null_count else np.ones(len(array), bool)
+    if len(rows := np.flatnonzero(is_there & (lengths != dim))):
+        raise UserError(
+            f"{part.title} holds a list of {lengths[rows[0]]} numbers, where features.{part.name}.dim={dim} takes "
+            f"{dim}; write lists of one length, and null where there is none"
+        )
+    values = decoded(elements(array.values, starts, lengths))
+    if not is_number(values.type):
+        raise UserError(f"{part.title} must hold lists of {dim} numbers, found {kind}; write them as numbers")
+    given = to_numbers(values).reshape(-1, dim)
+    if is_there.all() and not values.null_count:
+        return given, None
+    numbers, is_null = np.zeros((len(array), dim), given.dtype), np.ones((len(array), dim), bool)
+    numbers[is_there] = given
+    is_null[is_there] = ~valid(values).reshape(-1, dim) if values.null_count else False
+    return numbers, np.flatnonzero(is_null)
+
+
+def _fill(numbers: np.ndarray, nulls: np.ndarray, part: FloatColumn) -> None:
+    """Write what nulls become over them, by their places among all numbers."""
+    fill = part.fill
+    numbers.reshape(-1)[nulls] = np.array(fill)[nulls % len(fill)] if isinstance(fill, tuple) else fill
 
 
 def _map(
@@ -225,7 +269,7 @@ def transform_numbers(x: np.ndarray, transform: Transform, part: FloatColumn) ->
     if transform.mean is not None:
         x -= transform.mean
     if transform.std is not None:
-        x /= transform.std or 1.0
+        x /= np.where(transform.std, transform.std, 1.0)
 
 
 def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:

@@ -6,7 +6,7 @@ One pass over the columns concerned, each rank over its share of the row groups;
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from recsys.config import NullPolicy
-from recsys.data.arrays import decoded, drop_nulls, plain, to_numbers
-from recsys.data.convert import convert_floats, convert_ids, transform_numbers
+from recsys.data.arrays import drop_nulls, plain
+from recsys.data.convert import convert_ids
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
-from recsys.data.spec import FloatColumn, IdColumn, Transform
+from recsys.data.figures import FloatFacts, joined, summarise
+from recsys.data.spec import FloatColumn, IdColumn
 from recsys.errors import UserError
 from recsys.ids import (
     NULL_ROW,
@@ -39,16 +40,6 @@ from recsys.runtime.world import World
 
 FLOATS_FILE = "floats.json"
 _ROW = np.dtype(np.int64)
-
-
-@dataclass(frozen=True)
-class FloatFacts:
-    """Of a float feature's values that are not null: `raw_mean` as they are in the file, `mean` and `std` (of the
-    population) once clipped and taken the logarithm of."""
-
-    raw_mean: float = 0.0
-    mean: float = 0.0
-    std: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +102,11 @@ class Facts:
         vocabularies = {table: read_vocabulary(folder / vocabulary_file(table)) for table in tables}
         try:
             content = json.loads((folder / FLOATS_FILE).read_text()) if floats else {}
-            figures = {name: FloatFacts(**content[name]) for name in floats}
+            read = {name: content[name].items() for name in floats}
+            figures = {
+                name: FloatFacts(**{key: tuple(of) if isinstance(of, list) else of for key, of in items})
+                for name, items in read.items()
+            }
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"'{folder / FLOATS_FILE}' lacks the figures of {', '.join(floats)} ({error!r})") from error
         counts = {name: pq.read_table(folder / vocabulary_file(counts_of(name)))["count"] for name in counted}
@@ -225,7 +220,7 @@ def measure(
                 chosen[table] = _chosen(counts, request, [chosen[other].ids for other in request.after])
     # Joined in the order of the row groups, so that rounding does not tell how many ranks there were.
     by_group = dict(sorted(pair for part in world.gather(summaries) for pair in part.items()))
-    figures = {part.name: _figures([group[i] for group in by_group.values()]) for i, part in enumerate(floats)}
+    figures = {part.name: joined([group[i] for group in by_group.values()], part) for i, part in enumerate(floats)}
     return Facts(
         {table: grown.ids for table, grown in chosen.items()},
         figures,
@@ -265,7 +260,7 @@ def _pass(
                         counter.add(_present(_flat(chunk)))
             for chunk in rows.column(row_counter.column).chunks if row_counter else ():
                 row_counter.add(chunk)  # type: ignore[union-attr]
-            summaries[i] = [_summarise(rows.column(part.column or ""), part) for part in floats]
+            summaries[i] = [summarise(rows.column(part.column or ""), part) for part in floats]
             task.done += 1
     return counters, summaries
 
@@ -289,50 +284,3 @@ def _flat(ids: pa.Array) -> pa.Array:
 
 def _present(ids: pa.Array) -> pa.Array:
     return drop_nulls(ids) if ids.null_count else ids
-
-
-def _summarise(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
-    """Return count and mean of the raw values, mean and deviation of the transformed ones, [4] float64."""
-    raw = np.concatenate([np.zeros(0), *(_numbers(chunk, part) for chunk in values.chunks)])
-    if not len(raw):
-        return np.zeros(4)
-    given = part.transform or Transform()
-    done = raw.copy()
-    # With a std, as it is to be trained on; and finite, since a mean of anything else is none.
-    transform_numbers(done, Transform(given.clip, given.log1p, std=1.0), replace(part, finite=True))
-    return np.array([len(raw), _mean_and_std(raw)[0], *_mean_and_std(done)])
-
-
-def _numbers(chunk: pa.Array, part: FloatColumn) -> np.ndarray:
-    convert_floats(chunk, FloatColumn(part.name, part.column))  # refuses what is no finite number
-    numbers = decoded(chunk)
-    return to_numbers(drop_nulls(numbers) if numbers.null_count else numbers).astype(np.float64)
-
-
-def _figures(groups: Sequence[np.ndarray]) -> FloatFacts:
-    """Join what `_summarise` returned of each row group."""
-    counts, raw, means, stds = np.array([group for group in groups if group[0]]).reshape(-1, 4).T
-    if not len(counts):
-        return FloatFacts()
-    mean, std = _mean_and_std(means, counts, stds)
-    # Values that differ by their own rounding are a constant.
-    is_constant = std <= np.finfo(np.float64).eps * abs(mean)
-    return FloatFacts(_mean_and_std(raw, counts)[0], mean, 1.0 if is_constant else std)
-
-
-def _mean_and_std(
-    values: np.ndarray, counts: np.ndarray | None = None, stds: np.ndarray | float = 0.0
-) -> tuple[float, float]:
-    """Return mean and deviation of numbers, or of groups of `counts` numbers whose means and deviations are given.
-
-    Sums are of what lies between the numbers and the first of them, so that a common offset costs no digits, and
-    squares are of numbers up to 1, so that they neither overflow nor become 0.
-    """
-    offsets = values - values[0]
-    mean = np.average(offsets, weights=counts)
-    offsets -= mean
-    largest = max(np.abs(offsets).max(), np.max(stds))
-    offsets /= largest or 1.0
-    np.square(offsets, out=offsets)
-    offsets += np.square(stds / (largest or 1.0))
-    return float(values[0] + mean), float(largest * np.sqrt(np.average(offsets, weights=counts)))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from recsys.config import Keep, NullPolicy
 from recsys.data.conditions import Condition
 from recsys.data.fields import advice
 from recsys.data.filters import written
-from recsys.ids import IdMapping, IdStatistics, Route, is_text
+from recsys.ids import IdMapping, IdStatistics, Route, is_number, is_text
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,26 @@ class IdColumn:
 class Transform:
     """What becomes of a float, in this order and in float64: `clip` (least, greatest), log(1 + x), (x - mean) / std.
 
-    An end of clip that is None cuts nothing. A std of 0 divides by 1, so that a constant column becomes 0.
+    An end of clip that is None cuts nothing. A std of 0 divides by 1, so that a constant column becomes 0. Of a vector,
+    each number has a mean and a std of its own.
     """
 
     clip: tuple[float | None, float | None] | None = None
     log1p: bool = False
-    mean: float | None = None
-    std: float | None = None
+    mean: float | tuple[float, ...] | None = None
+    std: float | tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
 class FloatColumn:
-    """How a column of numbers becomes float32.
+    """How a column of numbers, or of vectors, becomes float32.
 
     Attributes:
         name: of the feature, for messages.
         column: name in the data; None: always `fill`.
-        fill: raw value of a null, which is transformed like any other; None refuses nulls.
+        dim: numbers of a row's vector; None: a row has one number.
+        fill: raw value of a null, which is transformed like any other; None refuses nulls. Of a vector it may be one
+            for each number, and is that of a null vector and of a null in one.
         binary: takes 0 and 1 only. probability: takes what lies between them.
         condition: in place of a column, which is then None: 1 where it is true, null where it is null.
         may_be_unknown: of a label, a null is no error; batches say which labels are known.
@@ -83,13 +87,14 @@ class FloatColumn:
 
     name: str
     column: str | None
-    fill: float | None = 0.0
+    fill: float | tuple[float, ...] | None = 0.0
     binary: bool = False
     finite: bool = True
     transform: Transform | None = None
     may_be_unknown: bool = False
     condition: Condition | None = None
     probability: bool = False
+    dim: int | None = None
 
     @property
     def title(self) -> str:
@@ -108,6 +113,11 @@ class FloatColumn:
     def remedy(self, values: pa.Array) -> str:
         """Return what to do where it holds no numbers, but these values."""
         kind = values.type
+        is_feature = "." not in self.name and " " not in self.name
+        if is_feature and pa.types.is_list(kind) and is_number(kind.value_type):
+            dims = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
+            if len(dims) == 1 and dims != [0]:
+                return f"; write one number a row, or for vectors of {dims[0]} set features.{self.name}.dim={dims[0]}"
         if pa.types.is_nested(kind):
             inside = advice(self.column, kind) or ", each position of a list as a column of its own"
             return f"; write one number a row{inside}"
@@ -135,7 +145,7 @@ class BatchSpec:
     """
 
     ids: Sequence[IdColumn]
-    floats: Sequence[FloatColumn]
+    floats: Sequence[FloatColumn]  # those of vectors last
     labels: Sequence[FloatColumn] = ()
     weight: FloatColumn | None = None
     lists: Sequence[IdColumn] = ()
@@ -159,8 +169,25 @@ class BatchSpec:
 
     @cached_property
     def numbers(self) -> int:
-        """How many rows of numbers windows have: floats, labels, whether each label is known, the weight."""
-        return len(self.floats) + (1 + self.has_unknown_labels) * len(self.labels) + 1
+        """How many rows of numbers windows have: single floats, labels, whether each label is known, the weight."""
+        return len(self.single_floats) + (1 + self.has_unknown_labels) * len(self.labels) + 1
+
+    @cached_property
+    def single_floats(self) -> list[FloatColumn]:
+        """The floats of which a row has one number."""
+        return [part for part in self.floats if part.dim is None]
+
+    @cached_property
+    def vectors(self) -> list[tuple[slice, FloatColumn]]:
+        """The floats of which a row has a vector, each with its columns among those of all vectors."""
+        parts = [part for part in self.floats if part.dim is not None]
+        ends = accumulate((part.dim or 0 for part in parts), initial=0)
+        return [(slice(*bounds), part) for bounds, part in zip(pairwise(ends), parts, strict=True)]
+
+    @cached_property
+    def vector_dim(self) -> int:
+        """Numbers of all vectors of a row."""
+        return sum(part.dim or 0 for part in self.floats)
 
     @cached_property
     def weighted(self) -> bool:

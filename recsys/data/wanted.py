@@ -10,7 +10,8 @@ from recsys.config.choices import LabelNulls
 from recsys.config.features import float_features, with_experts
 from recsys.data.conditions import KEY as FILTER_KEY
 from recsys.data.conditions import Condition
-from recsys.data.facts import Facts, FloatFacts
+from recsys.data.facts import Facts
+from recsys.data.figures import FloatFacts
 from recsys.data.filters import parse_filter
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError
@@ -94,12 +95,12 @@ def float_column(
     scale = (known.mean, known.std) if feature.standardise else (None, None)
     clip = None if feature.clip is None else (feature.clip[0], feature.clip[1])
     transform = Transform(clip, feature.log1p, *scale) if clip or feature.log1p or feature.standardise else None
-    fill: float | None = feature.fill
+    fill: float | tuple[float, ...] | None = feature.fill
     if feature.nulls is NullPolicy.refuse:
         fill = None
     elif feature.nulls is NullPolicy.mean:
         fill = known.raw_mean
-    return FloatColumn(name, column, fill, finite=finite, transform=transform)
+    return FloatColumn(name, column, fill, finite=finite, transform=transform, dim=feature.dim)
 
 
 def _label_key(config: Config, name: str) -> str:

@@ -45,6 +45,7 @@ class Columns:
         ids, lists: for each feature its place in `scalars`, or its lists.
         floats: [`BatchSpec.numbers`, rows] float32: float features, labels, 1 for each label that is known and 0 for
             others (where some may not be), the weight.
+        vectors: [rows, `BatchSpec.vector_dim`] float32: float features of several numbers a row.
         bad: bool [rows], rows that could not be read, or None if all could.
     """
 
@@ -53,6 +54,7 @@ class Columns:
     ids: list[int | Ragged]
     lists: list[int | Ragged]
     floats: np.ndarray
+    vectors: np.ndarray
     bad: np.ndarray | None
 
     @cached_property
@@ -64,7 +66,7 @@ class Columns:
     def num_bytes(self) -> int:
         """Bytes that the arrays take."""
         ragged = [part for part in (*self.ids, *self.lists) if isinstance(part, Ragged)]
-        arrays = [self.scalars, self.floats]
+        arrays = [self.scalars, self.floats, self.vectors]
         for part in ragged:
             arrays += [part.values, part.lengths, part.offsets]
             arrays += [] if part.weights is None else [part.weights]
@@ -121,6 +123,7 @@ class _Conversion:
         self._places: dict[int, int] | None = None  # of parts that may have one id a row, in `_scalars`
         self._scalars = np.empty((0, self._rows), self._dtype)
         self._floats = self._array((spec.numbers, self._rows), np.float32)
+        self._vectors = self._array((self._rows, spec.vector_dim), np.float32)
         self._bad: list[slice] = []
         self._pending: list[tuple[Segment, pa.Table]] = []
         self._done = 0
@@ -163,10 +166,12 @@ class _Conversion:
         for i, part in enumerate(self._parts):
             out = self._scalars[places[i], rows] if i in places else None
             self._pieces[i].append(self._convert_ids(part, table, out))
-        numbers = [*self._spec.floats, *self._spec.labels]
-        for i, number in enumerate(numbers):
+        for columns, vector in self._spec.vectors:
+            _fill_floats(vector, table, self._vectors[rows, columns])
+        num_floats = len(self._spec.single_floats)
+        for i, number in enumerate([*self._spec.single_floats, *self._spec.labels]):
             column = _fill_floats(number, table, self._floats[i, rows])
-            if self._spec.has_unknown_labels and i >= len(self._spec.floats):
+            if self._spec.has_unknown_labels and i >= num_floats:
                 is_known = True if column is None else column.is_valid().to_numpy(zero_copy_only=False)
                 self._floats[i + len(self._spec.labels), rows] = is_known
         self._floats[-1, rows] = 1
@@ -174,7 +179,7 @@ class _Conversion:
             _fill_floats(self._spec.weight, table, self._floats[-1, rows])
             _check_weights(self._floats[-1, rows], self._spec.weight)
         if self._spec.negative_weight != 1:
-            binary = [len(self._spec.floats) + i for i, part in enumerate(self._spec.labels) if part.binary]
+            binary = [num_floats + i for i, part in enumerate(self._spec.labels) if part.binary]
             self._floats[-1, rows][~(self._floats[binary, rows] > 0).any(axis=0)] *= self._spec.negative_weight
 
     def columns(self) -> Columns:
@@ -184,6 +189,7 @@ class _Conversion:
         for rows in self._bad:
             bad[rows] = True  # type: ignore[index]
             self._floats[:, rows] = 0  # no weight, so that they touch nothing
+            self._vectors[rows] = 0
         features = [self._finished(i) for i in range(len(self._parts))]
         ids, lists = features[: len(self._spec.ids)], features[len(self._spec.ids) :]
         return Columns(
@@ -192,6 +198,7 @@ class _Conversion:
             ids,
             lists,
             self._shuffled(self._floats),
+            self._shuffled_rows(self._vectors),
             bad if bad is None or self._permutation is None else bad[self._permutation],
         )
 
@@ -229,6 +236,13 @@ class _Conversion:
         np.cumsum(lengths, out=offsets[1:])
         return Ragged(values, lengths, offsets, weights)
 
+    def _shuffled_rows(self, vectors: np.ndarray) -> np.ndarray:
+        if self._permutation is None or not vectors.size:
+            return vectors
+        shuffled = self._array(vectors.shape, vectors.dtype)
+        torch.index_select(torch.from_numpy(vectors), 0, self._order, out=torch.from_numpy(shuffled))
+        return shuffled
+
     def _shuffled(self, columns: np.ndarray) -> np.ndarray:
         if self._permutation is None:
             return columns
@@ -258,7 +272,10 @@ def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Arra
     else:
         out[:] = part.fill or 0.0
         return None
-    convert_floats(column, part, out)
+    if out.flags.c_contiguous:
+        convert_floats(column, part, out)
+    else:  # a vector beside others
+        out[:] = convert_floats(column, part)
     return column
 
 

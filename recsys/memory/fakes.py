@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.config import Config
-from recsys.config.features import dims_of, float_features, id_features
+from recsys.config.features import dims_of, float_columns, id_features
 from recsys.data.batch import Batch, Sampled
 from recsys.data.order import Position
 from recsys.data.pool import Fence
@@ -83,7 +83,7 @@ def _batch(config: Config, data: DataFacts, rows: int, bounds: tuple[int, ...]) 
         length_per_key=counts,
         offset_per_key=ends,
     )
-    floats = torch.empty(rows, len(float_features(config)))
+    floats = torch.empty(rows, len(float_columns(config)))
     id_bounds = tuple(tuple(count * bound // rows for bound in bounds) for count in counts)
     num_labels = len(config.labels()) + len(config.taught_columns())
     dense = floats, torch.empty(rows, num_labels), torch.empty(rows)

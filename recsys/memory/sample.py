@@ -1,7 +1,7 @@
 """The first rows of a dataset, and what they tell of all: bytes, lengths of lists, distinct ids."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -93,11 +93,15 @@ class Sample:
         self._distinct = cache(lambda name: _Distinct.of(table.column(name)))
         columns = zip(table.column_names, table.columns, strict=True)
         self._columns = {name: _Column.of(column, partial(self._distinct, name)) for name, column in columns}
-        longer = _longer_lists(dataset, table)
+        vectors = {part.column for _, part in spec.vectors}
+        lists = [
+            name for name in table.column_names if pa.types.is_list(table.field(name).type) and name not in vectors
+        ]
+        longer = _longer_lists(dataset, table, lists)
         self._num_groups = max(1, len(dataset.row_groups))
         self.group_rows = max(1.0, dataset.row_groups.total_rows / self._num_groups)
         self._heaviest, self._spread = _by_row_group(dataset)
-        self._times = {name: longer if pa.types.is_list(table.field(name).type) else 1.0 for name in table.column_names}
+        self._times = {name: longer if name in lists else 1.0 for name in table.column_names}
         self._lengths = {
             part.name: self._length(part, columns) if isinstance(columns, Ragged) else (1.0, 0.0, 0.0)
             for part, columns in zip(spec.ids, self.columns.ids, strict=True)
@@ -189,15 +193,23 @@ def rows_by_bytes(groups: RowGroups) -> np.ndarray:
     return rows
 
 
-def _longer_lists(dataset: Dataset, head: pa.Table) -> float:
+def _longer_lists(dataset: Dataset, head: pa.Table, lists: Sequence[str]) -> float:
     """Return how many times as long lists are in a dataset as in its first rows, by the numbers that footers tell.
 
     Rows often come in the order of time, or of users by what they did: the first ones are not like the others.
+
+    Args:
+        lists: columns of lists. Those of vectors, which are all as long, are not among them.
     """
-    lists = [column for column in head.columns if pa.types.is_list(column.type)]
-    in_head = sum(pc.sum(pc.list_value_length(column)).as_py() or 0 for column in lists) / max(1, head.num_rows)
+    in_head = sum(_mean_length(head.column(name)) for name in lists)
     rows = int(dataset.row_groups.num_rows.sum())
     if not in_head or not rows:
         return 1.0
-    in_all = int(dataset.row_groups.num_bytes.sum()) / 4 / rows - head.num_columns
+    vectors = set(head.column_names) - set(lists)
+    of_vectors = sum(_mean_length(head.column(name)) for name in vectors if pa.types.is_list(head.field(name).type))
+    in_all = int(dataset.row_groups.num_bytes.sum()) / 4 / rows - head.num_columns - of_vectors
     return max(0.1, in_all / in_head)
+
+
+def _mean_length(lists: pa.ChunkedArray) -> float:
+    return (pc.sum(pc.list_value_length(lists)).as_py() or 0) / max(1, len(lists))

@@ -9,7 +9,7 @@ import torch
 
 from recsys.config import Config
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
-from recsys.config.features import dims_of, float_features, sampled_rows
+from recsys.config.features import dims_of, float_columns, sampled_rows
 from recsys.errors import UserError
 from recsys.memory.facts import DataFacts, DenseFacts
 from recsys.memory.fakes import fake_inputs, fake_step, fake_tensors
@@ -172,7 +172,7 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
         "sharding": float(shardings),
         "routed": rows * routed,
         "row": float(rows),
-        "float": float(rows * len(float_features(config))),
+        "float": float(rows * len(float_columns(config))),
         "operator": repeats * work.num_operators,
         "parameter": dense.parameter_bytes / 4,
     }

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +35,8 @@ class DenseInputs:
     """What the dense part is given.
 
     Attributes:
-        dims: `TableConfig.model_dim` of the id features, in order. floats: names of the float features, in order.
+        dims: `TableConfig.model_dim` of the id features, in order. floats: of each column of the floats, in order,
+            the name of its feature; a vector has several.
         labels: what is learned of rows, in the order of a batch's columns.
         distill: how they are learned of a teacher too, whose scores stand behind them in a batch.
         log_shares: of the table rows of `Needs.log_shares_of`, [num_embeddings] float32, if the model wants them.
@@ -47,6 +49,12 @@ class DenseInputs:
     log_shares: torch.Tensor | None = None
     distill: DistillConfig | None = None
     num_counted: int = 0
+
+    def float_columns(self) -> dict[str, tuple[int, int]]:
+        """Return the columns of each float feature: the first, and the one behind the last."""
+        names = list(dict.fromkeys(self.floats))
+        starts = list(map(self.floats.index, names))
+        return dict(zip(names, pairwise([*starts, len(self.floats)]), strict=True))
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -94,7 +102,7 @@ class Model(InParts, nn.Module):
         Args:
             vectors: by feature [rows, `TableConfig.model_dim`]; for `Needs.sequences` a JaggedTensor, a vector for
                 each id.
-            floats: [rows, float features].
+            floats: [rows, `DenseInputs.floats`].
         """
         raise NotImplementedError
 

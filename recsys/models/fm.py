@@ -34,7 +34,7 @@ class FMConfig(ModelConfig):
 class FM(Model):
     """A bias, a weight for each feature, and the dot products of all pairs of features' factors.
 
-    A number has factors and a weight of its own, times its value.
+    A number has factors and a weight of its own, times its value. A vector of numbers is one feature, with their sum.
     """
 
     Config = FMConfig
@@ -45,6 +45,9 @@ class FM(Model):
         dim = max(inputs.dims.values())
         self.embedding_dropout = RowDropout(config.embedding_dropout)
         self.numbers = nn.Parameter(torch.empty(len(inputs.floats), dim).normal_(std=0.01))
+        columns = inputs.float_columns().values()
+        self.vectors = [(start, stop) for start, stop in columns if stop > start + 1]
+        self.num_single = sum(stop == start + 1 for start, stop in columns)  # which come first
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,10 @@ class FM(Model):
         return torch.cat([ids, in_parts(self._of_numbers, self.num_parts, floats)], dim=1)
 
     def _of_numbers(self, floats: torch.Tensor) -> torch.Tensor:
-        return floats[:, :, None] * self.numbers
+        first = self.num_single
+        single = floats[:, :first, None] * self.numbers[:first]
+        sums = [floats[:, start:stop] @ self.numbers[start:stop] for start, stop in self.vectors]
+        return torch.cat([single, torch.stack(sums, dim=1)], dim=1) if sums else single
 
     def _pairs(self, stacked: torch.Tensor) -> torch.Tensor:
         factors, weights = stacked[:, :, :-1], stacked[:, :, -1]
@@ -87,7 +93,7 @@ class DeepFM(FM):
 
     def __init__(self, config: DeepFMConfig, inputs: DenseInputs) -> None:
         super().__init__(config, inputs)
-        width = self.numbers.shape[1] * (len(inputs.dims) + len(inputs.floats))
+        width = self.numbers.shape[1] * (len(inputs.dims) + len(inputs.float_columns()))
         self.mlp = mlp(width, config.mlp, 1, config.dropout, config.layer_norm)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:

@@ -108,16 +108,19 @@ class TwoTowerConfig(RetrievalConfig):
 class Tower(nn.Module):
     """An MLP over the concatenated pooled embeddings and floats of one side."""
 
-    def __init__(self, features: dict[str, int], floats: list[int], hidden: list[int], config: TwoTowerConfig) -> None:
+    def __init__(
+        self, features: dict[str, int], floats: list[tuple[int, int]], hidden: list[int], config: TwoTowerConfig
+    ) -> None:
         super().__init__()
         self.features = list(features)
         self.normalize = config.normalize
-        self.floats = floats
-        self.mlp = mlp(sum(features.values()) + len(floats), hidden, config.output_dim, config.dropout)
+        self.floats = floats  # of each feature the first column, and the one behind the last
+        width = sum(features.values()) + sum(stop - start for start, stop in floats)
+        self.mlp = mlp(width, hidden, config.output_dim, config.dropout)
 
     def forward(self, pooled: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return vectors [rows, output_dim], of length 1 if the config says so."""
-        inputs = [*(pooled[name] for name in self.features), *(floats[:, i : i + 1] for i in self.floats)]
+        inputs = [*(pooled[name] for name in self.features), *(floats[:, start:stop] for start, stop in self.floats)]
         vectors = self.mlp(torch.cat(inputs, dim=1))
         return F.normalize(vectors, dim=1) if self.normalize else vectors
 
@@ -143,7 +146,8 @@ class TwoTower(RetrievalModel):
 
     def _tower(self, names: list[str], hidden: list[int], inputs: DenseInputs) -> Tower:
         ids = {name: inputs.dims[name] for name in names if name in inputs.dims}
-        return Tower(ids, [inputs.floats.index(name) for name in names if name in inputs.floats], hidden, self.config)
+        columns = inputs.float_columns()
+        return Tower(ids, [columns[name] for name in names if name in columns], hidden, self.config)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return user vectors and item vectors, each [rows, output_dim]."""

@@ -16,7 +16,7 @@ from recsys.checkpoint.tensors import TABLES
 from recsys.config import Config, IdMappingType, TableConfig
 from recsys.config.choices import Device, Route
 from recsys.config.experts import experts_with
-from recsys.config.features import averaged_features, dims_of, float_features, id_features, with_experts
+from recsys.config.features import averaged_features, dims_of, float_columns, float_features, id_features, with_experts
 from recsys.data.decode import SegmentReader
 from recsys.data.footer_cache import kept_schema
 from recsys.data.inputs import Inputs, open_inputs
@@ -171,7 +171,7 @@ class _Export:
         model = load_dense(config, self._source)
         dims = dims_of(config)
         weighted = self._inputs.spec("rows").weighted
-        inputs = export_dense.Inputs(dims, len(float_features(config)), config.unpooled_features(), weighted)
+        inputs = export_dense.Inputs(dims, len(float_columns(config)), config.unpooled_features(), weighted)
         dense = DenseExport(self._files, model, inputs, config.precision.dense_int8)
         weights = {} if config.precision.dense_int8 else {"weights": dense.write_weights()}
         features = role_features(config, "rows")
@@ -227,7 +227,7 @@ def _route_entry(config: Config, table: str) -> dict[str, Any] | None:
 
 def _float_entry(part: FloatColumn) -> dict[str, Any]:
     transform = part.transform
-    entry = {"name": part.name, "type": "float", "column": part.column, "fill": part.fill}
+    entry = {"name": part.name, "type": "float", "column": part.column, "fill": part.fill, "dim": part.dim}
     if transform is None:
         return entry
     clip = None if transform.clip is None else list(transform.clip)

@@ -514,11 +514,11 @@ def buckets(array: pa.Array, boundaries: list[float]) -> pa.Array:
 
 
 def convert_floats(array: pa.Array, feature: dict[str, Any]) -> np.ndarray:
-    """Return a column of numbers as float32 [rows]: nulls filled, and transformed in float64."""
-    title = f"column '{feature['column']}' ({feature['name']})"
-    if not is_number(array.type):
-        raise ExportError(f"{title} must hold numbers, found {array.type}")
-    numbers, valid = numbers_of(array)
+    """Return a column of numbers as float32 [rows, 1], or of vectors [rows, dim]: nulls filled, then transformed."""
+    title, dim = f"column '{feature['column']}' ({feature['name']})", feature.get("dim")
+    if not (is_number(array.type) if dim is None else pa.types.is_list(array.type) or not array.is_valid().any()):
+        raise ExportError(f"{title} must hold {'numbers' if dim is None else f'lists of {dim}'}, found {array.type}")
+    numbers, valid = vectors_of(array, dim or 1, title)
     if not valid.all():
         if feature["fill"] is None:
             raise ExportError(f"{title} holds {int((~valid).sum())} nulls, and may hold none")
@@ -540,7 +540,25 @@ def transformed(x: np.ndarray, feature: dict[str, Any], title: str) -> np.ndarra
         if x.size and x.min() <= -1:
             raise ExportError(f"{title} holds {x.min():.10g}, and log1p takes numbers above -1")
         x = np.log(x + 1) if feature.get("std") is None else np.log1p(x)
-    return x if feature.get("std") is None else (x - feature["mean"]) / (feature["std"] or 1.0)
+    std = feature.get("std")
+    return x if std is None else (x - np.array(feature["mean"])) / np.where(std, std, 1.0)
+
+
+def vectors_of(array: pa.Array, dim: int, title: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a `stored` column, [rows, dim], and a mask of what is not null; of numbers, dim is 1."""
+    if not pa.types.is_list(array.type):
+        numbers, valid = (np.repeat(part, dim).reshape(-1, dim) for part in numbers_of(array))
+        return numbers, valid
+    (places, lengths), is_there = lists_of(array, None, "last"), array.is_valid().to_numpy(zero_copy_only=False)
+    if wrong := set(lengths[is_there].tolist()) - {dim}:
+        raise ExportError(f"{title} must hold lists of {dim} numbers, found one of {min(wrong)}")
+    elements = stored(array.values)
+    if not is_number(elements.type):
+        raise ExportError(f"{title} must hold lists of {dim} numbers, found {array.type}")
+    given = [part.reshape(-1, dim) for part in numbers_of(elements.take(pa.array(places)))]
+    numbers, valid = (np.zeros((len(array), dim), part.dtype) for part in given)
+    numbers[is_there], valid[is_there] = given
+    return numbers, valid
 
 
 # Vectors: rows of a file, each of the same number of bytes, and sums of them
@@ -758,10 +776,12 @@ class Scorer:
         entry, session = self.manifest["graphs"][graph], self._graphs[graph]
         parts = [self._inputs(table, self._features[name]) for name in entry["features"]]
         inputs = {name: values for part in parts for name, values in part.items()}
-        inputs["floats"] = floats = np.zeros((len(table), len(self.manifest["floats"])), np.float32)
-        for place, name in enumerate(self.manifest["floats"]):
-            if name in entry["features"]:
-                floats[:, place] = convert_floats(column(table, self._features[name]["column"]), self._features[name])
+        numbers = [self._features[name] for name in self.manifest["floats"]]
+        ends = np.cumsum([0, *(feature.get("dim") or 1 for feature in numbers)])
+        inputs["floats"] = floats = np.zeros((len(table), ends[-1]), np.float32)
+        for feature, start, end in zip(numbers, ends[:-1], ends[1:], strict=True):
+            if feature["name"] in entry["features"]:
+                floats[:, start:end] = convert_floats(column(table, feature["column"]), feature)
         if not len(table):
             return [np.zeros((0, *tensor.shape[1:]), np.float32) for tensor in session.get_outputs()]
         return session.run(None, {tensor.name: inputs[tensor.name] for tensor in session.get_inputs()})

@@ -126,10 +126,14 @@ def test_numbers_that_are_not_finite(value):
     [
         (["1.5"], "string; write it as numbers, or for ids use a feature of type id"),
         ([b"1"], "binary; write it as numbers, or for ids"),
-        ([[1.5]], "list<item: double>; write one number a row, each position"),
+        ([[1.5], [1.0, 2.0]], "list<item: double>; write one number a row, each position"),
+        (
+            [[1.5, 2.0], None],
+            "list<item: double>; write one number a row, or for vectors of 2 set features.price.dim=2",
+        ),
         ([{"a": 1}], "struct<a: int64>; write one number a row; name a field of the struct, such as 'p.a'"),
     ],
-    ids=["string", "binary", "list", "struct"],
+    ids=["string", "binary", "lists", "vectors", "struct"],
 )
 def test_numbers_of_a_wrong_type(column, said):
     assert f"column 'p' (price) must hold numbers, found {said}" in refusal(lambda: floats(pa.array(column)))

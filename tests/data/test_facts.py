@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from recsys.data.convert import convert_floats
-from recsys.data.facts import FloatFacts, VocabularyRequest, measure
+from recsys.data.facts import VocabularyRequest, measure
+from recsys.data.figures import FloatFacts
 from recsys.data.parquet import open_dataset
 from recsys.data.spec import FloatColumn, Transform
 from recsys.errors import UserError

@@ -40,6 +40,14 @@ _FLOATS: dict[str, tuple[pa.DataType, Any]] = {
     "decimal": (pa.decimal128(12, 3), lambda x: decimal.Decimal(f"{x:.3f}")),
     "timestamp": (pa.timestamp("us"), lambda x: datetime.datetime(2026, 11, 1) + datetime.timedelta(seconds=x)),
 }
+# By name, of a dimension: an Arrow type of vectors, and one of their numbers.
+_VECTORS: dict[str, tuple[Any, Any]] = {
+    "floats": (lambda dim: pa.list_(pa.float32()), lambda x: x),
+    "fixed": (lambda dim: pa.list_(pa.float64(), dim), lambda x: x),
+    "large": (lambda dim: pa.large_list(pa.float32()), lambda x: x),
+    "whole": (lambda dim: pa.list_(pa.int16()), lambda x: int(x * 100)),
+    "decimals": (lambda dim: pa.list_(pa.decimal128(12, 3)), lambda x: decimal.Decimal(f"{x:.3f}")),
+}
 # Of these kinds two numbers may be one id, which items must not be, or ids no vocabulary takes.
 _NO_ITEMS = ("bool", "binary", "odd decimal")
 _OTHERS = ("mmoe", "ple", "logistic_regression", "fm", "deepfm", "dcn", "final_mlp")
@@ -157,7 +165,25 @@ class Drawn:
         if self._chance(0.4):
             settings["weights"] = f"weights of {column}"
 
+    def _vector_feature(self, name: str) -> None:
+        of_dim, value = _VECTORS[str(self.dice.choice(list(_VECTORS)))]
+        dim, nulls = int(self.dice.integers(1, 7)), str(self.dice.choice(["reserved", "mean", "refuse"]))
+        settings: dict[str, Any] = {"type": "float", "dim": dim, "nulls": nulls, "standardise": self._chance(0.5)}
+        if self._chance(0.4):
+            settings |= {"clip": [0.0, 50.0], "log1p": self._chance(0.5)}
+        missing = 0.0 if nulls == "refuse" else 0.2
+
+        def vector(x: float) -> list[Any] | None:
+            numbers = [None if self._chance(missing / 2) else value(x + float(np.cos(j * x))) for j in range(dim)]
+            return None if self._chance(missing) else numbers
+
+        self.columns[name] = of_dim(dim), vector
+        self.features[name] = settings
+
     def _float_feature(self, name: str) -> None:
+        if self._chance(0.35):
+            self._vector_feature(name)
+            return
         kind, value = _FLOATS[str(self.dice.choice(list(_FLOATS)))]
         settings: dict[str, Any] = {"type": "float"}
         if self._chance(0.5) or pa.types.is_timestamp(kind):

@@ -22,7 +22,8 @@ from small_checkpoints import checkpoints, names, state, tensors
 
 from recsys.checkpoint import Tensors, verify_checkpoint
 from recsys.config import Device, config_text, load_config
-from recsys.data.facts import Facts, FloatFacts
+from recsys.data.facts import Facts
+from recsys.data.figures import FloatFacts
 from recsys.errors import UserError, disk_problem
 from recsys.ids import write_vocabulary
 from recsys.memory.report import write_rank
