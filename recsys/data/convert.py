@@ -21,6 +21,7 @@ from recsys.runtime.loops import write_floats
 
 # Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64
+_NUMBERS_AT_ONCE = 1 << 17  # of vectors: what is made of them on the way is small, and stays in a core's cache
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
@@ -84,18 +85,26 @@ def convert_ids(
 def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = None) -> np.ndarray:
     """Convert a column of numbers to float32, shape [len(array)], or of vectors, shape [len(array), part.dim].
 
-    It is in `out`, C-contiguous, where that is given. The transform works on float64, and its result is rounded.
-    Without one, a timestamp of today keeps 24 bits of its seconds, which is about 2 minutes: standardise it, or take it
-    as ids through boundaries.
+    It is in `out` where that is given. The transform works on float64, and its result is rounded. Without one, a
+    timestamp of today keeps 24 bits of its seconds, which is about 2 minutes: standardise it, or take it as ids through
+    boundaries.
 
     Raises:
         UserError: names the column whose type or values do not fit.
     """
+    shape = (len(array),) if part.dim is None else (len(array), part.dim)
+    out = np.empty(shape, np.float32) if out is None else out
+    step = len(array) if part.dim is None else _NUMBERS_AT_ONCE // part.dim
+    for start in range(0, max(1, len(array)), max(1, step)):
+        _write_numbers(array.slice(start, step), part, out[start : start + step])
+    return out
+
+
+def _write_numbers(array: pa.Array, part: FloatColumn, given: np.ndarray) -> None:
     numbers, nulls = raw_numbers(array, part)
     if nulls is not None and part.fill is None:
         raise UserError(f"{part.title} holds {len(nulls)} nulls, and may hold none; {part.without_nulls}")
-    if out is None:
-        out = np.empty(numbers.shape, np.float32)
+    out = given if given.flags.c_contiguous else np.empty(given.shape, np.float32)
     is_finite = write_floats(numbers.reshape(-1), out.reshape(-1))
     if nulls is not None:
         _fill(out, nulls, part)
@@ -114,9 +123,10 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
         if nulls is not None:
             _fill(numbers, nulls, part)
         transform_numbers(numbers, part.transform, part)
-        if not write_floats(numbers, out) and part.finite:
+        if not write_floats(numbers.reshape(-1), out.reshape(-1)) and part.finite:
             raise UserError(f"{part.title} is beyond 3.4e38 after its transform; set a clip")
-    return out
+    if out is not given:
+        given[:] = out
 
 
 def raw_numbers(array: pa.Array, part: FloatColumn) -> tuple[np.ndarray, np.ndarray | None]:

@@ -22,6 +22,7 @@ from recsys.runtime.loops import are_compiled, permute_lists, shuffle
 logger = logging.getLogger("recsys")
 _PERMUTED_AT_ONCE = 1 << 16  # lists
 _JOINED_ROWS = 1 << 14  # fewer are converted together with those of other segments
+_SHORT = 16  # numbers of vectors; of longer ones, fewer rows are joined, as joining copies them
 
 _Lists = tuple[np.ndarray, np.ndarray | None]  # values, and their weights
 
@@ -115,6 +116,7 @@ class _Conversion:
 
     def __init__(self, window: Window, spec: BatchSpec, pool: BlockPool) -> None:
         self._spec, self._pool, self._rows = spec, pool, window.num_rows
+        self._joined_rows = _JOINED_ROWS // max(1, spec.vector_dim // _SHORT)
         self._permutation = window.permutation()
         # Half the bytes of NumPy's, and torch takes it.
         self._order = torch.from_numpy(np.zeros(0) if self._permutation is None else self._permutation).int()
@@ -130,10 +132,10 @@ class _Conversion:
 
     def add(self, segment: Segment, table: pa.Table) -> None:
         """Take the next segment's rows."""
-        if self._pending and (table.num_rows >= _JOINED_ROWS or table.schema != self._pending[0][1].schema):
+        if self._pending and (table.num_rows >= self._joined_rows or table.schema != self._pending[0][1].schema):
             self._convert_pending()
         self._pending.append((segment, table))
-        if sum(len(rows) for _, rows in self._pending) >= _JOINED_ROWS:
+        if sum(len(rows) for _, rows in self._pending) >= self._joined_rows:
             self._convert_pending()
 
     def skip(self, num_rows: int) -> None:
@@ -272,10 +274,7 @@ def _fill_floats(part: FloatColumn, table: pa.Table, out: np.ndarray) -> pa.Arra
     else:
         out[:] = part.fill or 0.0
         return None
-    if out.flags.c_contiguous:
-        convert_floats(column, part, out)
-    else:  # a vector beside others
-        out[:] = convert_floats(column, part)
+    convert_floats(column, part, out)
     return column
 
 

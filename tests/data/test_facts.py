@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import astuple
 from datetime import datetime, timedelta
 from decimal import Decimal
 
@@ -38,11 +39,11 @@ class Ranks:
         return [summaries for _, summaries in self.results]
 
 
-def figures(folder, column, group_rows=7, ranks=1, transform=None):
+def figures(folder, column, group_rows=7, ranks=1, transform=None, dim=None):
     if not list(folder.glob("*.parquet")):
         pq.write_table(pa.table({"x": column}), folder / "rows.parquet", row_group_size=group_rows)
     dataset = open_dataset("data.train", str(folder), {"x": "features.x"})
-    return measure(dataset, {}, [FloatColumn("x", "x", transform=transform)], Ranks(ranks)).floats["x"]
+    return measure(dataset, {}, [FloatColumn("x", "x", transform=transform, dim=dim)], Ranks(ranks)).floats["x"]
 
 
 COLUMNS = {
@@ -92,6 +93,26 @@ def test_a_constant_has_a_deviation_of_1(tmp_path, value, rows):
 def test_numbers_that_differ_by_their_rounding_are_a_constant(tmp_path):
     noisy = [0.1 + 0.2, 0.3, np.nextafter(0.3, 0)] * 5
     assert figures(tmp_path, pa.array(noisy)).std == 1.0
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_each_number_of_a_vector_has_the_figures_of_a_column_of_its_own(tmp_path, ranks):
+    some = [COLUMNS[name].to_pylist() for name in ("seconds", "nulls", "small", "steps")]
+    clipped = Transform((0.0, 1e9 + 20))
+    rows = [None if i % 5 == 0 else list(numbers) for i, numbers in enumerate(zip(*some, strict=True))]
+    found = figures(tmp_path, pa.array(rows, pa.list_(pa.float64(), 4)), ranks=ranks, transform=clipped, dim=4)
+    for i, of_number in enumerate(zip(*astuple(found), strict=True)):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        column = pa.array([None if row is None else row[i] for row in rows], pa.float64())
+        assert of_number == astuple(figures(folder, column, transform=clipped))
+    assert len(set(found.mean)) == 4
+
+
+def test_vectors_of_nothing_but_nulls(tmp_path):
+    assert figures(tmp_path, pa.nulls(20, pa.list_(pa.float32())), dim=2) == FloatFacts(
+        (0.0,) * 2, (0.0,) * 2, (1.0,) * 2
+    )
 
 
 def test_nothing_but_nulls(tmp_path):

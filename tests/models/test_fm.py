@@ -6,7 +6,8 @@ from recsys.config import LabelConfig
 from recsys.models import DenseInputs
 from recsys.models.fm import FM, DeepFM, DeepFMConfig, FMConfig
 
-_INPUTS = DenseInputs({"a": 4, "b": 4}, ["x"], {"label": LabelConfig()})
+_LABELS = {"label": LabelConfig()}
+_INPUTS = DenseInputs({"a": 4, "b": 4}, ["x"], _LABELS)
 
 
 def _logit(model: FM, row: list[torch.Tensor]) -> torch.Tensor:
@@ -36,5 +37,15 @@ def test_deepfm_by_hand() -> None:
     model = DeepFM(DeepFMConfig(mlp=[5]), _INPUTS)
     vectors, floats = {"b": torch.randn(3, 4), "a": torch.randn(3, 4)}, torch.randn(3, 1)
     rows = _rows(model, vectors, floats)
+    expected = torch.stack([_logit(model, row) + model.mlp(torch.cat(row)[None])[0, 0] for row in rows])
+    torch.testing.assert_close(model(vectors, floats), expected)
+
+
+def test_a_vector_of_numbers_is_one_feature() -> None:
+    torch.manual_seed(0)
+    model = DeepFM(DeepFMConfig(mlp=[5]), DenseInputs({"a": 4, "b": 4}, ["x", "v", "v", "w", "w", "w"], _LABELS))
+    vectors, floats = {"b": torch.randn(3, 4), "a": torch.randn(3, 4)}, torch.randn(3, 6)
+    sums = [[floats[i, part] @ model.numbers[part] for part in (slice(1, 3), slice(3, 6))] for i in range(3)]
+    rows = [row + of_vectors for row, of_vectors in zip(_rows(model, vectors, floats), sums, strict=True)]
     expected = torch.stack([_logit(model, row) + model.mlp(torch.cat(row)[None])[0, 0] for row in rows])
     torch.testing.assert_close(model(vectors, floats), expected)
