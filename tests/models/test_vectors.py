@@ -90,6 +90,26 @@ def test_towers_read_the_vectors_of_their_side(tmp_path: Path) -> None:
     same_losses(tmp_path, {**model, "user_mlp": [8], "item_mlp": [8], "output_dim": 4})
 
 
+def test_a_table_of_vectors_that_stays_teaches_what_they_teach(tmp_path: Path) -> None:
+    write_rows(tmp_path)
+    dice, rows = np.random.default_rng(4), pq.read_table(tmp_path / "rows.parquet")
+    of_items = dice.normal(size=(30, 4)).astype(np.float32)
+    pq.write_table(pa.table({"id": np.arange(30), "vector": list(of_items)}), tmp_path / "vectors.parquet")
+    rows = rows.append_column("text", pa.array(list(of_items[rows["item"].to_numpy()])))
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    stays = {"vocabulary": f"{tmp_path}/vectors.parquet", "optimizer": {"name": "sgd", "learning_rate": 0}}
+    table = {"num_embeddings": 99, "embedding_dim": 4, "mapping": "vocabulary", **stays}
+    found = []
+    for name, text in (("rows", {"type": "float", "dim": 4}), ("table", {"column": "item", "table": "text"})):
+        config = yaml.safe_load(write_config(tmp_path, name, {"name": "dcn", "mlp": [8]}, {"text": text}).read_text())
+        if name == "table":
+            config["tables"]["text"] = table
+            config["train"]["init"] = {"from_parquet": {"text": f"{tmp_path}/vectors.parquet"}}
+        (tmp_path / f"{name}.yaml").write_text(yaml.dump(config, sort_keys=False))
+        found.append(losses(tmp_path / f"{name}.yaml", tmp_path / name))
+    np.testing.assert_allclose(*found, rtol=1e-6)
+
+
 def test_another_dimension_begins_a_layer_anew(tmp_path: Path) -> None:
     write_rows(tmp_path)
     vectors = {"v": {"type": "float", "dim": 3, **USUAL}}
