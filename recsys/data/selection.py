@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from recsys.data.conditions import Bounds, Condition
+from recsys.data.fields import Place
 from recsys.data.footers import FileKey, Footer, FooterParser, file_keys, read_footer
 from recsys.data.storage import Files, partition_keys
 from recsys.data.thrift import Statistics
@@ -68,7 +69,10 @@ def _statistics(footer: Footer, layout: pa.Schema, name: str, field: pa.Field) -
         value = keys[field.name]
         return [(value, value, rows if value is None else 0) for rows in footer.num_rows]
     read = footer.statistics.get(field.name, [(None, None, None)] * len(footer.num_rows))
-    kind = layout.field(field.name).type if field.name in layout.names else field.type
+    is_stored = field.name in layout.names
+    if is_stored and len(Place.of(layout.field(field.name)).steps) > 1:
+        read = [(low, high, None) for low, high, _ in read]  # some writers leave out the nulls of the struct
+    kind = layout.field(field.name).type if is_stored else field.type
     if pa.types.is_timestamp(kind) and kind != field.type:
         factor = NANOSECONDS[kind.unit] // NANOSECONDS[field.type.unit]
         return [(low and low * factor, high and high * factor, nulls) for low, high, nulls in read]

@@ -44,7 +44,8 @@ def drawn(seed: int, num_rows: int) -> pa.Table:
 
     item = pa.struct({"id": pa.int64(), "info": pa.struct({"title": pa.string()})})
     geo = pa.struct({"city": pa.struct({"name": pa.string(), "size": pa.float64()}), "tags": pa.list_(pa.int64())})
-    kinds = {"device": pa.struct({"os": pa.string(), "build": pa.int32()}), "geo": geo, "items": pa.list_(item)}
+    os = pa.dictionary(pa.int32(), pa.string())  # of which writers count no null of the struct
+    kinds = {"device": pa.struct({"os": os, "build": pa.int32()}), "geo": geo, "items": pa.list_(item)}
     schema = pa.schema({**kinds, "plain": pa.int64(), "label": pa.int8()})
     return pa.Table.from_pylist([row(number) for number in range(num_rows)], schema)
 
