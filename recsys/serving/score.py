@@ -800,10 +800,11 @@ class Scorer:
             vectors = vectors * ids.weights[:, None]
         if ids.lengths is not None:
             vectors = sums(vectors, ids.lengths)
-            if feature["pooling"] == "mean":
-                others = [self._features[other] for other in feature.get("averaged_over") or [] if other != name]
-                numbers = sum((self._ids(table, other).numbers(len(table)) for other in others), start=ids.lengths)
-                vectors /= np.maximum(numbers, 1)[:, None].astype(np.float32)
+        others = [self._features[other] for other in feature.get("averaged_over") or [] if other != name]
+        if feature["pooling"] == "mean" and (others or ids.lengths is not None):
+            of_others = (self._ids(table, other).numbers(len(table)) for other in others)
+            numbers = sum(of_others, start=ids.numbers(len(table)))
+            vectors = vectors / np.maximum(numbers, 1)[:, None].astype(np.float32)
         return {f"vector:{name}": np.ascontiguousarray(vectors)}
 
     def _ids(self, table: pa.Table, feature: dict[str, Any]) -> Ids:
