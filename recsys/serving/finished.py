@@ -91,7 +91,9 @@ def _without_training(config: Config) -> Config:
         for name, table in config.tables.items()
     }
     sgd = OptimizerConfig(TableOptimizerConfig(TableOptimizer.sgd), DenseOptimizerConfig(DenseOptimizer.sgd))
-    train = replace(config.train, init=InitConfig(optimizers=Take.none))
+    # There are no backward passes, for which activations are kept elsewhere or computed again; torch exports neither.
+    init = InitConfig(optimizers=Take.none)
+    train = replace(config.train, init=init, activation_checkpointing=False, activation_offload=False)
     return replace(config, tables=tables, optimizer=sgd, train=train)
 
 

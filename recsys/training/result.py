@@ -1,7 +1,9 @@
 """The end of a run: result.json, and the lines that close its log."""
 
+import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -12,12 +14,14 @@ from typing import Any
 
 import psutil
 
-from recsys.checkpoint import TrainState
+from recsys.checkpoint import Source, TrainState
 from recsys.config import Config, as_value
 from recsys.config.experts import expert_tables
 from recsys.data.inputs import Inputs
+from recsys.errors import UserError
 from recsys.memory.page import when
 from recsys.report.page import PAGE
+from recsys.report.record import Record
 from recsys.report.text import size
 from recsys.runtime.launch import is_called, launch_identity
 from recsys.runtime.logs import git_commit, show_metrics
@@ -143,3 +147,23 @@ def _command() -> list[str]:
     if len(words) > 1 and words[1] == shutil.which(Path(words[1]).name):
         words = [Path(words[1]).name, *words[2:]]
     return words
+
+
+def is_finished(run_dir: Path, source: Source, text: str) -> bool:
+    """Return whether a run that goes on was done, and its config, now `text`, asks for nothing else than then.
+
+    That is told by result.json, since config.yaml may be of a later start, which asked for more and failed.
+    """
+    try:
+        result = Record(run_dir).result
+    except UserError:  # a file that is damaged
+        return False
+    is_done = result.get("status") == "done" and result["steps"] == source.marker.state.step
+    return is_done and result.get("asked") == asked_of(text.encode())
+
+
+def asked_of(text: bytes) -> str:
+    """Return a digest of a config, but for the sections that change no number of a run."""
+    others = b"run:", b"topology:", b"memory:"
+    kept = [section for section in re.split(rb"\n(?=\S)", text.rstrip()) if not section.startswith(others)]
+    return hashlib.sha256(b"\n".join(kept)).hexdigest()

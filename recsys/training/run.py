@@ -1,7 +1,6 @@
 """A run from its config to its result: makes the run directory, trains, evaluates, reports."""
 
 import math
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -27,7 +26,6 @@ from recsys.memory.levers import Change
 from recsys.memory.page import describe_plan, few_lines
 from recsys.memory.report import SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
-from recsys.report.record import Record
 from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
 from recsys.runtime.checkpoint_folders import MARKER as CHECKPOINT
 from recsys.runtime.environment import give_unused_back
@@ -41,7 +39,7 @@ from recsys.training.build import Built, Publishes, build_model
 from recsys.training.figures import log_end
 from recsys.training.learning import learn_facts
 from recsys.training.memory_log import MemoryLog
-from recsys.training.result import closing_lines, how_to_go_on, run_result
+from recsys.training.result import asked_of, closing_lines, how_to_go_on, is_finished, run_result
 from recsys.training.resume import check_files
 from recsys.training.taught import with_scores
 from recsys.training.trainer import Trainer
@@ -137,7 +135,7 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     inputs, changes = _settle(opened, session, source)
     text = _saved_text(inputs.config, config)
     if source is not None and source.goes_on:
-        if world.from_rank_zero(lambda: _is_finished(run_dir, source, text)):
+        if world.from_rank_zero(lambda: is_finished(run_dir, source, text)):
             told = "done at step %d already, and nothing more is asked for, such as train.epochs above %d: %s"
             logger.info(told, source.marker.state.step, config.train.epochs, run_dir / "result.json")
             return 0
@@ -153,6 +151,7 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
         publisher = publisher_of(inputs, built) if publisher_of and config.train.publish.dir else None
     with publisher or nullcontext():
         result, reports = _train(inputs, built, session, source, publisher)
+    result["asked"] = asked_of(text.encode())
     return _end(inputs, session, result, reports, changes)
 
 
@@ -231,24 +230,6 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     for sentence in opened.world.from_rank_zero(lambda: large_numbers(train, spec) + constant_labels(train, spec)):
         logger.warning("%s", sentence)
     return inputs, changes
-
-
-def _is_finished(run_dir: Path, source: Source, text: str) -> bool:
-    """Return whether a run that goes on was done, and its config, now `text`, asks for nothing else than then."""
-    try:
-        result = Record(run_dir).result
-    except UserError:  # a file that is damaged
-        return False
-    path = run_dir / "config.yaml"
-    before = path.read_bytes() if path.exists() else b""
-    is_done = result.get("status") == "done" and result["steps"] == source.marker.state.step
-    return is_done and _asked_of(before) == _asked_of(text.encode())
-
-
-def _asked_of(text: bytes) -> list[bytes]:
-    """Return the sections of a config but for those that change no number of a run."""
-    sections = re.split(rb"\n(?=\S)", text.rstrip())
-    return [section for section in sections if not section.startswith((b"run:", b"topology:", b"memory:"))]
 
 
 def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, Any]) -> None:

@@ -70,6 +70,17 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_is(tmp_path: Path) -> None
     assert "done at step 11 already" in train(run_dir, 1)
 
 
+def test_what_a_start_that_failed_had_asked_for_is_still_to_be_done(tmp_path: Path) -> None:
+    """config.yaml is of that start by then."""
+    run_dir = tmp_path / "run"
+    train(run_dir, 1)
+    (tmp_path / "plan.json").write_text("{}")
+    more = (f"run.dir={run_dir}", *OPTIONS, "train.epochs=2", f"run.plan={tmp_path}/plan.json")
+    refused = fork_train(CONFIG, *more)
+    assert refused.returncode == 1 and "plan.json" in refused.stderr
+    assert "done at step 22," in train(run_dir, 2)
+
+
 def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
     refused = fork_train(CONFIG, f"run.dir={tmp_path}/run", *OPTIONS, f"train.init_from={tmp_path}/none")
     assert refused.returncode == 1 and "warning" not in refused.stderr, refused.stderr
