@@ -208,7 +208,8 @@ class Checkpoints:
 
     def _update(self, final: Path, state: TrainState) -> None:
         """Let a checkpoint of the same step, with the same tensors, say what has been learned of it since."""
-        replace(Marker.read(final), state=state).write(final)
+        before = Marker.read(final)
+        replace(before, state=state, meaning=self._meaning or before.meaning).write(final)
         self._point_to(final)
 
     def _point_to(self, final: Path) -> None:

@@ -125,6 +125,10 @@ class Loader:
             for window in order.windows(share.stream):
                 yield from window.segments
 
+    def begun(self, position: Position) -> Position:
+        """Return a position, or the start of the next epoch where no step is left in its own, as with other options."""
+        return position if self._steps(position) else self._advance(position)
+
     def steps_left(self, position: Position, num_epochs: int) -> int:
         """Return how many batches lie between a position and the end of the epochs."""
         if position.epoch >= num_epochs:

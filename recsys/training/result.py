@@ -27,7 +27,7 @@ from recsys.runtime.launch import is_called, launch_identity
 from recsys.runtime.logs import git_commit, show_metrics
 from recsys.runtime.versions import installed_versions
 from recsys.runtime.world import World
-from recsys.training.trainer import Trainer
+from recsys.training.trainer import Trainer, num_steps
 
 _PLACE_KEYS = ("run.dir=", "run.resume=", "run.overwrite=")
 
@@ -149,21 +149,28 @@ def _command() -> list[str]:
     return words
 
 
-def is_finished(run_dir: Path, source: Source, text: str) -> bool:
+def is_finished(run_dir: Path, source: Source, inputs: Inputs, text: str) -> bool:
     """Return whether a run that goes on was done, and its config, now `text`, asks for nothing else than then.
 
-    That is told by result.json, since config.yaml may be of a later start, which asked for more and failed.
+    That is told by result.json, since config.yaml may be of a later start, which asked for more and failed. How to
+    train asks for nothing where no step is left.
     """
     try:
         result = Record(run_dir).result
     except UserError:  # a file that is damaged
         return False
-    is_done = result.get("status") == "done" and result["steps"] == source.marker.state.step
-    return is_done and result.get("asked") == asked_of(text.encode())
+    state = source.marker.state
+    if result.get("status") != "done" or result["steps"] != state.step:
+        return False
+    whole, evaluated = asked_of(text)
+    then = result.get("asked", [None, None])
+    has_steps = num_steps(inputs.loader("train"), inputs.config, state) > state.step
+    return then[0] == whole or (then[1] == evaluated and not has_steps)
 
 
-def asked_of(text: bytes) -> str:
-    """Return a digest of a config, but for the sections that change no number of a run."""
-    others = b"run:", b"topology:", b"memory:"
-    kept = [section for section in re.split(rb"\n(?=\S)", text.rstrip()) if not section.startswith(others)]
-    return hashlib.sha256(b"\n".join(kept)).hexdigest()
+def asked_of(text: str) -> list[str]:
+    """Return digests of a config: of what changes a number of a run, and of that without how it is trained."""
+    sections = re.split(r"\n(?=\S)", text.rstrip())
+    whole = [section for section in sections if not section.startswith(("run:", "topology:", "memory:"))]
+    evaluated = [section for section in whole if not section.startswith(("train:", "optimizer:"))]
+    return [hashlib.sha256("\n".join(part).encode()).hexdigest() for part in (whole, evaluated)]

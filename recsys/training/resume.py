@@ -55,6 +55,7 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
             scale = built.step.dense.loss_scale
             scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
         logger.info("resumed at step %d from %s", state.step, source.path)
+        state.fingerprints = _fingerprints(inputs) | state.fingerprints  # of data.valid too, where it stops early now
         return state
     if source is not None:
         kept_ids = inputs.facts.kept if inputs.facts else {}

@@ -135,7 +135,7 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     inputs, changes = _settle(opened, session, source)
     text = _saved_text(inputs.config, config)
     if source is not None and source.goes_on:
-        if world.from_rank_zero(lambda: is_finished(run_dir, source, text)):
+        if world.from_rank_zero(lambda: is_finished(run_dir, source, inputs, text)):
             told = "done at step %d already, and nothing more is asked for, such as train.epochs above %d: %s"
             logger.info(told, source.marker.state.step, config.train.epochs, run_dir / "result.json")
             return 0
@@ -151,7 +151,7 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
         publisher = publisher_of(inputs, built) if publisher_of and config.train.publish.dir else None
     with publisher or nullcontext():
         result, reports = _train(inputs, built, session, source, publisher)
-    result["asked"] = asked_of(text.encode())
+    result["asked"] = asked_of(text)
     return _end(inputs, session, result, reports, changes)
 
 

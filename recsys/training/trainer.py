@@ -7,11 +7,12 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from recsys.checkpoint import Checkpoints, Source, load_tensors, verify_checkpoint
-from recsys.config import Schedule
+from recsys.checkpoint import Checkpoints, Source, TrainState, load_tensors, verify_checkpoint
+from recsys.config import Config, Schedule
 from recsys.config.meaning import meaning
 from recsys.data.batch import Batch
 from recsys.data.inputs import Inputs
+from recsys.data.loader import Loader
 from recsys.data.order import Position
 from recsys.errors import UserError
 from recsys.memory import Timeline
@@ -34,6 +35,12 @@ from recsys.training.figures import log_tables, step_figures
 from recsys.training.learning import facts_entries
 from recsys.training.resume import start_training
 from recsys.training.step_counts import StepCounts
+
+
+def num_steps(loader: Loader, config: Config, state: TrainState) -> int:
+    """Return the steps of a whole run, by where it stands."""
+    most = state.step + loader.steps_left(state.position, config.train.epochs)
+    return min(most, config.train.max_steps or most)
 
 
 class Trainer:
@@ -82,8 +89,8 @@ class Trainer:
         self.state = start_training(inputs, built, source, run_dir)
         self._saved_at = self.state.step or None
         self.writer = Writer()
-        num_left = self.loader.steps_left(self.state.position, config.train.epochs)
-        self._num_steps = min(self.state.step + num_left, config.train.max_steps or self.state.step + num_left)
+        self.state.position = self.loader.begun(self.state.position)
+        self._num_steps = num_steps(self.loader, config, self.state)
         per_epoch = self.loader.steps_left(Position(), 1)
         batch = config.train.global_batch_size
         logger.info(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launch import fork_train
 
 CONFIG = "configs/dlrm_sample.yaml"
@@ -79,6 +80,46 @@ def test_what_a_start_that_failed_had_asked_for_is_still_to_be_done(tmp_path: Pa
     refused = fork_train(CONFIG, *more)
     assert refused.returncode == 1 and "plan.json" in refused.stderr
     assert "done at step 22," in train(run_dir, 2)
+
+
+def test_how_to_train_asks_for_nothing_where_no_step_is_left(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    train(run_dir, 1)
+    before = contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()}
+    for change in ("optimizer.tables.learning_rate=0.5", "train.global_batch_size=128", "train.keep_checkpoints=7"):
+        assert "done at step 11 already" in train(run_dir, 1, change)
+    assert contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()} == before
+    assert "done at step 11," in train(run_dir, 1, "data.test=null")  # of which the result says something
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (["train.max_steps=11", "data.drop_last=false"], ["data.drop_last=true"]),
+        (["train.max_steps=9", "data.drop_last=true"], ["data.drop_last=true", "train.global_batch_size=1024"]),
+    ],
+    ids=["drops the last now", "larger batches"],
+)
+def test_an_epoch_in_which_no_step_is_left_has_ended(before: list[str], now: list[str], tmp_path: Path) -> None:
+    """3,000 rows are 11 batches of 256 and some."""
+    options = [f"run.dir={tmp_path}/run", "train.epochs=2", "train.eval_every_epochs=1", "run.stuck_after_s=20"]
+    options += ["run.num_threads=1", "run.track.to=[]"]
+    assert fork_train(CONFIG, *options, *before).returncode == 0
+    done = fork_train(CONFIG, *options, "run.resume=true", *now)
+    assert done.returncode == 0, done.stderr[-2000:]
+    steps = [line["step"] for line in lines(tmp_path / "run") if line["kind"] == "valid"]
+    first = int(before[0].partition("=")[2])
+    assert steps[0] == first and len(steps) == 2
+
+
+def test_data_that_early_stopping_has_come_to_compare_by_stay(tmp_path: Path) -> None:
+    """It was switched on as a run went on."""
+    options = [f"run.dir={tmp_path}/run", "run.num_threads=1", "run.track.to=[]", "run.resume=true"]
+    stopping = ["train.early_stop.metric=auc", "train.eval_every_steps=2"]
+    assert fork_train(CONFIG, *options, "train.max_steps=3").returncode == 0
+    assert fork_train(CONFIG, *options, *stopping, "train.max_steps=6").returncode == 0
+    refused = fork_train(CONFIG, *options, *stopping, "train.max_steps=9", "data.valid=data/sample/test")
+    assert refused.returncode == 1 and "the files of data.valid are not those" in refused.stderr
 
 
 def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
