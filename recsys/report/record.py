@@ -100,7 +100,7 @@ class Record:
     def status(self) -> str:
         """One of done, stopped, failed, out of memory, running, compressed and killed."""
         known = str(self.endings_of_ranks[0]["identity"]["status"]) if self.endings_of_ranks else ""
-        if self.error or self._failed_since():
+        if self.error or (known != "done" and self._failed_since()):  # what has been done stays so, if more is refused
             return known if known == "out of memory" else "failed"
         if known:
             return known

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from launch import fork_train
 
+from recsys.report.record import Record
+
 CONFIG = "configs/dlrm_sample.yaml"
 OPTIONS = (
     "data.drop_last=true", "train.eval_every_steps=5", "train.early_stop.metric=auc", "train.early_stop.patience=9",
@@ -68,6 +70,7 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_is(tmp_path: Path) -> None
     refused = fork_train(CONFIG, *others)
     assert refused.returncode == 1 and "the files of data.train are not those" in refused.stderr
     assert contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()} == before
+    assert Record(run_dir).status == "done"
     assert "done at step 11 already" in train(run_dir, 1)
 
 
