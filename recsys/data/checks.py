@@ -22,6 +22,7 @@ from recsys.ids import is_text
 # where that was 100, and .573 where it was 1,000. Of data/sample it gave .650 with the logarithm of the price, and .604
 # with the price itself, around 30.
 _LARGE = 20.0
+_FEW_ROWS = 100
 
 
 def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
@@ -92,6 +93,11 @@ def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
     ]
 
 
+def doubts(train: Dataset, spec: BatchSpec) -> list[str]:
+    """Return sentences on what in data.train is likely not meant. Raises as `large_numbers`."""
+    return copied_files(train) + large_numbers(train, spec) + constant_labels(train, spec)
+
+
 def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
     """Return sentences on numbers of data.train, read or to be learned, whose root mean square is far from 1.
 
@@ -153,6 +159,25 @@ def check_known(dataset: Dataset, label: FloatColumn) -> None:
             f"config key '{dataset.key}': {label.title} is null in every row, so nothing is learned of it; remove the "
             f"label, or take in rows that have it"
         )
+
+
+def copied_files(train: Dataset) -> list[str]:
+    """Return a sentence on files of data.train that are copies of others, as their sizes and footers tell."""
+    groups, first, copies = train.row_groups, dict[tuple[int, int], str](), []
+    num_rows = np.bincount(groups.file, groups.num_rows, train.num_files)
+    keys = zip(train.file_digests.tolist(), train.file_sizes.tolist(), strict=True)
+    for path, key, rows in zip(groups.paths, keys, num_rows, strict=True):
+        # Files of few rows may be alike by chance.
+        if rows >= _FEW_ROWS and (other := first.setdefault(key, path)) != path:
+            copies.append((path, other))
+    if not copies:
+        return []
+    path, other = copies[0]
+    more = f", and {len(copies) - 1:,} more files are copies" if len(copies) > 1 else ""
+    return [
+        f"config key '{train.key}': '{path}' is a copy of '{other}'{more}, whose rows are trained as often as they are "
+        f"there; if they should not be, move them elsewhere"
+    ]
 
 
 def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:

@@ -17,7 +17,7 @@ from recsys.checkpoint import FACTS, FOOTERS, Source, find_checkpoint, find_sour
 from recsys.config import Config, config_text
 from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
-from recsys.data.checks import constant_labels, doubtful_lists, large_numbers
+from recsys.data.checks import doubtful_lists, doubts
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, why
 from recsys.memory import Timeline
@@ -227,7 +227,7 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
     if source is not None and asked.memory.fit:
         refuse_differences(inputs.config, source.marker.meaning, source.path, source.init)
     train, spec = inputs.datasets["train"], inputs.spec("train")
-    for sentence in opened.world.from_rank_zero(lambda: large_numbers(train, spec) + constant_labels(train, spec)):
+    for sentence in opened.world.from_rank_zero(lambda: doubts(train, spec)):
         logger.warning("%s", sentence)
     return inputs, changes
 
