@@ -277,7 +277,8 @@ class _Choice:
         elif _owner(name) in self._other_optimizers and self._init.optimizers is not Take.all:
             self.report.kept[name] = "of another optimizer there"
         elif len(here.size) == len(there.size) and here.size[1:] == there.size[1:]:
-            self.report.loaded[name] = self.report.loaded[table].partition(";")[0] if here.size != there.size else ""
+            differs = here.size != there.size or len(self.evicted_rows(name)) > 0
+            self.report.loaded[name] = self.report.loaded[table].partition(";")[0] if differs else ""
         else:
             self._other_shape(name, here, there, self._init.optimizers, "optimizers")
 

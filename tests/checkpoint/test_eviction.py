@@ -52,6 +52,8 @@ def test_users_come_and_go_and_the_table_stays_as_large(world: World, tmp_path: 
         gone = len({*ids} - {*day.ids})
         rows = {"kept": 5 + len(ids) - gone, "new": 10} | ({"evicted": gone} if gone else {})
         assert day.loaded.rows == {"user": rows}
+        told = [day.loaded.loaded[name] for name in ("tables/user", STATE)]
+        assert told[0] == told[1] and "10 new" in told[0]
         assert day.inputs.facts is not None and not day.inputs.facts.unseen_runs  # in the file alone
         assert unseen_runs(day.folder) == {id_: max(0, i - id_ // 10) for id_ in day.ids}
         day.save()
