@@ -516,8 +516,9 @@ def buckets(array: pa.Array, boundaries: list[float]) -> pa.Array:
 def convert_floats(array: pa.Array, feature: dict[str, Any]) -> np.ndarray:
     """Return a column of numbers as float32 [rows, 1], or of vectors [rows, dim]: nulls filled, then transformed."""
     title, dim = f"column '{feature['column']}' ({feature['name']})", feature.get("dim")
-    if not (is_number(array.type) if dim is None else pa.types.is_list(array.type) or not array.is_valid().any()):
-        raise ExportError(f"{title} must hold {'numbers' if dim is None else f'lists of {dim}'}, found {array.type}")
+    if not (is_number(array.type) if dim is None else pa.types.is_list(array.type) or array.null_count == len(array)):
+        what = "numbers" if dim is None else f"lists of {dim} numbers"
+        raise ExportError(f"{title} must hold {what}, found {array.type}")
     numbers, valid = vectors_of(array, dim or 1, title)
     if not valid.all():
         if feature["fill"] is None:
