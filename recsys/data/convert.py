@@ -152,7 +152,7 @@ def _raw_vectors(array: pa.Array, part: FloatColumn, dim: int) -> tuple[np.ndarr
     if not pa.types.is_list(kind):
         raise UserError(f"{part.title} must hold lists of {dim} numbers, found {kind}; for a number drop its dim")
     starts, lengths = list_bounds(array)
-    is_there = valid(array) if array.null_count else np.ones(len(array), bool)
+    is_there = lengths > 0  # as of a null, or of what CSV has for none
     if len(rows := np.flatnonzero(is_there & (lengths != dim))):
         raise UserError(
             f"{part.title} holds a list of {lengths[rows[0]]} numbers, where features.{part.name}.dim={dim} takes "

@@ -550,7 +550,8 @@ def vectors_of(array: pa.Array, dim: int, title: str) -> tuple[np.ndarray, np.nd
     if not pa.types.is_list(array.type):
         numbers, valid = (np.repeat(part, dim).reshape(-1, dim) for part in numbers_of(array))
         return numbers, valid
-    (places, lengths), is_there = lists_of(array, None, "last"), array.is_valid().to_numpy(zero_copy_only=False)
+    places, lengths = lists_of(array, None, "last")
+    is_there = lengths > 0
     if wrong := set(lengths[is_there].tolist()) - {dim}:
         raise ExportError(f"{title} must hold lists of {dim} numbers, found one of {min(wrong)}")
     elements = stored(array.values)

@@ -23,7 +23,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Opened:
     """A run of a vector beside a number, its export, and rows to be scored; a null stands for a vector or in one."""
     folder, dice = tmp_path_factory.mktemp("vectors"), np.random.default_rng(6)
     vectors: list[Any] = dice.normal(size=(ROWS, 3)).astype(np.float32).tolist()
-    vectors[3], vectors[7][1] = None, None
+    vectors[3], vectors[7][1], vectors[8] = None, None, []
     columns = {"user": dice.integers(0, 9, ROWS), "price": dice.random(ROWS), "label": dice.integers(0, 2, ROWS)}
     rows = pa.table({**columns, "text": pa.array(vectors, pa.list_(pa.float32()))})
     pq.write_table(rows, folder / "rows.parquet")
@@ -58,7 +58,7 @@ def test_types(opened: Opened, kind: pa.DataType) -> None:
     run, scorer, rows = opened
     expected = run.predict(rows, keep=[])["score"].to_numpy()
     assert np.ptp(expected) > 1e-3
-    given = with_text(rows, pa.array(rows["text"].to_pylist(), kind))
+    given = with_text(rows, pa.array([text or None for text in rows["text"].to_pylist()], kind))
     for some in (slice(0, ROWS), slice(5, 9)):
         part = given.slice(some.start, some.stop - some.start)
         for found in (run.predict(part, keep=[]), scorer.score(part)):
