@@ -9,7 +9,7 @@ from recsys.config.features import rank_rows
 from recsys.errors import UserError
 from recsys.memory import DataFacts, DenseFacts, RankMemory, predict
 from recsys.memory.data_facts import streams_of_a_rank
-from recsys.memory.levers import LEVERS, Change, with_changes
+from recsys.memory.levers import LEVERS, Change, roomier_caches, with_changes
 from recsys.memory.trace import demands, rehearse
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import decoding_threads
@@ -102,8 +102,18 @@ class Fitter:
             others = [earlier for earlier in chosen if earlier is not change]
             if not self.missing(with_changes(self._config, others)):
                 chosen = others
+        if not missing:
+            chosen = [self._roomiest(change, chosen) for change in chosen]
         config = with_changes(self._config, chosen)
         return Fit(config, chosen, self.fullest(self._config), self.fullest(config), missing)
+
+    def _roomiest(self, change: Change, chosen: Sequence[Change]) -> Change:
+        """Return one of some changes that are enough with the largest caches that still are."""
+        others = [other for other in chosen if other is not change]
+        for roomier in roomier_caches(self._config, change):
+            if not self.missing(with_changes(self._config, [*others, roomier])):
+                return roomier
+        return change
 
     def advice(self, num: int = 3) -> list[Offer]:
         """Return the changes that help most: those that are enough, of one setting or of several at once.

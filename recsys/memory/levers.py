@@ -16,6 +16,7 @@ from recsys.tables.bytes import WEIGHT_BYTES
 from recsys.tables.updates import in_fbgemm
 
 _LEAST_ROWS = 32  # of a micro-batch
+_SHARES = 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1, 0.07, 0.05, 0.03, 0.02, 0.01  # of a table's rows, in a cache
 _FINE_STEPS = 4  # up to which tables are moved one by one
 
 
@@ -114,8 +115,33 @@ def _caching(config: Config, topology: Topology) -> Iterator[Change]:
         excess -= int(_weight_bytes(table) * (1 - table.cache_load_factor))
         least += 1
     for names in _largest(movables, least):
-        settings = {f"tables.{name}.compute_kernel": ComputeKernel.fused_uvm_caching for name in names}
-        yield Change(settings, "rows that the cache lacks come over the bus")
+        yield _to_host_memory(names)
+    # Of the tables that count, caches smaller than these.
+    weights = {name: _weight_bytes(table) for name, table in movables.items()}
+    large = [name for name, weight in weights.items() if weight >= max(weights.values()) / 100]
+    for share in _SHARES:
+        if smaller := [name for name in large if movables[name].cache_load_factor > share]:
+            yield _with_caches(_to_host_memory(large), smaller, share)
+
+
+def _to_host_memory(tables: Sequence[str]) -> Change:
+    settings = {f"tables.{name}.compute_kernel": ComputeKernel.fused_uvm_caching for name in tables}
+    return Change(settings, "rows that the cache lacks come over the bus")
+
+
+def roomier_caches(config: Config, change: Change) -> Iterator[Change]:
+    """Yield a change with larger caches, the largest first, for the tables that it moves to host memory."""
+    moved = [key.split(".")[1] for key, value in change.settings.items() if value is ComputeKernel.fused_uvm_caching]
+    config = with_changes(config, [change])
+    for share in _SHARES if moved else ():
+        names = [name for name in moved if config.tables[name].cache_load_factor < share]
+        if names:
+            yield _with_caches(change, names, share)
+
+
+def _with_caches(change: Change, tables: Sequence[str], share: float) -> Change:
+    factors = {f"tables.{name}.cache_load_factor": share for name in tables}
+    return replace(change, settings={**change.settings, **factors})
 
 
 def _weight_bytes(table: TableConfig) -> int:

@@ -113,6 +113,16 @@ def test_large_tables_of_gpus_go_to_host_memory() -> None:
     assert found.config.tables["item"].compute_kernel is ComputeKernel.fused
 
 
+@pytest.mark.parametrize(("gib", "share"), [(8, 0.4), (6, 0.2), (4, 0.05)])
+def test_caches_are_as_large_as_there_is_room_for(gib: int, share: float) -> None:
+    """A table of 50 GiB on eight GPUs. What the cache lacks comes over the bus."""
+    there = ("topology.device=cuda", f"topology.device_memory={gib}GiB", "topology.host_memory=500GiB")
+    _, found = fitted((), "tables.user.num_embeddings=1500000000", "topology.world_size=8", *there)
+    assert not found.missing and found.config.tables["user"].compute_kernel is ComputeKernel.fused_uvm_caching
+    assert found.config.tables["user"].cache_load_factor == share
+    assert found.after <= 0.95 * (gib << 30)
+
+
 FAST = (TableOptimizer.rowwise_adagrad, TableOptimizer.adam)
 
 
