@@ -41,6 +41,23 @@ class AdamW(Adam, torch.optim.AdamW):
     """Adam whose weight decay does not go through the moments (Loshchilov and Hutter 2019, arXiv:1711.05101)."""
 
 
+class SGD(torch.optim.SGD):
+    """SGD whose momentum begins with zeros, from which the first step is the same.
+
+    PyTorch's begins with memory that nobody has written, and a first step that is left out on the device leaves it so.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters that have gradients; arguments as of PyTorch's, which takes the step."""
+        for group in self.param_groups:
+            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in trained if group["momentum"] else ():
+                if self.state[parameter].get("momentum_buffer") is None:
+                    self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        return super().step(closure)
+
+
 def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer of the dense part, or of what this rank trains of it, which may be nothing."""
     groups = [{"params": list(parameters)}]
@@ -56,7 +73,7 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
         DenseOptimizer.adam: torch.optim.Adam,
         DenseOptimizer.adamw: torch.optim.AdamW,
         DenseOptimizer.adagrad: torch.optim.Adagrad,
-        DenseOptimizer.sgd: torch.optim.SGD,
+        DenseOptimizer.sgd: SGD,
         DenseOptimizer.adafactor: torch.optim.Adafactor,
     }
     if all((parameter.device.type, parameter.dtype) == ("cpu", torch.float32) for parameter in groups[0]["params"]):

@@ -93,13 +93,13 @@ def test_it_changes_no_byte(check: bool, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("dense", ["adam", "adamw", "sgd", "adagrad"])
+@pytest.mark.parametrize("dense", ["adam", "adamw", "sgd", "sgd, momentum: 0.9", "adagrad"])
 @pytest.mark.parametrize("tables", ["rowwise_adagrad", "adagrad", "sgd"])
 def test_training_goes_on_as_if_the_step_had_not_been(tables: str, dense: str, check: bool, tmp_path: Path) -> None:
     """What follows a bad first step is what the rows after it learn alone."""
     data = poison(tmp_path / "data", price={10: math.nan})
-    options = ("data.num_streams=1", f"optimizer.tables.name={tables}", f"optimizer.dense.name={dense}",
-               "optimizer.dense.clip_norm=1", "tables.hour.sharding_type=data_parallel")  # fmt: skip
+    options = ("data.num_streams=1", f"optimizer.tables.name={tables}", "tables.hour.sharding_type=data_parallel",
+               f"optimizer.dense={{clip_norm: 1, name: {dense}}}")  # fmt: skip
     unchecked = ("train.log_every_steps=100", f"train.check_every_step={check}")
     done = train(tmp_path / "run", data, "train.max_bad_steps=1", *options, *unchecked)
     assert done.returncode == 0, done.stderr[-3000:]

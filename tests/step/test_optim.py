@@ -21,7 +21,7 @@ from recsys.config.device import check_device
 from recsys.config.schema import DenseOptimizerConfig, ScheduleConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
-from recsys.step.optim import Adam, AdamW, build_dense_optimizer, schedule_factor, set_learning_rate
+from recsys.step.optim import SGD, Adam, AdamW, build_dense_optimizer, schedule_factor, set_learning_rate
 from recsys.tables.updates import attach_table_optimizers, in_fbgemm
 
 
@@ -193,7 +193,7 @@ DENSE_OPTIMIZERS = {
     DenseOptimizer.adam: Adam,
     DenseOptimizer.adamw: AdamW,
     DenseOptimizer.adagrad: torch.optim.Adagrad,
-    DenseOptimizer.sgd: torch.optim.SGD,
+    DenseOptimizer.sgd: SGD,
     DenseOptimizer.adafactor: torch.optim.Adafactor,
     DenseOptimizer.lamb: pytorch_optimizer.Lamb,
 }
@@ -244,3 +244,31 @@ def test_adam_on_a_cpu_gives_what_torch_gives(kind):
         for name, value in own.state[one].items():
             assert torch.equal(value, theirs.state[another][name])
     build_dense_optimizer([], config).step()  # of a dense part without parameters
+
+
+@pytest.mark.parametrize("left_out", [0, 2])
+def test_momentum_goes_on_from_a_step_that_the_device_leaves_out(left_out):
+    """As if the step had not been, be it the first: what nobody has written is NaN here."""
+    config = OptimizerConfig()
+    config.dense.name, config.dense.momentum, config.dense.weight_decay = DenseOptimizer.sgd, 0.9, 0.01
+    torch.manual_seed(0)
+    model = torch.nn.Linear(5, 3)
+    other = copy.deepcopy(model)
+    own = build_dense_optimizer(model.parameters(), config)
+    theirs = torch.optim.SGD(other.parameters(), config.dense.learning_rate, 0.9, weight_decay=0.01, fused=True)
+    assert type(own).__name__ == type(theirs).__name__  # which checkpoints say
+    torch.use_deterministic_algorithms(True)
+    try:
+        for step in range(5):
+            gradients = [torch.randn(parameter.shape) for parameter in model.parameters()]
+            own.found_inf = torch.tensor(float(step == left_out))
+            for optimizer in (own,) if step == left_out else (own, theirs):
+                for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                optimizer.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one, another in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, another)
+        assert own.state[one].keys() == theirs.state[another].keys() == {"momentum_buffer"}
+        assert torch.equal(own.state[one]["momentum_buffer"], theirs.state[another]["momentum_buffer"])
