@@ -15,9 +15,12 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     """Return a sentence for each setting that the device has no kernel for, saying what replaces it.
 
     Raises:
-        UserError: what would be done in its place would learn something else, or a batch has fewer rows than ranks.
+        UserError: what would be done in its place would learn something else, a batch has fewer rows than ranks, or
+            vectors cannot be sent between ranks as the config has it.
     """
     check_ranks(config, world_size)
+    if world_size > 1:
+        _check_wires(config, on_gpu)
     instead = _check_dense_sharding(config, world_size) + _unused_wires(config, world_size)
     if on_gpu:
         for name in config.tables:
@@ -82,6 +85,26 @@ def _check_dense_sharding(config: Config, world_size: int) -> list[str]:
             f"{' or '.join(elementwise.name for elementwise in ELEMENTWISE)}"
         )
     return [f"train.dense_sharding={sharding.name} changes nothing on one rank"] if world_size == 1 else []
+
+
+def _check_wires(config: Config, on_gpu: bool) -> None:
+    """Refuse wires that FBGEMM's codecs, which are made for vectors of FP32, do not send narrower ones through.
+
+    Forward, FP32 refuses what is narrower, and BF16 what has not its range; behind FP16 and BF16 vectors are FP32.
+    """
+    precision = config.precision
+    given, forward, backward = precision.output_dtype, precision.forward_wire, precision.backward_wire
+    if given is FloatType.BF16 and not on_gpu:
+        given = FloatType.FP32
+    if given is FloatType.FP32 or (forward, backward) == (FloatType.FP32, FloatType.FP32):
+        return
+    allowed = [FloatType.FP16] if given is FloatType.FP16 else [FloatType.BF16, FloatType.FP16]
+    if forward not in allowed:
+        raise UserError(
+            f"config key 'precision.forward_wire': vectors of precision.output_dtype={given.name} are sent between "
+            f"ranks as {' or '.join(kind.name for kind in allowed)}, or with both wires FP32, found {forward.name} and "
+            f"backward_wire={backward.name}; set it to {given.name}, or both to FP32"
+        )
 
 
 def _unused_wires(config: Config, world_size: int) -> list[str]:

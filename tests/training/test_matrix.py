@@ -1,17 +1,23 @@
 """What the table of docs/tables.md says of the CPU: what trains there, what is refused, and what is done instead."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from fbgemm_gpu.tbe.ssd.utils.partially_materialized_tensor import PartiallyMaterializedTensor
 from launch import ROOT, fork_train
 
-from recsys.config import load_config
+from recsys.config import Config, load_config
 from recsys.config.choices import ComputeKernel, DataType, DenseOptimizer, FloatType, ShardingChoice
 from recsys.config.device import check_device
+from recsys.config.schema import PrecisionConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
+from recsys.memory.dry_run import rehearse_run
+from recsys.tables.shard import _sharders
+from recsys.tables.spec import vector_type
 
 CONFIG = "configs/dlrm_sample.yaml"
 SHORT = ("train.max_steps=2", "data.valid=null", "data.test=null")
@@ -21,6 +27,7 @@ TRAINS = {
     "fp16, fp16 sent": ["tables.user.data_type=FP16", f"{WIRES[0]}=FP16", f"{WIRES[1]}=FP16"],
     "fp16 given": ["precision.output_dtype=FP16", "tables.item.sharding_type=data_parallel"],
     "fp16 given by id": ["precision.output_dtype=FP16", "model.attention={history: item_id}"],
+    "fp16 given and sent": ["precision.output_dtype=FP16", f"{WIRES[0]}=FP16", f"{WIRES[1]}=BF16"],
     "bf16 sent": [f"{WIRES[0]}=BF16", f"{WIRES[1]}=BF16", "tables.user.sharding_type=row_wise"],
 }
 TABLES = ("user", "item", "category", "device", "hour")
@@ -96,6 +103,42 @@ def test_vectors_that_are_not_sent_have_no_type_to_be_sent_in(wire: str) -> None
         said = [f"{wire}={kind.name} changes nothing on one rank"] * (kind is not FloatType.FP32)
         for on_gpu in (False, True):
             assert check_device(config, on_gpu) == said and not check_device(config, on_gpu, world_size=2)
+
+
+def goes_through(given: torch.dtype, wires: tuple[FloatType, FloatType]) -> bool:
+    """Return whether vectors and their gradients pass FBGEMM's codecs, as torchrec calls them in each exchange."""
+    vectors = torch.ones(4, dtype=given)
+    (sharder, _) = _sharders(Config(precision=PrecisionConfig(forward_wire=wires[0], backward_wire=wires[1])))
+    try:
+        for codecs in (sharder.qcomm_codecs_registry or {}).values():
+            received = codecs.forward.decode(codecs.forward.encode(vectors))
+            codecs.backward.decode(codecs.backward.encode(received.clone()))
+    except (AssertionError, RuntimeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "wires", [*product(FloatType, FloatType)], ids=lambda wires: "-".join(wire.name for wire in wires)
+)
+@pytest.mark.parametrize("given", FloatType)
+def test_wires_that_vectors_do_not_go_through_are_refused(given: FloatType, wires: tuple[FloatType, FloatType]) -> None:
+    options = [f"{key}={wire.name}" for key, wire in zip(WIRES, wires, strict=True)]
+    config = load_config(ROOT / CONFIG, [f"precision.output_dtype={given.name}", *options])
+    for on_gpu in (False, True):
+        check_device(config, on_gpu)
+        if goes_through(vector_type(config, on_gpu), wires):
+            check_device(config, on_gpu, world_size=2)
+            continue
+        found = f"found {wires[0].name} and backward_wire={wires[1].name}; set it to {given.name}, or both to FP32"
+        with pytest.raises(UserError, match=f"'{WIRES[0]}': .*output_dtype={given.name} .*{found}"):
+            check_device(config, on_gpu, world_size=2)
+
+
+def test_a_dry_run_refuses_such_wires_for_several_ranks() -> None:
+    config = load_config(ROOT / CONFIG, ["precision.output_dtype=FP16", f"{WIRES[0]}=BF16", "topology.world_size=2"])
+    with pytest.raises(UserError, match=f"'{WIRES[0]}': .* as FP16, or with both wires FP32, found BF16"):
+        rehearse_run(config)
 
 
 def test_the_table_names_every_choice() -> None:
