@@ -33,7 +33,7 @@ class TrainState:
         bad_steps: of `step`, those that were not finite and changed nothing.
         overflows: of `step`, those whose gradient overflowed FP16, likewise.
         updates_before: by table, the updates that its optimizer's state had seen in the runs that it comes from.
-        loss_scale, loss_scale_good_steps: as of `LossScale`.
+        loss_scale, loss_scale_good_steps: as of `LossScale`; None and 0 of a run that does not compute in FP16.
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
         fingerprints: of the files of data.train, and of those that early stopping compares by.

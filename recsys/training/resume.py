@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from recsys.checkpoint import Source, TableRows, TrainState, footers_of, import_table, load_tensors
-from recsys.config import as_value
+from recsys.config import Autocast, as_value
 from recsys.data.footer_cache import changed_files
 from recsys.data.inputs import Inputs
 from recsys.data.order import Position
@@ -51,7 +51,8 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         state = source.marker.state
         loaded = load_tensors(source.path, source.marker, tensors, world)
         world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
-        if state.loss_scale is not None:
+        # A run that goes on in FP16, and was in another type, begins with the scale of the config.
+        if state.loss_scale is not None and inputs.config.precision.autocast is Autocast.fp16:
             scale = built.step.dense.loss_scale
             scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
         logger.info("resumed at step %d from %s", state.step, source.path)

@@ -4,7 +4,7 @@ from collections import deque
 from pathlib import Path
 
 from recsys.checkpoint import TrainState
-from recsys.config import Config
+from recsys.config import Autocast, Config
 from recsys.errors import UserError
 from recsys.runtime.logs import Progress, logger
 from recsys.step.loss_scale import LossScale
@@ -58,7 +58,8 @@ class StepCounts:
         counts[1] += output.num_bad_rows
         self._progress.step(output.num_rows, waited, {} if output.skipped else {"": output.loss, **output.losses})
         self._check_bad_rows(step, counts[1])
-        state.loss_scale, state.loss_scale_good_steps = scale.value, scale.good_steps
+        in_fp16 = self._config.precision.autocast is Autocast.fp16
+        state.loss_scale, state.loss_scale_good_steps = (scale.value, scale.good_steps) if in_fp16 else (None, 0)
         if output.overflowed:
             state.overflows += 1
             logger.info("step %d: a gradient overflows, the step is skipped, loss scale %g", step, scale.value)
