@@ -171,8 +171,7 @@ class DenseHalf(nn.Module):
             output.read()
             self.skipped = output.skipped
             if self.skipped:
-                self.gate.close()
-                output.overflowed = math.isfinite(output.loss) and self.loss_scale.overflow()
+                self._leave_out(output)
                 return
             self.loss_scale.good()
             scale = summands / output.weight if output.weight else 0.0
@@ -187,6 +186,12 @@ class DenseHalf(nn.Module):
         del lookup, passes, pooled_gradient  # the update takes as much
         with record_function("## tables: update ##"):
             self.gate.open(scale, self.is_bad)
+
+    def _leave_out(self, output: StepOutput) -> None:
+        """Leave the tables alone, and halve the loss scale where a smaller one may mend the step: not its weights."""
+        self.gate.close()
+        may_mend = math.isfinite(output.loss) and not output.is_weightless
+        output.overflowed = may_mend and self.loss_scale.overflow()
 
     def _read(self, output: StepOutput, agreement: Agreement, is_finite: torch.Tensor) -> None:
         output.take(agreement.wait(), self._tasks)

@@ -124,10 +124,13 @@ def test_bf16_is_sent_as_such(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run/result.json").read_text())["bad_steps"] == 0
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_weights_too_small_to_divide_by_are_named(check: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "option", ["train.check_every_step=true", "train.check_every_step=false", "precision.autocast=fp16"]
+)
+def test_weights_too_small_to_divide_by_are_named(option: str, tmp_path: Path) -> None:
+    """At once in FP16 too: no loss scale mends them."""
     data = write(tmp_path / "data", 2.0**-130)
-    done = train(tmp_path / "run", data, f"train.check_every_step={check}")
+    done = train(tmp_path / "run", data, option)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "step 1: the weights of its rows, of data.weight_column, add up to " in done.stderr
     assert "multiply all weights by a number" in done.stderr and not list((tmp_path / "run/checkpoints").glob("step-*"))
