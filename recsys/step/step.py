@@ -205,7 +205,9 @@ class DenseHalf(nn.Module):
             self._norm = torch.nn.utils.clip_grad_norm_(self._dense_parameters, self._clip_norm)
 
     def gradient_norm(self) -> float:
-        """Return the length of the dense part's gradient in the last step, before it was clipped."""
+        """Return the length of the dense part's gradient in the last step before it was clipped; NaN: left out."""
+        if self.skipped or (self.is_bad is not None and bool(self.is_bad)):
+            return math.nan
         return float(torch.nn.utils.get_total_norm(self._dense_gradients()) if self._norm is None else self._norm)
 
     @cached_property

@@ -17,6 +17,7 @@ from recsys.config import load_config
 from recsys.errors import UserError
 from recsys.step.exchange import Agreement
 from recsys.step.pipeline import GatedOptimizer
+from recsys.step.step import DenseHalf
 
 CONFIG = "configs/dlrm_sample.yaml"
 CHECKS = [True, False]  # train.check_every_step
@@ -49,13 +50,16 @@ def test_poisoned_batches_are_skipped(check: bool, tmp_path: Path) -> None:
     data = poison(tmp_path / "data", price={10: math.nan, 1500 + 300: -math.inf}, label={700: math.nan})
     # Lines of single steps have them read at once: so the unchecked run has few.
     lines_of = f"train.log_every_steps={1 if check else 12}"
-    done = train(tmp_path / "run", data, "train.max_bad_steps=3", f"train.check_every_step={check}", lines_of, nproc=2)
+    options = ("train.max_bad_steps=3", f"train.check_every_step={check}", "optimizer.dense.clip_norm=1")
+    done = train(tmp_path / "run", data, *options, lines_of, nproc=2)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "run/result.json").read_text())
     assert (result["steps"], result["bad_steps"], result["rows_seen"]) == (12, 3, 3000 - 3 * 256)
     assert result["data"]["epochs"] == [{"expected": 3000, "seen": 3000 - 3 * 256, "bad": 0, "skipped": 3 * 256}]
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     losses = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
+    norms = {line["step"]: line["gradient_norm"] for line in lines if line["kind"] == "train"}
+    assert [step for step, norm in norms.items() if norm is None] == [step for step in (1, 3, 6) if check]
     if check:
         assert [step for step, loss in losses.items() if loss is None] == [1, 3, 6]
     assert len(losses) == (12 if check else 1) and all(0 < loss < 2 for loss in losses.values() if loss is not None)
@@ -134,6 +138,15 @@ def test_whoever_calls_the_optimizer_is_stopped(skipped: bool) -> None:
     weight.grad = torch.full((1,), math.nan)
     optimizer.step()
     assert weight.isnan().item() != skipped
+
+
+@pytest.mark.parametrize(("skipped", "is_bad"), [(True, None), (False, True), (False, False), (False, None)])
+def test_a_step_that_is_left_out_has_no_norm(skipped: bool, is_bad: bool | None) -> None:
+    """Its gradient may be finite, and that of the step before is not its own."""
+    bad = None if is_bad is None else torch.tensor(is_bad)
+    half = SimpleNamespace(skipped=skipped, is_bad=bad, _norm=torch.tensor(2.5))
+    norm = DenseHalf.gradient_norm(half)
+    assert math.isnan(norm) if skipped or is_bad else norm == 2.5
 
 
 @pytest.mark.slow
