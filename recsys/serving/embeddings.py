@@ -17,7 +17,7 @@ from recsys.config.choices import Pooling
 from recsys.data.facts import Facts, VocabularyRequest, kept_rows_file, measure, vocabulary_file
 from recsys.data.inputs import Given, open_inputs
 from recsys.data.parquet import column_names
-from recsys.data.wanted import column_of, needed_columns, row_filter
+from recsys.data.wanted import column_of, needed_columns, role_features, row_filter
 from recsys.errors import UserError, nearest
 from recsys.ids import IdMapping, build_mapping
 from recsys.runtime.logs import quiet_libraries, start_logging
@@ -223,12 +223,11 @@ def open_table(run: Finished, marker: Marker, world: World, table: str, data: st
 def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> tuple[pa.Array, str]:
     """Return the distinct ids of a table that data hold, the most frequent first, and a digest of the data.
 
-    They are those of all features of the table whose columns are there.
+    They are those of all features of the table whose columns are there, without what is read in training alone.
     """
     config = run.config
-    mine = {
-        name: feature for name, feature in config.features.items() if feature.table == table and not feature.boundaries
-    }
+    features = {name: config.features[name] for name in role_features(config, "rows")}
+    mine = {name: feature for name, feature in features.items() if feature.table == table and not feature.boundaries}
     there = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
     needed = {name: needed_columns(replace(config, features={name: feature}), "rows") for name, feature in mine.items()}
     chosen = {name: feature for name, feature in mine.items() if needed[name].keys() <= there} or mine

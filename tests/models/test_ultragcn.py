@@ -233,3 +233,18 @@ def test_an_export_recommends_what_the_run_does(
     ours = Scorer(tmp_path / "OUT").recommend(pq.read_table(users))
     theirs = pq.read_table(tmp_path / "BEST")
     assert ours["items"].to_pylist() == theirs["items"].to_pylist()
+
+
+def test_ids_of_the_table_are_found_in_data_without_the_columns_of_training(
+    config: Path, one_process: tuple[Path, dict[str, float], list[float]], tmp_path: Path
+) -> None:
+    """And in data with them: neighbours are read in training alone."""
+    users, found = pq.read_table(config.parent / "valid.parquet"), list[pa.Table]()
+    pq.write_table(users.append_column("neighbours", users["targets"]), tmp_path / "more.parquet")
+    for data in (config.parent / "valid.parquet", tmp_path / "more.parquet"):
+        words = ("embeddings", one_process[0], "tables.item", tmp_path / f"of-{data.name}", "--data", data)
+        done = fork_train(*map(str, words), program="recsys")
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(pq.read_table(tmp_path / f"of-{data.name}"))
+    assert set(found[0]["id"].to_pylist()) == {item for items in users["seen"].to_pylist() for item in items}
+    assert found[1].equals(found[0])
