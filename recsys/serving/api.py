@@ -39,7 +39,7 @@ from recsys.serving.predict import (
     scored,
     scores_of_rows,
 )
-from recsys.serving.score import ExportError, as_table
+from recsys.serving.score import ExportError, as_table, stored
 
 _TORCHRUN = """from recsys.runtime.launch import end_with_parent
 from torch.distributed.run import main
@@ -48,6 +48,7 @@ main()
 """
 _worlds: list[World] = []  # of this process: none, or one,
 _open = ExitStack()  # and what leaves it
+_LIST_VIEWS = (pa.ListViewType, pa.LargeListViewType)
 
 Data = Any  # a path of Parquet files or a list of these, an Arrow table, or a data frame that Arrow can read
 
@@ -250,12 +251,35 @@ def _without_file(message: str, folder: str) -> str:
 
 
 def _plain(table: pa.Table) -> pa.Table:
-    """Return a table as pyarrow writes it to Parquet: without columns of runs, and without views."""
+    """Return a table as pyarrow writes it to Parquet: without columns of runs, views, and nulls in dictionaries."""
     for place, field in enumerate(table.schema):
         if pa.types.is_run_end_encoded(field.type):
             chunks = [pc.run_end_decode(chunk) for chunk in table.column(place).chunks]
             table = table.set_column(place, field.name, pa.chunked_array(chunks, field.type.value_type))
-    return table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+    table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+    for place, field in enumerate(table.schema):
+        if any(map(_has_null_entry, table.column(place).chunks)):
+            chunks = [
+                chunk.cast(_without_dictionaries(chunk.type)) for chunk in map(_listed, table.column(place).chunks)
+            ]
+            table = table.set_column(place, field.with_type(chunks[0].type), pa.chunked_array(chunks))
+    return table
+
+
+def _listed(array: pa.Array) -> pa.Array:
+    """Return lists for views of lists, which Arrow casts to no other type of values."""
+    return stored(array) if isinstance(array.type, _LIST_VIEWS) else array
+
+
+def _has_null_entry(array: pa.Array) -> bool:
+    """Return whether a null is among the entries of an array's dictionary, or of one inside lists or structs."""
+    kind = array.type
+    if pa.types.is_dictionary(kind):
+        return bool(array.dictionary.null_count)
+    if pa.types.is_struct(kind):
+        return any(_has_null_entry(array.field(place)) for place in range(kind.num_fields))
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return (is_list or isinstance(kind, _LIST_VIEWS)) and _has_null_entry(array.values)
 
 
 def _without_views(kind: pa.DataType) -> pa.DataType:
@@ -267,3 +291,15 @@ def _without_views(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(_without_views(kind.value_type))
     return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
+
+
+def _without_dictionaries(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _without_dictionaries(kind.value_type)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_without_dictionaries(field.type)) for field in kind])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_without_dictionaries(kind.value_type), kind.list_size)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(_without_dictionaries(kind.value_type))
+    return kind

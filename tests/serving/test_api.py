@@ -232,3 +232,18 @@ def test_names_to_keep_are_a_list() -> None:
         with pytest.raises(ExportError, match=r"rows are a dict, .* numbers from 2.*63 on as uint64"):
             as_table({"a": large})
     assert as_table({"a": np.array([2**63], np.uint64)})["a"].to_pylist() == [2**63]
+
+
+def test_dictionaries_that_hold_a_null_are_written_as_what_they_stand_for(tmp_path: Path) -> None:
+    entries, of_two = pa.array(["a", None, "b"]), pa.array([0, 2, 2, 3, 4])
+    texts = pa.DictionaryArray.from_arrays(pa.array([0, 1, 2, None]), entries)
+    structs = pa.StructArray.from_arrays([texts], ["x"])
+    forms = [texts, structs, pa.ListArray.from_arrays(of_two.cast(pa.int32()), structs)]
+    forms += [pa.DictionaryArray.from_arrays(texts.indices, entries.cast(pa.string_view())), texts.slice(1, 2)]
+    forms += [pa.LargeListArray.from_arrays(of_two, texts), pa.FixedSizeListArray.from_arrays(texts, 2)]
+    forms += [pa.ListViewArray.from_arrays(pa.array([2, 0], pa.int32()), pa.array([2, 2], pa.int32()), texts)]
+    for form in forms:
+        plain = pa.chunked_array([form.slice(0, 0), form.slice(0, 1).filter(pa.array([False])), form])
+        with api._as_files(pa.table({"c": plain, "d": pa.array(["x"] * len(form)).dictionary_encode()})) as folder:
+            found = pq.read_table(folder)
+            assert found["c"].to_pylist() == form.to_pylist() and pa.types.is_dictionary(found["d"].type), form.type
