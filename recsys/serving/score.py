@@ -285,17 +285,29 @@ def lists_of(array: pa.Array, max_length: int | None, keep: str) -> tuple[np.nda
     return np.repeat(starts - (np.cumsum(kept) - kept), kept) + np.arange(kept.sum()), kept
 
 
+def has_field(kind: pa.DataType, name: str) -> bool:
+    """Tell whether structs, or those in lists, however they are held, have a field `name`, or one inside a field."""
+    if (inner := getattr(kind, "value_type", getattr(kind, "storage_type", None))) is not None:
+        return has_field(inner, name)
+    fields = {each.name: each.type for each in kind} if pa.types.is_struct(kind) else {}
+    begins = (each for each in fields if name.startswith(f"{each}."))
+    return name in fields or any(has_field(fields[each], name[len(each) + 1 :]) for each in begins)
+
+
 def column(table: pa.Table, name: str) -> pa.Array:
     """Return a column in one piece, `stored`; `device.os` is a field of a struct, `items.id` one of those in lists."""
-    first, _, rest = (name, "", "") if name in table.column_names else str(name).partition(".")
-    if table.column_names.count(first) != 1:
-        problem = "is missing" if first not in table.column_names else "is there twice"
-        raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, table.column_names[:20]))}")
+    name, names = str(name), table.column_names
+    begins = [] if name in names else [each for each in table.schema if name.startswith(f"{each.name}.")]
+    fits = (each for each in begins if has_field(each.type, name[len(each.name) + 1 :]))  # the first, as in training
+    first = next((each.name for each in chain(fits, begins)), name)
+    if names.count(first) != 1:
+        problem = "is missing" if first not in names else "is there twice"
+        raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, names[:20]))}")
     chunks = [stored(chunk) for chunk in table.column(first).chunks]
     array = pa.concat_arrays(chunks) if chunks else stored(pa.array([], table.schema.field(first).type))
-    if not rest:
+    if first == name:
         return array
-    inner = array.values if pa.types.is_list(array.type) else array
+    inner, rest = array.values if pa.types.is_list(array.type) else array, name[len(first) + 1 :]
     inner = column(pa.Table.from_struct_array(inner) if pa.types.is_struct(inner.type) else pa.table({}), rest)
     if not pa.types.is_list(array.type):
         return inner

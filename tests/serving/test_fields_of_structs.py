@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, fork_train
 
+from recsys.data.parquet import open_dataset, read_column
 from recsys.datasets.interactions import LogOptions, convert_log
 from recsys.errors import UserError
 from recsys.serving.api import open_run
@@ -137,6 +138,41 @@ def test_exports_take_structs_and_columns_of_their_names(run: Path, folders: dic
         column(rows, ["who.id"])  # type: ignore[arg-type]
     with pytest.raises(ExportError, match=r"column 'price' is missing; the columns are 'what'"):
         scorer.score(rows.set_column(1, "shown", pa.array([{"what": {"id": 1, "category": "a"}}] * len(rows))))
+
+
+def of(name: str, value: object) -> pa.Array:
+    """A struct of one row, whose field may be a struct again."""
+    return pa.StructArray.from_arrays([value if isinstance(value, pa.Array) else pa.array([value])], [name])
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"device.info": of("os", "a")},
+        {"device": of("info.os", "a")},
+        {"device": of("info", "x"), "device.info": of("os", "a")},
+        {"device": of("info", of("os", "a")), "device.info": of("os", "b")},
+        {"device.info": of("os", "a"), "device": of("info", of("os", "b"))},
+        {"device": of("info", of("os", "b")), "device.info.os": pa.array(["a"])},
+        {"device": pa.array(["x"]), "device.info": pa.DictionaryArray.from_arrays(pa.array([0]), of("os", "a"))},
+        {"device": pa.array([["x"]]), "device.info": pa.array([[{"os": "a"}]], pa.large_list(of("os", "a").type))},
+    ],
+)
+def test_structs_whose_own_names_have_dots(columns: dict[str, pa.Array], tmp_path: Path) -> None:
+    """Of several that a name may mean, an export takes the one that training takes."""
+    name, table = "device.info.os", pa.table(columns)
+    found = column(table, name).to_pylist()
+    assert found in (["a"], [["a"]])
+    if not any(map(pa.types.is_dictionary, table.schema.types)):  # which Parquet holds none of
+        pq.write_table(table, tmp_path / "a.parquet")
+        assert read_column(open_dataset("DATA", f"{tmp_path}/a.parquet", {name: "DATA"}), name).to_pylist() == found
+
+
+def test_a_field_that_is_not_there_is_missing() -> None:
+    for columns in ({"device.info": of("os", "a")}, {"device": pa.array([1])}, {"device.": of("x", "a")}):
+        for name in ("device.info.x", "device.info.", "device..os", "."):
+            with pytest.raises(ExportError, match="is missing; the columns are"):
+                column(pa.table(columns), name)
 
 
 def test_a_log_of_structs_becomes_retrieval_data(folders: dict[str, Path], tmp_path: Path) -> None:
