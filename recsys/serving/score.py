@@ -294,8 +294,9 @@ def has_field(kind: pa.DataType, name: str) -> bool:
     return name in fields or any(has_field(fields[each], name[len(each) + 1 :]) for each in begins)
 
 
-def column(table: pa.Table, name: str) -> pa.Array:
-    """Return a column in one piece, `stored`; `device.os` is a field of a struct, `items.id` one of those in lists."""
+def column(table: pa.Table, name: str, untyped: bool = False) -> pa.Array:
+    """Return a column in one piece, `stored`; `device.os` is a field of a struct, `items.id` one of those in lists.
+    `untyped`: one of nulls alone, without a type, stays so."""
     name, names = str(name), table.column_names
     begins = [] if name in names else [each for each in table.schema if name.startswith(f"{each.name}.")]
     fits = (each for each in begins if has_field(each.type, name[len(each.name) + 1 :]))  # the first, as in training
@@ -303,12 +304,12 @@ def column(table: pa.Table, name: str) -> pa.Array:
     if names.count(first) != 1:
         problem = "is missing" if first not in names else "is there twice"
         raise ExportError(f"column '{name}' {problem}; the columns are {', '.join(map(repr, names[:20]))}")
-    chunks = [stored(chunk) for chunk in table.column(first).chunks]
-    array = pa.concat_arrays(chunks) if chunks else stored(pa.array([], table.schema.field(first).type))
+    chunks = table.column(first).chunks or [pa.nulls(0, table.schema.field(first).type)]
+    array = pa.concat_arrays([each if untyped and pa.types.is_null(each.type) else stored(each) for each in chunks])
     if first == name:
         return array
     inner, rest = array.values if pa.types.is_list(array.type) else array, name[len(first) + 1 :]
-    inner = column(pa.Table.from_struct_array(inner) if pa.types.is_struct(inner.type) else pa.table({}), rest)
+    inner = column(pa.Table.from_struct_array(inner) if pa.types.is_struct(inner.type) else pa.table({}), rest, untyped)
     if not pa.types.is_list(array.type):
         return inner
     return pa.Array.from_buffers(pa.list_(inner.type), len(array), array.buffers()[:2], -1, array.offset, [inner])
@@ -773,11 +774,12 @@ class Scorer:
         values = {"items": self._item_ids.take(places.astype(np.int64)), "scores": pa.array(scores.astype(np.float32))}
         return pa.table({name: pa.ListArray.from_arrays(bounds, flat) for name, flat in values.items()})
 
-    def id_columns(self, graph: str, table: pa.Table) -> list[str]:
-        """Return the columns of ids, one a row, that a graph reads."""
-        features = [self._features[name] for name in self.manifest["graphs"][graph]["features"]]
-        names = dict.fromkeys(entry["column"] for entry in features if entry["type"] == "id" and entry["column"])
-        return [name for name in names if not pa.types.is_nested(column(table, name).type)]
+    def id_columns(self, graph: str) -> list[str]:
+        """Return the columns of ids that a graph reads, without those that are known to hold lists."""
+        names = self.manifest["graphs"].get(graph, {"features": []})["features"]  # of a ranker `recommend` tells more
+        features = (self._features[name] for name in names)
+        ids = (each for each in features if each["type"] == "id" and not each.get("lists"))
+        return list(dict.fromkeys(each["column"] for each in ids if each["column"]))
 
     def outputs(self, graph: str, table: pa.Table) -> list[np.ndarray]:
         """Return what a graph (`score`; of two towers `user` and `item` too) gives for rows, each [rows, …] float32."""
@@ -884,23 +886,48 @@ def opened(path: str) -> pq.ParquetFile:
     return pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True, coerce_int96_timestamp_unit="us")
 
 
+def types_of(files: dict[str, dict[str, pa.Scalar]], names: list[str]) -> dict[str, pa.DataType]:
+    """Return types of columns that hold the values of every file, given the partition keys in each path."""
+    types: dict[str, pa.DataType] = {}
+    for path, keys in files.items():
+        rows = pa.Table.from_batches([], opened(path).schema_arrow)
+        for name in names:
+            kind = keys[name].type if name in keys.keys() - set(rows.column_names) else column(rows, name, True).type
+            try:
+                types[name] = unified(before := types.get(name, kind), kind)
+            except pa.ArrowException as error:
+                others = f"but {before} in the files before it; write it with one type, or name others as --keep"
+                raise ExportError(f"column '{name}' is {kind} in '{path}', {others}") from error
+    return types
+
+
+def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """Return a type that the values of two can be cast to, as training does; pa.ArrowException: there is none."""
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(unified(one.value_type, other.value_type))
+    kinds = [one, other]
+    if any(map(pa.types.is_decimal, kinds)):
+        kinds = [pa.decimal128(len(str(2**kind.bit_width)), 0) if pa.types.is_integer(kind) else kind for kind in kinds]
+    return pa.unify_schemas([pa.schema([("", kind)]) for kind in kinds], promote_options="permissive").types[0]
+
+
 def results_of(scorer: Scorer, words: argparse.Namespace) -> Iterator[pa.Table]:
     """Yield columns that are kept, and results, of the rows of all files, some at a time, by one schema."""
-    of_rows, schema = words.command == "predict", None
+    of_rows, keep = words.command == "predict", words.keep
     try:
-        for path, keys in partitions_of(files_of(words.data), scorer.manifest.get("texts", [])).items():
+        files = partitions_of(files_of(words.data), scorer.manifest.get("texts", []))
+        types = types_of(files, scorer.id_columns("score" if of_rows else "user") if keep is None else keep)
+        kept = {name: kind for name, kind in types.items() if keep is not None or not pa.types.is_nested(kind)}
+        for path, keys in files.items():
             for batch in opened(path).iter_batches(ROWS_AT_ONCE):
                 rows = pa.Table.from_batches([batch])
                 for name in keys.keys() - set(rows.column_names):
                     rows = rows.append_column(name, pa.repeat(keys[name], len(rows)))
                 results = scorer.score(rows) if of_rows else scorer.recommend(rows, words.k)
-                keep = scorer.id_columns("score" if of_rows else "user", rows) if words.keep is None else words.keep
-                kept = {name: column(rows, name) for name in keep}
                 if twice := kept.keys() & set(results.column_names):
                     raise ExportError(f"--keep: column '{min(twice)}' would be there twice; leave it out")
-                table = pa.table({**kept, **dict(zip(results.column_names, results.columns, strict=True))})
-                schema = schema or table.schema
-                yield table.cast(schema)
+                columns = {name: column(rows, name, True).cast(kind) for name, kind in kept.items()}
+                yield pa.table({**columns, **dict(zip(results.column_names, results.columns, strict=True))})
     except (pa.ArrowException, OSError, UnicodeError) as error:  # the last of names that are not UTF-8
         raise ExportError(f"'{words.data}' cannot be scored ({' '.join(str(error).split())[:300]})") from error
 

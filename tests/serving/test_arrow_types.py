@@ -1,10 +1,13 @@
 """Columns as UUIDs, categories and views, as DuckDB, Polars and pyarrow hold them: `recsys predict`, the API and an
 export read the same ids in them."""
 
+import argparse
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from launch import ROOT, fork_train
 
+from recsys.data import parquet
+from recsys.errors import UserError
 from recsys.serving.api import open_run
-from recsys.serving.score import Scorer, stored
+from recsys.serving.score import ExportError, Scorer, results_of, stored, unified
 
 pytest.importorskip("onnxruntime")
 Held = Callable[[pa.Array], pa.Array]
@@ -129,3 +134,82 @@ def test_views_of_lists_in_any_order_that_share_values() -> None:
     starts, sizes = pa.array([8, 0, 1, 11], pa.int32()), pa.array([4, 3, 4, 0], pa.int32())
     views = pa.ListViewArray.from_arrays(starts, sizes, pa.array(range(12)))
     assert stored(views).to_pylist() == [[8, 9, 10, 11], [0, 1, 2], [1, 2, 3, 4], []]
+
+
+def scored(folder: Path, data: Path, keep: list[str] | None) -> pa.Table:
+    """What `score.py predict` writes."""
+    words = argparse.Namespace(command="predict", data=str(data), keep=keep)
+    return pa.concat_tables(results_of(Scorer(folder / "out"), words))
+
+
+NULLS = pa.nulls(20)
+TIMES = pa.array(np.arange(20) * 10**6 + 7, pa.timestamp("us"))
+EMPTY = pa.array([[]] * 20, pa.list_(pa.null()))
+FILES: list[tuple[str, pa.Array, pa.Array]] = [  # a column, what the first file has of it, and the second
+    ("x", NULLS, NULLS),
+    ("category", NULLS, pa.array(["a"] * 20)),
+    ("category", pa.array(["a"] * 20), NULLS),
+    ("hour", NULLS, NULLS),
+    ("hour", pa.array(range(20), pa.int8()), pa.array(map(float, range(20)))),
+    ("history", NULLS, pa.array([[b"a" * 16]] * 20, pa.list_(pa.binary(16)))),
+    ("history", NULLS, NULLS),
+    ("x", pa.array([1.5] * 20, pa.float32()), pa.array([16777217.1] * 20)),
+    ("x", pa.array([1] * 20, pa.int16()), pa.array([70000] * 20)),
+    ("x", pa.array([1] * 20), pa.array([0.5] * 20)),
+    ("x", TIMES.cast(pa.timestamp("ms"), safe=False), TIMES),
+    ("x", NULLS, TIMES),
+    ("x", EMPTY, pa.array([[1]] * 20)),
+    ("x", pa.array([[1]] * 20, pa.list_(pa.int8())), pa.array([[300]] * 20)),
+    ("x", pa.array([1] * 20), pa.array([1] * 20).cast(pa.decimal128(20, 1))),
+    ("x", NULLS, pa.array([{"y": 1}] * 20)),
+]
+
+
+@pytest.mark.parametrize(("name", "first", "second"), FILES, ids=lambda each: str(getattr(each, "type", each)))
+def test_columns_are_kept_in_a_type_for_all_files(
+    name: str, first: pa.Array, second: pa.Array, run: Path, tmp_path: Path
+) -> None:
+    """An untyped column of nulls takes the other file's type, and no value is rounded to that of the first file."""
+    for part, values in enumerate((first, second)):
+        table = rows("test", as_texts).slice(20 * part, 20)
+        table = table.drop_columns([name] if name in table.column_names else [])
+        pq.write_table(table.append_column(name, values), tmp_path / f"{part}.parquet")
+    for keep in ([name, "item_id", "phone.name"], *([] if name == "x" else [None])):
+        ours, theirs = scored(run, tmp_path, keep), open_run(run / "run").predict(str(tmp_path), keep)
+        if keep and name == "history" and second is NULLS:  # only the run knows that the lists were of UUIDs
+            theirs = theirs.set_column(0, name, ours[name])
+        assert ours.schema.equals(theirs.schema) and ours.drop("score").equals(theirs.drop("score"))
+        np.testing.assert_allclose(ours["score"], theirs["score"], rtol=0, atol=1e-5)
+
+
+def test_a_column_without_one_type_is_named_with_its_file(run: Path, tmp_path: Path) -> None:
+    for part, values in enumerate((["7"] * 20, range(20))):
+        table = rows("test", as_texts).slice(0, 20).append_column("x", pa.array(values))
+        pq.write_table(table, tmp_path / f"{part}.parquet")
+    said = f"column 'x' is int64 in '{tmp_path}/1.parquet', but string in the files before it; write it with one type"
+    for score, error in ((partial(scored, run), ExportError), (open_run(run / "run").predict, UserError)):
+        with pytest.raises(error, match=said):
+            score(str(tmp_path), ["x"])
+    assert len(scored(run, tmp_path, None)) == 40
+
+
+def test_types_of_two_files_become_what_training_makes_of_them() -> None:
+    kinds = [pa.null(), pa.bool_(), pa.int8(), pa.int64(), pa.uint64(), pa.float16(), pa.float32(), pa.float64()]
+    kinds += [pa.string(), pa.binary(), pa.binary(4), pa.date32(), pa.timestamp("ms"), pa.timestamp("ns", "UTC")]
+    kinds += [
+        pa.decimal128(9, 2),
+        pa.decimal256(60, 3),
+        pa.time32("ms"),
+        pa.time64("us"),
+        pa.struct([("a", pa.int8())]),
+    ]
+    kinds += [pa.list_(kind) for kind in kinds]
+
+    def told(of: Callable[[pa.DataType, pa.DataType], pa.DataType], *pair: pa.DataType) -> object:
+        try:
+            return of(*pair)
+        except pa.ArrowException as error:
+            return type(error)
+
+    for pair in product(kinds, repeat=2):
+        assert told(unified, *pair) == told(parquet.unified, *pair), pair
