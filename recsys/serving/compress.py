@@ -1,7 +1,8 @@
 """Compression of a finished run, step by step, as far as a metric allows: what is accepted is a run of its own.
 
-1. *Quantise*: a code for the vectors of each table. Each table is tried alone in each code; then the codes are taken in
-   the order of bytes saved by loss, as many of them as the metric allows; then the linear layers of the dense part.
+1. *Quantise*: a code for the vectors of each table. Each table is tried alone in each code; then the codes that the
+   metric allows alone are taken in the order of bytes saved by loss, each that it allows beside those before; then the
+   linear layers of the dense part.
 2. *Prune*: rows of all tables go by their importance, the least first, as many as the metric allows.
 3. *Neurons* of the dense part go likewise, the least important for their weights first.
 4. *Distil*: a student of the run so far is trained, beside the scores of the run as it was, and taken if it is as good.
@@ -25,6 +26,7 @@ from recsys.errors import UserError, nearest
 from recsys.runtime.logs import logger, quiet_libraries, start_logging
 from recsys.runtime.run_lock import output_lock
 from recsys.runtime.world import World, open_world
+from recsys.serving.accepted import CodeMove, accepted_moves, cheapest_first, most_accepted
 from recsys.serving.compressed_run import begin_folder, finish_folder, write_run
 from recsys.serving.compression_report import Stage, write_report
 from recsys.serving.distill import check_student, train_student
@@ -167,27 +169,20 @@ def _distill(state: _State, request: Request, budget: float, teacher: Trials, fo
     return _State(trials, config, trials.given), f"a student {began}"
 
 
-def most_accepted(last: int, is_accepted: Callable[[int], bool]) -> int:
-    """Return the largest number up to `last` that is accepted, where less is never worse; 0 without asking."""
-    low, high = 0, last + 1
-    number = last
-    while high - low > 1:
-        low, high = (number, high) if is_accepted(number) else (low, number)
-        number = (low + high) // 2
-    return low
-
-
 def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compression, str]:
     """Return the codes that the metric allows, and what they are; nothing where it allows none."""
     moves = _code_moves(trials, before, budget)
 
-    def after(number: int) -> Compression:
-        return replace(before, codes={**before.codes, **dict(moves[:number])})
+    def after(chosen: Sequence[CodeMove]) -> Compression:
+        return replace(before, codes={**before.codes, **dict(chosen)})
 
-    number = most_accepted(
-        len(moves), lambda n: trials.loss(after(n), f"quantize, {n} of {len(moves)} changes").at_most <= budget
-    )
-    accepted, shown = after(number), _shown_codes(dict(moves[:number]))
+    def is_accepted(chosen: Sequence[CodeMove]) -> bool:
+        table, code = chosen[-1]
+        remark = f"quantize, {len(chosen)} of {len(moves)} changes, the last of {table} to {code.name}"
+        return trials.loss(after(chosen), remark).at_most <= budget
+
+    chosen = accepted_moves(moves, is_accepted)
+    accepted, shown = after(chosen), _shown_codes(dict(chosen))
     in_int8 = replace(accepted, dense_int8=True)
     is_published = trials.config.train.publish.dir is not None  # with its layers as FP32
     if is_published or trials.dense_bytes(in_int8) == trials.dense_bytes(accepted):
@@ -197,8 +192,12 @@ def _quantize(trials: Trials, before: Compression, budget: float) -> tuple[Compr
     return in_int8, "; ".join(filter(None, (shown, "the dense part in INT8")))
 
 
-def _code_moves(trials: Trials, before: Compression, budget: float) -> list[tuple[str, RowCode]]:
-    """Return changes of tables to shorter codes, in the order of bytes saved by loss of each table alone."""
+def _code_moves(trials: Trials, before: Compression, budget: float) -> list[CodeMove]:
+    """Return changes of tables to shorter codes, in the order of bytes saved by loss of each table alone.
+
+    The loss is what counts, which a table may lose at most: by what it loses on these rows, whoever is lucky there
+    comes first. Codes by which a table alone may lose more than is allowed are left out.
+    """
     losses: dict[tuple[str, RowCode | None], float] = {}
     sizes: dict[tuple[str, RowCode | None], int] = {}
     for table, settings in trials.config.tables.items():
@@ -206,38 +205,12 @@ def _code_moves(trials: Trials, before: Compression, budget: float) -> list[tupl
         losses[table, now], sizes[table, now] = 0.0, trials.num_bytes(before)
         for code in RowCode:
             changed = replace(before, codes={**before.codes, table: code})
-            if takes_code(settings, code) and trials.num_bytes(changed) < sizes[table, now]:
-                sizes[table, code] = trials.num_bytes(changed)
-                losses[table, code] = trials.loss(changed, f"quantize, {table} alone to {code.name}").value
+            if not takes_code(settings, code) or trials.num_bytes(changed) >= sizes[table, now]:
+                continue
+            at_most = trials.loss(changed, f"quantize, {table} alone to {code.name}").at_most
+            if at_most <= budget:
+                losses[table, code], sizes[table, code] = at_most, trials.num_bytes(changed)
     return cheapest_first(losses, sizes, dict(before.codes), budget)
-
-
-def cheapest_first(
-    losses: Mapping[tuple[str, RowCode | None], float],
-    sizes: Mapping[tuple[str, RowCode | None], int],
-    now: dict[str, RowCode],
-    budget: float,
-) -> list[tuple[str, RowCode]]:
-    """Return changes of code, each the one that saves most bytes by loss after those before it.
-
-    Args:
-        losses, sizes: by table and code, of it alone; those of the code `now` too.
-        budget: losses far below it count as none.
-    """
-    least, moves = max(budget, 1e-9) / 1000, list[tuple[str, RowCode]]()
-    while True:
-        ratios = {
-            (table, code): (sizes[table, now.get(table)] - size)
-            / max(least, losses[table, code] - losses[table, now.get(table)])
-            for (table, code), size in sizes.items()
-            if code is not None and size < sizes[table, now.get(table)]
-        }
-        if not ratios:
-            return moves
-        table, code = max(ratios, key=lambda move: ratios[move])
-        assert code is not None
-        moves.append((table, code))
-        now = {**now, table: code}
 
 
 def _shown_codes(codes: Mapping[str, RowCode]) -> str:

@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,14 @@ from launch import ROOT, environment, evaluate, fork_train, run_train, train_com
 from retrieval import write_retrieval
 
 from recsys.__main__ import main
+from recsys.config import TableConfig
+from recsys.config.choices import RowCode
 from recsys.ids import KeptRows
 from recsys.report.record import open_record
+from recsys.serving.accepted import accepted_moves
+from recsys.serving.compress import _quantize
+from recsys.serving.trials import Compression, Loss
+from recsys.tables.row_codes import row_bytes
 
 # A list with weights of its own to be averaged, a vocabulary, several rows an id, and rows by number.
 CONFIG = (
@@ -229,3 +237,49 @@ def test_mistakes(options: tuple[str, ...], said: str, runs: tuple[Path, Path], 
     (tmp_path / "out" / "a").touch()
     done = fork_train("compress", str(runs[0]), f"{tmp_path}/out", "--max-loss", "0.1", program="recsys")
     assert f"OUT: '{tmp_path}/out' is not empty" in done.stderr
+
+
+class FakeTrials:
+    """Tables whose losses by code add up; counts what is asked of codes together."""
+
+    def __init__(self, losses: dict[str, dict[str, tuple[float, float]]]) -> None:
+        self._losses, self.together = losses, 0
+        tables = {name: TableConfig(num_embeddings=100, embedding_dim=64) for name in losses}
+        publish = SimpleNamespace(publish=SimpleNamespace(dir=None))
+        self.config = SimpleNamespace(tables=tables, train=publish)
+
+    def num_bytes(self, compression: Compression) -> int:
+        return sum(row_bytes(table, compression.codes.get(name)) for name, table in self.config.tables.items())
+
+    def dense_bytes(self, compression: Compression) -> int:
+        return 0
+
+    def loss(self, compression: Compression, remark: str) -> Loss:
+        self.together += "alone" not in remark
+        parts = [self._losses[table].get(code.name, (0.0, 0.0)) for table, code in compression.codes.items()]
+        return Loss(sum(value for value, _ in parts), sum(at_most for _, at_most in parts))
+
+
+def test_codes_that_are_lucky_and_noisy_keep_no_other_out() -> None:
+    noisy = {"INT8": (0.0, 0.0001), "INT4": (0.0001, 0.001), "INT2": (-0.0007, 0.0032)}
+    plain = {"INT8": (0.0, 0.0001), "INT4": (0.0, 0.0005), "INT2": (0.003, 0.004)}
+    trials: Any = FakeTrials({"user": noisy, "item": plain, "category": plain})
+    accepted, shown = _quantize(trials, Compression(), 0.0025)
+    assert set(accepted.codes.values()) == {RowCode.INT4} and shown == "INT4: user, item, category"
+    # Together all of INT4 is more than is allowed: the one that loses most keeps the code that it has.
+    trials = FakeTrials({"user": noisy, "item": plain, "category": plain})
+    accepted, _ = _quantize(trials, Compression(), 0.0015)
+    assert accepted.codes == {"user": RowCode.INT8, "item": RowCode.INT4, "category": RowCode.INT4}
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (99,), (0, 40, 99), range(100)], ids=str)
+def test_changes_after_one_that_is_refused_are_tried(bad: Sequence[int]) -> None:
+    asked = []
+
+    def is_accepted(moves: Sequence[tuple[str, RowCode]]) -> bool:
+        asked.append(moves)
+        return not {f"t{i}" for i in bad} & {table for table, _ in moves}
+
+    moves = [(f"t{i}", RowCode.INT8) for i in range(100)]
+    assert accepted_moves(moves, is_accepted) == [move for i, move in enumerate(moves) if i not in bad]
+    assert len(asked) <= 7 + len(bad) * 12 if len(bad) < 100 else len(asked) == 7 + 99
