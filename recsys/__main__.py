@@ -120,7 +120,8 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
     exit_unless_installed("numpy", "pyarrow")
     from recsys.datasets.prepare import prepare as run_converter
 
-    return run_converter(arguments, prog)
+    with mistakes_told():
+        return run_converter(arguments, prog)
 
 
 def predict(arguments: Sequence[str], command: str) -> int:
@@ -243,8 +244,7 @@ def report(arguments: Sequence[str], command: str) -> int:
         from recsys.report.compare import compare
         from recsys.report.page import write_report
 
-        page = compare(words.runs, words.out) if command == "compare" else write_report(words.runs[0], words.out)
-    print(page)
+        print(compare(words.runs, words.out) if command == "compare" else write_report(words.runs[0], words.out))
     return 0
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -156,6 +157,34 @@ def told_error(output: str, status: int) -> UserError:
     return UserError(first.removeprefix(_TOLD), *below)
 
 
+def output_is_cut() -> bool:
+    """Return whether nobody reads standard output any more, as after `| head -1`; it then goes nowhere from here on.
+
+    By the system's word, since a pipe to a process that decodes breaks with the same error. SIGPIPE, which ends other
+    programs there, would end a run for such a pipe too.
+    """
+    try:
+        number, poll = sys.stdout.fileno(), select.poll()
+        poll.register(number, 0)
+        is_cut = any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    except (OSError, ValueError, AttributeError):  # no stream of the system's, or none
+        return False
+    if is_cut:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), number)
+    return is_cut
+
+
+def flush_output() -> None:
+    """Write out what was printed, before Python does so at its end: there a pipe that nobody reads is told of."""
+    try:
+        print(end="", flush=True)
+    except BrokenPipeError:
+        output_is_cut()
+    except OSError:
+        pass  # of a full disk, say, which Python tells at its end
+
+
 def _wait_for_torchrun() -> None:
     """Let torchrun, if there is one, end this process with status 0: its summary then has one failure alone."""
     if LAUNCHER_FILE in os.environ:
@@ -167,8 +196,11 @@ def end_run(error: Exception) -> NoReturn:
     """Print why the run failed, tell the launcher, and end this process with status 1, or 2 of a `UsageError`.
 
     A mistake of the user, a stuck rank, or the end of another one, is one sentence; anything else comes with its
-    traceback. A mistake that another rank tells is told here only if torchrun does not end this one soon after.
+    traceback. A mistake that another rank tells is told here only if torchrun does not end this one soon after. Of
+    output that nobody reads any more nothing is said; the status is what shells give to programs that it ends.
     """
+    if isinstance(error, BrokenPipeError) and output_is_cut():
+        _end_process(128 + signal.SIGPIPE)
     if isinstance(error, EchoError):
         _wait_for_torchrun()
     elif is_out_of_memory(error) and not isinstance(error, UserError):

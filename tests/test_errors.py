@@ -1,6 +1,9 @@
 """A mistake is told once, however many ranks find it, and as text that does nothing to a terminal."""
 
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,33 @@ def test_all_lines_of_what_a_command_told_are_handed_on(
     assert (problem and problem.args) == lines
     if problem and lines:
         assert str(problem.within("it failed")) == "\n  ".join(["it failed: " + lines[0], *lines[1:]])
+
+
+_TOLD = "from recsys.runtime.arguments import mistakes_told\nwith mistakes_told(): "
+_LOGGED = "from recsys.runtime.logs import *\nstart_logging(Path('.'), 0)\nfor _ in range(3): logger.info('a line')"
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        (f"{_TOLD}print('a page')", 0),
+        (f"{_TOLD}print('a page', flush=True)", 141),
+        (_LOGGED, 0),
+        ("from recsys.__main__ import main; main(['prepare', '--help'])", 0),
+    ],
+    ids=["at the end", "at once", "a log", "help"],
+)
+def test_output_that_nobody_reads_any_more_is_no_error(program: str, status: int, tmp_path: Path) -> None:
+    read, written = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-c", program]
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(command, stdout=written, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=settings)
+    os.close(written)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_a_pipe_of_another_kind_that_breaks_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"{_TOLD}raise BrokenPipeError(32, 'of a process')"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.endswith("BrokenPipeError: [Errno 32] of a process\n")

@@ -55,6 +55,8 @@ def prepare(arguments: Sequence[str], prog: str = "recsys prepare") -> int:
                 print("already complete, nothing to do:")
             print(writer.describe(args.out))
     except (UserError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # of what is printed: no mistake
+            raise
         print(f"{prog}: {disk_problem(error)}", file=sys.stderr)
         return 1
     except TerminatedError:

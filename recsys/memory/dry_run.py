@@ -1,7 +1,5 @@
 """`--dry-run`: the plan and the memory that a run would take, on machines that need not be here."""
 
-import os
-import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from recsys.config import Config
 from recsys.config.device import check_device, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
-from recsys.errors import UserError
+from recsys.errors import UserError, output_is_cut
 from recsys.memory.autofit import Fitter, pieces_of
 from recsys.memory.data_facts import data_facts
 from recsys.memory.page import Cell, describe_plan, few_lines, kind_rows, rank_table
@@ -76,7 +74,8 @@ def dry_run(config: Config, price_per_hour: float | None = None) -> int:
     try:
         print(page, flush=True)
     except BrokenPipeError:  # `| head -1` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not output_is_cut():
+            raise
     return 1 if result.misfits else 0
 
 

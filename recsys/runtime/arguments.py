@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from recsys.errors import EchoError, UsageError, UserError, end_interrupted, end_run
+from recsys.errors import EchoError, UsageError, UserError, end_interrupted, end_run, flush_output
 from recsys.runtime.environment import is_first_rank
 
 
@@ -169,3 +169,5 @@ def mistakes_told(debug: bool = False, goes_on: bool = False) -> Iterator[None]:
         if debug and not isinstance(error, UserError):
             raise
         end_run(error)
+    finally:
+        flush_output()

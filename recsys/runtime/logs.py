@@ -14,7 +14,7 @@ from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from recsys.errors import why
+from recsys.errors import output_is_cut, why
 from recsys.runtime.environment import colours_on
 from recsys.runtime.live import bar, clock, live_line
 
@@ -73,6 +73,10 @@ class _Console(_Losing, logging.StreamHandler):
         if not (getattr(record, "is_live", False) and live_line.is_on):
             with live_line:
                 super().emit(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not (isinstance(sys.exc_info()[1], BrokenPipeError) and output_is_cut()):  # whoever reads has read enough
+            super().handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
