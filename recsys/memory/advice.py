@@ -1,6 +1,6 @@
 """When memory runs out, or would: what holds it, and the settings that help most."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from recsys.config.topology import num_bytes
 from recsys.data.inputs import Inputs
 from recsys.errors import NoPlanError, UserError, is_out_of_memory
 from recsys.memory import BudgetExceeded, DataFacts, Timeline
-from recsys.memory.autofit import MARGIN, Fitter, Offer
+from recsys.memory.autofit import MARGIN, Fit, Fitter, Offer
 from recsys.memory.data_facts import data_facts
 from recsys.memory.levers import Change, with_changes
 from recsys.memory.predict import CUDA_CONTEXT_BYTES
@@ -175,19 +175,22 @@ def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
     if not fitted.missing:
         logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(fitted.after), _mib(fitted.before))
         return fitted.changes
-    with_all = fitter.fit(tuple(Saver))
-    also = [
-        change.saver.name for change in with_all.changes if change.saver and change.saver not in config.memory.allow
-    ]
+    told = what_fits(fitter, fitted, fitter.allowing(config.memory.allow), topology)
+    raise UserError(f"config key 'memory.fit': {told}")
+
+
+def what_fits(fitter: Fitter, fitted: Fit, allow: Sequence[Saver], topology: Topology) -> str:
+    """Return in a sentence what memory.fit was not enough for, and what would be: `allow`, of `Fitter.allowing`."""
     there = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
-    help_ = f"memory.allow=[{','.join(also)}] would be enough" if also and not with_all.missing else "nothing is enough"
+    names = ",".join(saver.name for saver in allow)
+    help_ = f"memory.allow=[{names}] would be enough" if allow else "nothing that memory.allow can list is enough"
     otherwise = "otherwise take more ranks, smaller tables or a smaller train.global_batch_size"
     if in_vain := _in_vain(fitter.process()):
         otherwise = f"{in_vain}; give it more"
-    raise UserError(
-        f"config key 'memory.fit': {_STAYS_FREE}; the run takes {_mib(fitted.before)} of {_mib(there)} on its fullest "
-        f"rank, {_mib(fitted.after)} with what keeps what is learned, and {_mib(fitted.missing)} are missing over all "
-        f"ranks; {help_}: {otherwise}"
+    return (
+        f"{_STAYS_FREE}; the run takes {_mib(fitted.before)} of {_mib(there)} on its fullest rank, "
+        f"{_mib(fitted.after)} with what memory.fit may change, and {_mib(fitted.missing)} are missing over all ranks; "
+        f"{help_}: {otherwise}"
     )
 
 

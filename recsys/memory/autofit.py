@@ -115,6 +115,22 @@ class Fitter:
                 return roomier
         return change
 
+    def offers(self, changes: Sequence[Change]) -> list[Offer]:
+        """Return what each of some changes saves beside the others, and what all of them leave missing."""
+        config = with_changes(self._config, changes)
+        after, missing = self.fullest(config), self.missing(config)
+        offers = []
+        for change in changes:
+            others = with_changes(self._config, [other for other in changes if other is not change])
+            offers.append(Offer(change, max(0, self.fullest(others) - after), missing))
+        return offers
+
+    def allowing(self, allowed: Sequence[Saver]) -> list[Saver]:
+        """Return what memory.allow has to list for the run to fit, with what it lists; nothing where that fails too."""
+        fitted = self.fit(tuple(Saver))
+        used = [change.saver for change in fitted.changes if change.saver is not None]
+        return [] if fitted.missing else list(dict.fromkeys([*allowed, *used]))
+
     def advice(self, num: int = 3) -> list[Offer]:
         """Return the changes that help most: those that are enough, of one setting or of several at once.
 

@@ -8,10 +8,13 @@ from typing import Any
 import torch
 
 from recsys.config import Config
+from recsys.config.choices import Saver
 from recsys.config.device import check_device, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, output_is_cut
-from recsys.memory.autofit import Fitter, pieces_of
+from recsys.memory import DataFacts
+from recsys.memory.advice import what_fits
+from recsys.memory.autofit import Fitter, Offer, pieces_of
 from recsys.memory.data_facts import data_facts
 from recsys.memory.page import Cell, describe_plan, few_lines, kind_rows, rank_table
 from recsys.memory.step_time import StepTime, speeds_of, step_load
@@ -24,8 +27,41 @@ from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import World, rehearse_world
 from recsys.tables.spec import Shard
 
-SCHEMA_VERSION = 3  # from 3 on `data` has num_items and listed_items in place of ranking_bytes
+SCHEMA_VERSION = 4  # from 4 on `changes` are what memory.fit changes, by name, and sentences no more
 _APART = 0.02  # ranks that differ by less are shown as one
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What memory.fit comes to.
+
+    Attributes:
+        changes: of settings, with what each saves; not enough where bytes are `missing`, over all ranks.
+        allow: what memory.allow has to list for the run to fit, where it does not.
+        advice: where it does not fit, what was found and what to do.
+    """
+
+    changes: list[Offer]
+    missing: int
+    allow: list[Saver]
+    advice: str
+
+    def sentences(self) -> list[str]:
+        """Return it for people."""
+        enough = ", which is not enough" if self.missing else ""
+        lines = []
+        for offer in self.changes:
+            other = "" if offer.change.saver is None else "; something else is learned"
+            saved = f"{shown(offer.saved)}{enough} ({offer.change.cost}{other})"
+            lines.append(f"memory.fit: {offer.change} saves {saved}")
+        return [*lines, f"memory.fit: {self.advice}"] if self.advice else lines
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return the changes for programs."""
+        return [
+            {"settings": str(offer.change), "cost": offer.change.cost, "saved_bytes": offer.saved}
+            for offer in self.changes
+        ]
 
 
 @dataclass(frozen=True)
@@ -36,7 +72,7 @@ class DryRun:
         largest_batch: the largest global batch that fits, 0 where none does, None where no memory is given.
         misfits: a sentence for each GPU, process and machine whose memory is not enough.
         instead: what the device has no kernel for, and what is done in its place.
-        changes: what memory.fit has changed.
+        fitted: what memory.fit has changed; None: it is not set.
         time: of a step; None: `topology.speeds` is not given.
     """
 
@@ -47,7 +83,7 @@ class DryRun:
     largest_batch: int | None
     misfits: list[str]
     instead: list[str]
-    changes: list[str]
+    fitted: Fitted | None
     time: StepTime | None
     seconds: float
 
@@ -89,26 +125,31 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
         data = data_facts(config, inputs, topology.world_size)
         if why_not:
             data = replace(data, source=f"{data.source} ({why_not})")
-        changes: list[str] = []
+        fitted = None
         if config.memory.fit:
-            fitted = Fitter(config, data, topology).fit(config.memory.allow)
-            changes = [f"memory.fit: {change} ({change.cost})" for change in fitted.changes]
-            config = fitted.config
+            config, fitted = _fit(config, data, topology)
         pieces = pieces_of(config, topology)
         prediction = predict_run(config, data, topology, pieces)
         bounded = topology.on_gpu or topology.host_known
         largest = largest_batch(config, data, topology, pieces) if bounded else None
         wrong = misfits(prediction.ranks, topology)
-        if wrong and not config.memory.fit:
-            changes.append("memory.fit=true looks for settings that fit")
         of_step = None
         if speeds is not None:
             load = step_load(config, data, prediction.dense, topology, pieces)
             rows = None if inputs is None else inputs.datasets["train"].num_rows
             sizes = config.train.global_batch_size, rows, topology.num_machines
             of_step = StepTime(load, speeds, *sizes, price_per_hour)
-    parts = config, topology, pieces, prediction, largest, wrong, instead, changes
+    parts = config, topology, pieces, prediction, largest, wrong, instead, fitted
     return DryRun(*parts, of_step, time.monotonic() - start)
+
+
+def _fit(config: Config, data: DataFacts, topology: Topology) -> tuple[Config, Fitted]:
+    """Return a config as memory.fit changes it, and what that comes to."""
+    fitter, allowed = Fitter(config, data, topology), config.memory.allow
+    fit = fitter.fit(allowed)
+    allow = fitter.allowing(allowed) if fit.missing else []
+    advice = what_fits(fitter, fit, allow, topology) if fit.missing else ""
+    return fit.config, Fitted(fitter.offers(fit.changes), fit.missing, allow, advice)
 
 
 def _open(config: Config, world: World) -> tuple[Inputs | None, str]:
@@ -141,7 +182,9 @@ def as_json(result: DryRun) -> dict[str, Any]:
         "shards": [asdict(piece) for piece in result.pieces],
         "time": None if result.time is None else result.time.as_json(),
         "instead": result.instead,
-        "changes": result.changes,
+        "changes": result.fitted.as_json() if result.fitted else [],
+        "missing_bytes": result.fitted.missing if result.fitted else None,
+        "allow": [saver.name for saver in result.fitted.allow] if result.fitted else [],
         "seconds": round(result.seconds, 2),
     }
 
@@ -157,7 +200,10 @@ def format_dry_run(result: DryRun) -> str:
         f"{topology.device.type}: {topology.num_machines} machine{'s' if topology.num_machines > 1 else ''} of "
         f"{topology.local_world_size}",
         *(f"- {sentence}" for sentence in (result.time.sentences() if result.time else ())),
-        *(f"- {sentence}" for sentence in [*_memory(result), *_full_or_idle(result), *result.instead, *result.changes]),
+        *(
+            f"- {sentence}"
+            for sentence in [*_memory(result), *_full_or_idle(result), *result.instead, *_changes(result)]
+        ),
         *(f"- {sentence}" for sentence in [repeated_decoding(config, topology.world_size)] if sentence),
         f"- Ids a row: {sum(prediction.data.mean_ids.values()):.2f}, by {prediction.data.source}",
         "",
@@ -205,6 +251,13 @@ def _memory(result: DryRun) -> list[str]:
         f"Page-locked by CUDA: {shown(own)} a rank, {shown(own * topology.local_world_size)} a machine; "
         f"RLIMIT_MEMLOCK here: {limit} (it binds mlock and RDMA, not CUDA's driver)",
     ]
+
+
+def _changes(result: DryRun) -> list[str]:
+    """Tell what memory.fit has changed, or that it could."""
+    if result.fitted is not None:
+        return result.fitted.sentences()
+    return ["memory.fit=true looks for settings that fit"] if result.misfits else []
 
 
 def _full_or_idle(result: DryRun) -> list[str]:

@@ -18,7 +18,7 @@ from recsys.errors import UserError
 from recsys.memory import DataFacts, Decoding
 from recsys.memory.advice import advise
 from recsys.memory.autofit import Fitter
-from recsys.memory.dry_run import rehearse_run
+from recsys.memory.dry_run import _fit, as_json, format_dry_run, rehearse_run
 from recsys.memory.levers import LEVERS, _row_wise_state, with_changes
 from recsys.runtime.logs import quiet_libraries
 from recsys.runtime.machine import topology_of
@@ -235,9 +235,31 @@ def test_advice_covers_what_a_rank_was_seen_to_take() -> None:
 @pytest.mark.slow
 def test_a_dry_run_fits_too(capsys: pytest.CaptureFixture[str]) -> None:
     found = rehearse_run(load_config(CONFIG, [*WIDE, "memory.budget=900MiB"]))
-    assert found.misfits and any("memory.fit=true" in line for line in found.changes)
+    assert found.misfits and "- memory.fit=true looks for settings that fit\n" in format_dry_run(found)
     found = rehearse_run(load_config(CONFIG, [*WIDE, "memory.budget=900MiB", "memory.fit=true"]))
     assert not found.misfits and found.config.train.micro_batch_size is not None
+    told, page = as_json(found), format_dry_run(found)
+    assert told["missing_bytes"] == 0 and f"memory.fit: {told['changes'][0]['settings']} saves " in page
+
+
+def test_a_dry_run_that_nothing_fits_says_what_would_be_enough() -> None:
+    """And that what memory.fit has found is not: it looked as if it were."""
+    quiet_libraries()
+    options = ["tables.user.num_embeddings=20000000", "optimizer.tables.name=adagrad", "memory.budget=1500MiB"]
+    config = load_config(CONFIG, [*options, "train.global_batch_size=64"])
+    with rehearse_world(1, 1, topology_of(config).device):
+        _, found = _fit(config, FACTS, topology_of(config))
+        *changes, told = found.sentences()
+        assert found.missing > 0 and len(changes) == len(found.as_json()) > 0
+        for line, change in zip(changes, found.as_json(), strict=True):
+            assert line.startswith(f"memory.fit: {change['settings']} saves ") and "which is not enough (" in line
+            assert change["saved_bytes"] >= 0
+        assert "missing over all ranks; memory.allow=[row_wise_state] would be enough: otherwise" in told
+        config = replace(config, memory=replace(config.memory, allow=tuple(found.allow)))
+        _, found = _fit(config, FACTS, topology_of(config))
+        (line,) = found.sentences()
+    assert not found.missing and found.allow == [] and line.endswith("; something else is learned)")
+    assert found.as_json()[0]["saved_bytes"] == pytest.approx(20_000_000 * 7 * 4, rel=0.01)
 
 
 # Tables are what takes most here, which predictions know to the byte.
