@@ -66,7 +66,7 @@ def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFa
         eval_window_bytes=int(of_evaluation),
         decoding=_decoding_by_rank(inputs, samples, {"train": largest, **{r: rows for r, (_, rows) in others.items()}}),
         eval_rows=roles,
-        source=f"the first {sample.rows:,} rows",
+        source=sample.source,
         vocabulary_bytes=vocabularies,
         counted_ids=counted,
         counted_bytes=_counted_bytes(inputs, sample, counted),

@@ -98,6 +98,9 @@ class Sample:
             name for name in table.column_names if pa.types.is_list(table.field(name).type) and name not in vectors
         ]
         longer = _longer_lists(dataset, table, lists)
+        # Of rows without lists there is nothing to correct.
+        corrected = ", with lists as long as footers tell of all rows" if longer != 1 else ""
+        self.source = f"the first {self.rows:,} rows{corrected}"
         self._num_groups = max(1, len(dataset.row_groups))
         self.group_rows = max(1.0, dataset.row_groups.total_rows / self._num_groups)
         self._heaviest, self._spread = _by_row_group(dataset)

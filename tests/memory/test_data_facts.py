@@ -110,6 +110,8 @@ def test_lists_that_get_shorter_are_expected_with_their_weights(tmp_path: Path) 
         sample, facts = Sample(inputs, "train"), data_facts(config, inputs, 1)
         row_bytes, decoding = sample.row_bytes, facts.decoding[0]
         most = max(len(batch.ids.values()) for batch in inputs.loader("train").batches(num_epochs=30))
+    assert facts.source == "the first 1,000 rows, with lists as long as footers tell of all rows"
+    assert facts.mean_ids["ids"] == pytest.approx(lengths.mean(), rel=0.05)  # not the 40 of the first rows
     assert facts.most_ids["ids"] * 100 == pytest.approx(most, rel=0.1)
     # Two windows of each of two streams hold all rows twice, and blocks keep the pages of the longest lists.
     assert 2.2 * taken < facts.window_bytes < 2 * 4 * tables[0].nbytes
