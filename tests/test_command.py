@@ -132,3 +132,10 @@ def test_torchrun_takes_the_module_too(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 3
     done = run("-m", "recsys", "evaluate", f"{tmp_path}/run")
     assert done.returncode == 0 and '"auc"' in done.stdout.splitlines()[-1], done.stderr
+
+
+def test_help_says_which_ids_are_cold(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `evaluate` counts them: an id of N rows is warm."""
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--help"])
+    assert "has in N rows or more (warm), and in fewer (cold)" in " ".join(capsys.readouterr().out.split())

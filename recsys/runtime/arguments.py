@@ -53,7 +53,7 @@ def price(text: str) -> float:
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
     """Add what an evaluation tells besides the metrics of all rows, and `--trust-code`."""
     parser.add_argument("--by", metavar="COLUMN", help="of an evaluation: metrics by value of a column, too")
-    about = "with --by: slices of values that data.train has in N rows (warm) or fewer (cold)"
+    about = "with --by: slices of values that data.train has in N rows or more (warm), and in fewer (cold)"
     parser.add_argument("--cold", metavar="N", type=positive, default=0, help=about)
     about = "of an evaluation: the mean of the AUCs of this column's values, such as users, by their rows (gauc)"
     parser.add_argument("--group", metavar="COLUMN", help=about)
