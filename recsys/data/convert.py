@@ -288,6 +288,6 @@ def _refuse_other_than_0_and_1(numbers: np.ndarray, part: FloatColumn) -> None:
         least = numbers[np.isfinite(numbers)].min(initial=np.inf)
         condition = f"{written(part.column or part.name)} > {least:.6g}"  # which is true of some rows and not of others
         raise UserError(
-            f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; name a condition in "
-            f'its place, such as data.labels={{NAME: "{condition}"}}, or learn the number itself by loss: squared'
+            f"{part.title} holds {numbers[other][0]:.10g}, and binary cross-entropy takes 0 or 1; "
+            f"{part.advised(condition)}, or learn the number itself by loss: squared"
         )

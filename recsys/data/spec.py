@@ -126,8 +126,13 @@ class FloatColumn:
             last = (pc.max(values.cast(pa.large_binary())).as_py() or b"").decode(errors="replace")
             word = last if re.fullmatch(r"[\w .,:/+-]{1,40}", last) else "yes"
             condition = f"{written(self.column)} == '{word}'"
-            return f'; name a condition in its place, such as data.labels={{NAME: "{condition}"}}'
+            return f"; {self.advised(condition)}"
         return "; write it as numbers" + ("" if self.fill is None else ", or for ids use a feature of type id")
+
+    def advised(self, condition: str) -> str:
+        """Return what to do where a condition is to stand in place of a label's column."""
+        also = " data.label_column=null" if self.name == "data.label_column" else ""  # which excludes the former
+        return f'name a condition in its place, such as data.labels={{NAME: "{condition}"}}{also}'
 
     def columns(self) -> set[str]:
         """Return the columns to read."""

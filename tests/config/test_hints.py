@@ -54,13 +54,16 @@ def test_dates_without_quotes(filter_text: str, day: str) -> None:
         (["features.price.column=phone"], "; name a field of the struct, such as 'phone.os'"),
         (["data.filter=phone == 'ios'"], "compare one of its fields, as device.os"),
         (["features.user_id.column=phones.os"], "did you mean 'phones.osx'?"),
-        (["data.label_column=hour"], 'data.labels={NAME: "hour > 0"}'),
+        (["data.label_column=hour"], 'data.labels={NAME: "hour > 0"} data.label_column=null, or learn'),
+        (["data.label_column=name"], "data.labels={NAME: \"name == 'b'\"} data.label_column=null"),
+        (["data.label_column=null", "data.labels.a=hour"], 'data.labels={NAME: "hour > 0"}, or learn'),
     ],
 )
 def test_columns(overrides: list[str], hint: str, tmp_path: Path) -> None:
     table = pq.read_table("data/sample/train")
     nested = pa.array([{"os": "ios", "version": "16"}] * len(table))
     table = table.append_column("phone", nested).append_column("phones.osx", table["hour"])
+    table = table.append_column("name", pa.array(["a", "b"] * len(table))[: len(table)])
     pq.write_table(table, tmp_path / "a.parquet")
     data = [f"data.train={tmp_path}", "data.valid=null", "data.test=null", *overrides]
     with open_world(Device.cpu, num_threads=1) as world, pytest.raises(UserError) as caught:
