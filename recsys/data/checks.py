@@ -60,8 +60,11 @@ def _places(column: str, types: dict[str, pa.DataType]) -> dict[str, pa.DataType
 
 
 def _check_kinds(asks: str, kinds: dict[str, pa.DataType]) -> None:
-    """Refuse ids that are numbers in some places and texts in others; `asks` is the config key that they are of."""
-    known = {place: kind for place, kind in kinds.items() if not pa.types.is_null(kind)}
+    """Refuse ids that are numbers in some places and texts in others; `asks` is the config key that they are of.
+
+    Structs, maps and lists of lists are no ids: what reads their column refuses them, and says what to name instead.
+    """
+    known = {place: kind for place, kind in kinds.items() if not (pa.types.is_null(kind) or pa.types.is_nested(kind))}
     texts = [place for place, kind in known.items() if is_text(kind)]
     numbers = [place for place in known if place not in texts]
     if texts and numbers:

@@ -50,6 +50,10 @@ def test_dates_without_quotes(filter_text: str, day: str) -> None:
     "overrides, hint",
     [
         (["features.user_id.column=phone.oss"], "did you mean 'phone.os'? (it has: phone.os, phone.version, "),
+        (
+            ["features.history.column=phone", "features.item_id.column=name"],
+            "; name a field of the struct, such as 'phone.os'",
+        ),
         (["features.user_id.column=phone"], "; name a field of the struct, such as 'phone.os'"),
         (["features.price.column=phone"], "; name a field of the struct, such as 'phone.os'"),
         (["data.filter=phone == 'ios'"], "compare one of its fields, as device.os"),
