@@ -94,15 +94,15 @@ def _model_nodes(model: type) -> DictConfig:
 
 
 def _with_label_sections(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return a layer whose labels that are given by their column or expression alone are sections."""
+    """Return a layer whose labels that are given by their column or expression alone are sections, with that alone."""
     labels = layer["data"].get("labels") if isinstance(layer.get("data"), dict) else None
     if not isinstance(labels, dict):
         return layer
-    column = re.compile(r"[\w.-]+")
-    sections = {
-        name: {"column" if column.fullmatch(given) else "expression": given} if isinstance(given, str) else given
-        for name, given in labels.items()
-    }
+    sections = dict(labels)
+    for name, given in labels.items():
+        if isinstance(given, str):
+            word, other = ("column", "expression") if re.fullmatch(r"[\w.-]+", given) else ("expression", "column")
+            sections[name] = {word: given, other: None}  # whatever a layer below gave
     return {**layer, "data": {**layer["data"], "labels": sections}}
 
 

@@ -69,6 +69,20 @@ def test_another_model_takes_no_keys_of_the_model_of_its_base(folder: Path) -> N
         load_config(write(folder / "mine.yaml", "base: base.yaml\nmodel: {name: dlrm, item_features: []}"))
 
 
+@pytest.mark.parametrize(("below", "given"), [("'x > 0'", "x"), ("x", "'x > 0'"), ("'x > 0'", "'x > 1'")])
+def test_a_label_given_anew_as_a_plain_text_replaces_column_and_expression(
+    below: str, given: str, folder: Path
+) -> None:
+    """What else was said of it stays, as in all sections."""
+    labels = f"data: {{label_column: null, labels: {{click: clicked, buy: {below}}}}}"
+    path = write(folder / "mine.yaml", f"base: shared/sample.yaml\n{labels}")
+    settings = ("data.labels.buy.weight=0.5", f"data.labels={{click: clicked, buy: {given}}}")
+    found, text = load_config(path, settings).data.labels, given.strip("'")
+    expected = (None, text) if " " in text else (text, None)
+    assert (found["buy"].column, found["buy"].expression, found["buy"].weight) == (*expected, 0.5)
+    assert found["click"].column == "clicked"
+
+
 @pytest.mark.parametrize(
     ("base", "said"),
     [
