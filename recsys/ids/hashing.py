@@ -213,6 +213,8 @@ def _whole(values: np.ndarray, kind: pa.DataType) -> np.ndarray:
     bits = np.finfo(values.dtype).nmant + 1
     wrong = (values != np.rint(values)) | ~(np.abs(values) < 2**bits)  # of NaN, both are so
     if wrong.any():
+        if np.isnan(values[wrong][0]):
+            raise UserError("ids must be whole numbers, found nan; where a row has no id, write null in its place")
         raise UserError(
             f"ids must be whole numbers, found {values[wrong][0]}, and {kind} tells these apart below 2**{bits} only; "
             f"write ids as integers or strings"
