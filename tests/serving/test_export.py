@@ -74,8 +74,7 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run, its export, and what it predicts of the sample's test rows."""
     folder = tmp_path_factory.mktemp("ranker")
     overrides = ["train.max_steps=20", "data.valid=null", "data.test=null", "tables.user={mapping: vocabulary}"]
-    overrides += ["train.activation_checkpointing=true"]  # without a part in what is exported
-    run = train(folder, ROOT / "configs" / "dlrm_sample.yaml", *overrides)
+    run = train(folder, ROOT / "configs" / "dlrm_sample.yaml", *overrides, "train.activation_checkpointing=true")
     recsys("export", run, folder / "out")
     recsys("predict", run, ROOT / "data/sample/test", folder / "predicted")
     return folder
