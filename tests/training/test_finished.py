@@ -89,8 +89,8 @@ def test_how_to_train_asks_for_nothing_where_no_step_is_left(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     train(run_dir, 1)
     before = contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()}
-    for change in ("optimizer.tables.learning_rate=0.5", "train.global_batch_size=128", "train.keep_checkpoints=7"):
-        assert "done at step 11 already" in train(run_dir, 1, change)
+    changes = "optimizer.tables.learning_rate=0.5", "train.global_batch_size=128", "train.keep_checkpoints=7"
+    assert "done at step 11 already" in train(run_dir, 1, *changes)
     assert contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()} == before
     assert "done at step 11," in train(run_dir, 1, "data.test=null")  # of which the result says something
 

@@ -64,6 +64,7 @@ def test_trains(name: str, tmp_path: Path) -> None:
     assert abs(losses[0] - losses[1]) < 1e-3
 
 
+@pytest.mark.slow
 def test_ranks_without_tables(tmp_path: Path) -> None:
     """Such a rank has no vectors to send; what torchrec gives in their place is FP32, whatever the others send."""
     options = ["precision.output_dtype=FP16", *(f"tables.{name}.sharding_type=table_wise" for name in TABLES)]
