@@ -9,6 +9,10 @@ import pyarrow as pa
 from recsys.data.convert import convert_floats, raw_numbers, transform_numbers
 from recsys.data.spec import FloatColumn, Transform
 
+_NUMBERS_AT_ONCE = 1 << 17
+# Numbers, [rows, numbers of a row], and which of them are not null, or None where all are there.
+_Chunk = tuple[np.ndarray, np.ndarray | None]
+
 
 @dataclass(frozen=True)
 class FloatFacts:
@@ -26,8 +30,7 @@ def summarise(values: pa.ChunkedArray, part: FloatColumn) -> np.ndarray:
     The result is float64 [numbers of a row, 4].
     """
     chunks = [_numbers(chunk, part) for chunk in values.chunks]
-    columns = zip(*chunks, strict=True) if chunks else [()] * (part.dim or 1)
-    return np.stack([_summarise_column(np.concatenate([np.zeros(0), *column]), part) for column in columns])
+    return np.stack([_summarise_column(_column(chunks, i), part) for i in range(part.dim or 1)])
 
 
 def _summarise_column(raw: np.ndarray, part: FloatColumn) -> np.ndarray:
@@ -40,15 +43,22 @@ def _summarise_column(raw: np.ndarray, part: FloatColumn) -> np.ndarray:
     return np.array([len(raw), _mean_and_std(raw)[0], *_mean_and_std(done)])
 
 
-def _numbers(chunk: pa.Array, part: FloatColumn) -> list[np.ndarray]:
-    """Return of each number of a row the values that are not null, float64."""
-    convert_floats(chunk, FloatColumn(part.name, part.column, dim=part.dim))  # refuses what is no finite number
-    numbers, nulls = raw_numbers(chunk, part)
+def _numbers(chunk: pa.Array, part: FloatColumn) -> _Chunk:
+    like, step = FloatColumn(part.name, part.column, dim=part.dim), _NUMBERS_AT_ONCE // (part.dim or 1)
+    for start in range(0, len(chunk), step):
+        convert_floats(chunk.slice(start, step), like)  # refuses what is no finite number
+    (numbers, nulls), shape = raw_numbers(chunk, part), (len(chunk), part.dim or 1)
+    if nulls is None:
+        return numbers.reshape(shape), None
     is_there = np.ones(numbers.size, bool)
-    is_there[[] if nulls is None else nulls] = False
-    shape = len(chunk), part.dim or 1
-    columns = zip(numbers.reshape(shape).T, is_there.reshape(shape).T, strict=True)
-    return [column[mask].astype(np.float64) for column, mask in columns]
+    is_there[nulls] = False
+    return numbers.reshape(shape), is_there.reshape(shape)
+
+
+def _column(chunks: Sequence[_Chunk], i: int) -> np.ndarray:
+    """Return a number of all rows, where it is not null, float64; one at a time, since all are many."""
+    parts = (numbers[:, i] if is_there is None else numbers[is_there[:, i], i] for numbers, is_there in chunks)
+    return np.concatenate([np.zeros(0), *(part.astype(np.float64) for part in parts)])
 
 
 def joined(groups: Sequence[np.ndarray], part: FloatColumn) -> FloatFacts:
