@@ -108,10 +108,10 @@ class Loader:
         windows, processes = self._processes.sizes()
         return {"window_bytes": windows, **batches, "process_bytes": processes}
 
-    def window_rows(self) -> list[list[int]]:
-        """Return for each stream of the rank that reads most the rows of its windows in the first epoch, in order."""
-        order, read = self._order(0), most_shares(self._slots, self._world_size)
-        return [[window.num_rows for window in order.windows(share.stream)] for share in read]
+    def window_rows(self, epochs: int = 1) -> list[list[int]]:
+        """Return for each stream of the rank that reads most the rows of its windows in the first epochs, in order."""
+        orders, read = [self._order(epoch) for epoch in range(epochs)], most_shares(self._slots, self._world_size)
+        return [[window.num_rows for order in orders for window in order.windows(share.stream)] for share in read]
 
     def row_groups_by_rank(self) -> list[np.ndarray]:
         """Return for each rank the row groups, by number, that its rows of the first epoch are cut from."""

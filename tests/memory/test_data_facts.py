@@ -16,6 +16,7 @@ from recsys.data.inputs import open_inputs
 from recsys.data.window import convert_table
 from recsys.ids import statistics_bytes
 from recsys.memory import DataFacts
+from recsys.memory import data_facts as data_facts_module
 from recsys.memory import sample as sample_module
 from recsys.memory.data_facts import data_facts
 from recsys.memory.sample import Sample
@@ -70,6 +71,14 @@ def test_a_rank_decodes_at_once_what_its_rows_are_cut_from(tmp_path: Path) -> No
     first, second = facts_of(tmp_path, 9000, num_ranks=2, **settings).decoding
     (alone,) = facts_of(tmp_path, 9000, **settings).decoding
     assert first.later < second.later < alone.later
+
+
+def test_few_windows_are_cut_elsewhere_in_other_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of seven row groups over eight streams; where one of them is whole in two epochs, it is held twice."""
+    once = facts_of(tmp_path, 4300).window_bytes
+    found = facts_of(tmp_path, 4300, **{"train.epochs": 5}).window_bytes
+    monkeypatch.setattr(data_facts_module, "_EPOCHS_SEEN", 1)
+    assert once <= facts_of(tmp_path, 4300, **{"train.epochs": 5}).window_bytes < found <= 2 * once
 
 
 def sample_of(folder: Path, feature: str) -> tuple[Sample, pa.Table]:
