@@ -21,7 +21,7 @@ from recsys.runtime.loops import write_floats
 
 # Up to so many boundaries, comparing with each is faster than a binary search, which mispredicts its branches.
 _FEW_BOUNDARIES = 64
-_NUMBERS_AT_ONCE = 1 << 17  # of vectors: what is made of them on the way is small, and stays in a core's cache
+NUMBERS_AT_ONCE = 1 << 17  # of vectors: what is made of them on the way is small, and stays in a core's cache
 Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
 
 
@@ -94,7 +94,7 @@ def convert_floats(array: pa.Array, part: FloatColumn, out: np.ndarray | None = 
     """
     shape = (len(array),) if part.dim is None else (len(array), part.dim)
     out = np.empty(shape, np.float32) if out is None else out
-    step = len(array) if part.dim is None else _NUMBERS_AT_ONCE // part.dim
+    step = len(array) if part.dim is None else NUMBERS_AT_ONCE // part.dim
     for start in range(0, max(1, len(array)), max(1, step)):
         _write_numbers(array.slice(start, step), part, out[start : start + step])
     return out

@@ -6,10 +6,9 @@ from dataclasses import astuple, dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from recsys.data.convert import convert_floats, raw_numbers, transform_numbers
+from recsys.data.convert import NUMBERS_AT_ONCE, convert_floats, raw_numbers, transform_numbers
 from recsys.data.spec import FloatColumn, Transform
 
-_NUMBERS_AT_ONCE = 1 << 17
 # Numbers, [rows, numbers of a row], and which of them are not null, or None where all are there.
 _Chunk = tuple[np.ndarray, np.ndarray | None]
 
@@ -44,7 +43,7 @@ def _summarise_column(raw: np.ndarray, part: FloatColumn) -> np.ndarray:
 
 
 def _numbers(chunk: pa.Array, part: FloatColumn) -> _Chunk:
-    like, step = FloatColumn(part.name, part.column, dim=part.dim), _NUMBERS_AT_ONCE // (part.dim or 1)
+    like, step = FloatColumn(part.name, part.column, dim=part.dim), NUMBERS_AT_ONCE // (part.dim or 1)
     for start in range(0, len(chunk), step):
         convert_floats(chunk.slice(start, step), like)  # refuses what is no finite number
     (numbers, nulls), shape = raw_numbers(chunk, part), (len(chunk), part.dim or 1)

@@ -127,7 +127,7 @@ class Loader:
 
     def begun(self, position: Position) -> Position:
         """Return a position, or the start of the next epoch where no step is left in its own, as with other options."""
-        return position if self._steps(position) else self._advance(position)
+        return position if self._steps(position) else Position(position.epoch + 1, 0, position.num_rows)
 
     def steps_left(self, position: Position, num_epochs: int) -> int:
         """Return how many batches lie between a position and the end of the epochs."""
@@ -184,7 +184,7 @@ class Loader:
         if self._steps(position):
             rows = min(position.rows + self.global_batch_size, self._num_rows)
             position = Position(position.epoch, rows, position.rows_before)
-        return position if self._steps(position) else Position(position.epoch + 1, 0, position.num_rows)
+        return self.begun(position)
 
     def _order(self, epoch: int) -> EpochOrder:
         options, row_groups = self._options, self.dataset.row_groups

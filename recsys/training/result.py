@@ -164,8 +164,9 @@ def is_finished(run_dir: Path, source: Source, inputs: Inputs, text: str) -> boo
         return False
     whole, evaluated = asked_of(text)
     then = result.get("asked", [None, None])
-    has_steps = num_steps(inputs.loader("train"), inputs.config, state) > state.step
-    return then[0] == whole or (then[1] == evaluated and not has_steps)
+    if then[0] == whole or then[1] != evaluated:
+        return then[0] == whole
+    return num_steps(inputs.loader("train"), inputs.config, state) <= state.step
 
 
 def asked_of(text: str) -> list[str]:
