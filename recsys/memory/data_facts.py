@@ -23,7 +23,7 @@ from recsys.runtime.threads import decode_in_processes, decoding_threads, window
 
 _NUMBER_BYTES = 8  # of an id, unless it is a text
 _ORDER_BYTES = 12  # of a row of a window that is shuffled, while that is done
-_FEW_WINDOWS, _EPOCHS_SEEN = 4, 4
+_FEW_WINDOWS, _EPOCHS_SEEN = 4, 4  # of a stream, so that the windows of several epochs are looked at, and of how many
 
 
 def streams_of_a_rank(config: Config, world_size: int) -> int:
@@ -170,7 +170,7 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     """Return the most rows of windows that a loader's streams hold at once, and those of the largest window."""
     held, largest, loader = 0, 0, inputs.loader(role)
     epochs, streams = inputs.config.train.epochs if role == "train" else 1, loader.window_rows()
-    if epochs > 1 and max(map(len, streams)) < _FEW_WINDOWS:  # then other epochs cut them elsewhere
+    if epochs > 1 and max(map(len, streams), default=0) < _FEW_WINDOWS:  # then other epochs cut them elsewhere
         streams = loader.window_rows(min(epochs, _EPOCHS_SEEN))
     at_once = _windows_at_once(inputs, len(streams))
     for rows in streams:
