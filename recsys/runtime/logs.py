@@ -63,11 +63,14 @@ class _Losing(logging.Handler):
 
 
 class _Console(_Losing, logging.StreamHandler):
-    """Standard output; on a terminal lines go above the live one, and what that tells is no line besides."""
+    """Standard output; on a terminal lines go above the live one, and what that tells is no line besides.
+
+    Warnings say that they are, so that they are found in a file of the output too.
+    """
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)
-        self._warning = "\x1b[33m{}\x1b[0m" if colours_on(sys.stdout) else "{}"
+        self._warning = "\x1b[33mwarning: {}\x1b[0m" if colours_on(sys.stdout) else "warning: {}"
 
     def emit(self, record: logging.LogRecord) -> None:
         if not (getattr(record, "is_live", False) and live_line.is_on):

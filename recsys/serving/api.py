@@ -256,12 +256,11 @@ def _plain(table: pa.Table) -> pa.Table:
         if pa.types.is_run_end_encoded(field.type):
             chunks = [pc.run_end_decode(chunk) for chunk in table.column(place).chunks]
             table = table.set_column(place, field.name, pa.chunked_array(chunks, field.type.value_type))
-    table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+    table = table.cast(pa.schema([field.with_type(_rebuilt(field.type, _without_view)) for field in table.schema]))
     for place, field in enumerate(table.schema):
         if any(map(_has_null_entry, table.column(place).chunks)):
-            chunks = [
-                chunk.cast(_without_dictionaries(chunk.type)) for chunk in map(_listed, table.column(place).chunks)
-            ]
+            listed = map(_listed, table.column(place).chunks)
+            chunks = [chunk.cast(_rebuilt(chunk.type, _without_dictionary)) for chunk in listed]
             table = table.set_column(place, field.with_type(chunks[0].type), pa.chunked_array(chunks))
     return table
 
@@ -282,24 +281,23 @@ def _has_null_entry(array: pa.Array) -> bool:
     return (is_list or isinstance(kind, _LIST_VIEWS)) and _has_null_entry(array.values)
 
 
-def _without_views(kind: pa.DataType) -> pa.DataType:
-    """Return a type without views, as Polars gives its texts: Arrow writes none within structs and dictionaries."""
+def _rebuilt(kind: pa.DataType, of_part: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return a type in which each type that it is made of, and then it itself, is what `of_part` gives for it."""
     if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, _without_views(kind.value_type), kind.ordered)
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_without_views(field.type)) for field in kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(_without_views(kind.value_type))
+        kind = pa.dictionary(kind.index_type, _rebuilt(kind.value_type, of_part), kind.ordered)
+    elif pa.types.is_struct(kind):
+        kind = pa.struct([field.with_type(_rebuilt(field.type, of_part)) for field in kind])
+    elif pa.types.is_fixed_size_list(kind):
+        kind = pa.list_(_rebuilt(kind.value_type, of_part), kind.list_size)
+    elif pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = (pa.list_ if pa.types.is_list(kind) else pa.large_list)(_rebuilt(kind.value_type, of_part))
+    return of_part(kind)
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    """Return what stands for views, as Polars gives its texts: Arrow writes none within structs and dictionaries."""
     return {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}.get(kind, kind)
 
 
-def _without_dictionaries(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_dictionary(kind):
-        return _without_dictionaries(kind.value_type)
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_without_dictionaries(field.type)) for field in kind])
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(_without_dictionaries(kind.value_type), kind.list_size)
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return (pa.list_ if pa.types.is_list(kind) else pa.large_list)(_without_dictionaries(kind.value_type))
-    return kind
+def _without_dictionary(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind

@@ -31,7 +31,8 @@ def check_files(inputs: Inputs, source: Source) -> None:
             what = "position in them" if role == "train" else f"best {config.train.early_stop.metric}"
             raise UserError(
                 f"the files of data.{role} are not those that checkpoint '{path}' was trained with{changes}, so "
-                f"its {what} means nothing; name those by data.{role}, or start a new run with {instead}"
+                f"its {what} means nothing; name those by data.{role}, start a new run with {instead}, or begin this "
+                f"one anew by run.overwrite=true without run.resume"
             )
 
 
