@@ -18,5 +18,5 @@ if [[ -z "${SET:-}" ]]; then
     "$bin/mypy" recsys train.py scripts benchmarks
 fi
 # Files side by side, four at a time: ranks wait for each other, so that fewer leave two cores idle half of the time.
-[[ $# -gt 0 ]] || set -- --numprocesses 4 --dist loadfile
+[[ $# -gt 0 ]] || set -- --numprocesses 4 --dist loadfile --no-loadscope-reorder
 exec "$bin/python" -m pytest "$@"
