@@ -175,21 +175,20 @@ def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
     if not fitted.missing:
         logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(fitted.after), _mib(fitted.before))
         return fitted.changes
-    told = what_fits(fitter, fitted, fitter.allowing(config.memory.allow), topology)
+    told = what_fits(config, fitter, fitted, fitter.allowing(config.memory.allow))
     raise UserError(f"config key 'memory.fit': {told}")
 
 
-def what_fits(fitter: Fitter, fitted: Fit, allow: Sequence[Saver], topology: Topology) -> str:
+def what_fits(config: Config, fitter: Fitter, fitted: Fit, allow: Sequence[Saver]) -> str:
     """Return in a sentence what memory.fit was not enough for, and what would be: `allow`, of `Fitter.allowing`."""
-    there = topology.device_bytes if topology.on_gpu else topology.host_share_bytes
     names = ",".join(saver.name for saver in allow)
     help_ = f"memory.allow=[{names}] would be enough" if allow else "nothing that memory.allow can list is enough"
     otherwise = "otherwise take more ranks, smaller tables or a smaller train.global_batch_size"
     if in_vain := _in_vain(fitter.process()):
         otherwise = f"{in_vain}; give it more"
     return (
-        f"{_STAYS_FREE}; the run takes {_mib(fitted.before)} of {_mib(there)} on its fullest rank, "
-        f"{_mib(fitted.after)} with what memory.fit may change, and {_mib(fitted.missing)} are missing over all ranks; "
+        f"{_STAYS_FREE}; the fullest rank takes {fitter.shortage(config)}, with what memory.fit may change "
+        f"{fitter.shortage(fitted.config)}, and {_mib(fitted.missing)} are missing over all ranks; "
         f"{help_}: {otherwise}"
     )
 

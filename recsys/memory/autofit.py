@@ -105,7 +105,7 @@ class Fitter:
         if not missing:
             chosen = [self._roomiest(change, chosen) for change in chosen]
         config = with_changes(self._config, chosen)
-        return Fit(config, chosen, self.fullest(self._config), self.fullest(config), missing)
+        return Fit(config, chosen, self.fullest(self._config), self.fullest(config, self._config), missing)
 
     def _roomiest(self, change: Change, chosen: Sequence[Change]) -> Change:
         """Return one of some changes that are enough with the largest caches that still are."""
@@ -118,11 +118,10 @@ class Fitter:
     def offers(self, changes: Sequence[Change]) -> list[Offer]:
         """Return what each of some changes saves beside the others, and what all of them leave missing."""
         config = with_changes(self._config, changes)
-        after, missing = self.fullest(config), self.missing(config)
-        offers = []
+        missing, offers = self.missing(config), []
         for change in changes:
             others = with_changes(self._config, [other for other in changes if other is not change])
-            offers.append(Offer(change, max(0, self.fullest(others) - after), missing))
+            offers.append(Offer(change, max(0, self.fullest(others) - self.fullest(config, others)), missing))
         return offers
 
     def allowing(self, allowed: Sequence[Saver]) -> list[Saver]:
@@ -154,12 +153,24 @@ class Fitter:
 
     def _offer(self, change: Change) -> Offer:
         config = with_changes(self._config, [change])
-        return Offer(change, self.fullest(self._config) - self.fullest(config), self.missing(config))
+        saved = self.fullest(self._config) - self.fullest(config, self._config)
+        return Offer(change, saved, self.missing(config))
 
-    def fullest(self, config: Config) -> int:
-        """Return the most bytes that a rank takes where memory is short: on its GPU, or of its host's."""
-        ranks = self._ranks(config)
-        return max(rank.peak(self._where(ranks))[0] for rank in ranks)
+    def fullest(self, config: Config, before: Config | None = None) -> int:
+        """Return the most bytes that a rank takes where memory is short: on its GPU, or of its host's.
+
+        Args:
+            before: the config that it is held against, and whose shortage is meant: to host memory, say, changes may
+                have moved it since. Default: itself.
+        """
+        where = self._where(self._ranks(before or config))
+        return max(rank.peak(where)[0] for rank in self._ranks(config))
+
+    def shortage(self, config: Config) -> str:
+        """Return in words what the fullest rank takes where memory is short, of what it has there."""
+        where = self._where(self._ranks(config))
+        size, there = (f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (self.fullest(config), self._there(where)))
+        return f"{size} of {there} {'on its GPU' if where == 'device' else 'of host memory'}"
 
     def holders(self, num: int = 5) -> list[tuple[str, int]]:
         """Return what takes most at the peak of the fullest rank: tables by name, all else by kind."""
@@ -177,18 +188,18 @@ class Fitter:
 
     def process(self) -> tuple[int, int]:
         """Return the bytes that a process takes before it holds tables or batches, and those that it may take."""
-        topology, ranks = self._topology, self._ranks(self._config)
+        ranks = self._ranks(self._config)
         where = self._where(ranks)
         kinds = max(ranks, key=lambda rank: rank.peak(where)[0]).phases["step"][where]
-        there = topology.device_bytes if where == "device" else topology.host_share_bytes
-        return sum(kinds.get(kind, 0) for kind in _OF_PROCESS[where]), int(there * (1 - MARGIN))
+        return sum(kinds.get(kind, 0) for kind in _OF_PROCESS[where]), int(self._there(where) * (1 - MARGIN))
+
+    def _there(self, where: str) -> int:
+        return self._topology.device_bytes if where == "device" else self._topology.host_share_bytes
 
     def _where(self, ranks: Sequence[RankMemory]) -> str:
-        topology = self._topology
-        if not topology.on_gpu:
+        if not self._topology.on_gpu:
             return "host"
-        device = max(rank.peak("device")[0] for rank in ranks) / topology.device_bytes
-        host = max(rank.peak("host")[0] for rank in ranks) / topology.host_share_bytes
+        device, host = (max(rank.peak(x)[0] for rank in ranks) / self._there(x) for x in ("device", "host"))
         return "device" if device >= host else "host"
 
     def _ranks(self, config: Config) -> list[RankMemory]:

@@ -148,7 +148,7 @@ def _fit(config: Config, data: DataFacts, topology: Topology) -> tuple[Config, F
     fitter, allowed = Fitter(config, data, topology), config.memory.allow
     fit = fitter.fit(allowed)
     allow = fitter.allowing(allowed) if fit.missing else []
-    advice = what_fits(fitter, fit, allow, topology) if fit.missing else ""
+    advice = what_fits(config, fitter, fit, allow) if fit.missing else ""
     return fit.config, Fitted(fitter.offers(fit.changes), fit.missing, allow, advice)
 
 

@@ -33,6 +33,7 @@ FACTS = DataFacts(
     eval_rows={},
     source="made up",
 )
+HOST = ("topology.host_memory=2GiB",)
 # Layers so wide that activations are most of what a step takes.
 WIDE = ("model.top_mlp=[1024,1024]", "train.global_batch_size=65536")
 
@@ -121,6 +122,25 @@ def test_caches_are_as_large_as_there_is_room_for(gib: int, share: float) -> Non
     assert not found.missing and found.config.tables["user"].compute_kernel is ComputeKernel.fused_uvm_caching
     assert found.config.tables["user"].cache_load_factor == share
     assert found.after <= 0.95 * (gib << 30)
+
+
+@pytest.mark.parametrize("options", [("tables.user.num_embeddings=800000000", "topology.host_memory=116GiB"), HOST])
+def test_what_is_missing_is_told_of_the_place_that_is_short(options: tuple[str, ...]) -> None:
+    """A table goes from a GPU that lacks memory to a host that then does; or a host lacks it from the start."""
+    quiet_libraries()
+    dims = [f"tables.{name}.embedding_dim=32" for name in ("user", "item", "category", "device", "hour")]
+    small = [*dims, "train.global_batch_size=32"]
+    config = load_config(CONFIG, ["topology.device=cuda", "topology.device_memory=80GiB", *small, *options])
+    topology = topology_of(config)
+    with rehearse_world(1, 1, topology.device):
+        _, told = _fit(config, FACTS, topology)
+    assert told.missing
+    if options == HOST:
+        assert told.advice.count(" MiB of 2,048 MiB of host memory") == 2
+        return
+    assert [offer.saved > 60 << 30 for offer in told.changes] == [True]  # of the GPU, though the host is short now
+    assert " of 81,920 MiB on its GPU, with what memory.fit may change " in told.advice
+    assert " of 118,784 MiB of host memory, and " in told.advice
 
 
 FAST = (TableOptimizer.rowwise_adagrad, TableOptimizer.adam)
