@@ -184,22 +184,25 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
 def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[tuple[int, int, int]]:
     """Return by rank what it takes to decode a dataset's row groups and make windows of `largest` rows at most: before
     there are windows and steps, beside these, and what of that stays afterwards."""
-    wanted, groups = _num_threads(inputs), inputs.datasets[role].row_groups
-    threads = max(1, wanted)
-    num_rows = rows_by_bytes(groups)
+    wanted, dataset = _num_threads(inputs), inputs.datasets[role]
+    threads, groups = max(1, wanted), dataset.row_groups
+    used = rows_by_bytes(groups)
+    # Row groups are decoded whole, of whatever rows a filter or data.max_rows leaves; only a filter makes them smaller.
+    stored = used * dataset.stored_rows / np.maximum(1, groups.num_rows)
     # One that is made is there twice, in the order of the files and shuffled, with the order of its rows; a process
     # of its own keeps the memory of both, and sends a copy.
     in_processes = role == "train" and decode_in_processes(inputs.config.data.processes, wanted, inputs.world.device)
     making = threads * largest * ((1 + in_processes) * sample.row_bytes + _ORDER_BYTES)
     streams, by_rank = streams_of_a_rank(inputs.config, inputs.world.world_size), []
     for numbers in inputs.loader(role).row_groups_by_rank():
-        read = np.ceil(np.sort(num_rows[numbers])[::-1]).astype(int)
+        read = np.ceil(np.sort(stored[numbers])[::-1]).astype(int)
         sizes = list(map(sample.decoding_bytes, read[:threads].tolist()))
         # Streams are read one after another, and neighbours are often cut from one row group.
         decoding = sum(sizes[:1]) + min(1.0, len(numbers) / streams) * sum(sizes[1:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
-        if len(num_rows) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-            kept = sum(map(sample.table_bytes, read.tolist())) * (threads if in_processes else 1)
+        if len(used) <= CACHED_ROW_GROUPS:  # decoded once, and kept
+            left = used[numbers] if dataset.filter else read
+            kept = sum(map(sample.table_bytes, left.tolist())) * (threads if in_processes else 1)
             by_rank.append((int(decoding), int(making + kept), int(in_heaps * making + kept)))
         else:
             by_rank.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
@@ -229,5 +232,5 @@ def _counted_bytes(inputs: Inputs, sample: Sample, tables: Collection[str]) -> i
     present = [name for name in role_features(config, "train") if name in id_features(config)]
     names = [n for n in present if (config.features[n].table or "") in tables or counts_of(n) in tables]
     columns = dict.fromkeys(column_of(config, name) for name in [*names, *with_figures(config)])
-    rows = int(inputs.datasets["train"].row_groups.num_rows.max())
+    rows = int(inputs.datasets["train"].stored_rows.max())
     return int(sample.decoding_bytes(rows, columns))

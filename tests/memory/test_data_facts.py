@@ -65,6 +65,19 @@ def test_one_row_group_is_decoded_once_and_kept(tmp_path: Path) -> None:
     assert facts_of(tmp_path, **threads).decoding[0].first == whole.first
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_kept"), [({"data.filter": "id0 < 2"}, False), ({"data.max_rows": 2000}, True)]
+)
+def test_row_groups_are_decoded_whole_for_few_of_their_rows(
+    settings: dict[str, Any], is_kept: bool, tmp_path: Path
+) -> None:
+    """A filter leaves of a row group only what matches; the first rows are cut from all of them."""
+    few, all_rows = facts_of(tmp_path, **settings).decoding[0], facts_of(tmp_path).decoding[0]
+    assert few.first == pytest.approx(all_rows.first, rel=0.02)
+    table = ROWS * (4 * 8 + 10 * 8 + 4)
+    assert few.later > table if is_kept else few.later < table / 3
+
+
 def test_a_rank_decodes_at_once_what_its_rows_are_cut_from(tmp_path: Path) -> None:
     settings = {"data.num_threads": 3, "data.num_streams": 4, "data.shuffle": "false"}
     # Row groups of 9,000 and at the end 3,000 rows, streams of 7,500: half of the rows lie in two, the others in three.
