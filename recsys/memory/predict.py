@@ -195,13 +195,13 @@ class _Rank:
             batch = 1 << max(12, (batch - 1).bit_length())  # CUDA locks powers of two
         else:
             queued += self._unread_batches
-        processes, decoding = self._decoding_processes, self._decoding.later
+        processes, decoding = self._decoding_processes, self._decoding
         with_cuda = topology.on_gpu or torch.version.cuda is not None
-        in_processes = _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + self._data.vocabulary_bytes + decoding
+        in_processes = _FORKING_BYTES[with_cuda] + processes * _FORKED_BYTES + max(decoding.first, decoding.later)
         return {
             "loader_windows": self._data.window_bytes + eval_windows,
-            "loader_decoding": of_evaluation + (0 if processes else decoding),
-            "loader_processes": in_processes if processes else 0,
+            "loader_decoding": of_evaluation + (0 if processes else decoding.later),
+            "loader_processes": in_processes + self._data.vocabulary_bytes if processes else 0,
             "loader_batches": queued * batch,
         }
 
@@ -235,7 +235,8 @@ class _Rank:
         copies = self._background_copies() if goes_on else 0
         in_steps, loader = self._in_steps(), self._loader()
         later = loader["loader_windows"] + loader["loader_decoding"] + sum(in_steps.values())
-        loader["loader_decoding"] += max(0, self._decoding.first - later)
+        if not self._decoding_processes:  # which take that beside this one
+            loader["loader_decoding"] += max(0, self._decoding.first - later)
         host = {"offloaded_activations": self._dense.host_bytes, "save_copies": copies}
         return {**self._trained(), **in_steps}, {**loader, **host}
 

@@ -19,6 +19,7 @@ from recsys.memory import DataFacts
 from recsys.memory import data_facts as data_facts_module
 from recsys.memory import sample as sample_module
 from recsys.memory.data_facts import data_facts
+from recsys.memory.dry_run import rehearse_run
 from recsys.memory.sample import Sample
 from recsys.runtime.world import rehearse_world
 
@@ -76,6 +77,13 @@ def test_row_groups_are_decoded_whole_for_few_of_their_rows(
     assert few.first == pytest.approx(all_rows.first, rel=0.02)
     table = ROWS * (4 * 8 + 10 * 8 + 4)
     assert few.later > table if is_kept else few.later < table / 3
+
+
+def test_processes_decode_beside_their_rank(tmp_path: Path) -> None:
+    first = facts_of(tmp_path).decoding[0].first
+    config = load_config(tmp_path / "config.yaml", ["data.processes=true"])
+    host = rehearse_run(config).prediction.ranks[0].phases["step"]["host"]
+    assert host["loader_processes"] > first and "loader_decoding" not in host
 
 
 def test_a_rank_decodes_at_once_what_its_rows_are_cut_from(tmp_path: Path) -> None:
