@@ -19,6 +19,8 @@ from recsys.runtime.machine import Topology, cgroup_limit
 
 SCHEMA_VERSION = 2
 _APART = 0.05  # ranks that differ by less are shown as one: what is measured differs from time to time
+# What measured peaks do not hold, since it lies beside what a GPU's allocator gave out, or this process has taken.
+_UNMEASURED = ("context", "allocator_reserve", "process", "loader_processes")
 _COMMUNICATION = ("collective_ids", "lookup_ids", "looked_up", "looked_up_gradient", "pooled", "pooled_gradient")
 
 
@@ -31,10 +33,9 @@ def rank_report(prediction: RankMemory, topology: Topology, timeline: Timeline, 
     process, highest = process_memory(topology.device, timeline), timeline.peak()
     on_gpu = topology.on_gpu
     where = "device" if on_gpu else "host"
-    _, predicted_phase = prediction.peak(where)
+    phases = _phases(prediction, timeline, where)
+    predicted, predicted_phase = max((phases[phase]["predicted_bytes"], phase) for phase in prediction.phases)
     at_peak = prediction.phases[predicted_phase][where]
-    phases = _phases(prediction, timeline, on_gpu)
-    predicted = max(peak["predicted_bytes"] or 0 for peak in phases.values())
     measured = max(peak["measured_bytes"] or 0 for peak in phases.values())
     limit = topology.device_bytes if on_gpu else topology.host_share_bytes
     used = process["device_peak_allocated_bytes"] if on_gpu else process["peak_rss_bytes"]
@@ -48,7 +49,8 @@ def rank_report(prediction: RankMemory, topology: Topology, timeline: Timeline, 
             "predicted_phase": predicted_phase,
             "unexplained_bytes": measured - predicted,
             "error": _error(predicted, measured),
-            "by_kind_predicted": {kind: size for kind, size in at_peak.items() if kind != "process"},
+            "by_kind_predicted": {kind: size for kind, size in at_peak.items() if kind not in _UNMEASURED},
+            "beside_predicted": {kind: at_peak[kind] for kind in _UNMEASURED if kind in at_peak and kind != "process"},
         },
         "activations": {"predicted_bytes": at_peak.get("activations", 0)},
         "communication": {kind: at_peak[kind] for kind in _COMMUNICATION if kind in at_peak},
@@ -65,17 +67,16 @@ def rank_report(prediction: RankMemory, topology: Topology, timeline: Timeline, 
     }
 
 
-def _phases(prediction: RankMemory, timeline: Timeline, on_gpu: bool) -> dict[str, dict[str, Any]]:
+def _phases(prediction: RankMemory, timeline: Timeline, where: str) -> dict[str, dict[str, Any]]:
     """Return predicted and measured peak of each phase: of a GPU's allocator, or of this process above its baseline."""
-    where, left_out = (
-        ("device", ("context", "allocator_reserve")) if on_gpu else ("host", ("process", "loader_processes"))
-    )
     base = timeline.baseline_bytes
-    measured = timeline.device_peaks if on_gpu else {phase: peak - base for phase, peak in timeline.peaks().items()}
+    measured = timeline.device_peaks
+    if where == "host":
+        measured = {phase: peak - base for phase, peak in timeline.peaks().items()}
     peaks: dict[str, dict[str, Any]] = {}
     for phase in dict.fromkeys([*prediction.phases, *measured]):
         kinds = prediction.phases.get(phase)
-        predicted = None if kinds is None else sum(v for kind, v in kinds[where].items() if kind not in left_out)
+        predicted = None if kinds is None else sum(v for kind, v in kinds[where].items() if kind not in _UNMEASURED)
         peaks[phase] = _compared(predicted, measured.get(phase))
     return peaks
 
@@ -133,7 +134,7 @@ def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:
     for section in ("loader", "host", "allocator"):
         rows |= _section(section, reports)
     lines += ["", *rank_table("measured (predicted)", rows, _APART)]
-    rows = kind_rows([r["peak"]["by_kind_predicted"] for r in reports])
+    rows = kind_rows([r["peak"]["by_kind_predicted"] | r["peak"]["beside_predicted"] for r in reports])
     lines += ["", "## Predicted at the peak, by kind", "", *rank_table("kind", rows, _APART)]
     entries = {entry["name"]: entry for r in reports for entry in r["tables"]}
     rows = {_describe(entry): [_table_cell(r["tables"], name) for r in reports] for name, entry in entries.items()}

@@ -170,6 +170,6 @@ def test_ranks_train_the_same_and_their_memory_is_told(tmp_path):
     assert found["true"] == found["false"] and len(found["true"][0]) == 12
     for rank in range(2):
         report = json.loads((tmp_path / f"true/memory/rank_{rank}.json").read_text())
-        predicted = report["peak"]["by_kind_predicted"]["loader_processes"]
+        predicted = report["peak"]["beside_predicted"]["loader_processes"]
         assert 0.75 < report["loader"]["process_bytes"] / predicted < 1.33
         assert abs(report["peak"]["error"]) < 1  # of this process alone

@@ -1,9 +1,14 @@
-"""How memory is written on pages."""
+"""How memory is written on pages, and in reports."""
 
 import pytest
+import torch
 
+from recsys.config import load_config
+from recsys.memory import RankMemory, Timeline
 from recsys.memory.page import describe_plan, few_lines, kind_rows, rank_table
+from recsys.memory.report import rank_report
 from recsys.report.text import listed, size
+from recsys.runtime.machine import topology_of
 from recsys.tables.spec import Shard
 
 
@@ -52,3 +57,17 @@ def test_a_plan_of_many_tables_or_pieces_stays_readable(num: int) -> None:
     assert [line.split()[0] for line in shown[:40]] == [f"t{table}" for table in range(min(num, 40))]
     assert num <= 40 or shown[-1] == f"… and {num - 40} more"
     assert num == 1 or f"… ({num} pieces)" in shown[0]
+
+
+def test_kinds_add_up_to_the_peak_that_they_are_of() -> None:
+    """What lies in other processes is no part of it, though it may make another phase the highest."""
+    step = {"process": 99, "activations": 5, "loader_processes": 20}
+    phases = {"step": {"device": {}, "host": step}, "save": {"device": {}, "host": {"process": 99, "heap": 7}}}
+    timeline = Timeline(torch.device("cpu"))
+    timeline.close()
+    topology = topology_of(load_config("configs/dlrm_sample.yaml"))
+    for kinds in (phases, {"step": phases["step"]}):
+        peak = rank_report(RankMemory(0, {}, kinds), topology, timeline, {})["peak"]
+        assert sum(peak["by_kind_predicted"].values()) == peak["predicted_bytes"] == (7 if "save" in kinds else 5)
+        assert peak["predicted_phase"] == ("save" if "save" in kinds else "step")
+    assert peak["beside_predicted"] == {"loader_processes": 20}
