@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from recsys.config import Config, load_config
 from recsys.errors import UserError
@@ -95,8 +97,11 @@ class Space:
         for word in words:
             key, is_pair, text = word.partition("=")
             try:
-                ranges = {key: yaml.safe_load(text)} if is_pair else yaml.safe_load(Path(word).read_text())
-            except (OSError, ValueError, yaml.YAMLError) as error:
+                # As configs are read: 1e-3 is a number, and 2026-11-01 a text, not a day.
+                read = OmegaConf.from_dotlist([f"it={text}"]) if is_pair else OmegaConf.load(word)
+                content: Any = OmegaConf.to_container(read)
+                ranges = {key: content["it"]} if is_pair else content
+            except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
                 raise UserError(f"--space: '{word}' is neither key=LOW..HIGH, key=[a, b] nor a YAML file") from error
             if not isinstance(ranges, Mapping):
                 raise UserError(f"--space: '{word}' holds no keys with ranges or lists")

@@ -35,6 +35,13 @@ def test_ranges_and_choices(tmp_path: Path) -> None:
     assert space.samples()[0] == ["a.rate=0.0001", "b=[64]", "c=4", "d=0.0", "e=1", "f=0.0"]
 
 
+def test_choices_are_read_as_configs_are(tmp_path: Path) -> None:
+    """Of plain YAML 1e-3 is a text, and the name of a folder may be a day."""
+    (tmp_path / "space.yaml").write_text("data.train: [2026-11-01, 2026-11-02]\n")
+    space = Space.parse([f"{tmp_path}/space.yaml", "a=[1e-3, null, true]"])
+    assert space.bounds() == {"data.train": ['"2026-11-01"', '"2026-11-02"'], "a": ["0.001", "null", "true"]}
+
+
 @pytest.mark.parametrize("word", ["a=3", "a=5..1", "a=0..1:log", "a=x..y", "a=1..9:0", "a=[]", "no/such/file"])
 def test_what_is_no_space(word: str) -> None:
     with pytest.raises(UserError, match=r"^--space: "):
