@@ -63,7 +63,8 @@ def placements(shards: Iterable[Any]) -> dict[tuple[str, str, str], str]:
 
 def duration(seconds: float) -> str:
     """Return a time as people say it: 8.5 s, 3 min 20 s, 2 h 5 min."""
-    minutes, hours = seconds // 60 % 60, seconds // 3600
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    return f"{hours:.0f} h {minutes:.0f} min" if hours else f"{minutes:.0f} min {seconds % 60:.0f} s"
+    whole = round(seconds)  # before it is cut into parts, of which none is 60
+    minutes, hours = whole // 60 % 60, whole // 3600
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"

@@ -7,7 +7,7 @@ from recsys.config import load_config
 from recsys.memory import RankMemory, Timeline
 from recsys.memory.page import describe_plan, few_lines, kind_rows, rank_table
 from recsys.memory.report import rank_report
-from recsys.report.text import listed, size
+from recsys.report.text import duration, listed, size
 from recsys.runtime.machine import topology_of
 from recsys.tables.spec import Shard
 
@@ -16,6 +16,11 @@ def test_sizes_have_three_digits_and_a_unit_that_suits() -> None:
     sizes = {0: "0", 12: "12 bytes", 1023: "1,023 bytes", 1536: "1.50 KiB", 10 << 20: "10.0 MiB", 999 << 20: "999 MiB"}
     sizes |= {61 << 30: "61.0 GiB", 5 << 40: "5.00 TiB", 3000 << 50: "3,000 PiB", -(5 << 20): "-5.00 MiB"}
     assert {number: size(number) for number in sizes} == sizes and size(None) == "–"
+
+
+def test_no_part_of_a_time_is_sixty() -> None:
+    times = {8.46: "8.5 s", 59.96: "1 min 0 s", 119.7: "2 min 0 s", 3599.6: "1 h 0 min", 7499: "2 h 4 min"}
+    assert {seconds: duration(seconds) for seconds in times} == times
 
 
 def test_ranks_are_listed_in_runs() -> None:
