@@ -1,7 +1,8 @@
-"""The examples for Kubernetes and TorchX: their fields, and the command lines that they start."""
+"""The examples for Kubernetes and TorchX: their fields, and the command lines that they start; Slurm's without one."""
 
 import ast
 import importlib.util
+import os
 import shlex
 import string
 import subprocess
@@ -139,3 +140,26 @@ def test_torchx_takes_it() -> None:
 @pytest.mark.parametrize("script", ["slurm/train.sbatch", "slurm/node.sh"])
 def test_slurm_scripts_are_readable(script: str) -> None:
     subprocess.run(["bash", "-n", str(ROOT / "scripts" / script)], check=True)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_slurm_job_that_did_not_come_to_train_is_not_tried_again(begins: bool, tmp_path: Path) -> None:
+    """Though its run.dir is that of an earlier job. Srun and scontrol are stand-ins: the first fails at once."""
+    plan, requeued = tmp_path / "runs" / "old" / "plan.json", tmp_path / "requeued"
+    plan.parent.mkdir(parents=True)
+    plan.touch()
+    (plan.parent / ".recsys-run").touch()
+    (tmp_path / "train.py").touch()
+    write_plan = f"sleep 0.1; touch '{plan}'; " if begins else ""
+    scontrol = f"case $1 in requeue) touch '{requeued}'; exit 1;; *) echo ' JobState=RUNNING ';; esac"
+    for name, command in (("srun", f"{write_plan}exit 1"), ("scontrol", scontrol)):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    of_job = {"ID": "7", "NAME": "recsys", "NODELIST": "n1", "NUM_NODES": "1"}
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    variables |= {f"SLURM_JOB_{name}": value for name, value in of_job.items()}
+    script = ["bash", str(ROOT / "scripts/slurm/train.sbatch"), "config.yaml", f"run.dir={plan.parent}"]
+    done = subprocess.run(script, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and requeued.exists() == begins, done.stdout
+    assert ("the run did not begin" in done.stdout) == (not begins)
+    assert not list((tmp_path / "runs").glob(".*"))
