@@ -11,7 +11,7 @@ from recsys.config import Config
 from recsys.config.choices import Saver
 from recsys.config.device import check_device, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
-from recsys.errors import UserError, output_is_cut
+from recsys.errors import UserError, output_is_cut, why
 from recsys.memory import DataFacts
 from recsys.memory.advice import what_fits
 from recsys.memory.autofit import Fitter, Offer, pieces_of
@@ -97,16 +97,20 @@ def dry_run(config: Config, price_per_hour: float | None = None) -> int:
         price_per_hour: of a machine.
 
     Raises:
-        UserError: a mistake in the config, or the memory of a GPU that is not known.
+        UserError: a mistake in the config, the memory of a GPU that is not known, or a run.dir that cannot be written.
     """
     quiet_libraries()
     result = rehearse_run(config, price_per_hour)
     page = format_dry_run(result)
     if config.run.dir is not None:
         folder = Path(config.run.dir) / "memory"
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / "dry_run.md", page)
-        replace_file(folder / "dry_run.json", to_json(as_json(result), indent=1) + "\n")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            replace_file(folder / "dry_run.md", page)
+            replace_file(folder / "dry_run.json", to_json(as_json(result), indent=1) + "\n")
+        except OSError as error:
+            told = f"config key 'run.dir': cannot write to '{folder}' ({why(error)}); name another folder"
+            raise UserError(told) from error
     try:
         print(page, flush=True)
     except BrokenPipeError:  # `| head -1` has read enough

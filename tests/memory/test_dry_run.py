@@ -16,7 +16,7 @@ from recsys.config.topology import num_bytes
 from recsys.errors import UserError
 from recsys.memory import trace
 from recsys.memory.data_facts import data_facts
-from recsys.memory.dry_run import as_json, format_dry_run, rehearse_run
+from recsys.memory.dry_run import as_json, dry_run, format_dry_run, rehearse_run
 from recsys.memory.tensors import storage_bytes
 from recsys.memory.trace import LivePeak, rehearse
 from recsys.models.two_tower import TwoTower
@@ -374,3 +374,12 @@ def test_steps_before_the_first_evaluation_hold_nothing_of_one() -> None:
     for phase in ("step", "save"):
         assert found["eval_every_steps"][phase] == found["eval_every_epochs"][phase] > found["epochs"][phase]
     assert len({found[key]["evaluation"] for key in found if key != "valid"}) == 1
+
+
+def test_a_page_that_cannot_be_written_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    config = load_config(ROOT / "configs/dlrm_sample.yaml", [f"run.dir={tmp_path}/file/run"])
+    monkeypatch.setattr("recsys.memory.dry_run.rehearse_run", lambda *_: None)
+    monkeypatch.setattr("recsys.memory.dry_run.format_dry_run", lambda _: "")
+    with pytest.raises(UserError, match=r"'run\.dir': cannot write to '.*' \(Not a directory\); name another folder"):
+        dry_run(config)
