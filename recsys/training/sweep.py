@@ -178,12 +178,13 @@ class Sweep:
         return float(result[self.metric])
 
     def _evaluations(self, process: "subprocess.Popen[bytes]", metrics: Path) -> Iterator[tuple[int, float]]:
-        """Yield step and metric of each evaluation of data.valid, until a process has ended.
+        """Yield step and metric of each evaluation of data.valid after which training goes on, until a process has
+        ended. The last one is what the trial comes to, and no reason to end it.
 
         Raises:
             StoppedError: the search is to end, and the process has.
         """
-        at = 0
+        at, evaluated = 0, None
         while True:
             is_over = process.poll() is not None
             if metrics.exists():
@@ -193,8 +194,11 @@ class Sweep:
                         if not line.endswith(b"\n"):
                             break  # still being written
                         at, record = at + len(line), json.loads(line)
+                        if evaluated is not None and record["kind"] == "train" and record["step"] > evaluated[0]:
+                            yield evaluated
+                            evaluated = None
                         if record["kind"] == "valid" and record.get(self.metric) is not None:
-                            yield record["step"], record[self.metric]
+                            evaluated = record["step"], record[self.metric]
             if is_over:
                 return
             if self.stop.number:

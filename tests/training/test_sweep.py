@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from launch import ROOT, environment, fork_train
@@ -138,6 +140,15 @@ def test_processes_share_a_study(tmp_path: Path) -> None:
     assert "fewer bytes of tables" in table and (tmp_path / "sweep.svg").read_text().startswith("<svg")
     assert not list(tmp_path.glob("trials/*/*/checkpoints"))
     assert "holds another sweep" in sweep(tmp_path, "--space", RATE, "--bytes", status=1)
+
+
+def test_a_trial_is_not_ended_early_by_its_last_evaluation(tmp_path: Path) -> None:
+    """Its value is what is searched for; and where there are no others, nothing ends early."""
+    searched, metrics = opened(tmp_path, RATE), tmp_path / "metrics.jsonl"
+    records = [{"kind": kind, "step": step, "auc": 0.5} for step in (2, 4) for kind in ("train", "valid")]
+    metrics.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    ended: Any = SimpleNamespace(poll=lambda: 0)
+    assert list(searched._evaluations(ended, metrics)) == [(2, 0.5)]
 
 
 @pytest.mark.slow
