@@ -90,9 +90,17 @@ def _threads(config: Config, topology: Topology) -> Iterator[Change]:
 
 
 def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
-    whole = (ShardingChoice.data_parallel, ShardingChoice.table_wise)
-    names = [name for name, table in config.tables.items() if table.sharding_type in whole and not table.l2_all_rows]
-    if topology.world_size > 1 and names and config.run.plan is None:
+    if topology.world_size == 1 or config.run.plan is not None:
+        return
+    # Tables that a plan may choose the split of are often whole on a rank too, whatever else there lacks room.
+    able = {
+        name: table
+        for name, table in config.tables.items()
+        if table.sharding_type in (ShardingChoice.auto, ShardingChoice.data_parallel, ShardingChoice.table_wise)
+        and not table.l2_all_rows
+        and _is_taken(_set(config, ["tables", name, "sharding_type"], ShardingChoice.row_wise), name, topology)
+    }
+    for names in _largest(able):
         settings = {f"tables.{name}.sharding_type": ShardingChoice.row_wise for name in names}
         yield Change(settings, "every rank is asked for rows of these tables")
 

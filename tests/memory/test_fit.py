@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launch import fork_train, run_train
 
-from recsys.config import Config, load_config
+from recsys.config import Config, ShardingChoice, load_config
 from recsys.config.choices import ComputeKernel, DataType, Saver
 from recsys.config.device import check_device
 from recsys.config.table_optimizers import TableOptimizer
@@ -100,6 +100,14 @@ def test_a_budget_is_that_of_each_rank(budget_mib: int) -> None:
     assert keys(found) and found.after <= 0.95 * (budget_mib << 20)
     places = rehearse_run(load_config(CONFIG, [*large])).misfits
     assert len(places) == 1 and places[0].startswith("the process of rank ")
+
+
+def test_a_table_that_a_plan_keeps_whole_is_spread() -> None:
+    """A plan sees that the tables fit, and not what else the rank holds; the smaller ones stay where they are."""
+    ranks = ("topology.world_size=2", "topology.device=cpu", "memory.budget=1020MiB")
+    config, found = fitted((), "tables.user.num_embeddings=20000000", *ranks)
+    assert config.tables["user"].sharding_type is ShardingChoice.auto
+    assert keys(found) == ["tables.user.sharding_type"] and not found.missing
 
 
 def test_large_tables_of_gpus_go_to_host_memory() -> None:
