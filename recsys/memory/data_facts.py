@@ -173,11 +173,10 @@ def _held_rows(inputs: Inputs, role: str) -> tuple[int, int]:
     if epochs > 1 and max(map(len, streams), default=0) < _FEW_WINDOWS:  # then other epochs cut them elsewhere
         streams = loader.window_rows(min(epochs, _EPOCHS_SEEN))
     at_once = _windows_at_once(inputs, len(streams))
-    for rows in streams:
+    for rows in filter(None, streams):  # of few rows, some streams have none
         following = islice(cycle(rows), min(at_once, epochs * len(rows)) - 1) if epochs > 1 else []
-        sums = np.convolve([*rows, *following], np.ones(at_once, int)) if rows else np.zeros(1, int)
-        held += int(sums.max())
-        largest = max(largest, *rows, 0)
+        held += int(np.convolve([*rows, *following], np.ones(at_once, int)).max())
+        largest = max(largest, *rows)
     return held, largest
 
 

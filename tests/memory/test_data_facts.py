@@ -47,6 +47,12 @@ def facts_of(
         return data_facts(config, open_inputs(config, world), num_ranks)
 
 
+def test_streams_without_rows_hold_nothing(tmp_path: Path) -> None:
+    """Three rows lie in three of eight streams."""
+    few = {"data.max_rows": 3, "train.epochs": 2}
+    assert facts_of(tmp_path, **few).window_bytes == facts_of(tmp_path, **few, **{"data.num_streams": 3}).window_bytes
+
+
 @pytest.mark.parametrize("distinct", [24, 4000])
 def test_counts_of_ids_go_by_the_distinct_ones(distinct: int, tmp_path: Path) -> None:
     found = facts_of(tmp_path, distinct=distinct).statistics_bytes
