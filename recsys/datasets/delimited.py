@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -36,6 +37,8 @@ TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "f
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
+
+_CONVERT = "convert the file, say with iconv"
 
 
 def _unescape(text: str) -> str:
@@ -157,15 +160,10 @@ class _Reader:
         self.types = {name: TYPES[kind] for name, kind in options.types.items()}
         self.types.update({name: pa.string() for name in [*options.lists, *options.tokens]})
         for path in inputs:
-            if not path.is_file():
-                raise UserError(f"{path} is not a file")
-            with path.open("rb") as file:
-                if file.read(4) == b"PAR1":
-                    raise UserError(f"{path} is Parquet already, which training reads as it is; leave it out")
-        head = self._open(inputs[0]).schema
-        self.names = head.names
+            _check_start(path)
+        head, self.names = self._open(inputs[0])
         self._check_names(inputs[0])
-        self.types = {column.name: self._type(inputs[0], column) for column in head}
+        self.types = {column.name: self._type(inputs[0], column) for column in head.schema}
         if options.label and LABEL in self.names:
             raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")
         empty = pa.RecordBatch.from_pylist([], pa.schema(self.types))
@@ -187,7 +185,7 @@ class _Reader:
 
     def _type(self, path: Path, column: pa.Field) -> pa.DataType:
         if pa.types.is_binary(column.type):
-            raise UserError(f"{path}: column {column.name!r} is not UTF-8; convert the file, say with iconv")
+            raise UserError(f"{path}: column {column.name!r} is not UTF-8; {_CONVERT}")
         # A first block of nulls tells nothing; a string holds whatever comes.
         return pa.string() if pa.types.is_null(column.type) else column.type
 
@@ -204,19 +202,20 @@ class _Reader:
                 yield batch[name]
 
     def _raw(self, path: Path, names: list[str]) -> Iterator[pa.RecordBatch]:
-        reader = self._open(path)
-        if set(reader.schema.names) != set(self.names):
-            columns, expected = ", ".join(reader.schema.names), ", ".join(self.names)
+        reader, found = self._open(path)
+        if sorted(found) != sorted(self.names):
+            columns, expected = ", ".join(found), ", ".join(self.names)
             raise UserError(f"{path} has columns {columns}, but {self.inputs[0]} has {expected}")
         with reader, _told(path):
             for batch in reader:
                 rows = batch if self.options.where is None else rows_where(batch, self.options.where)
                 yield rows.select(names)
 
-    def _open(self, path: Path) -> pa.csv.CSVStreamingReader:
+    def _open(self, path: Path) -> tuple[pa.csv.CSVStreamingReader, list[str]]:
+        """Open a file; return what reads it, and the names of its columns."""
         options = self.options
         with _told(path):
-            return pa.csv.open_csv(
+            reader = pa.csv.open_csv(
                 path,
                 # Without threads Arrow can name the row of a bad value.
                 pa.csv.ReadOptions(column_names=options.columns, use_threads=False, block_size=BLOCK_BYTES),
@@ -228,6 +227,7 @@ class _Reader:
                     timestamp_parsers=[pa.csv.ISO8601, *([options.time_format] if options.time_format else [])],
                 ),
             )
+            return reader, reader.schema.names
 
     def _convert(self, batch: pa.RecordBatch, path: Path) -> pa.RecordBatch:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -242,14 +242,33 @@ class _Reader:
         return pa.RecordBatch.from_pydict(columns)
 
 
+def _check_start(path: Path) -> None:
+    """Raise UserError for what is no file, or begins as one that holds something else than text in UTF-8."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a file")
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PAR1":
+        raise UserError(f"{path} is Parquet already, which training reads as it is; leave it out")
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path} is UTF-16, not UTF-8; {_CONVERT}")
+
+
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
     """Turn Arrow's complaints inside the block into a UserError that names the file and a remedy."""
     try:
         yield
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path}: the names of its columns are not UTF-8; {_CONVERT}, or if it is compressed let its name end so, "
+            f"as in .csv.gz"
+        ) from None
     except (pa.ArrowInvalid, OSError) as error:
         message = " ".join(str(error).split())
         hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
+        if "invalid UTF8" in message:
+            hint = f"; {_CONVERT}"
         if "Expected 1 columns" in message:
             hint = "; if another sign than a comma divides its columns, name it, as in --delimiter ';'"
         raise UserError(f"{path}: {message}{hint}") from None

@@ -1,5 +1,6 @@
 """Logs of columns and files however they are held: types that writers add to Parquet's own, times, folders, globs."""
 
+import gzip
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,23 @@ def test_rows_of_a_csv_are_split_by_any_time(written: str, tmp_path: Path) -> No
     convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(split=(0.5, 0.5), split_by="time:at"))
     first, second = (pq.read_table(tmp_path / "out" / part) for part in ("train", "valid"))
     assert sorted(first["day"].to_pylist()) == [*range(1, 11)] and sorted(second["day"].to_pylist()) == [*range(11, 21)]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a,b,b\n1,2,3\n", "has columns a, b, b, but .* has a, b$"),
+        ("a,grün\n1,2\n".encode("latin-1"), "the names of its columns are not UTF-8; convert the file"),
+        (gzip.compress(b"a,b\n1,2\n", mtime=0), "if it is compressed let its name end so, as in .csv.gz$"),
+        ("a,b\n1,2\n".encode("utf-16"), "is UTF-16, not UTF-8; convert the file, say with iconv$"),
+        ("a,b\n1,ü\n".encode("latin-1"), "invalid UTF8 data; convert the file, say with iconv$"),
+    ],
+)
+def test_a_csv_that_cannot_be_read_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,b\n1,x\n")
+    (tmp_path / "other.csv").write_bytes(content)
+    with pytest.raises(UserError, match=f"^{tmp_path}/other.csv.*{said}"):
+        convert_csv([tmp_path / "a.csv", tmp_path / "other.csv"], tmp_path / "out", CsvOptions())
 
 
 def test_ctrl_c_is_a_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
