@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from recsys.data.filters import written
 from recsys.datasets.tokens import TOKENS_HELP, tokenize
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
@@ -324,7 +325,11 @@ class _Splitter:
             return raw_times(column)
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
             raise UserError(f"column {self.column!r} is {column.type}; to split by time it must be a number or a time")
-        return column.to_numpy(zero_copy_only=False)
+        times = column.to_numpy(zero_copy_only=False)
+        if np.isnan(times).any():
+            leave_out = f'leave these out: --where "{written(self.column)} > 0"'
+            raise UserError(f"column {self.column!r} holds NaN, which is no time; {leave_out}")
+        return times
 
     def _time_cuts(self, reader: _Reader) -> np.ndarray:
         """The first moments of valid and of test: quantiles of a sample of the rows, chosen by hash."""

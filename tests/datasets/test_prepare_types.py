@@ -1,6 +1,7 @@
 """Logs of columns and files however they are held: types that writers add to Parquet's own, times, folders, globs."""
 
 import gzip
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,15 @@ def test_rows_of_a_csv_are_split_by_any_time(written: str, tmp_path: Path) -> No
     convert_csv([tmp_path / "a.csv"], tmp_path / "out", CsvOptions(split=(0.5, 0.5), split_by="time:at"))
     first, second = (pq.read_table(tmp_path / "out" / part) for part in ("train", "valid"))
     assert sorted(first["day"].to_pylist()) == [*range(1, 11)] and sorted(second["day"].to_pylist()) == [*range(11, 21)]
+
+
+def test_rows_of_a_csv_are_not_split_by_nan(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("at\n" + "1.5\n2\nnan\n3\n" * 5)
+    options = CsvOptions(split=(0.5, 0.5), split_by="time:at")
+    with pytest.raises(UserError, match=r'holds NaN, which is no time; leave these out: --where "at > 0"$'):
+        convert_csv([tmp_path / "a.csv"], tmp_path / "out", options)
+    convert_csv([tmp_path / "a.csv"], tmp_path / "out", replace(options, where="at > 0"))
+    assert pq.read_table(tmp_path / "out" / "train").num_rows == 5
 
 
 @pytest.mark.parametrize(
