@@ -148,7 +148,8 @@ class Condition:
     def _test(self, values: pa.Array) -> pa.Array:
         if self.operator != "in":
             return KERNELS[self.operator](values, self.value)
-        if pa.types.is_decimal(values.type):  # the literals' own types differ, and no one type may hold them all
+        # The types of literals for decimals differ, and no one type may hold them all; and -0.0 is 0, but not in [0].
+        if pa.types.is_decimal(values.type) or pa.types.is_floating(values.type):
             return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
         kinds = {scalar.type for scalar in self.value}
         literals = pa.array([scalar.as_py() for scalar in self.value], kinds.pop() if len(kinds) == 1 else pa.int64())
