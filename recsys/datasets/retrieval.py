@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from recsys.datasets.neighbours import neighbour_lists
 from recsys.datasets.writer import ROW_GROUP_ROWS, write_parts
+from recsys.errors import UserError
 
 FILE_ROWS = 16 * ROW_GROUP_ROWS
 HISTORY = 50
@@ -161,6 +162,9 @@ def write_retrieval(
         rows_of: what has a row of train: "interactions"; "users", with the history of all their items; or "windows",
             as users, with several rows for one of more items than `most`. The latter two are of two items at least.
         num_neighbours: of each item of such a history, which are written beside it.
+
+    Raises:
+        UserError: no user has two items in train, and lists of them are wanted.
     """
     item_ids = log.items.column(0).combine_chunks().take(pa.array(log.item))
     train, valid, test = (Timeline(log.user, item_ids, log.time, split == index, most) for index in range(3))
@@ -182,10 +186,16 @@ def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int
     """One row for each user of two items or more, or with `is_cut` as many as its items fill.
 
     The last item of a row is then the first of the user's next one: each item but the first follows another once.
+    Raises UserError where no user has two.
     """
     user = np.unique(log.user[train.rows])
     counts = train.starts(user + 1) - train.starts(user)
     user, counts = user[counts > 1], counts[counts > 1]
+    if not len(user):
+        raise UserError(
+            "no user has 2 items in train, as many as --train-rows users and windows take of each; take in more rows, "
+            "or give --train-rows interactions"
+        )
     step = max(1, train.most - 1)
     rows = -(-(counts - 1) // step) if is_cut else np.ones_like(counts)
     user, ends = user.repeat(rows), train.starts(user + 1).repeat(rows)

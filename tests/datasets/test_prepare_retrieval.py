@@ -104,6 +104,7 @@ def test_a_random_tenth_is_held_out_of_each_users(tmp_path: Path) -> None:
         ),
         (LogOptions("who", "what", "who"), "column 'who' is named twice"),
         (LogOptions("who", "what", hold_out="random"), "no user has 10 different items"),
+        (LogOptions("who", "what", where="what != 'a'", train_rows="users"), "no user has 2 items in train, as many"),
         (LogOptions("who", "what", where="age > 9"), "--where: no row of INPUT matches 'age > 9'"),
     ],
 )
