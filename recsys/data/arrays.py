@@ -73,6 +73,20 @@ def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Ar
     return select(values, np.repeat(inside, runs))
 
 
+def cast(array: pa.Array, kind: pa.DataType, safe: bool = True) -> pa.Array:
+    """Return an array in another type as Arrow casts it, but decimals as the floats that are nearest to them.
+
+    Raises:
+        pa.ArrowException: values that the type has not, where the cast is to be `safe`.
+    """
+    if pa.types.is_list(array.type) and pa.types.is_list(kind):
+        values, bounds = cast(array.values, kind.value_type, safe), array.buffers()[:2]
+        return pa.Array.from_buffers(kind, len(array), bounds, array.null_count, array.offset, children=[values])
+    if pa.types.is_decimal(array.type) and pa.types.is_floating(kind):
+        array = pa.array(to_numbers(array), mask=~valid(array) if array.null_count else None)
+    return array.cast(kind, safe=safe)
+
+
 def to_numbers(array: pa.Array) -> np.ndarray:
     """Return a `decoded` array of numbers, [len(array)], as a view where NumPy has such; anything may lie under a null.
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from recsys.data.arrays import cast
 from recsys.data.conditions import Origin
 from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
@@ -310,7 +311,8 @@ class SegmentReader:
             if plain_type(column.type) == (kind := self._types[name]):
                 continue
             try:
-                columns[name] = column.cast(kind, safe=not pa.types.is_floating(kind))
+                safe = not pa.types.is_floating(kind)
+                columns[name] = pa.chunked_array([cast(chunk, kind, safe) for chunk in column.chunks], kind)
             except pa.ArrowException as error:
                 raise BadDataError(
                     f"column '{name}' of row group {group.index} of '{group.path}' is {column.type} and holds values "

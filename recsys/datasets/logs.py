@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from recsys.data.arrays import cast
 from recsys.data.fields import names as names_in
 from recsys.data.fields import places
 from recsys.data.filters import written
@@ -129,7 +130,7 @@ def _joined(tables: Sequence[pa.Table], name: str) -> pa.Array:
     try:
         kind = reduce(unified, kinds or [pa.null()])
         return pa.chunked_array(
-            [chunk for column in columns for chunk in column.cast(kind).chunks], kind
+            [cast(chunk, kind) for column in columns for chunk in column.chunks], kind
         ).combine_chunks()
     except pa.ArrowException as error:
         raise UserError(

@@ -130,6 +130,22 @@ def test_integers_of_one_file_go_with_decimals_of_another(
     assert read_column(above, "number").to_pylist() == [values[0][1]]
 
 
+@pytest.mark.parametrize("scale", [1, 9])
+def test_decimals_beside_floats_become_the_nearest_floats(scale: int, tmp_path: Path) -> None:
+    """Arrow makes 0.30000000000000004 of 0.3, and 247.99999999999997 of an id that a warehouse wrote with a scale."""
+    of_file: list[Decimal | None] = [None, *(Decimal(i) / 10 for i in range(999)), *map(Decimal, range(999))]
+    numbers = pa.array(of_file, pa.decimal128(38, scale))
+    lists = pa.ListArray.from_arrays([0, None, *range(2, len(numbers) + 1)], numbers)
+    files = pa.table({"number": numbers, "list": lists}), pa.table({"number": [0.5], "list": [[0.5, None]]})
+    for name, table in zip("ab", files, strict=True):
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    dataset = open_dataset("data.train", str(tmp_path), {"number": "key", "list": "key"})
+    floats = [number if number is None else float(number) for number in of_file]
+    assert read_column(dataset, "number").to_pylist() == [*floats, 0.5]
+    expected = [floats[:2], None, *([number] for number in floats[2:]), [0.5, None]]
+    assert read_column(dataset, "list").to_pylist() == expected
+
+
 @pytest.mark.parametrize("nulls", ["reserved", "refuse"])
 @pytest.mark.parametrize("without", ["train", "valid"])
 def test_a_column_without_a_type_is_of_null_lists_where_other_data_have_lists(
