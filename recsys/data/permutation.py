@@ -1,5 +1,6 @@
 """Rows that have one feature of another row, for how much a model relies on it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,27 +19,30 @@ class Permutation:
     Row i gets those of row i + d of the rows laid end to end, the first ones behind the last; d is drawn, and the rows
     of each row group are shuffled before. So a row group or two more are decoded for some rows, and no more memory is
     taken.
+
+    Attributes:
+        features: the name, or those of an id feature and of its further experts, which read one column.
     """
 
-    feature: str
+    features: Sequence[str]
     seed: tuple[int, ...]
 
     def spec(self, spec: BatchSpec) -> BatchSpec:
         """Return what batches are made of, with the columns of the feature under other names."""
         ids = [
             replace(part, column=_permuted(part.column), weights=_permuted(part.weights))
-            if part.name == self.feature
+            if part.name in self.features
             else part
             for part in spec.ids
         ]
-        floats = [replace(p, column=_permuted(p.column)) if p.name == self.feature else p for p in spec.floats]
+        floats = [replace(p, column=_permuted(p.column)) if p.name in self.features else p for p in spec.floats]
         return replace(spec, ids=ids, floats=floats)
 
     def reader(self, dataset: Dataset, spec: BatchSpec) -> "PermutedReader":
         """Return a reader of the columns of `spec` before the permutation, and of those that it adds."""
-        columns = [name for part in spec.ids if part.name == self.feature for name in (part.column, part.weights)]
-        columns += [part.column for part in spec.floats if part.name == self.feature]
-        return PermutedReader(dataset, [name for name in columns if name is not None], self.seed)
+        columns = [name for part in spec.ids if part.name in self.features for name in (part.column, part.weights)]
+        columns += [part.column for part in spec.floats if part.name in self.features]
+        return PermutedReader(dataset, [name for name in dict.fromkeys(columns) if name is not None], self.seed)
 
 
 class PermutedReader:

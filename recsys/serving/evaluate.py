@@ -13,6 +13,7 @@ import pyarrow as pa
 import torch
 
 from recsys.config import Config
+from recsys.config.features import with_experts
 from recsys.data.dataset import ReadOptions
 from recsys.data.facts import VocabularyRequest, measure
 from recsys.data.inputs import Given, Inputs
@@ -245,7 +246,10 @@ def importance(opened: OpenRun, role: str, metrics: dict[str, float], repeats: i
     inputs, losses, names = opened.inputs, {}, opened.run.config.model.metric_names(opened.run.config)
     signs = {name: 1 if is_higher_better(name) else -1 for name in names}
     for feature in role_features(inputs.config, role):
-        permutations = [Permutation(feature, (inputs.config.seed, repeat)) for repeat in range(repeats)]
+        if inputs.config.features[feature].expert_of is not None:  # permuted with the first expert
+            continue
+        features = with_experts(inputs.config, [feature])
+        permutations = [Permutation(features, (inputs.config.seed, repeat)) for repeat in range(repeats)]
         permuted = [_metrics(opened, inputs.loader(role, None, permutation)).metrics for permutation in permutations]
         losses[feature] = {
             name: float(np.mean([sign * (metrics[name] - losing[name]) for losing in permuted]))

@@ -7,9 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from recsys.config import Device, load_config
+from recsys.config.features import with_experts
+from recsys.data.inputs import open_inputs
 from recsys.data.order import Segment
 from recsys.data.parquet import open_dataset
-from recsys.data.permutation import PermutedReader
+from recsys.data.permutation import Permutation, PermutedReader
+from recsys.runtime.world import open_world
 
 ROWS = 137
 
@@ -43,3 +47,23 @@ def test_a_permutation_is_the_same_for_all_cuts(filter: str | None, tmp_path: Pa
         first += count
     again = PermutedReader(dataset, ["row"], (7, 1)).read(dataset.row_groups.segment(0))
     assert again["row (permuted)"].to_pylist() != permuted[: len(again)].tolist()
+
+
+def test_the_experts_of_a_feature_are_permuted_together(tmp_path: Path) -> None:
+    """Each id is looked up in one of two tables, and so is the one that a row is given in its place."""
+    pq.write_table(pa.table({"item": np.arange(ROWS), "label": np.arange(ROWS) % 2}), tmp_path / "rows.parquet")
+    (tmp_path / "config.yaml").write_text(
+        f"data: {{train: {tmp_path}/rows.parquet, test: {tmp_path}/rows.parquet, label_column: label}}\n"
+        "features: {item: {table: item}}\n"
+        "tables:\n"
+        "  item: {num_embeddings: 99, embedding_dim: 4, experts: {others: [other], by: hash, gate: none}}\n"
+        "  other: {num_embeddings: 99, embedding_dim: 4}\n"
+        "model: {name: dlrm, interaction: dot_and_embeddings}\n"
+    )
+    config = load_config(tmp_path / "config.yaml", [])
+    with open_world(Device.cpu) as world:
+        inputs = open_inputs(config, world)
+        permutation = Permutation(with_experts(config, ["item"]), (7, 0))
+        (batch,) = inputs.loader("test", None, permutation).batches()
+    lengths = batch.ids.lengths().view(2, -1)
+    assert lengths.sum(dim=0).equal(batch.weights.int()) and lengths.sum() == ROWS and (lengths.sum(dim=1) > 0).all()
