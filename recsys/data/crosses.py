@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from recsys.errors import UserError
 from recsys.ids import hash_column, hash_integers
 
 
@@ -13,18 +14,25 @@ def with_crosses(table: pa.Table, crosses: Mapping[str, Sequence[str]]) -> pa.Ta
 
     The id of a combination is a 64-bit hash of the ids in it, so that it is the same on every machine and split of the
     data, and no vocabulary of combinations is needed. It is null where an id is null.
+
+    Raises:
+        UserError: names a column that holds no ids.
     """
     for name, columns in crosses.items():
-        table = table.append_column(name, _cross([_whole(table.column(column)) for column in columns]))
+        table = table.append_column(name, _cross({column: _whole(table.column(column)) for column in columns}))
     return table
 
 
-def _cross(columns: Sequence[pa.Array]) -> pa.Array:
+def _cross(by_name: Mapping[str, pa.Array]) -> pa.Array:
+    columns = by_name.values()
     known = np.logical_and.reduce([column.is_valid().to_numpy(zero_copy_only=False) for column in columns])
     mask = None if known.all() else pa.array(known)
     hashes = np.zeros(int(known.sum()), np.uint64)
-    for place, column in enumerate(columns):  # the place is the seed, so that a × b is not b × a
-        hashes = hash_integers(hashes ^ hash_column(column if mask is None else column.filter(mask), place))
+    for place, (name, column) in enumerate(by_name.items()):  # the place is the seed, so that a × b is not b × a
+        try:
+            hashes = hash_integers(hashes ^ hash_column(column if mask is None else column.filter(mask), place))
+        except UserError as error:
+            raise UserError(f"column '{name}' of a cross: {error}") from error
     ids = np.zeros(len(known), np.int64)
     ids[known] = hashes.view(np.int64)
     return pa.array(ids, mask=None if mask is None else ~known)

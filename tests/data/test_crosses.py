@@ -38,6 +38,8 @@ def test_a_combination_has_one_id_and_null_where_one_is_null() -> None:
     assert ids(a=[1], b=[2]) != ids(b=[2], a=[1]), "their order counts"
     coded = with_crosses(pa.table({"a": pa.array(["x", None, "y"]).dictionary_encode(), "b": [1, 2, 3]}), {"x": "ab"})
     assert coded.column("x").to_pylist() == ids(a=["x", None, "y"], b=[1, 2, 3])
+    with pytest.raises(UserError, match=r"^column 'b' of a cross: ids must be whole numbers"):
+        ids(a=[1, 2], b=[1.0, 0.5])
     chunks = pa.chunked_array([["x"], [None, "y"]])
     assert with_crosses(pa.table({"a": chunks, "b": [1, 2, 3]}), {"x": "ab"}).column("x").to_pylist() == ids(
         a=["x", None, "y"], b=[1, 2, 3]
