@@ -116,7 +116,7 @@ def test_the_reports_of_a_run(config: Path, tmp_path: Path) -> None:
     assert all("|" not in (tmp_path / f"run/logs/rank_{rank}.log").read_text() for rank in range(2))
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_are_where_they_are_predicted(nproc: int, config: Path, tmp_path: Path) -> None:
     """Several ranks have them from the start; a rank alone from the first step on, in evaluations and saves too."""
     options = (

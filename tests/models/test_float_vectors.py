@@ -72,7 +72,7 @@ def same_losses(folder: Path, model: dict[str, Any], nproc: int = 1) -> list[flo
 @pytest.mark.parametrize(
     ("name", "nproc"),
     [
-        ("dlrm", 2),
+        pytest.param("dlrm", 2, marks=pytest.mark.slow),
         ("dcn", 1),
         *(pytest.param(name, 1, marks=pytest.mark.slow) for name in RANKERS if name not in ("dlrm", "dcn")),
     ],

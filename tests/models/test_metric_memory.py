@@ -32,7 +32,7 @@ def test_a_row_takes_16_bytes_at_most() -> None:
     assert kept < 8.5 * num_rows and peak < 16.5 * num_rows
 
 
-@pytest.mark.parametrize(("binary", "squared"), [(1, 0), (12, 0), (2, 3), (0, 2)])
+@pytest.mark.parametrize(("binary", "squared"), [(1, 0), pytest.param(12, 0, marks=pytest.mark.slow), (2, 3), (0, 2)])
 def test_what_an_evaluation_keeps_goes_by_its_labels(binary: int, squared: int, tmp_path: Path) -> None:
     labels = {f"b{i}": {} for i in range(binary)} | {f"n{i}": {"loss": "squared"} for i in range(squared)}
     content = {

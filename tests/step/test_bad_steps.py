@@ -118,7 +118,7 @@ def test_training_goes_on_as_if_the_step_had_not_been(tables: str, dense: str, c
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_quota_ends_the_run(check: bool, tmp_path: Path) -> None:
     data = poison(tmp_path / "data", price={10: math.nan, 2000: math.nan, 2900: math.inf})
     options = (f"train.check_every_step={check}", f"train.log_every_steps={1 if check else 100}")

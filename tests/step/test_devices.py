@@ -151,7 +151,7 @@ MUCH = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["ranker", "much", "towers", "sequences"])
+@pytest.mark.parametrize("name", [pytest.param("ranker", marks=pytest.mark.slow), "much", "towers", "sequences"])
 def test_no_operator_takes_tensors_of_both(name: str, tmp_path: Path) -> None:
     config, options = SAMPLE, MUCH if name == "much" else ()
     if name in ("towers", "sequences"):

@@ -137,7 +137,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("read later", "much") else [pytest.mark.slow]) for name in RUNS]
+    "name", [pytest.param(name, marks=[] if name == "much" else [pytest.mark.slow]) for name in RUNS]
 )
 def test_the_host_waits_once_a_step_and_every_operator_is_there(name: str, tmp_path: Path) -> None:
     nproc, options = RUNS[name]

@@ -143,7 +143,7 @@ optimizer: {tables: {name: adam}}""",
 }
 
 
-FAST_MODELS = ("dlrm", "experts")
+FAST_MODELS = ("dlrm",)
 
 
 @pytest.mark.parametrize(

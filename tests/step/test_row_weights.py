@@ -56,7 +56,9 @@ def learned(run_dir: Path, *arguments: Any, **options: Any) -> tuple[list[float]
 
 
 @pytest.mark.parametrize(
-    ("nproc", "narrow"), [(1, "precision.output_dtype=FP16"), (2, "precision.backward_wire=FP16")], ids=str
+    ("nproc", "narrow"),
+    [pytest.param(1, "precision.output_dtype=FP16", marks=pytest.mark.slow), (2, "precision.backward_wire=FP16")],
+    ids=str,
 )
 def test_small_weights_teach_what_large_ones_do(nproc: int, narrow: str, tmp_path: Path) -> None:
     """Gradients that travel in FP16 have the weights in them, and those of 2**-20 would be 0 there."""

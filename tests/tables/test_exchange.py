@@ -93,8 +93,7 @@ def train(
 @pytest.mark.parametrize(
     ("kind", "exchanges"),
     [
-        ("gaps in half", [20, 0]),
-        *(pytest.param(kind, [20, 0], marks=pytest.mark.slow) for kind in ("whole", "half", "gaps")),
+        *(pytest.param(kind, [20, 0], marks=pytest.mark.slow) for kind in ("whole", "half", "gaps", "gaps in half")),
         ("lists", [9, 1]),
     ],
 )

@@ -24,7 +24,9 @@ _SPLIT = (
         pytest.param(
             (*_SPLIT, "tables.user.embedding_dim=4", "tables.category.embedding_dim=64"), marks=pytest.mark.slow
         ),
-        (*_SPLIT, "tables.user.embedding_dim=64", "tables.category.embedding_dim=4"),
+        pytest.param(
+            (*_SPLIT, "tables.user.embedding_dim=64", "tables.category.embedding_dim=4"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_rank_may_have_no_row_of_what_it_looks_up(tables: tuple[str, ...], tmp_path: Path) -> None:

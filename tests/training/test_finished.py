@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -22,6 +23,19 @@ def train(run_dir: Path, epochs: int, *options: str) -> str:
     done = fork_train(CONFIG, f"run.dir={run_dir}", *OPTIONS, f"train.epochs={epochs}", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def of_one_epoch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch, of 11 steps."""
+    train(run_dir := tmp_path_factory.mktemp("trained") / "run", 1)
+    return run_dir
+
+
+@pytest.fixture
+def finished(of_one_epoch: Path, tmp_path: Path) -> Path:
+    """That run, for a test of its own."""
+    return copytree(of_one_epoch, tmp_path / "run")
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
@@ -61,38 +75,32 @@ def test_a_finished_run_goes_on_only_where_more_is_asked_for(tmp_path: Path) -> 
     assert lines(run_dir)[-1]["step"] == result["best_step"]
 
 
-def test_a_start_that_is_refused_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+def test_a_start_that_is_refused_leaves_the_run_as_it_is(finished: Path) -> None:
     """config.yaml is of what was trained, whatever else the run was asked to go on with."""
-    run_dir = tmp_path / "run"
-    train(run_dir, 1)
-    before = contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()}
-    others = (f"run.dir={run_dir}", *OPTIONS, "train.epochs=1", "data.train=data/sample/test")
+    before = contents(finished) | {finished / "config.yaml": (finished / "config.yaml").read_bytes()}
+    others = (f"run.dir={finished}", *OPTIONS, "train.epochs=1", "data.train=data/sample/test")
     refused = fork_train(CONFIG, *others)
     assert refused.returncode == 1 and "the files of data.train are not those" in refused.stderr
-    assert contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()} == before
-    assert Record(run_dir).status == "done"
-    assert "done at step 11 already" in train(run_dir, 1)
+    assert contents(finished) | {finished / "config.yaml": (finished / "config.yaml").read_bytes()} == before
+    assert Record(finished).status == "done"
+    assert "done at step 11 already" in train(finished, 1)
 
 
-def test_what_a_start_that_failed_had_asked_for_is_still_to_be_done(tmp_path: Path) -> None:
+def test_what_a_start_that_failed_had_asked_for_is_still_to_be_done(finished: Path, tmp_path: Path) -> None:
     """config.yaml is of that start by then."""
-    run_dir = tmp_path / "run"
-    train(run_dir, 1)
     (tmp_path / "plan.json").write_text("{}")
-    more = (f"run.dir={run_dir}", *OPTIONS, "train.epochs=2", f"run.plan={tmp_path}/plan.json")
+    more = (f"run.dir={finished}", *OPTIONS, "train.epochs=2", f"run.plan={tmp_path}/plan.json")
     refused = fork_train(CONFIG, *more)
     assert refused.returncode == 1 and "plan.json" in refused.stderr
-    assert "done at step 22," in train(run_dir, 2)
+    assert "done at step 22," in train(finished, 2)
 
 
-def test_how_to_train_asks_for_nothing_where_no_step_is_left(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    train(run_dir, 1)
-    before = contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()}
+def test_how_to_train_asks_for_nothing_where_no_step_is_left(finished: Path) -> None:
+    before = contents(finished) | {finished / "config.yaml": (finished / "config.yaml").read_bytes()}
     changes = "optimizer.tables.learning_rate=0.5", "train.global_batch_size=128", "train.keep_checkpoints=7"
-    assert "done at step 11 already" in train(run_dir, 1, *changes)
-    assert contents(run_dir) | {run_dir / "config.yaml": (run_dir / "config.yaml").read_bytes()} == before
-    assert "done at step 11," in train(run_dir, 1, "data.test=null")  # of which the result says something
+    assert "done at step 11 already" in train(finished, 1, *changes)
+    assert contents(finished) | {finished / "config.yaml": (finished / "config.yaml").read_bytes()} == before
+    assert "done at step 11," in train(finished, 1, "data.test=null")  # of which the result says something
 
 
 @pytest.mark.parametrize(
@@ -131,10 +139,8 @@ def test_a_first_start_that_is_refused_leaves_its_page(tmp_path: Path) -> None:
     assert "does not exist; name a run directory" in (tmp_path / "run/report.html").read_text()
 
 
-def test_a_start_from_a_run_that_has_not_ended_is_told(tmp_path: Path) -> None:
+def test_a_start_from_a_run_that_has_not_ended_is_told(finished: Path, tmp_path: Path) -> None:
     """Such as of a day before that was killed, or that still goes on."""
-    run_dir = tmp_path / "run"
-    train(run_dir, 1)
 
     def told(source: Path) -> bool:
         text = train(
@@ -142,14 +148,14 @@ def test_a_start_from_a_run_that_has_not_ended_is_told(tmp_path: Path) -> None:
         )
         return "has not come to its end" in text
 
-    assert not told(run_dir)
-    result = json.loads((run_dir / "result.json").read_text())
-    (run_dir / "result.json").write_text(json.dumps(result | {"status": "stopped"}))
-    ending = run_dir / "memory/rank_0.json"
+    assert not told(finished)
+    result = json.loads((finished / "result.json").read_text())
+    (finished / "result.json").write_text(json.dumps(result | {"status": "stopped"}))
+    ending = finished / "memory/rank_0.json"
     ending.write_text(ending.read_text().replace('"status": "done"', '"status": "stopped"'))
-    assert told(run_dir)
-    (run_dir / "result.json").unlink()
+    assert told(finished)
+    (finished / "result.json").unlink()
     ending.unlink()  # as of one that was killed
-    assert told(run_dir) and not told(run_dir / "checkpoints/step-000000011")
-    (run_dir / "metrics.jsonl").unlink()
-    assert not told(run_dir)
+    assert told(finished) and not told(finished / "checkpoints/step-000000011")
+    (finished / "metrics.jsonl").unlink()
+    assert not told(finished)
