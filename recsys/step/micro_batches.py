@@ -316,7 +316,7 @@ class MicroBatches:
             leaf.grad = None
         dense, weights = self._dense, self._batch.weights
         own = [gradient for gradient in self.gradients if gradient is not None and gradient.numel()]
-        if dense.loss_scale.value != 1:
+        if dense.loss_scale.value != 1 and own:  # no list may have an id
             torch._foreach_div_(own, dense.loss_scale.value)
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}

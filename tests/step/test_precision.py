@@ -14,10 +14,10 @@ import torch
 from checkpoints import load_tables
 from launch import ROOT, fork_train
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from recsys.checkpoint import Marker
-from recsys.config import Config, Device, LabelConfig
+from recsys.config import Autocast, Config, Device, LabelConfig, PrecisionConfig
 from recsys.data.batch import Batch
 from recsys.data.order import Position
 from recsys.data.pool import Fence
@@ -213,6 +213,18 @@ def test_a_batch_without_an_id_of_a_list_travels_in_fp16(tmp_path: Path) -> None
     one, _ = train(tmp_path / "one", *settings)
     two, _ = train(tmp_path / "two", *settings, "precision.backward_wire=FP16", "train.micro_batch_size=100", nproc=2)
     assert two == pytest.approx(one, abs=1e-3)
+
+
+def test_a_batch_without_any_id_in_fp16() -> None:
+    config, lengths = DLRMConfig(bottom_mlp=[16], top_mlp=[8]), torch.zeros(32, dtype=torch.int32)
+    model = DLRM(config, DenseInputs({"a": 16}, ["x", "y"], {"label": LabelConfig()}))
+    ids = KeyedJaggedTensor(["a"], torch.zeros(0, dtype=torch.int64), lengths=lengths)
+    vectors, precision = JaggedTensor(torch.zeros(0, 16), lengths=lengths), PrecisionConfig(autocast=Autocast.fp16)
+    with open_world(Device.cpu, 1):
+        half = DenseHalf(model, Config(model=config, features={}, tables={}, precision=precision))
+        half.forward(None, [{"a": vectors}], replace(made_up(32, [*"abcd"], (0, 32))[1], ids=ids))
+        half.backward()
+    assert not half.skipped and all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 class LiveBytes:
