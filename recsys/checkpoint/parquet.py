@@ -2,10 +2,11 @@
 
 Columns: `row` int64; of a vocabulary table also `id`, null for the rows that no id has of its own, and `bucket`, the
 number of the row among those that the other ids share; `vector`, embedding_dim floats; then the optimizer's state, a
-float or embedding_dim floats.
+float or embedding_dim floats. The file's metadata name the optimizer, and how many updates its state has seen.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from recsys.runtime.parquet import ROW_GROUP_ROWS, prepare_parquet, write_parque
 
 VECTOR = "vector"
 _KEYS = ("row", "id", "bucket")
+_OPTIMIZER, _UPDATES = b"recsys.optimizer", b"recsys.updates"  # in a file's metadata
 
 
 def export_table(source: Path, table: str, out: Path) -> int:
@@ -58,7 +60,11 @@ def export_table(source: Path, table: str, out: Path) -> int:
     if (name := f"{table}.parquet") in marker.facts:
         check_facts(path, marker, [name])
         vocabulary = read_vocabulary(facts_of(path) / name)
-    write_parquet(out, _batches(path, {column: marker.tensors[name] for column, name in columns.items()}, vocabulary))
+    metadata = {_UPDATES: str(marker.state.updates_of(table)).encode()}
+    if (optimizer := marker.meaning.get(f"tables.{table}.optimizer.name")) is not None:
+        metadata[_OPTIMIZER] = optimizer.encode()
+    batches = _batches(path, {column: marker.tensors[name] for column, name in columns.items()}, vocabulary)
+    write_parquet(out, (batch.replace_schema_metadata(metadata) for batch in batches))
     return marker.tensors[TABLES + table].size[0]
 
 
@@ -123,18 +129,32 @@ class TableRows:
         return rows
 
 
-def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows, targets: dict[str, Pieces]) -> int:
+@dataclass(frozen=True)
+class Imported:
+    """What was taken of a file.
+
+    Attributes:
+        num_rows: rows of the file that have a place in the table, on any rank.
+        updates: how many the optimizer's state in the file has seen; 0 where it has none, or does not say.
+        optimizer: whose state that is; only the table's own is taken.
+    """
+
+    num_rows: int
+    updates: int = 0
+    optimizer: str | None = None
+
+
+def import_table(
+    path: Path, table: str, settings: TableConfig, optimizer: str, rows: TableRows, targets: dict[str, Pieces]
+) -> Imported:
     """Set rows of a table, and of its optimizer's state, from a Parquet file of vectors.
 
-    State that the file does not have is 0 in these rows, as that of new ones: what was there is of other vectors, which
-    FTRL would bring back.
+    State that the file does not have, or has of another optimizer, is 0 in these rows, as that of new ones: what was
+    there is of other vectors, which FTRL would bring back.
 
     Args:
-        table: its name.
+        table: its name. optimizer: the name of its own.
         targets: this rank's tensors by their names in a checkpoint; those of the table are set in place.
-
-    Returns:
-        How many rows of the file have a place in the table, on any rank.
 
     Raises:
         UserError: the file cannot be read or is not one for this table.
@@ -145,11 +165,11 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
     columns |= {name.removeprefix(prefix): pieces for name, pieces in targets.items() if name.startswith(prefix)}
     try:
         with _opened(path) as file:
-            names = file.schema_arrow.names
+            names, there, updates = file.schema_arrow.names, *_optimizer_of(file, optimizer)
             _check_columns(key, names, settings)
-            no_columns = [pieces for name, pieces in columns.items() if name not in names]
-            columns = {name: pieces for name, pieces in columns.items() if name in names}
-            read_columns = [name for name in _KEYS if name in names] + list(columns)
+            states = [name for name in names if name not in (*_KEYS, VECTOR)]
+            taken = {VECTOR, *(states if there == optimizer else ())} & columns.keys()
+            read_columns = [name for name in names if name in (*_KEYS, *taken)]
             for batch in file.iter_batches(ROW_GROUP_ROWS, columns=read_columns):
                 places = rows.find(batch)
                 if len(places) and places.max() >= settings.num_embeddings:
@@ -157,17 +177,32 @@ def import_table(path: Path, table: str, settings: TableConfig, rows: TableRows,
                         f"{key} has row {places.max()}, and the table {settings.num_embeddings} rows; raise "
                         f"tables.{table}.num_embeddings"
                     )
-                has_place = places >= 0
-                num_rows += int(has_place.sum())
-                for name, pieces in columns.items():
-                    values = _from_arrow(key, name, batch.column(name), pieces)
-                    _scatter(pieces, torch.from_numpy(places[has_place]), values[torch.from_numpy(has_place)])
-                for pieces in no_columns:
-                    zeros = torch.zeros(int(has_place.sum()), *pieces.size[1:])
-                    _scatter(pieces, torch.from_numpy(places[has_place]), zeros)
-    except (pa.ArrowException, OSError, TypeError) as error:
+                num_rows += _set_rows(key, batch, places, columns, taken)
+    except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise UserError(f"{key} cannot be read ({' '.join(str(error).split())[:200]}); name another one") from error
-    return num_rows
+    # Not by what this rank holds, as all have to say the same.
+    return Imported(num_rows, updates, there) if states else Imported(num_rows)
+
+
+def _set_rows(
+    key: str, batch: pa.RecordBatch, places: np.ndarray, columns: Mapping[str, Pieces], taken: Collection[str]
+) -> int:
+    """Set the rows of tensors that a record batch has, to 0 where it is not taken; return how many have a place."""
+    has_place = places >= 0
+    rows = torch.from_numpy(places[has_place])
+    for name, pieces in columns.items():
+        if name in taken:
+            values = _from_arrow(key, name, batch.column(name), pieces)
+        else:
+            values = torch.zeros(len(places), *pieces.size[1:])
+        _scatter(pieces, rows, values[torch.from_numpy(has_place)])
+    return len(rows)
+
+
+def _optimizer_of(file: pq.ParquetFile, default: str) -> tuple[str, int]:
+    """Return whose state a file has, and how many updates that has seen; `default` and 0 where it does not say."""
+    told = file.metadata.metadata or {}
+    return told.get(_OPTIMIZER, default.encode()).decode(), int(told.get(_UPDATES, 0))
 
 
 def _opened(path: Path) -> pq.ParquetFile:

@@ -35,7 +35,7 @@ class InitConfig:
     # gives its row to a new one that needs it, the longest unseen first. So ids that come and go fill no table.
     evict_after_runs: int | None = bounded(None, 1)
     # By table: file with `vector` and `id` or `row`, as `recsys tables export` writes; goes without init_from too. What
-    # it does not have of the optimizer's state begins anew in its rows.
+    # it does not have of the optimizer's state, or has of another optimizer, begins anew in its rows.
     from_parquet: dict[str, str] = field(default_factory=dict)
 
 

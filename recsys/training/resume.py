@@ -69,7 +69,8 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         for line in loaded.lines():
             logger.info("%s", line)
         updates_before = {table: source.marker.state.updates_of(table) for table in loaded.optimized_tables()}
-    _import_tables(inputs, built)
+    for table, updates in _import_tables(inputs, built).items():
+        updates_before[table] = max(updates_before.get(table, 0), updates)
     return TrainState(position=Position(), fingerprints=_fingerprints(inputs), updates_before=updates_before)
 
 
@@ -90,10 +91,18 @@ def _fingerprints(inputs: Inputs) -> dict[str, str]:
     return {role: dataset.fingerprint for role, dataset in inputs.datasets.items() if role in roles}
 
 
-def _import_tables(inputs: Inputs, built: Built) -> None:
-    config, facts = inputs.config, inputs.facts
+def _import_tables(inputs: Inputs, built: Built) -> dict[str, int]:
+    """Set rows of tables from files; return by table how many updates the optimizer's state there has seen."""
+    config, facts, updates = inputs.config, inputs.facts, {}
     for table, path in config.train.init.from_parquet.items():
         settings, targets = config.tables[table], built.tensors.to_load()
+        optimizer = config.table_optimizer(table).name.name
         rows = TableRows(settings, *(facts.of_table(table) if facts else (None, None)))
-        num_rows = inputs.world.agree(partial(import_table, Path(path), table, settings, rows, targets))
-        logger.info("table %s: %s rows from %s", table, f"{num_rows:,}", path)
+        imported = inputs.world.agree(partial(import_table, Path(path), table, settings, optimizer, rows, targets))
+        logger.info("table %s: %s rows from %s", table, f"{imported.num_rows:,}", path)
+        if imported.optimizer not in (None, optimizer):
+            text = "table %s: state of %s in '%s' is not taken, and that of %s begins anew in these rows"
+            logger.warning(text, table, imported.optimizer, path, optimizer)
+        else:
+            updates[table] = imported.updates
+    return updates

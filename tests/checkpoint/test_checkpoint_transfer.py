@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -261,7 +262,9 @@ def test_vectors_that_a_table_cannot_have_are_refused(
     pq.write_table(pa.table({"row": [0, 1], "vector": vectors}), tmp_path / "t.parquet")
     table, tensor = TableConfig(num_embeddings=2, embedding_dim=2), torch.zeros(2, 2, dtype=dtype)
     with pytest.raises(UserError, match=f"'train.init.from_parquet.t': file '.*t.parquet'.*{said.replace('+', '[+]')}"):
-        import_table(tmp_path / "t.parquet", "t", table, TableRows(table, None), {"tables/t": Pieces.of(tensor)})
+        import_table(
+            tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), {"tables/t": Pieces.of(tensor)}
+        )
     assert not tensor.any()
 
 
@@ -274,7 +277,8 @@ def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType | None, tmp_path: Pa
     column = pa.FixedShapeTensorArray.from_numpy_ndarray(vectors) if kind is None else pa.array(list(vectors), kind)
     pq.write_table(pa.table({"row": [1, 0], "vector": column}), tmp_path / "t.parquet")
     table, tensor = TableConfig(num_embeddings=2, embedding_dim=2), torch.zeros(2, 2)
-    found = import_table(tmp_path / "t.parquet", "t", table, TableRows(table, None), {"tables/t": Pieces.of(tensor)})
+    pieces = {"tables/t": Pieces.of(tensor)}
+    found = import_table(tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), pieces).num_rows
     assert found == 2 and tensor.tolist() == [[3, 4], [1, 2]]
 
 
@@ -289,12 +293,27 @@ def test_state_of_an_optimizer_goes_with_its_vectors(tmp_path: Path) -> None:
     pq.write_table(pa.table(given), tmp_path / "t.parquet")
     table = TableConfig(num_embeddings=4, embedding_dim=2)
     pieces = {name: Pieces.of(tensor) for name, tensor in targets.items()}
-    import_table(tmp_path / "t.parquet", "t", table, TableRows(table, None), pieces)
+    import_table(tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), pieces)
     assert targets["tables/t"].tolist() == [[0, 0], [3, 4], [1, 2], [0, 0]]
     assert targets["table_optimizer/t/momentum2"][[2, 1]].tolist() == given["momentum2"]
     for name, old in (("momentum1", before["momentum1"]), ("of_rows", of_rows)):
         state = targets[f"table_optimizer/t/{name}"]
         assert torch.equal(state[[0, 3]], old[[0, 3]]) and not state[1:3].any()
+
+
+def test_state_of_another_optimizer_is_not_taken(saved: Checkpoints, tmp_path: Path) -> None:
+    """Adam's averages may be below 0, and as Adagrad's sums of squares would make the first step's rows NaN."""
+    path, file = saved.path(5), tmp_path / "user.parquet"
+    replace(Marker.read(path), meaning={"tables.user.optimizer.name": "adam"}).write(path)
+    export_table(path, "user", file)
+    table, there = TableConfig(num_embeddings=100, embedding_dim=8), load_tables(path, "")
+    for optimizer in ("adam", "adagrad"):
+        tensors = {"tables/user": torch.zeros(100, 8), "table_optimizer/user/momentum1": torch.ones(100)}
+        pieces = {name: Pieces.of(tensor) for name, tensor in tensors.items()}
+        imported = import_table(file, "user", table, optimizer, TableRows(table, None), pieces)
+        assert (imported.num_rows, imported.updates, imported.optimizer) == (100, 5, "adam")
+        expected = there if optimizer == "adam" else {**there, "table_optimizer/user/momentum1": torch.zeros(100)}
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 def test_rows_are_found_by_id() -> None:
