@@ -112,7 +112,7 @@ class TableRows:
         Vectors of ids that a vocabulary has no row for are left out, since others share theirs.
         """
         if "id" not in batch.schema.names:
-            return batch.column("row").fill_null(-1).cast(pa.int64()).to_numpy()
+            return _whole_numbers(batch, "row")
         rows = np.full(batch.num_rows, -1, np.int64)
         ids = batch.column("id")
         given = ids.is_valid().to_numpy(zero_copy_only=False)
@@ -122,8 +122,8 @@ class TableRows:
             mapped[mapped >= self._first_bucket] = -1
         rows[given] = mapped
         if self._first_bucket is not None and {"row", "bucket"} <= set(batch.schema.names):
-            rows[~given & (batch.column("row").fill_null(-1).to_numpy() == 0)] = 0
-            buckets = batch.column("bucket").fill_null(-1).cast(pa.int64()).to_numpy()
+            rows[~given & (_whole_numbers(batch, "row") == 0)] = 0
+            buckets = _whole_numbers(batch, "bucket")
             shared = ~given & (buckets >= 0) & (buckets < self._table.num_embeddings - self._first_bucket)
             rows[shared] = self._first_bucket + buckets[shared]
         return rows
@@ -197,6 +197,11 @@ def _set_rows(
             values = torch.zeros(len(places), *pieces.size[1:])
         _scatter(pieces, rows, values[torch.from_numpy(has_place)])
     return len(rows)
+
+
+def _whole_numbers(batch: pa.RecordBatch, column: str) -> np.ndarray:
+    """Return a column of any type of whole numbers as int64 [rows], and -1 in place of null."""
+    return batch.column(column).cast(pa.int64()).fill_null(-1).to_numpy()
 
 
 def _optimizer_of(file: pq.ParquetFile, default: str) -> tuple[str, int]:
