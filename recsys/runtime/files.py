@@ -68,15 +68,17 @@ def make_folder(path: Path, argument: str = "OUT") -> None:
 
 
 def prepare_output(path: Path, argument: str = "OUT") -> None:
-    """Refuse a folder where the user has to name a file by an argument, and make the folder that the file goes to.
+    """Refuse what is no file where the user has to name one by an argument, and make the folder that the file goes to.
 
     It is called before any work, which would be lost.
 
     Raises:
-        UserError: it is a folder, or its own folder cannot be made.
+        UserError: it is a folder, a device or a pipe, or its own folder cannot be made.
     """
     if path.is_dir():
         raise UserError(f"{argument}: '{path}' is a folder; name a file")
+    if path.exists() and not path.is_file():  # root would replace /dev/null for all who write there
+        raise UserError(f"{argument}: '{path}' is a device, a pipe or a socket, which would be replaced; name a file")
     make_folder(path.parent, argument)
 
 
@@ -84,7 +86,7 @@ def write_output(path: Path, content: str, argument: str) -> None:
     """Replace a file that the user may name by an argument.
 
     Raises:
-        UserError: it is a folder, or cannot be written.
+        UserError: it is no file, or cannot be written.
     """
     prepare_output(path, argument)
     try:

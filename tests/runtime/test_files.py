@@ -1,5 +1,6 @@
 """Files that the user names to be written: what cannot be one is refused before any work."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,10 @@ def test_what_can_be_no_output_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=f"^--out: '{tmp_path}' is a folder; name a file$"):
         prepare_output(tmp_path, "--out")
+    os.mkfifo(tmp_path / "pipe")
+    for device in (tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(UserError, match=f"^OUT: '{device}' is a device, a pipe .*, which would be replaced; name"):
+            prepare_output(device)
     for path in ("file/page.html", "file/deeper/page.html"):
         with pytest.raises(
             UserError, match=f"^OUT: '{(tmp_path / path).parent}' cannot be made .*; name another folder$"
