@@ -37,7 +37,7 @@ class TrainState:
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
         fingerprints: of the files of data.train, and of those that early stopping compares by.
-        rate_factor: what a plateau schedule has multiplied the learning rates by.
+        rate_factor: what a plateau schedule has multiplied the learning rates by; of another schedule not read.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
         window: of the losses since the last line of metrics.jsonl sum and number, by "" and, of several tasks, by task.
         metrics: of the last evaluation of each dataset.

@@ -195,7 +195,10 @@ class Trainer:
         self._built.table_updates.begin(factor, state.updates_of)
 
     def _rates_factor(self, step: int) -> float:
-        return schedule_factor(self._config.optimizer.schedule, self._num_steps, step) * self.state.rate_factor
+        schedule = self._config.optimizer.schedule
+        # A run may go on with another schedule than the plateau that has lowered its rates.
+        plateau_factor = self.state.rate_factor if schedule.name is Schedule.plateau else 1.0
+        return schedule_factor(schedule, self._num_steps, step) * plateau_factor
 
     def _advance(self, output: StepOutput, waited: float) -> None:
         state = self.state

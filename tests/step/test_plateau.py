@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ def train(run_dir: Path, *options: str) -> list[float]:
     return lines(run_dir, "train")
 
 
-def lines(run_dir: Path, kind: str, key: str = "loss") -> list[float]:
+def lines(run_dir: Path, kind: str, key: str = "loss") -> list[Any]:
     records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [record[key] for record in records if record["kind"] == kind]
 
@@ -51,3 +52,6 @@ def test_rates_fall_on_a_plateau(tmp_path: Path) -> None:
         if int(path.name[-9:]) > first + 2:
             shutil.rmtree(path)
     assert train(resumed, PLATEAU, "run.resume=true") == losses
+    train(resumed, "run.resume=true", "train.max_steps=17")
+    *_, on_plateau, constant = lines(resumed, "train", "learning_rate")
+    assert on_plateau["tables"] < 2 and constant == {"dense": 0.5, "tables": 2.0}, "another schedule goes by itself"
