@@ -171,17 +171,26 @@ def import_table(
             taken = {VECTOR, *(states if there == optimizer else ())} & columns.keys()
             read_columns = [name for name in names if name in (*_KEYS, *taken)]
             for batch in file.iter_batches(ROW_GROUP_ROWS, columns=read_columns):
-                places = rows.find(batch)
-                if len(places) and places.max() >= settings.num_embeddings:
-                    raise UserError(
-                        f"{key} has row {places.max()}, and the table {settings.num_embeddings} rows; raise "
-                        f"tables.{table}.num_embeddings"
-                    )
+                places = _places(key, table, settings, rows, batch)
                 num_rows += _set_rows(key, batch, places, columns, taken)
     except (pa.ArrowException, OSError, TypeError, ValueError) as error:
         raise UserError(f"{key} cannot be read ({' '.join(str(error).split())[:200]}); name another one") from error
     # Not by what this rank holds, as all have to say the same.
     return Imported(num_rows, updates, there) if states else Imported(num_rows)
+
+
+def _places(key: str, table: str, settings: TableConfig, rows: TableRows, batch: pa.RecordBatch) -> np.ndarray:
+    """Return what `TableRows.find` does, of rows that the table has."""
+    try:
+        places = rows.find(batch)
+    except UserError as error:
+        raise error.within(f"{key}: column 'id'") from error
+    if len(places) and places.max() >= settings.num_embeddings:
+        raise UserError(
+            f"{key} has row {places.max()}, and the table {settings.num_embeddings} rows; raise "
+            f"tables.{table}.num_embeddings"
+        )
+    return places
 
 
 def _set_rows(

@@ -338,6 +338,14 @@ def test_rows_are_found_by_id() -> None:
         assert found.tolist() == [0, 3, -1, 5, -1, 1]
 
 
+def test_ids_of_another_type_are_told_with_their_file(tmp_path: Path) -> None:
+    table = TableConfig(num_embeddings=6, embedding_dim=2, mapping=IdMappingType.vocabulary)
+    pq.write_table(pa.table({"id": ["7"], "vector": [[1.0, 2.0]]}), tmp_path / "t.parquet")
+    rows, pieces = TableRows(table, pa.array([7, 8])), {"tables/t": Pieces.of(torch.zeros(6, 2))}
+    with pytest.raises(UserError, match=r"'train.init.from_parquet.t': file '.*': column 'id': ids of type string do"):
+        import_table(tmp_path / "t.parquet", "t", table, "adam", rows, pieces)
+
+
 def test_large_tensors_are_written_and_read_some_rows_at_a_time(
     saved: Checkpoints, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
