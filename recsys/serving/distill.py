@@ -1,15 +1,18 @@
 """Distillation within `recsys compress`: a smaller student of a finished run."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from recsys.config import Config, IdMappingType, as_value, load_config
+from recsys.config import Config, IdMappingType, as_value, config_text, load_config
 from recsys.config.choices import UNPOOLED, RowCode
 from recsys.config.compression_checks import takes_code
 from recsys.config.experts import deciding_tables
+from recsys.config.initial import InitConfig
 from recsys.errors import UserError
 from recsys.runtime.command import run_command
+from recsys.runtime.files import replace_file
 from recsys.runtime.logs import logger
 from recsys.serving.compressed_run import narrow_tables
 from recsys.training.taught import scored_path
@@ -96,8 +99,8 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
     elif narrow is not None:
         began = "from low-rank factors" if narrow else "from the weights so far"
         words = [f"train.init_from={as_value(start)}", *words]
+        _start_anew(start, student, narrow)
         if narrow:
-            narrow_tables(start, student, narrow)
             words.insert(0, "train.init.optimizers=none")
     run = folder / "student"
     # What followers of the run's publications read is the run's own model.
@@ -107,6 +110,15 @@ def train_student(teacher: Path, start: Path, folder: Path, changes: Sequence[st
     if (problem := run_command(*words)) is not None:
         raise problem.within("--steps: distill: recsys train failed")
     return run, began
+
+
+def _start_anew(start: Path, student: Config, narrow: Mapping[str, int]) -> None:
+    """Make `start` what a student begins with: not as the run itself began, such as with files of vectors, which would
+    take the place of the weights so far; and with tables that are low-rank factors."""
+    student = replace(student, train=replace(student.train, init=InitConfig()))
+    replace_file(start / "config.yaml", config_text(student))
+    if narrow:
+        narrow_tables(start, student, narrow)
 
 
 def _narrowed(now: Config, student: Config) -> dict[str, int] | None:

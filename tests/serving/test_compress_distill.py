@@ -13,8 +13,10 @@ from launch import ROOT, evaluate, fork_train
 from retrieval import write_retrieval
 
 from recsys.config import config_text, load_config
+from recsys.config.initial import InitConfig
 from recsys.errors import UserError
 from recsys.runtime.run_lock import RunLock
+from recsys.serving import distill
 from recsys.serving.compressed_run import begin_folder, finish_folder
 from recsys.serving.distill import check_student
 
@@ -64,6 +66,21 @@ def test_a_student_goes_on_from_codes_or_is_left_out(run: Path, tmp_path: Path) 
                "optimizer.dense.learning_rate=3", "optimizer.tables.learning_rate=3")  # fmt: skip
     assert "| distill | left out, since" in (tmp_path / "same" / "compression.md").read_text()
     assert evaluate(tmp_path / "same") == evaluate(run)
+
+
+def test_how_the_run_began_is_not_how_a_student_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of vectors would take the place of the weights so far, and the dense part not be taken."""
+    began = ["train.init_from=yesterday", "train.init.dense=none", "train.init.from_parquet.user=vectors.parquet"]
+    start = tmp_path / "start"
+    start.mkdir()
+    (start / "config.yaml").write_text(config_text(load_config(ROOT / "configs/dlrm_sample.yaml", began)))
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(distill, "run_command", lambda *words: commands.append(words))
+    _, with_what = distill.train_student(tmp_path / "teacher", start, tmp_path, ["train.epochs=2"])
+    ((_, config, *words),) = commands
+    student = load_config(config, words)
+    assert with_what == "from the weights so far" and student.train.init_from == str(start)
+    assert student.train.init == InitConfig() and student.train.epochs == 2
 
 
 @pytest.mark.slow
