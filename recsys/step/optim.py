@@ -60,8 +60,9 @@ class SGD(torch.optim.SGD):
 
 def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer of the dense part, or of what this rank trains of it, which may be nothing."""
-    groups = [{"params": list(parameters)}]
-    dense = config.dense
+    groups, dense = [{"params": list(parameters)}], config.dense
+    if dense.name is DenseOptimizer.adafactor:  # which divides by how many numbers a parameter has: some have none
+        groups = [{"params": [parameter for parameter in groups[0]["params"] if parameter.numel()]}]
     settings: dict[str, Any] = {"lr": dense.learning_rate, "weight_decay": dense.weight_decay}
     if dense.name is DenseOptimizer.sgd:
         settings["momentum"] = dense.momentum

@@ -214,6 +214,17 @@ def test_dense_optimizer(name):
         assert build_dense_optimizer(model.parameters(), config).param_groups[0]["momentum"] == 0.25
 
 
+@pytest.mark.parametrize("name", list(DenseOptimizer))
+def test_a_parameter_without_numbers_is_left_alone(name: DenseOptimizer) -> None:
+    """As a factorisation machine without float features has one."""
+    (parameter,), empty = parameters(), torch.nn.Parameter(torch.empty(0, 4))
+    optimizer = build_dense_optimizer([empty, parameter], OptimizerConfig(dense=DenseOptimizerConfig(name)))
+    for trained in (empty, parameter):
+        trained.grad = torch.ones_like(trained)
+    optimizer.step()
+    assert empty.shape == (0, 4) and parameter.isfinite().all() and (parameter < 1).all()
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_adam_on_a_cpu_gives_what_torch_gives(kind):
     """Over steps with and without all gradients, a step that is left out, and a state that is loaded."""
