@@ -68,12 +68,13 @@ def crosses(config: Config, role: str) -> dict[str, tuple[str, ...]]:
 def needed_columns(config: Config, role: str) -> dict[str, str]:
     """Return the columns to read of a dataset, each with what asks for it, for messages."""
     needed: dict[str, str] = {}
-    for name in role_features(config, role):
+    keys = {name: f"features.{config.features[name].expert_of or name}" for name in role_features(config, role)}
+    for name, key in keys.items():
         columns = config.features[name].cross or [column_of(config, name)]
-        needed |= dict.fromkeys(columns, f"config key 'features.{config.features[name].expert_of or name}'")
-    for name in role_features(config, role):
+        needed |= dict.fromkeys(columns, f"config key '{key}'")
+    for name, key in keys.items():
         if config.features[name].weights is not None:
-            needed[config.features[name].weights or ""] = f"config key 'features.{name}.weights'"
+            needed[config.features[name].weights or ""] = f"config key '{key}.weights'"
     needed |= {column: f"config key '{key}'" for column, key in role_lists(config, role).values()}
     if has_labels(config, role):
         for name, label in config.labels().items():

@@ -135,6 +135,11 @@ def test_ids_that_are_sent_follow_the_active_experts_and_classes_the_counts(conf
     assert min(counts[i] for i in mid) >= max(counts[i] for i in counts if i not in hot | mid)
 
 
+def test_a_missing_column_of_weights_is_told_by_the_feature(config: Path) -> None:
+    with pytest.raises(UserError, match=r"'features\.history\.weights': .* no column 'nowhere'"):
+        opened(load_config(config, ["features.history.weights=nowhere"]), config.parent)
+
+
 def test_a_null_has_a_row_of_the_first_expert_alone() -> None:
     ids = pa.array([[7, None], [], [8, 7, 9]])
     head = IdColumn("f", "f", HashMapping(10, 0), route=FrequencyRoute([], VocabularyMapping(pa.array([7]), 1, 0)))
