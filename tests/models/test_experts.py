@@ -136,8 +136,9 @@ def test_ids_that_are_sent_follow_the_active_experts_and_classes_the_counts(conf
 
 
 def test_a_missing_column_of_weights_is_told_by_the_feature(config: Path) -> None:
-    with pytest.raises(UserError, match=r"'features\.history\.weights': .* no column 'nowhere'"):
-        opened(load_config(config, ["features.history.weights=nowhere"]), config.parent)
+    message = r"'features\.history\.weights': .* no column 'nowhere'"
+    with open_world(Device.cpu, 1) as world, pytest.raises(UserError, match=message):
+        open_inputs(load_config(config, ["features.history.weights=nowhere"]), world)
 
 
 def test_a_null_has_a_row_of_the_first_expert_alone() -> None:
