@@ -104,12 +104,15 @@ class TableRows:
         self._table = table
         self._first_bucket = None if vocabulary is None else 1 + len(vocabulary)
         self._mapping = build_mapping(table, vocabulary, kept)
+        # From this row on, ids share rows.
+        self._first_shared = self._first_bucket if kept is None else kept.num_rows - 1
 
     def find(self, batch: pa.RecordBatch) -> np.ndarray:
         """Return the table row of each row of a record batch, int64, or -1 where the table has none.
 
         By `id` where there is such a column, with the null row and the shared rows by `bucket`; else by `row`.
-        Vectors of ids that a vocabulary has no row for are left out, since others share theirs.
+        Vectors of ids that have no row of their own in a vocabulary, or after pruning, are left out, since others share
+        theirs.
         """
         if "id" not in batch.schema.names:
             return _whole_numbers(batch, "row")
@@ -118,8 +121,8 @@ class TableRows:
         given = ids.is_valid().to_numpy(zero_copy_only=False)
         mapped = np.empty(int(given.sum()), np.int64)
         self._mapping.map(ids.drop_null(), mapped)
-        if self._first_bucket is not None:
-            mapped[mapped >= self._first_bucket] = -1
+        if self._first_shared is not None:
+            mapped[mapped >= self._first_shared] = -1
         rows[given] = mapped
         if self._first_bucket is not None and {"row", "bucket"} <= set(batch.schema.names):
             rows[~given & (_whole_numbers(batch, "row") == 0)] = 0

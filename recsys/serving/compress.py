@@ -292,14 +292,14 @@ def _least_important(trials: Trials, before: Compression, importance: str) -> tu
     They begin with those that are 0, and those that data.train does not hold: where each of these kinds ends comes too.
     """
     columns, whole = [], deciding_tables(trials.config)
+    by_table = {"count": trials.counts, "norm": trials.norms}.get(importance) or trials.gradients(before)
     for number, name in enumerate(trials.config.tables):
         if name in whole:  # its pruned ids would be looked up in another expert
             continue
         rows = np.arange(1, len(trials.counts[name]) - trials.num_shared(name))
         rows = np.setdiff1d(rows, _gone(before, name))
         counts, norms = trials.counts[name][rows], trials.norms[name][rows]
-        values = {"count": trials.counts, "norm": trials.norms}.get(importance) or trials.gradients
-        value = values[name][rows] / row_bytes(trials.config.tables[name], before.codes.get(name))
+        value = by_table[name][rows] / row_bytes(trials.config.tables[name], before.codes.get(name))
         kind = np.where(norms > 0, np.where(counts > 0, 2, 1), 0)
         columns.append((np.full(len(rows), number), rows, kind, value, norms))
     tables, rows, kind, value, norms = map(np.concatenate, zip(*columns, strict=True))

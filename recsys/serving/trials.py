@@ -232,9 +232,9 @@ class Trials:
             lengths[name] = (self.world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
         return lengths
 
-    @cached_property
-    def gradients(self) -> dict[str, np.ndarray]:
-        """By table the importance of its rows as `importances` has it, float32 [rows]; of the vectors as last tried."""
+    def gradients(self, compression: Compression) -> dict[str, np.ndarray]:
+        """Return by table the importance of its rows as `importances` has it, float32 [rows]."""
+        self._apply(compression)
         self._opened.model.eval()
         totals = importances(self._opened.inputs, self._opened.model.module, self.config)
         return {name: self.world.sum(total).numpy() for name, total in totals.items()}

@@ -35,6 +35,7 @@ from recsys.config.schema import Device
 from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
 from recsys.errors import UserError
+from recsys.ids import KeptRows
 from recsys.runtime.world import World, open_world
 from recsys.tables.spec import fill_initial
 from recsys.training.build import Built, build_model
@@ -329,10 +330,12 @@ def test_rows_are_found_by_id() -> None:
     assert TableRows(table, vocabulary).find(batch).tolist() == [0, 3, -1, 5, -1, 1]
     assert TableRows(table, vocabulary).find(batch.select(["id"])).tolist() == [-1, 3, -1, -1, -1, 1]
     identity = TableConfig(num_embeddings=9, embedding_dim=4, mapping=IdMappingType.identity)
-    assert TableRows(identity, None).find(pa.record_batch({"id": pa.array([7, None, 2])})).tolist() == [7, -1, 2]
+    by_id, rows = pa.record_batch({"id": pa.array([7, None, 2])}), TableRows(identity, None)
+    assert rows.find(by_id).tolist() == [7, -1, 2]
+    pruned, kept = replace(identity, num_embeddings=3), KeptRows(pa.array([n in (0, 7) for n in range(9)]))
+    assert TableRows(pruned, None, kept).find(by_id).tolist() == [1, -1, -1]
     for kind in (pa.int64(), pa.uint32(), pa.float64()):  # Polars counts rows in uint32; pandas has floats beside null
-        by_row = pa.record_batch({"row": pa.array([7, None, 2], kind)})
-        assert TableRows(identity, None).find(by_row).tolist() == [7, -1, 2]
+        assert rows.find(pa.record_batch({"row": pa.array([7, None, 2], kind)})).tolist() == [7, -1, 2]
         numbers = {name: batch.column(name).cast(kind) for name in ("row", "bucket")}
         found = TableRows(table, vocabulary).find(pa.record_batch({"id": batch.column("id"), **numbers}))
         assert found.tolist() == [0, 3, -1, 5, -1, 1]

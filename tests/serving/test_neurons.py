@@ -14,6 +14,7 @@ from checkpoints import load_tables
 from launch import evaluate, fork_train
 
 from recsys.config import ModelConfig, load_config
+from recsys.config.choices import RowCode
 from recsys.models.base import mlp
 from recsys.models.dcn import DCNConfig
 from recsys.models.dlrm import DLRMConfig
@@ -77,6 +78,20 @@ def test_neurons_are_told_apart_where_gradients_are_summed_in_halves(
     for name, importance in found[0].items():
         assert (importance > 0).any()
         np.testing.assert_allclose(importance, found[1][name], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_importances_are_those_of_a_compression_whatever_was_tried(tmp_path: Path) -> None:
+    options = ("train.max_steps=8", "data.valid=data/sample/test")
+    run_recsys("train", "configs/dlrm_sample.yaml", f"run.dir={tmp_path}", *options)
+    run = find_run(str(tmp_path))
+    with open_world(run.config.run.device, 1) as world:
+        trials = Trials(run, world, "auc")
+        in_int2 = replace(trials.given, codes=dict.fromkeys(run.config.tables, RowCode.INT2))
+        before, other = trials.gradients(trials.given), trials.gradients(in_int2)
+        again = trials.gradients(trials.given)
+    assert all(np.array_equal(again[name], before[name]) for name in run.config.tables)
+    assert not any(np.array_equal(other[name], before[name]) for name in run.config.tables)
 
 
 def test_the_last_layer_of_a_tower_stays() -> None:
