@@ -38,7 +38,6 @@ TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "f
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
-
 _CONVERT = "convert the file, say with iconv"
 
 
@@ -71,9 +70,8 @@ def _shares(text: str) -> tuple[float, ...]:
 class CsvOptions:
     """How to read delimited files and what to make of them.
 
-    ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES;
-    ``lists`` maps a column to (separator, key of TYPES). ``where`` filters the rows as
-    they are read. ``label`` is a condition, written as a filter. ``time_format`` is one of strptime.
+    ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES; ``lists`` maps a
+    column to (separator, key of TYPES). ``where`` and ``label`` are filters. ``time_format`` is one of strptime.
     ``split`` holds one to three shares for SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
     """
 
@@ -109,7 +107,7 @@ class CsvOptions:
 def convert_csv(inputs: list[Path], out: Path, options: CsvOptions, overwrite: bool = False) -> None:
     """Write the rows of all files, in order, below ``out``: ``part-*.parquet``, or a folder a split.
 
-    Types not given are inferred from the first block of the first file and hold for all files. Empty
+    Types not given are inferred from the first block of the first file that has rows, and hold for all files. Empty
     fields and ``null_values`` become null. Raises UserError for what a user can mend: a missing file or
     column, a value that does not fit its type, files of different columns, a split without rows.
     """
@@ -162,7 +160,8 @@ class _Reader:
         self.types.update({name: pa.string() for name in [*options.lists, *options.tokens]})
         for path in inputs:
             _check_start(path)
-        head, self.names = self._open(inputs[0])
+        # A file of a header alone, as Spark's first one may be, tells no types.
+        head, self.names = self._open(next(filter(self._has_rows, inputs), inputs[0]))
         self._check_names(inputs[0])
         self.types = {column.name: self._type(inputs[0], column) for column in head.schema}
         if options.label and LABEL in self.names:
@@ -172,14 +171,17 @@ class _Reader:
             rows_where(empty, options.where)
         self.schema = self._convert(empty, inputs[0]).schema
 
+    def _has_rows(self, path: Path) -> bool:
+        with self._open(path)[0] as reader, _told(path):
+            return any(batch.num_rows for batch in reader)
+
     def _check_names(self, path: Path) -> None:
         other = next((sign for sign in ";\t|" if sign in self.names[0]), None)
         if len(self.names) == 1 and other and not self.options.columns:
             raise UserError(
                 f"{path} has one column, {self.names[0]!r}; if {other!r} divides it, add --delimiter {other!r}"
             )
-        repeated = {name for name in self.names if self.names.count(name) > 1}
-        if repeated:
+        if repeated := {name for name in self.names if self.names.count(name) > 1}:
             raise UserError(f"{path} has more than one column {sorted(repeated)[0]!r}")
         for name in [*self.options.types, *self.options.lists, *self.options.tokens]:
             check_column(name, self.names)

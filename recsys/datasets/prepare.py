@@ -94,7 +94,7 @@ def _parser(prog: str) -> _Parser:
         delimited.convert_csv,
         help="any delimited files, plain or compressed",
         description="Delimited files, streamed into Parquet. Types are inferred from the first 4 MiB of the "
-        "first file where --types does not give them, and hold for all files. Empty fields are null.",
+        "first file that has rows where --types does not give them, and hold for all files. Empty fields are null.",
     )
     _add_logs(commands)
     return parser
