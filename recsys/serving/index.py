@@ -34,7 +34,7 @@ def build_index(folder: Path, kind: str, queries: np.ndarray | None, told: str) 
     """Write `_index.faiss`, by inner product, whose ids are places of rows, and `_index.json` with its recall.
 
     The index is built in memory. IVF-PQ: about 4·√rows lists, of which a sixteenth is searched, and a byte for two
-    numbers of a vector, so far as there are vectors to learn these from.
+    numbers of a vector, so far as there are vectors to learn these from; of a single vector it is flat.
 
     Args:
         folder: of `Parts`, with column `vector`. kind: of `KINDS`.
@@ -68,7 +68,7 @@ def build_index(folder: Path, kind: str, queries: np.ndarray | None, told: str) 
 
 def _empty_index(kind: str, num_rows: int, dim: int) -> tuple[Any, str]:
     """Return an index without vectors, and its name in the words of FAISS."""
-    if kind == "flat":
+    if kind == "flat" or num_rows == 1:  # a code would be learned from two at least
         return faiss().IndexFlatIP(dim), "Flat"
     num_lists = max(1, min(4 * isqrt(num_rows), num_rows // _PER_LIST))
     num_codes = next(codes for codes in range(max(1, dim // 2), 0, -1) if dim % codes == 0)

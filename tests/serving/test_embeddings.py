@@ -173,6 +173,14 @@ def test_rows_of_a_table_that_is_called_as_a_tower(towers: Path, tmp_path: Path)
     assert rows.schema.field("vector").type.list_size == 8
 
 
+def test_an_approximate_index_of_a_single_item_is_exact(tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    pq.write_table(pa.table({"vector": pa.array([[1.0, 2.0]], pa.list_(pa.float32(), 2))}), tmp_path / "part-0.parquet")
+    index_module.build_index(tmp_path, "ivfpq", None, "items")
+    report = json.loads((tmp_path / index_module.REPORT).read_text())
+    assert (report["index"], report["recall@1"]) == ("Flat", 1)
+
+
 @pytest.mark.slow
 def test_an_approximate_index_tells_its_recall(tmp_path: Path) -> None:
     faiss = pytest.importorskip("faiss")
