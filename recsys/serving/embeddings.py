@@ -148,7 +148,8 @@ def _vectors_of_users(opened: OpenRun, users: str) -> np.ndarray:
     inputs = opened.beside([], opened.run.given("queries", users, None))
     tables = scored(opened, inputs.loader("queries"), [], vectors_of_tower("user"), lambda rows: None)
     vectors = pa.concat_tables(tables)["vector"].combine_chunks()
-    return np.concatenate(opened.world.gather(vectors.flatten().to_numpy().reshape(len(vectors), -1)))
+    dim = inputs.config.model.needs().vector_dim  # which a rank that no user is left for could not tell
+    return np.concatenate(opened.world.gather(vectors.flatten().to_numpy().reshape(len(vectors), dim)))
 
 
 @dataclass(frozen=True)
