@@ -91,7 +91,8 @@ def _table(tried: Sequence[Tried], metric: str) -> str:
             seconds,
             trial.remark,
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        escaped = [cell.replace("|", r"\|") for cell in cells]  # Markdown ends a cell there, in code too
+        lines.append(f"| {' | '.join(escaped)} |")
     return "\n".join(lines) + "\n"
 
 

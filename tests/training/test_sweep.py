@@ -14,7 +14,7 @@ from launch import ROOT, environment, fork_train
 from recsys.config import load_config
 from recsys.errors import UserError
 from recsys.training.sweep import Sweep, table_bytes
-from recsys.training.sweep_report import Tried, pareto
+from recsys.training.sweep_report import Tried, pareto, write_report
 from recsys.training.sweep_space import Space, open_space
 
 optuna = pytest.importorskip("optuna")
@@ -56,6 +56,13 @@ def test_the_best_at_each_size() -> None:
     assert [each.number for each in pareto(tried, higher=True)] == [1, 3]
     assert [each.number for each in pareto(tried, higher=False)] == [0, 4]
     assert tried[0].told() == "0.50000 ± 0.14142"
+
+
+def test_a_bar_in_a_value_ends_no_cell(tmp_path: Path) -> None:
+    tried = [Tried(0, {"data.filter": '"a | b"'}, [], None, None, "write or in place of |")]
+    write_report(tmp_path, tried, "auc", higher=True, by_bytes=False, command=["recsys", "train"])
+    row = (tmp_path / "sweep.md").read_text().splitlines()[-1]
+    assert row == r'| 0 | "a \| b" |  |  |  | write or in place of \| |'
 
 
 def test_bytes_are_those_that_are_served(tmp_path: Path) -> None:
