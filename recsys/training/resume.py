@@ -79,8 +79,8 @@ def _tell_unfinished(run_dir: Path, source: Source) -> None:
     step, record = source.marker.state.step, Record(run_dir)
     with suppress(UserError):  # a file that is damaged
         is_done = record.result.get("status") == "done" and record.result["steps"] >= step
-        # A copy may have checkpoints alone.
-        if not (is_done or record.status in ("done", "compressed")) and record.lines:
+        # A copy may have checkpoints alone; of a run there is the file from its start, before its first line.
+        if not (is_done or record.status in ("done", "compressed")) and (run_dir / "metrics.jsonl").exists():
             text = "'%s' has not come to its end (%s), and these are its weights of step %d; let it go on first"
             logger.warning(text, run_dir, record.status, step)
 
