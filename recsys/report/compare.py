@@ -32,26 +32,32 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
 def differing_keys(runs: Sequence[Record]) -> list[list[str]]:
     """Return the config keys that differ, each with its value in every run; a dash where a run has none."""
     rows: dict[str, list[str]] = {}
-    keys = sorted(set().union(*(run.config for run in runs)) - {*_PLACES})
-    for key in keys:
-        if any(other.startswith(f"{key}.") for other in keys):  # an empty section, which another run has keys in
-            continue
+    sections = [_sections(run) for run in runs]
+    keys = set().union(*(run.config for run in runs)) - {*_PLACES}
+    for key in sorted(keys.difference(*sections)):  # an empty section may be one that another run has keys in
         values = [run.config.get(key, "–") for run in runs]
         if any(value != values[0] for value in values):
-            section = _missing_section(key, runs)
+            section = _missing_section(key, sections)
             shown = [value if isinstance(value, str) else json.dumps(value) for value in values]
             rows[section or key] = ["there" if section and value != "–" else value for value in shown]
     return [[key, *values] for key, values in rows.items()]
 
 
-def _missing_section(key: str, runs: Sequence[Record]) -> str | None:
-    """Return the widest section around a key, such as a feature, that another run has nothing of; None: all have."""
+def _sections(run: Record) -> set[str]:
+    """Return the sections of a config that hold keys, by dotted name."""
+    words = [key.split(".") for key in run.config]
+    return {".".join(names[:depth]) for names in words for depth in range(1, len(names))}
+
+
+def _missing_section(key: str, sections: Sequence[set[str]]) -> str | None:
+    """Return the widest section around a key, such as a feature, that another run has nothing of; None: all have.
+
+    Args:
+        sections: of each run, as `_sections` returns them.
+    """
     words = key.split(".")
-    for depth in range(1, len(words)):
-        section = ".".join(words[:depth]) + "."
-        if any(not any(other.startswith(section) for other in run.config) for run in runs):
-            return f"{section}*"
-    return None
+    around = (".".join(words[:depth]) for depth in range(1, len(words)))
+    return next((f"{section}.*" for section in around if any(section not in of_run for of_run in sections)), None)
 
 
 def results(runs: Sequence[Record]) -> list[list[str]]:
