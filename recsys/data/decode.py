@@ -1,6 +1,5 @@
 """Decoding of row groups: the columns asked for, in the dataset's types, of the rows that match the filter."""
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,14 +18,14 @@ from recsys.data.crosses import with_crosses
 from recsys.data.dataset import Dataset
 from recsys.data.fields import Place
 from recsys.data.filters import parse_filter
-from recsys.data.footers import file_tail, footer_of, opened, parsed_footer, plain_type
+from recsys.data.footers import opened, plain_type
+from recsys.data.group_footers import GroupFooters
 from recsys.data.order import Segment
 from recsys.data.storage import BadDataError, partition_column, partition_keys, reason
 from recsys.ids import numpy_view
 
 CACHED_ROW_GROUPS = 2  # by a reader, of those that are read in parts
 _HEAD_BUFFER_BYTES, _HEAD_BATCH_ROWS = 1 << 16, 1 << 12  # of what is read and decoded at once, of all columns
-_KEPT_FOOTER_BYTES = 4 << 20  # as in the files; parsed they take ten times as much
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, IndexError)
 
 
@@ -85,9 +84,9 @@ class SegmentReader:
         self._condition = parse_filter(dataset.filter).bind(dataset.filter_schema) if dataset.filter else None
         self._types = {field.name: field.type for field in (*dataset.filter_schema, *dataset.schema)}
         self._plans: dict[tuple[int, bool], _Plan] = {}
-        self._footers: OrderedDict[tuple[str, int, int], pq.FileMetaData] = OrderedDict()
+        self._footers = GroupFooters(is_remote=bool(dataset.storage.root))
         self._recent: OrderedDict[int, Future[pa.Table]] = OrderedDict()
-        self._footer_bytes, self._lock = 0, threading.Lock()
+        self._lock = threading.Lock()
 
     def read(self, segment: Segment) -> pa.Table:
         """Return the rows of a segment; rows are counted without those that the filter leaves out.
@@ -119,9 +118,9 @@ class SegmentReader:
 
         def read(plan: _Plan) -> pa.Table:
             tables, first, paths = list[pa.Table](), 0, plan.paths(plan.stored)
-            with self._open(group, plan, _HEAD_BUFFER_BYTES) as file:
+            with self._open(group, plan, _HEAD_BUFFER_BYTES) as (file, index):
                 batches = file.iter_batches(
-                    min(num_rows, _HEAD_BATCH_ROWS), row_groups=[group.index], columns=paths, use_threads=False
+                    min(num_rows, _HEAD_BATCH_ROWS), row_groups=[index], columns=paths, use_threads=False
                 )
                 while sum(map(len, tables)) < num_rows and (batch := next(batches, None)) is not None:
                     part = pa.Table.from_batches([batch])
@@ -208,29 +207,29 @@ class SegmentReader:
 
     def _stored(self, group: _Group, plan: _Plan, columns: list[str]) -> pa.Table:
         decoded: dict[str, pa.ChunkedArray] = {}
-        with self._open(group, plan) as file:
+        with self._open(group, plan) as (file, index):
             # One after another: Arrow's reader of several columns keeps the buffers of each until all are decoded,
             # one to two times what the table takes. From elsewhere all at once, in few requests.
             for names in [columns] if self._dataset.storage.root else [[column] for column in columns]:
-                part = file.read_row_group(group.index, columns=plan.paths(names), use_threads=False)
+                part = file.read_row_group(index, columns=plan.paths(names), use_threads=False)
                 for column in names:
                     if plan.stored[column].steps[0] not in part.column_names:
                         raise _changed(group, f"it has no column '{column}' any more")
                     decoded[column] = plan.stored[column].take(part)
             metadata = file.metadata
         table = pa.table(decoded)
-        self._check(table, metadata, group.index, plan)
+        self._check(table, metadata, index, plan)
         return table.replace_schema_metadata()
 
     @contextmanager
-    def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[pq.ParquetFile]:
+    def _open(self, group: _Group, plan: _Plan, buffer_size: int = 0) -> Iterator[tuple[pq.ParquetFile, int]]:
+        """Open the file of a row group; yield it with the number of the row group in it, as it is opened."""
         storage = self._dataset.storage
         with storage.open(group.path) as source:
             size = source.size()
             if size != group.file_size >= 0:
                 raise _changed(group, f"it has {size:,} bytes, and had {group.file_size:,}")
-            key = (group.path, size, 0 if storage.root else os.stat(group.path).st_mtime_ns)
-            footer = self._footers.get(key) or self._keep(key, footer_of(file_tail(size, source.read_at)))
+            footer, index = self._footers.read(group.path, source, group.index)
             try:
                 file = opened(
                     source,
@@ -242,21 +241,10 @@ class SegmentReader:
                 )
             except KeyError as error:  # of read_dictionary
                 raise _changed(group, "its columns are others") from error
-            rows = footer.row_group(group.index).num_rows if group.index < footer.num_row_groups else 0
+            rows = footer.row_group(index).num_rows if index < footer.num_row_groups else 0
             if rows != group.stored_rows:
                 raise _changed(group, f"it has {rows:,} rows there, and had {group.stored_rows:,}")
-            yield file
-
-    def _keep(self, key: tuple[str, int, int], content: bytes) -> pq.FileMetaData:
-        # Parsing the footer of a file with many row groups takes longer than decoding one of them.
-        footer = parsed_footer(content)
-        with self._lock:
-            if key not in self._footers:
-                self._footers[key] = footer
-                self._footer_bytes += footer.serialized_size
-            while self._footer_bytes > _KEPT_FOOTER_BYTES and len(self._footers) > 1:
-                self._footer_bytes -= self._footers.popitem(last=False)[1].serialized_size
-        return footer
+            yield file, index
 
     def _check(self, table: pa.Table, metadata: pq.FileMetaData, index: int, plan: _Plan) -> None:
         """Compare what was decoded with the footer: page headers have no checksum, and say how many values there are.

@@ -18,8 +18,10 @@ import pyarrow as pa
 
 Statistics = tuple[Any, Any, int | None]  # least, most, number of nulls; each None where unknown
 
-# Fields of FileMetaData, of ColumnMetaData, and of Statistics.
-_SCHEMA, _NUM_ROWS = 2, 3
+# Fields of FileMetaData, of SchemaElement, of RowGroup and ColumnChunk, of ColumnMetaData, and of Statistics.
+_VERSION, _SCHEMA, _NUM_ROWS = 1, 2, 3
+_NAME, _NUM_CHILDREN = 4, 5
+_COLUMNS, _META_DATA = 1, 3
 _PATH, _NUM_VALUES, _STATISTICS = 3, 5, 12
 _NULL_COUNT, _MOST, _LEAST = 3, 5, 6
 # Types of the compact protocol.
@@ -50,6 +52,61 @@ def num_row_groups(footer: bytes, at: int) -> tuple[int, int]:
         if footer[at] != 1 << 4 | _LIST:  # the next field
             raise ValueError("no row groups")
         return fields[_NUM_ROWS], _list_header(footer, at + 1)[0]
+
+
+def row_group_bounds(footer: bytes) -> list[int]:
+    """Return where the row groups of a footer begin, and behind these where the last one ends.
+
+    They are found by their last column, since to go through all columns of all would take longer than what is saved.
+
+    Raises:
+        OSError: the footer is damaged, or its last column is not there once in each row group.
+    """
+    schema, message = schema_end(footer), "the row groups of the footer cannot be told apart"
+    with _damaged(message):
+        column = _path_field(_last_path(footer[:schema]))
+        count, at = _list_header(footer, read_fields(footer, schema, _SCHEMA, _NUM_ROWS)[1] + 1)
+        bounds = [at]
+        while (place := footer.find(column, at)) >= 0:
+            for field, start in ((_PATH, place + len(column)), (_META_DATA, None), (_COLUMNS, None)):
+                at = read_fields(footer, at if start is None else start, field)[1]
+            bounds.append(at)
+    if len(bounds) != count + 1:
+        raise OSError(message)
+    return bounds
+
+
+def with_one_row_group(head: bytes, row_group: bytes, rest: bytes) -> bytes:
+    """Return a footer with one of its row groups alone, which then has the number 0.
+
+    Args:
+        head: of the footer, to the end of the schema. row_group: from one of `row_group_bounds` to the next. rest: what
+            is behind the last one.
+    """
+    num_rows = bytes([1 << 4 | _I64, 0])  # of the file, which readers of a row group do not ask for
+    return head + num_rows + bytes([1 << 4 | _LIST, 1 << 4 | _STRUCT]) + row_group + rest
+
+
+@lru_cache(maxsize=64)
+def _last_path(schema: bytes) -> tuple[str, ...]:
+    """Return the names from the root to the last column of a schema, which is the beginning of a footer."""
+    count, at = _list_header(schema, read_fields(schema, 0, 0, _VERSION)[1] + 1)
+    above: list[tuple[str, int]] = []  # what the next column is within, with how many more columns that has
+    paths: list[tuple[str, ...]] = [()]  # of columns
+    for _ in range(count):
+        fields, at = read_fields(schema, at)
+        while above and not above[-1][1]:
+            above.pop()
+        if above:
+            above[-1] = above[-1][0], above[-1][1] - 1
+        name, children = fields[_NAME].decode(), fields.get(_NUM_CHILDREN) or 0
+        if children:
+            above.append((name, children))
+        else:
+            paths.append((*(outer for outer, _ in above[1:]), name))
+    if paths.index(paths[-1]) < len(paths) - 1:
+        raise ValueError("two columns of one name")
+    return paths[-1]
 
 
 def num_values(footer: bytes, path: Sequence[str], num_row_groups: int) -> list[int]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from recsys.data import decode
+from recsys.data import decode, group_footers
 from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
 from recsys.data.parquet import open_dataset, read_column, read_head
@@ -217,12 +217,12 @@ def test_reader_keeps_few_footers_and_parses_them_once(tmp_path, monkeypatch):
         write(tmp_path / f"{i:02}.parquet", {"user": [i, i]}, row_group_rows=1)
     dataset = open_users(tmp_path)
     reader = SegmentReader(dataset)
-    monkeypatch.setattr(decode, "_KEPT_FOOTER_BYTES", 3 * pq.read_metadata(tmp_path / "00.parquet").serialized_size)
+    monkeypatch.setattr(group_footers, "_KEPT_BYTES", 3 * pq.read_metadata(tmp_path / "00.parquet").serialized_size)
     values = [reader.read(dataset.row_groups.segment(i)).column("user")[0].as_py() for i in range(60)]
     assert values == [i // 2 for i in range(60)]
-    kept = reader._footers
+    kept = reader._footers._kept
     assert [os.path.basename(path) for path, _, _ in kept] == ["27.parquet", "28.parquet", "29.parquet"]
-    assert reader._footer_bytes == sum(footer.serialized_size for footer in kept.values())
+    assert reader._footers._num_bytes == sum(footer.serialized_size for _, footer in kept.values())
 
 
 def test_damaged_row_group_is_named(tmp_path):

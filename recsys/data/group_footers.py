@@ -1,0 +1,96 @@
+"""Footers of single row groups, for reading these: Arrow parses all of a footer, and one may have thousands.
+
+So what lies in a large footer is found once, and each time only what it says of one row group is read and parsed.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from recsys.data.footers import file_tail, footer_of, parsed_footer
+from recsys.data.thrift import row_group_bounds, schema_end, with_one_row_group
+
+_KEPT_BYTES = 4 << 20  # of footers as in the files, parsed they take ten times as much; and of the ends of large ones
+_LARGE_BYTES = _KEPT_BYTES >> 4  # from which on a footer is not parsed whole
+_BOUND_BYTES = 36  # of a Python integer in a list
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A large footer without what it says of its row groups.
+
+    Attributes:
+        start: place in the file. head: to the end of the schema. rest: what is behind the row groups.
+        bounds: `row_group_bounds`.
+    """
+
+    start: int
+    head: bytes
+    rest: bytes
+    bounds: Sequence[int]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head) + len(self.rest) + _BOUND_BYTES * len(self.bounds)
+
+
+class GroupFooters:
+    """What files' footers say of single row groups; safe to call from several threads.
+
+    A few are kept, since to parse the footer of a file with many row groups takes longer than to decode one of them.
+
+    Args:
+        is_remote: the files lie elsewhere than on this machine.
+    """
+
+    def __init__(self, is_remote: bool) -> None:
+        self._is_remote = is_remote
+        self._kept: OrderedDict[tuple[str, int, int], tuple[int, pq.FileMetaData | _Cut]] = OrderedDict()
+        self._num_bytes, self._lock = 0, threading.Lock()
+
+    def read(self, path: str, source: pa.NativeFile, index: int) -> tuple[pq.FileMetaData, int]:
+        """Return a footer that has a row group of a file, and the group's number in it: 0 if it has no other one.
+
+        Args:
+            source: the file, opened. index: of the row group in the file, which may have fewer.
+
+        Raises:
+            OSError, pa.ArrowException: it cannot be read, or is damaged.
+        """
+        size = source.size()
+        key = (path, size, 0 if self._is_remote else os.stat(path).st_mtime_ns)
+        _, footer = self._kept.get(key) or self._keep(key, footer_of(file_tail(size, source.read_at)))
+        if not isinstance(footer, _Cut):
+            return footer, index
+        if index + 1 >= len(footer.bounds):
+            return parsed_footer(footer_of(file_tail(size, source.read_at))), index
+        start, stop = footer.bounds[index : index + 2]
+        group = source.read_at(stop - start, footer.start + start)
+        return parsed_footer(with_one_row_group(footer.head, group, footer.rest)), 0
+
+    def _keep(self, key: tuple[str, int, int], content: bytes) -> tuple[int, pq.FileMetaData | _Cut]:
+        footer = _cut(content, key[1]) or parsed_footer(content)
+        num_bytes = footer.num_bytes if isinstance(footer, _Cut) else footer.serialized_size
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = num_bytes, footer
+                self._num_bytes += num_bytes
+            while self._num_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                self._num_bytes -= self._kept.popitem(last=False)[1][0]
+        return num_bytes, footer
+
+
+def _cut(content: bytes, file_size: int) -> _Cut | None:
+    """Return a footer without what it says of its row groups, if it is large and they can be told apart."""
+    if len(content) < _LARGE_BYTES:
+        return None
+    try:
+        bounds = row_group_bounds(content)
+        return _Cut(file_size - 8 - len(content), content[: schema_end(content)], content[bounds[-1] :], bounds)
+    except OSError:  # Arrow tells what is wrong with it, if anything is
+        return None
