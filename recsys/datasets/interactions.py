@@ -87,9 +87,8 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
         if paths
     ]
     table = joined(parts)
-    for name in options.tokens:
-        table = table.set_column(table.column_names.index(name), name, tokenize(table[name], name))
     log, split = _log(table, options, _given_split(table, options, [part.num_rows for part in parts]))
+    log = log._replace(users=_tokenized(log.users, options.tokens), items=_tokenized(log.items, options.tokens))
     last = options.hold_out != "random" if split is None else _held_out_last(log, split)
     if split is None:
         split = _new_split(log, options.hold_out)
@@ -121,6 +120,13 @@ def _wanted_columns(options: LogOptions) -> list[str]:
     wanted += [*filter(None, [options.split_column])]
     wanted += [name for flag, where in wheres.items() for name in columns_where(where, flag)]
     return list(dict.fromkeys(wanted))
+
+
+def _tokenized(table: pa.Table, names: Sequence[str]) -> pa.Table:
+    """Return a table of users or items in which texts, those of its columns that are named, are lists of words."""
+    for place, name in enumerate(table.column_names):
+        table = table.set_column(place, name, tokenize(table[name], name)) if name in names else table
+    return table
 
 
 def _tell_repeats(log: Log, split: np.ndarray) -> None:

@@ -28,6 +28,8 @@ _TIMES = (
     "a number, a date, a timestamp or a text such as '2026-11-05 18:30'; `recsys prepare csv --time-format FORMAT` "
     "reads other texts"
 )
+LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}  # of more bytes in one array than these:
+_TEXT_BYTES = 2**31
 _ID_KINDS = (pa.types.is_integer, is_text, pa.types.is_decimal, pa.types.is_floating)
 _TIME_KINDS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_temporal, pa.types.is_string)
 
@@ -129,9 +131,8 @@ def _joined(tables: Sequence[pa.Table], name: str) -> pa.Array:
     kinds = list(dict.fromkeys(column.type for column in columns if not pa.types.is_null(column.type)))
     try:
         kind = reduce(unified, kinds or [pa.null()])
-        return pa.chunked_array(
-            [cast(chunk, kind) for column in columns for chunk in column.chunks], kind
-        ).combine_chunks()
+        whole = pa.chunked_array([cast(chunk, kind) for column in columns for chunk in column.chunks], kind)
+        return (whole if whole.nbytes < _TEXT_BYTES else whole.cast(LARGE.get(kind, kind))).combine_chunks()
     except pa.ArrowException as error:
         raise UserError(
             f"the files' columns are of different types: {name!r} is {' and '.join(map(str, kinds))}, and no one type "

@@ -150,12 +150,12 @@ def _log(ratings: pa.Table, users: pa.Table, items: pa.Table) -> Log:
 def _write_ctr(folder: Path, ratings: pa.Table, log: Log) -> None:
     split = split_random(np.zeros(len(log.user), np.int64))
     liked = ratings["rating"].to_numpy() >= LIKED
-    item_ids = ratings["item_id"].combine_chunks()
-    timeline = Timeline(log.user, item_ids, log.time, liked & (split == 0))
+    timeline = Timeline(log, liked & (split == 0))
     # side="left": a like of the same second does not count as known beforehand.
     ends = np.searchsorted(timeline.keys, time_key(log.user, log.time), side="left")
     columns = columns_of(ratings) | {"label": pa.array(liked.astype(np.int8))}
     columns |= columns_of(log.users.take(pa.array(log.user))) | columns_of(log.items.take(pa.array(log.item)))
     table = pa.table(columns | {"history": timeline.history(log.user, ends)})
     for index, name in enumerate(SPLITS):
-        write_files(table.filter(pa.array(split == index)), folder / name, files=2 if index else 4)
+        rows = table.filter(pa.array(split == index))
+        write_files([rows], len(rows), folder / name, files=2 if index else 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from recsys.errors import UserError
 
 FILE_ROWS = 16 * ROW_GROUP_ROWS
 HISTORY = 50
+_VALUES_AT_ONCE = 1 << 22  # of lists, which a table holds: Arrow's texts take 2 GiB, and a log's lists far more than it
 _RANDOM_SEED = 2020  # RecBole's
 
 
@@ -40,18 +41,16 @@ class Timeline:
     """Chosen rows sorted by (user, time, order of the log), to cut lists of items out of.
 
     Args:
-        item_ids: of every row of the log.
+        log: whose rows these are.
         chosen: [rows] bool.
         most: items of a history.
     """
 
-    def __init__(
-        self, user: np.ndarray, item_ids: pa.Array, time: np.ndarray, chosen: np.ndarray, most: int = HISTORY
-    ) -> None:
+    def __init__(self, log: Log, chosen: np.ndarray, most: int = HISTORY) -> None:
         rows, self.most = np.flatnonzero(chosen), most
-        self.rows = rows[np.lexsort((time[rows], user[rows]))]
-        self.items = item_ids.take(pa.array(self.rows))
-        self.keys = time_key(user[self.rows], time[self.rows])
+        self.rows = rows[np.lexsort((log.time[rows], log.user[rows]))]
+        self._ids, self._item = log.items.column(0).combine_chunks(), log.item[self.rows]
+        self.keys = time_key(log.user[self.rows], log.time[self.rows])
 
     def starts(self, user: np.ndarray) -> np.ndarray:
         """Where each user's rows begin; those of user + 1 begin where they end."""
@@ -64,7 +63,7 @@ class Timeline:
             lengths = ends - starts
             positions = positions[positions != np.repeat(without, lengths)]
             offsets = np.concatenate([[0], np.cumsum(lengths - ((starts <= without) & (without < ends)))])
-        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), self.items.take(pa.array(positions)))
+        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), self._ids.take(pa.array(self._item[positions])))
 
     def history(self, user: np.ndarray, ends: np.ndarray) -> pa.ListArray:
         """The last items of each user before position ``ends``."""
@@ -166,20 +165,19 @@ def write_retrieval(
     Raises:
         UserError: no user has two items in train, and lists of them are wanted.
     """
-    item_ids = log.items.column(0).combine_chunks().take(pa.array(log.item))
-    train, valid, test = (Timeline(log.user, item_ids, log.time, split == index, most) for index in range(3))
+    train, valid, test = (Timeline(log, split == index, most) for index in range(3))
     if rows_of == "interactions":
-        train_rows = _interactions(log, split, train, last)
+        write_files(_interactions(log, split, train, last), len(train.rows), folder / "train", files=4)
     else:
-        train_rows = _lists_of_users(log, train, rows_of == "windows", num_neighbours)
-    write_files(train_rows, folder / "train", files=4)
-    earlier = Timeline(log.user, item_ids, log.time, split < 2, most)
+        lists = _lists_of_users(log, train, rows_of == "windows", num_neighbours)
+        write_files([lists], len(lists), folder / "train", files=4)
+    earlier = Timeline(log, split < 2, most)
     for name, held_out, seen in (("valid", valid, train), ("test", test, earlier)):
-        if not len(held_out.rows):
-            continue
-        queries = _queries(log, held_out, seen, seen if last else train)
-        write_files(queries, folder / name, files=2)
-    write_files(log.items, folder / "items", files=2)
+        user = np.unique(log.user[held_out.rows])
+        if len(user):
+            queries = _queries(log, user, held_out, seen, seen if last else train)
+            write_files(queries, len(user), folder / name, files=2)
+    write_files([log.items], len(log.items), folder / "items", files=2)
 
 
 def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int) -> pa.Table:
@@ -206,19 +204,25 @@ def _lists_of_users(log: Log, train: Timeline, is_cut: bool, num_neighbours: int
     return pa.table(columns)
 
 
-def _interactions(log: Log, split: np.ndarray, train: Timeline, last: bool) -> pa.Table:
-    """One row for each row of train, with the user's other items, or those before it."""
-    rows = np.flatnonzero(split == 0)
+def _interactions(log: Log, split: np.ndarray, train: Timeline, last: bool) -> Iterator[pa.Table]:
+    """One row for each row of train, with the user's other items, or those before it; some rows at a time."""
     position = np.empty(len(split), np.int64)
     position[train.rows] = np.arange(len(train.rows))
-    user = log.user[rows]
-    history = train.history(user, position[rows]) if last else train.others(user, position[rows])
-    users, items = log.users.take(pa.array(user)), log.items.take(pa.array(log.item[rows]))
-    columns = {**columns_of(users.select([0])), **columns_of(items.select([0]))}
-    if log.kept is not None:
-        columns |= columns_of(log.kept.take(pa.array(rows)))
-    columns |= {**columns_of(users), **columns_of(items), "history": history}
-    return pa.table(columns)
+    for rows in _parts(np.flatnonzero(split == 0), train.most):
+        user = log.user[rows]
+        history = train.history(user, position[rows]) if last else train.others(user, position[rows])
+        users, items = log.users.take(pa.array(user)), log.items.take(pa.array(log.item[rows]))
+        columns = {**columns_of(users.select([0])), **columns_of(items.select([0]))}
+        if log.kept is not None:
+            columns |= columns_of(log.kept.take(pa.array(rows)))
+        columns |= {**columns_of(users), **columns_of(items), "history": history}
+        yield pa.table(columns)
+
+
+def _parts(rows: np.ndarray, most: int) -> Iterator[np.ndarray]:
+    """Parts of an array, each of so many rows that their lists of ``most`` values go into a table."""
+    step = max(1, _VALUES_AT_ONCE // most)
+    return (rows[start : start + step] for start in range(0, len(rows), step))
 
 
 def columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:
@@ -226,24 +230,24 @@ def columns_of(table: pa.Table) -> dict[str, pa.ChunkedArray]:
     return dict(zip(table.column_names, table.columns, strict=True))
 
 
-def _queries(log: Log, held_out: Timeline, seen: Timeline, known: Timeline) -> pa.Table:
-    """One row for each user with something held out.
+def _queries(log: Log, users: np.ndarray, held_out: Timeline, seen: Timeline, known: Timeline) -> Iterator[pa.Table]:
+    """One row for each user with something held out; some rows at a time.
 
     ``seen`` follows RecBole's full-sort evaluation (``Sampler.get_used_ids``): the items of all earlier splits, so the
     test masks those of valid too.
     """
-    user = np.unique(log.user[held_out.rows])
-    return pa.table(
-        {
-            **columns_of(log.users.take(pa.array(user))),
-            "history": known.history(user, known.starts(user + 1)),
-            "targets": held_out.lists(held_out.starts(user), held_out.starts(user + 1)),
-            "seen": seen.lists(seen.starts(user), seen.starts(user + 1)),
-        }
-    )
+    for user in _parts(users, known.most):
+        yield pa.table(
+            {
+                **columns_of(log.users.take(pa.array(user))),
+                "history": known.history(user, known.starts(user + 1)),
+                "targets": held_out.lists(held_out.starts(user), held_out.starts(user + 1)),
+                "seen": seen.lists(seen.starts(user), seen.starts(user + 1)),
+            }
+        )
 
 
-def write_files(table: pa.Table, folder: Path, files: int) -> None:
+def write_files(tables: Iterable[pa.Table], num_rows: int, folder: Path, files: int) -> None:
     """Write at least so many files of four row groups each: small ones too, so that every rank has its own to read."""
-    rows_per_file = min(-(-table.num_rows // files), FILE_ROWS)
-    write_parts([table], folder, min(-(-rows_per_file // 4), ROW_GROUP_ROWS), rows_per_file)
+    rows_per_file = min(-(-num_rows // files), FILE_ROWS)
+    write_parts(tables, folder, min(-(-rows_per_file // 4), ROW_GROUP_ROWS), rows_per_file)

@@ -8,9 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from recsys.datasets.logs import LARGE
 from recsys.datasets.retrieval import slices, time_key
-
-_LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}  # of more than 2 GiB in all
 
 
 def carried_schema(kinds: pa.Schema) -> pa.Schema:
@@ -110,6 +109,6 @@ class Stretch:
 
 def _pooled(carried: pa.ChunkedArray, own: pa.ChunkedArray, kind: pa.DataType) -> pa.Array:
     """Return the values of lists, then those of a column, as one array."""
-    kind = _LARGE.get(kind, kind)
+    kind = LARGE.get(kind, kind)
     chunks = [*pc.list_flatten(carried).chunks, *own.chunks]
     return pa.concat_arrays([pa.array([], kind), *(chunk.cast(kind) for chunk in chunks)])
