@@ -113,9 +113,10 @@ def compare_page(runs: Sequence[Record]) -> str:
 def _curves(runs: Sequence[Record], names: Sequence[str]) -> str:
     figures = []
     for role in dict.fromkeys(["train", *(role for run in runs for role in run.metrics)]):
-        curves = [run.curves(role) for run in runs]
-        for name in dict.fromkeys(name for curve in curves for name in curve if not name.startswith("memory/")):
-            series = {run: curve.get(name, []) for run, curve in zip(names, curves, strict=True)}
+        for name in dict.fromkeys(name for run in runs for name in run.figures.names(role)):
+            if name.startswith("memory/"):
+                continue
+            series = {label: run.figures.curve(role, name) for label, run in zip(names, runs, strict=True)}
             is_curve = role == "train" or any(len(points) > 1 for points in series.values())
             if is_curve and len({value for points in series.values() for _, value in points}) > 1:
                 title = _TITLES.get(name, name.replace("_", " ").replace("/", ", "))

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -106,37 +107,23 @@ class Record:
             return known
         if is_locked(self.folder):
             return "running"
-        return "compressed" if self.compression and not self.lines else "killed"
+        return "compressed" if self.compression and not self.figures.last else "killed"
 
     @cached_property
-    def lines(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are whole; a process or machine that was killed may leave others."""
-        path, lines = self.folder / "metrics.jsonl", []
-        for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("kind"), str) and isinstance(line.get("step"), int):
-                lines.append(line)
-        return lines
+    def figures(self) -> "Figures":
+        """What the lines of metrics.jsonl hold."""
+        return Figures(self.folder / "metrics.jsonl")
 
     def curves(self, kind: str) -> dict[str, Points]:
-        """Return the figures of a kind of lines (train, valid, test) over the steps, by name as of `figures`."""
-        curves: dict[str, Points] = {}
-        for line in self.lines:
-            if line["kind"] == kind:
-                for name, value in figures(line):
-                    if name.rpartition(".")[2] not in _NO_CURVES:
-                        curves.setdefault(name, []).append((line["step"], value))
-        return curves
+        """Return the curves of a kind of lines (train, valid, test), as `Figures.curve` has them, by name."""
+        return {name: self.figures.curve(kind, name) for name in self.figures.names(kind)}
 
     @cached_property
     def metrics(self) -> dict[str, dict[str, float | None]]:
         """The last metrics of each dataset."""
         if "metrics" in self.result:
             return self.result["metrics"]
-        last = {line["kind"]: line for line in self.lines if line["kind"] in ("valid", "test")}
+        last = {kind: line for kind, line in self.figures.last.items() if kind in ("valid", "test")}
         if self.compression.get("stages") and not last:
             stage = self.compression["stages"][-1]  # a step that was left out repeats the one before it
             return {self.compression["data"]: stage["metrics"]} | ({"test": stage["test"]} if stage["test"] else {})
@@ -145,7 +132,7 @@ class Record:
     @property
     def endings(self) -> dict[str, str]:
         """Figures that any run ends with, by what they are, as a person reads them; those that are known."""
-        losses = [value for _, value in self.curves("train").get("loss", ())]
+        losses = [value for _, value in self.figures.curve("train", "loss")]
         endings = {"training loss": number(losses[-1])} if losses else {}
         if self.result:
             endings["samples/s"] = f"{self.result['samples_per_s']:,.0f}"
@@ -158,15 +145,14 @@ class Record:
     @cached_property
     def ids(self) -> dict[str, dict[str, Any]]:
         """What is known of the ids of each feature, as of the end or of the last evaluation on the way."""
-        lines = [line for line in self.lines if line["kind"].startswith(IDS) and not misfit(line, ID_FIGURES)]
-        last = {line["kind"].removeprefix(IDS): line for line in lines}
+        last = {kind.removeprefix(IDS): line for kind, line in self.figures.last.items() if kind.startswith(IDS)}
         return self.result.get("data", {}).get("ids", last)
 
     @cached_property
     def step(self) -> int:
         last = self.memory[0]["identity"].get("step", 0) if self.memory else 0
         saved = (int(name.removeprefix("step-")) for name, _, _ in self.checkpoints)
-        return max([last, *(line["step"] for line in self.lines), *saved])
+        return max([last, self.figures.step, *saved])
 
     @cached_property
     def log(self) -> list[tuple[str, str, str]]:
@@ -203,6 +189,57 @@ class Record:
     def _json(self, name: str, shape: Any) -> dict[str, Any]:
         path = self.folder / name
         return _read_json(path, shape) if path.exists() else {}
+
+
+class Figures:
+    """The figures of metrics.jsonl, 16 bytes each: a run may have as many lines as steps.
+
+    Args:
+        path: of the file, which need not be there. A process or machine that was killed may leave lines that are cut
+            off, which are left out.
+
+    Attributes:
+        last: the last line of each kind; those on ids only where all figures are there. step: the last one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.last: dict[str, dict[str, Any]] = {}
+        self.step = 0
+        self._curves: dict[str, dict[str, tuple[array[float], array[float]]]] = {}
+        for line in _lines(path):
+            kind, step = line["kind"], line["step"]
+            self.step = max(self.step, step)
+            if not (kind.startswith(IDS) and misfit(line, ID_FIGURES)):
+                self.last[kind] = line
+            curves = self._curves.setdefault(kind, {})
+            for name, value in figures(line):
+                if name.rpartition(".")[2] not in _NO_CURVES:
+                    steps, values = curves.setdefault(name, (array("d"), array("d")))
+                    steps.append(step)
+                    values.append(math.nan if value is None else value)
+
+    def names(self, kind: str) -> list[str]:
+        """Return the names of the figures of a kind of lines, as of `figures`."""
+        return list(self._curves.get(kind, ()))
+
+    def curve(self, kind: str, name: str) -> Points:
+        """Return a figure of a kind of lines over the steps; empty where there is none."""
+        steps, values = self._curves.get(kind, {}).get(name, ((), ()))
+        return [(step, None if value != value else value) for step, value in zip(steps, values, strict=True)]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of metrics.jsonl that are whole."""
+    if not path.exists():
+        return
+    with path.open(errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict) and isinstance(line.get("kind"), str) and isinstance(line.get("step"), int):
+                yield line
 
 
 def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:

@@ -48,9 +48,12 @@ def misfit(value: Any, shape: Any, place: str = "it") -> str:
     Args:
         place: what the value is called, such as metrics.valid.auc.
     """
-    choices = shape if isinstance(shape, tuple) else (shape,)
-    problems = [_misfit(value, choice, place) for choice in choices]
-    return "" if "" in problems else problems[0]
+    problem = ""
+    for choice in shape if isinstance(shape, tuple) else (shape,):
+        if not (of_choice := _misfit(value, choice, place)):
+            return ""  # without words on the others: a long run has millions of figures
+        problem = problem or of_choice
+    return problem
 
 
 def _misfit(value: Any, shape: Any, place: str) -> str:
