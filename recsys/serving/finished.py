@@ -21,6 +21,7 @@ from recsys.errors import UserError, nearest
 from recsys.models.items import ItemVectors
 from recsys.runtime.logs import logger
 from recsys.runtime.world import World
+from recsys.training.alike import check_alike
 from recsys.training.build import build_model
 from recsys.training.evaluation import item_vectors
 from recsys.training.learning import learn_facts
@@ -110,6 +111,7 @@ class OpenRun:
     def __init__(self, run: Finished, world: World, roles: Sequence[str], *given: Given) -> None:
         self.run, self.world = run, world
         config = run.config
+        check_alike(config, world)
         torch.set_float32_matmul_precision("high" if config.precision.tf32 else "highest")
         is_cuda = world.device.type == "cuda"
         self._instead = world.from_rank_zero(lambda: check_device(config, is_cuda, world.world_size))

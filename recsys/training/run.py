@@ -35,6 +35,7 @@ from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.watchdog import Watchdog
 from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world
 from recsys.tables.shard import save_plan
+from recsys.training.alike import check_alike
 from recsys.training.build import Built, Publishes, build_model
 from recsys.training.figures import log_end
 from recsys.training.learning import learn_facts
@@ -71,6 +72,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
     with open_world(asked.run.device, asked.run.num_threads, timeout_s) as world, TemporaryDirectory() as scratch:
         if asked.debug and world.world_size > 1:
             raise UserError("--debug runs one process; start it without torchrun")
+        check_alike(asked, world)
         world.from_rank_zero(lambda: import_trackers(asked))
         timeline = Timeline(world.device, limit_memory(asked, world))
         if asked.memory.snapshot and world.device.type == "cuda":

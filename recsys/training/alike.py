@@ -1,0 +1,48 @@
+"""The config of a run is one, whatever each machine's command line says: all ranks are compared before they begin."""
+
+from dataclasses import replace
+from typing import Any
+
+import yaml
+
+from recsys.config import Config, config_text
+from recsys.config.names import flat
+from recsys.errors import UserError
+from recsys.runtime.world import World
+
+# What a rank may have of its own: how it works on its machine, and what only the first one reads.
+_OWN = (
+    *("run.name", "run.dir", "run.overwrite", "run.stop_file", "run.num_threads", "memory.budget", "topology."),
+    *("data.num_threads", "data.prefetch_batches", "data.processes"),
+)
+
+
+def check_alike(config: Config, world: World) -> None:
+    """Refuse a config that is another one on some rank, as where the command line of one machine is; collective.
+
+    Ranks would wait for each other in different places, or each would learn something else without a word.
+
+    Raises:
+        UserError: on every rank; it names the first key, and its values.
+    """
+    if world.world_size == 1:
+        return
+    # The environment, which references may name, differs between machines, and may hold secrets, which are not shown.
+    mine = config_text(replace(config, given=(None, None))), config_text(config)
+    of_ranks = world.gather(mine)
+    if len(set(of_ranks)) == 1:
+        return
+    (first, shown_first), *others = ((_values(resolved), _values(given)) for resolved, given in of_ranks)
+    for rank, (other, shown) in enumerate(others, start=1):
+        if keys := [key for key in {**first, **other} if first.get(key) != other.get(key)]:
+            here, there = (values.get(keys[0], "not there") for values in (shown_first, shown))
+            more = f" ({len(keys) - 1} more differ)" if len(keys) > 1 else ""
+            raise UserError(
+                f"config key '{keys[0]}' is {here} on rank 0 and {there} on rank {rank}{more}; give all ranks the same "
+                f"config file and the same key=value"
+            )
+
+
+def _values(text: str) -> dict[str, Any]:
+    """Return by dotted key what all ranks have to have alike of a config's text."""
+    return {key: value for key, value in flat("", yaml.safe_load(text)) if not key.startswith(_OWN)}

@@ -1,0 +1,52 @@
+"""Ranks whose configs differ end with a sentence, where they would wait for each other or each learn something else."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from launch import ROOT
+
+from recsys.config import Config, load_config
+from recsys.errors import UserError
+from recsys.training.alike import check_alike
+
+SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
+
+
+def check(*configs: Config) -> None:
+    """Compare ranks that were given these configs."""
+    sent: list[Any] = []
+    alone: Any = SimpleNamespace(world_size=2, gather=lambda mine: (sent.append(mine), [mine, mine])[1])
+    for config in configs:
+        check_alike(config, alone)
+    world: Any = SimpleNamespace(world_size=len(configs), gather=lambda mine: sent)
+    check_alike(configs[0], world)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        (["optimizer.dense.learning_rate=0.1"], "optimizer.dense.learning_rate' is 0.001 on rank 0 and 0.1 on rank 2;"),
+        (["data.valid=null", "train.epochs=1"], r"data.valid' is \S+/valid on rank 0 and None on rank 2 \(1 more diff"),
+        (["features.more={table: user, column: user_id}"], "features.more.type' is not there on rank 0 and id on r"),
+    ],
+)
+def test_what_differs_is_named(own: list[str], said: str) -> None:
+    config = load_config(SAMPLE)
+    with pytest.raises(UserError, match=f"^config key '{said}"):
+        check(config, config, load_config(SAMPLE, own))
+
+
+def test_what_a_machine_may_have_of_its_own() -> None:
+    own = ["run.dir=there", "run.num_threads=2", "data.num_threads=0", "memory.budget=1GiB"]
+    check(load_config(SAMPLE), load_config(SAMPLE, own))
+
+
+def test_what_the_environment_says_may_be_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = []
+    for value in ("first", "second"):
+        monkeypatch.setenv("WHERE", value)
+        configs.append(load_config(SAMPLE, ["run.track.project=${oc.env:WHERE}"]))
+    check(configs[0], configs[0])
+    with pytest.raises(UserError, match=r"'run.track.project' is \$\{oc.env:WHERE\} on rank 0 and \$\{oc.env:WHERE\} "):
+        check(*configs)
