@@ -188,6 +188,7 @@ class ShardingChoice(Enum):
 # Those that keep a vector for each id of a list, which torchrec has for these.
 UNPOOLED = (ShardingChoice.auto, ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.column_wise)
 COLUMN_SPLITS = (ShardingChoice.column_wise, ShardingChoice.table_column_wise, ShardingChoice.grid_shard)
+MACHINE_SPLITS = (ShardingChoice.table_row_wise, ShardingChoice.grid_shard)
 # Ranks look up parts of a list's vector, and add them up.
 ROW_SPLITS = (ShardingChoice.row_wise, ShardingChoice.table_row_wise, ShardingChoice.grid_shard)
 

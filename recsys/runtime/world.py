@@ -201,6 +201,8 @@ def open_world(
         UserError: CUDA is asked for and not there, there are more ranks than GPUs, or as `local_ranks`.
     """
     local_rank, local_world_size = local_ranks()
+    if is_launched():  # torchrec reads it by itself, and where it is not set takes a machine to have 8 ranks, or all
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
     torch_device = _choose_device(device, local_rank, local_world_size)
     torch.set_num_threads(computing_threads(num_threads, torch_device, local_world_size))
     timeout = timedelta(seconds=timeout_s)

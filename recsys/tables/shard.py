@@ -28,7 +28,7 @@ from torchrec.modules.embedding_configs import DataType, data_type_to_dtype
 
 from recsys.config import Config, ShardingChoice
 from recsys.config.checks import check_sharding
-from recsys.config.choices import FloatType
+from recsys.config.choices import MACHINE_SPLITS, FloatType
 from recsys.errors import UserError
 from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology
@@ -153,7 +153,7 @@ def _on_ranks(choice: ShardingChoice, ranks: list[int], topology: Topology) -> b
     on_machine = topology.local_world_size
     if choice in (ShardingChoice.data_parallel, ShardingChoice.row_wise):
         return ranks == list(range(topology.world_size))
-    if choice in (ShardingChoice.table_row_wise, ShardingChoice.grid_shard):
+    if choice in MACHINE_SPLITS:
         first = [rank - rank % on_machine for rank in ranks[::on_machine]]
         if ranks != [start + number for start in first for number in range(on_machine)]:
             return False
@@ -211,8 +211,12 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     """Shard the tables of `step` by the plan, and move the rest to the device.
 
     With several ranks the dense model's gradients are exchanged by itself; torchrec's wrapping of the whole dense part
-    is left out, because it would hook the tables' backward too. The tables' weights are not set.
+    is left out, because it would hook the tables' backward too. The tables' weights are not set. Collective.
+
+    Raises:
+        UserError: the plan splits a table over the ranks of a machine, and machines have not equally many.
     """
+    _check_machines(plan, world)
     step.dense.to(world.device)
     attach_table_optimizers(_table_parameters(step), config, world.device.type == "cuda")
     _place(plan, world)
@@ -245,6 +249,18 @@ def _without_tables_too(model: nn.Module, vectors: DataType) -> None:
         if isinstance(lookup, GroupedEmbeddingsLookup | GroupedPooledEmbeddingsLookup):
             nothing = lookup._dummy_embs_tensor.detach().to(data_type_to_dtype(vectors))
             lookup._dummy_embs_tensor = nothing.requires_grad_()
+
+
+def _check_machines(plan: ShardingPlan, world: World) -> None:
+    """Refuse a plan by which ranks would make groups of other ranks each, and wait for each other."""
+    types = {config_name(name): part.sharding_type for module in plan.plan.values() for name, part in module.items()}
+    split = [name for name, kind in types.items() if ShardingChoice(kind) in MACHINE_SPLITS]
+    if split and len(sizes := {*world.gather(world.local_world_size)}) > 1:
+        raise UserError(
+            f"table '{split[0]}' is split as {ShardingChoice(types[split[0]]).name}, over the ranks of a machine, and "
+            f"machines have {' and '.join(map(str, sorted(sizes)))} of them; start as many on each, or set "
+            f"tables.{split[0]}.sharding_type=row_wise"
+        )
 
 
 def _place(plan: ShardingPlan, world: World) -> None:

@@ -1,10 +1,12 @@
-"""Which GPU a rank takes, as launchers show them: all of a machine to each process, or to each its own."""
+"""Which GPU a rank takes, as launchers show them: all of a machine to each process, or to each its own; how ranks of a
+machine find each other."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
@@ -15,8 +17,8 @@ from torchrec.distributed.types import (
 
 from recsys.config import Device
 from recsys.errors import UserError
-from recsys.runtime.world import _check_own_gpu, _choose_device
-from recsys.tables.shard import _place
+from recsys.runtime.world import _check_own_gpu, _choose_device, open_world
+from recsys.tables.shard import _check_machines, _place
 
 
 @pytest.fixture
@@ -95,3 +97,39 @@ def test_a_plan_names_the_device_that_the_rank_sees() -> None:
     world: Any = SimpleNamespace(rank=3, device=torch.device("cuda", 0))
     _place(plan, world)
     assert [str(piece.placement) for piece in pieces] == [f"rank:{rank}/cuda:{rank % 3}" for rank in range(4)]
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set what a launcher says to the only rank of a run, with some changes; a port of 0 is any that is free."""
+
+    def alone(**changes: str | None) -> None:
+        said = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**said, "MASTER_PORT": "0", **changes}.items():
+            monkeypatch.setenv(name, value or "")  # so that it is put back
+            monkeypatch.delenv(name) if value is None else None
+
+    return alone
+
+
+def test_torchrec_hears_of_as_many_ranks_a_machine_as_the_plan(alone: Any) -> None:
+    """It reads the variable by itself, and where a launcher of one's own sets none, it would take all for one's."""
+    alone(LOCAL_WORLD_SIZE=None)
+    assert get_local_size(4) == 4
+    with open_world(Device.cpu) as world:
+        assert get_local_size(4) == world.local_world_size == 1
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("row_wise", False), ("table_row_wise", True), ("grid_shard", True)])
+def test_machines_with_unequal_ranks_do_not_share_a_table(kind: str, refused: bool) -> None:
+    """torchrec's ranks would each wait for a group of their own."""
+    plan = ShardingPlan({"embeddings": EmbeddingModuleShardingPlan({"user": ParameterSharding(kind, "fused")})})
+    equal: Any = SimpleNamespace(local_world_size=2, gather=lambda mine: [mine] * 4)
+    unequal: Any = SimpleNamespace(local_world_size=2, gather=lambda mine: [mine, mine, 1])
+    _check_machines(plan, equal)
+    if not refused:
+        return _check_machines(plan, unequal)
+    with pytest.raises(
+        UserError, match=rf"table 'user' is split as {kind}, .* machines have 1 and 2 of them; start as"
+    ):
+        _check_machines(plan, unequal)
