@@ -39,6 +39,12 @@ def local_ranks() -> tuple[int, int]:
             f"the environment variable RANK says that a launcher started this process, but these are not set: "
             f"{', '.join(missing)}; start ranks with torchrun, or unset RANK for a run on one process"
         )
+    port = os.environ["MASTER_PORT"] if is_launched() else "0"
+    if not (port.isdecimal() and int(port) < 1 << 16):
+        raise UserError(
+            f"the environment variable MASTER_PORT must be a whole number up to {(1 << 16) - 1}, found {port!r}; "
+            f"torchrun sets it"
+        )
     _check_below("RANK", "WORLD_SIZE")
     return _check_below("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -285,7 +285,7 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
     backend = "nccl" if device.type == "cuda" else "gloo"
     launch_store: dist.Store
     if is_launched():
-        launch_store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        launch_store, rank, world_size = _rendezvous(timeout)
     else:
         launch_store, rank, world_size = dist.HashStore(), 0, 1
     store = launch_store
@@ -294,6 +294,19 @@ def _init_process_group(device: torch.device, timeout: timedelta) -> tuple[dist.
     store.compare_set(FAILURE_KEY, "", "")
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return store, launch_store
+
+
+def _rendezvous(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Return the store by which ranks find each other, this rank, and how many there are."""
+    try:
+        return next(iter(dist.rendezvous("env://", timeout=timeout)))
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        cause = str(error).rpartition("message: ")[2].rstrip(".")[:200]
+        place = " and ".join(f"{name}={os.environ[name]}" for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise UserError(
+            f"ranks do not find each other by {place} ({cause}); name the machine of rank 0 and a port that is free "
+            f"there, the same on all, and start all {os.environ['WORLD_SIZE']} of them"
+        ) from error
 
 
 def _agree_on_prefix(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:

@@ -38,6 +38,8 @@ def test_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"WORLD_SIZE": None, "MASTER_PORT": ""}, "not set: WORLD_SIZE, MASTER_PORT;"),
         ({"MASTER_ADDR": None}, "not set: MASTER_ADDR;"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number up to 65535, found 'http'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT must be a whole number up to 65535, found '70000'"),
         ({"RANK": "8"}, "RANK and WORLD_SIZE must be whole numbers.*found '8' and '8'"),
         ({"WORLD_SIZE": "-1"}, "found '3' and '-1'"),
         ({"LOCAL_RANK": "one"}, "LOCAL_RANK and LOCAL_WORLD_SIZE must be.*found 'one' and '2'"),

@@ -1,6 +1,7 @@
 """Which GPU a rank takes, as launchers show them: all of a machine to each process, or to each its own; how ranks of a
 machine find each other."""
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,23 @@ def test_torchrec_hears_of_as_many_ranks_a_machine_as_the_plan(alone: Any) -> No
     assert get_local_size(4) == 4
     with open_world(Device.cpu) as world:
         assert get_local_size(4) == world.local_world_size == 1
+
+
+def test_a_port_that_is_taken_is_told_in_a_sentence(alone: Any) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        alone(MASTER_PORT=str(taken.getsockname()[1]))
+        said = r"^ranks do not find each other by MASTER_ADDR=127.0.0.1 and .*=\d+ \(address already in use\); "
+        with pytest.raises(UserError, match=said), open_world(Device.cpu):
+            pass
+
+
+def test_ranks_that_do_not_come_are_told_in_a_sentence(alone: Any) -> None:
+    alone(WORLD_SIZE="2")
+    said = r"^ranks do not find each other by .* \(Timed out .* 1/2 clients joined\); .* start all 2 of them"
+    with pytest.raises(UserError, match=said), open_world(Device.cpu, timeout_s=1):
+        pass
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("row_wise", False), ("table_row_wise", True), ("grid_shard", True)])
