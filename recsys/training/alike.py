@@ -1,6 +1,10 @@
-"""The config of a run is one, whatever each machine's command line says: all ranks are compared before they begin."""
+"""What ranks have to have alike, looked at before they begin: the config, whatever a machine's words are, and the run
+directory."""
 
+import socket
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,6 +19,7 @@ _OWN = (
     *("run.name", "run.dir", "run.overwrite", "run.stop_file", "run.num_threads", "memory.budget", "topology."),
     *("data.num_threads", "data.prefetch_batches", "data.processes"),
 )
+_SEEN_WITHIN_S = 10.0  # file systems of a network may show a new file late
 
 
 def check_alike(config: Config, world: World) -> None:
@@ -41,6 +46,29 @@ def check_alike(config: Config, world: World) -> None:
                 f"config key '{keys[0]}' is {here} on rank 0 and {there} on rank {rank}{more}; give all ranks the same "
                 f"config file and the same key=value"
             )
+
+
+def check_shared(path: Path, world: World) -> None:
+    """Refuse a run directory that some rank does not see, which could write no checkpoint there; collective.
+
+    Args:
+        path: of a file that rank 0 has made there.
+
+    Raises:
+        UserError: on every rank; it names the rank and its machine.
+    """
+    world.agree(lambda: _await(path, world.rank))
+
+
+def _await(path: Path, rank: int) -> None:
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"config key 'run.dir': rank {rank} on {socket.gethostname()} does not see '{path}', which rank 0 has "
+                f"written; name a folder that all machines share, and start all ranks in the same one"
+            )
+        time.sleep(0.1)
 
 
 def _values(text: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.watchdog import Watchdog
 from recsys.runtime.world import DEFAULT_TIMEOUT_S, World, open_world
 from recsys.tables.shard import save_plan
-from recsys.training.alike import check_alike
+from recsys.training.alike import check_alike, check_shared
 from recsys.training.build import Built, Publishes, build_model
 from recsys.training.figures import log_end
 from recsys.training.learning import learn_facts
@@ -91,6 +91,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
             explained.inputs = inputs = open_inputs(config, world, footers, known)
             run_dir = world.from_rank_zero(lambda: _prepare_run_dir(config, lock, earlier))
             report_in(run_dir)
+            check_shared(run_dir / MARKER, world)
             if world.rank == 0:
                 store.set(_LOCK, lock.id)
             store.set(_BEGUN, str(run_dir))

@@ -1,5 +1,7 @@
 """Ranks whose configs differ end with a sentence, where they would wait for each other or each learn something else."""
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +10,8 @@ from launch import ROOT
 
 from recsys.config import Config, load_config
 from recsys.errors import UserError
-from recsys.training.alike import check_alike
+from recsys.training import alike
+from recsys.training.alike import check_alike, check_shared
 
 SAMPLE = ROOT / "configs" / "dlrm_sample.yaml"
 
@@ -50,3 +53,16 @@ def test_what_the_environment_says_may_be_a_secret(monkeypatch: pytest.MonkeyPat
     check(configs[0], configs[0])
     with pytest.raises(UserError, match=r"'run.track.project' is \$\{oc.env:WHERE\} on rank 0 and \$\{oc.env:WHERE\} "):
         check(*configs)
+
+
+def test_a_run_directory_that_a_rank_does_not_see_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else training goes on up to its first checkpoint, and a run that goes on calls its checkpoints corrupt."""
+    monkeypatch.setattr(alike, "_SEEN_WITHIN_S", 0.2)
+    world: Any = SimpleNamespace(rank=1, agree=lambda action: action())
+    with pytest.raises(
+        UserError, match=r"'run.dir': rank 1 on \S+ does not see '.*/marker', .* that all machines share"
+    ):
+        check_shared(tmp_path / "marker", world)
+    monkeypatch.setattr(alike, "_SEEN_WITHIN_S", 30)
+    threading.Timer(0.3, (tmp_path / "marker").touch).start()
+    check_shared(tmp_path / "marker", world)
