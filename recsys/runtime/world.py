@@ -216,14 +216,15 @@ def open_world(
         _check_own_gpu(world)
     try:
         yield world
+        # Only in success: after an error other ranks may be gone, and the barrier would wait for them. Rank 0 may fail
+        # after the others' last step, as in writing the results.
+        gc.collect()
+        world.barrier()
     except Exception as error:
         explained = world.explain(disk_problem(error))
         if explained is error:
             raise
         raise explained from error
-    # Only in success: after an error other ranks may be gone, and the barrier would wait for them.
-    gc.collect()
-    world.barrier()
     dist.destroy_process_group()
 
 

@@ -1,5 +1,6 @@
 """Ranks that fail, end or get stuck under torchrun: the others end too, the cause is named, a restart goes on."""
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from launch import ROOT, environment, fork_train, run_train, train_command
+
+from recsys.training import run
 
 CONFIG = str(ROOT / "configs" / "dlrm_sample.yaml")
 STUCK = ("run.stuck_after_s=4",)
@@ -65,6 +68,24 @@ def test_all_ranks_end_soon_after_one(fault: str, nproc: int, tmp_path: Path) ->
     assert ("the fault of the test" if fault == "raise" else "SIGKILL") in cause
     log = next(tmp_path.glob("runs/*/logs/rank_0.log"))
     assert max(start, log.stat().st_mtime) > ended - GONE_S and not processes_in(tmp_path)
+
+
+def fail_in_last_lines() -> None:
+    """Let rank 0 fail when all ranks have taken their last step."""
+
+    def closing_lines(*arguments: object) -> list[str]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "result.json")
+
+    run.closing_lines = closing_lines  # type: ignore[assignment]
+
+
+def test_ranks_that_wait_for_the_results_end_in_a_sentence(tmp_path: Path) -> None:
+    options = (f"run.dir={tmp_path}", "train.max_steps=2", "data.valid=null", "data.test=null")
+    done = fork_train(CONFIG, *options, nproc=3, before=fail_in_last_lines)
+    said = sorted(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert done.returncode == 1 and len(said) == 3 and "Traceback" not in done.stderr, done.stderr
+    assert "'result.json' cannot be written (No space left" in said[0]
+    assert all("another rank ended" in line for line in said[1:])
 
 
 @pytest.mark.slow
