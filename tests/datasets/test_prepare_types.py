@@ -222,3 +222,14 @@ def test_ctrl_c_is_a_line_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert prepare(["synthetic", "--rows", "100", "--out", str(tmp_path / "out")]) == 130
     assert capsys.readouterr().err == "recsys prepare: interrupted; nothing is left of it\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_csv_file_of_a_header_alone_tells_no_types(tmp_path: Path) -> None:
+    """Spark's first file may be one."""
+    for name, rows in (("a", ""), ("b", "2.5,7\n"), ("c", "3.5,8\n")):
+        (tmp_path / f"{name}.csv").write_text(f"stars,user\n{rows}")
+    convert_csv([tmp_path / f"{name}.csv" for name in "abc"], tmp_path / "out", CsvOptions())
+    table = pq.read_table(tmp_path / "out")
+    assert table.schema.types == [pa.float64(), pa.int64()] and table["user"].to_pylist() == [7, 8]
+    with pytest.raises(UserError, match="no row fell into the output"):
+        convert_csv([tmp_path / "a.csv"], tmp_path / "alone", CsvOptions())

@@ -107,7 +107,11 @@ def test_how_to_train_asks_for_nothing_where_no_step_is_left(finished: Path) -> 
     ("before", "now"),
     [
         (["train.max_steps=11", "data.drop_last=false"], ["data.drop_last=true"]),
-        (["train.max_steps=9", "data.drop_last=true"], ["data.drop_last=true", "train.global_batch_size=1024"]),
+        pytest.param(
+            ["train.max_steps=9", "data.drop_last=true"],
+            ["data.drop_last=true", "train.global_batch_size=1024"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["drops the last now", "larger batches"],
 )
