@@ -58,7 +58,7 @@ def test_a_leak_is_named_before_it_ends_the_run(tmp_path: Path) -> None:
     assert grown["tensors and other blocks of malloc"] == pytest.approx(1000 * KEPT_BYTES, rel=0.2)
     (warning,) = [line for line in out.splitlines() if "memory grows by" in line]
     said = re.fullmatch(
-        r"step (\d+): memory grows by .* GiB in 1,000 steps \(([^:]*): .*by about step (\d+) of 470", warning
+        r"warning: step (\d+): memory grows by .* GiB in 1,000 steps \(([^:]*): .*by about step (\d+) of 470", warning
     )
     assert said is not None and said[2] == "tensors and other blocks of malloc", warning
     assert int(said[1]) < 0.85 * end and abs(int(said[3]) - end) < 0.2 * end
