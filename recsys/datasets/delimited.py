@@ -160,35 +160,35 @@ class _Reader:
         self.types.update({name: pa.string() for name in [*options.lists, *options.tokens]})
         for path in inputs:
             _check_start(path)
-        # A file of a header alone, as Spark's first one may be, tells no types.
-        head, self.names = self._open(next(filter(self._has_rows, inputs), inputs[0]))
-        self._check_names(inputs[0])
-        self.types = {column.name: self._type(inputs[0], column) for column in head.schema}
+        self._first = next(filter(self._has_rows, inputs), inputs[0])  # a header alone, as Spark writes, tells no types
+        head, self.names = self._open(self._first)
+        self._check_names()
+        self.types = {column.name: self._type(column) for column in head.schema}
         if options.label and LABEL in self.names:
             raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")
         empty = pa.RecordBatch.from_pylist([], pa.schema(self.types))
         if options.where is not None:
             rows_where(empty, options.where)
-        self.schema = self._convert(empty, inputs[0]).schema
+        self.schema = self._convert(empty, self._first).schema
 
     def _has_rows(self, path: Path) -> bool:
         with self._open(path)[0] as reader, _told(path):
             return any(batch.num_rows for batch in reader)
 
-    def _check_names(self, path: Path) -> None:
+    def _check_names(self) -> None:
         other = next((sign for sign in ";\t|" if sign in self.names[0]), None)
         if len(self.names) == 1 and other and not self.options.columns:
             raise UserError(
-                f"{path} has one column, {self.names[0]!r}; if {other!r} divides it, add --delimiter {other!r}"
+                f"{self._first} has one column, {self.names[0]!r}; if {other!r} divides it, add --delimiter {other!r}"
             )
         if repeated := {name for name in self.names if self.names.count(name) > 1}:
-            raise UserError(f"{path} has more than one column {sorted(repeated)[0]!r}")
+            raise UserError(f"{self._first} has more than one column {sorted(repeated)[0]!r}")
         for name in [*self.options.types, *self.options.lists, *self.options.tokens]:
             check_column(name, self.names)
 
-    def _type(self, path: Path, column: pa.Field) -> pa.DataType:
+    def _type(self, column: pa.Field) -> pa.DataType:
         if pa.types.is_binary(column.type):
-            raise UserError(f"{path}: column {column.name!r} is not UTF-8; {_CONVERT}")
+            raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {_CONVERT}")
         # A first block of nulls tells nothing; a string holds whatever comes.
         return pa.string() if pa.types.is_null(column.type) else column.type
 
@@ -208,7 +208,7 @@ class _Reader:
         reader, found = self._open(path)
         if sorted(found) != sorted(self.names):
             columns, expected = ", ".join(found), ", ".join(self.names)
-            raise UserError(f"{path} has columns {columns}, but {self.inputs[0]} has {expected}")
+            raise UserError(f"{path} has columns {columns}, but {self._first} has {expected}")
         with reader, _told(path):
             for batch in reader:
                 rows = batch if self.options.where is None else rows_where(batch, self.options.where)

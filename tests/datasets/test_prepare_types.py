@@ -233,3 +233,6 @@ def test_a_csv_file_of_a_header_alone_tells_no_types(tmp_path: Path) -> None:
     assert table.schema.types == [pa.float64(), pa.int64()] and table["user"].to_pylist() == [7, 8]
     with pytest.raises(UserError, match="no row fell into the output"):
         convert_csv([tmp_path / "a.csv"], tmp_path / "alone", CsvOptions())
+    (tmp_path / "a.csv").write_text("stars\n")
+    with pytest.raises(UserError, match=r"/a\.csv has columns stars, but .*/b\.csv has stars, user"):
+        convert_csv([tmp_path / "a.csv", tmp_path / "b.csv"], tmp_path / "others", CsvOptions())
