@@ -32,7 +32,7 @@ def _cross(by_name: Mapping[str, pa.Array]) -> pa.Array:
         try:
             hashes = hash_integers(hashes ^ hash_column(column if mask is None else column.filter(mask), place))
         except UserError as error:
-            raise UserError(f"column '{name}' of a cross: {error}") from error
+            raise error.within(f"column '{name}' of a cross") from error
     ids = np.zeros(len(known), np.int64)
     ids[known] = hashes.view(np.int64)
     return pa.array(ids, mask=None if mask is None else ~known)
