@@ -175,11 +175,11 @@ def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
     if not fitted.missing:
         logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(fitted.after), _mib(fitted.before))
         return fitted.changes
-    told = what_fits(config, fitter, fitted, fitter.allowing(config.memory.allow))
+    told = what_fits(fitter, fitted, fitter.allowing(config.memory.allow))
     raise UserError(f"config key 'memory.fit': {told}")
 
 
-def what_fits(config: Config, fitter: Fitter, fitted: Fit, allow: Sequence[Saver]) -> str:
+def what_fits(fitter: Fitter, fitted: Fit, allow: Sequence[Saver]) -> str:
     """Return in a sentence what memory.fit was not enough for, and what would be: `allow`, of `Fitter.allowing`."""
     names = ",".join(saver.name for saver in allow)
     help_ = f"memory.allow=[{names}] would be enough" if allow else "nothing that memory.allow can list is enough"
@@ -187,7 +187,7 @@ def what_fits(config: Config, fitter: Fitter, fitted: Fit, allow: Sequence[Saver
     if in_vain := _in_vain(fitter.process()):
         otherwise = f"{in_vain}; give it more"
     return (
-        f"{_STAYS_FREE}; the fullest rank takes {fitter.shortage(config)}, with what memory.fit may change "
+        f"{_STAYS_FREE}; the fullest rank takes {fitter.shortage(fitter.config)}, with what memory.fit may change "
         f"{fitter.shortage(fitted.config)}, and {_mib(fitted.missing)} are missing over all ranks; "
         f"{help_}: {otherwise}"
     )

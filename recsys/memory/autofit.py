@@ -67,10 +67,13 @@ class Fitter:
         data: what is known of the data, as the config reads them.
         topology: with a budget, if there is one, for its memory.
         seen_bytes: what a CPU rank has been seen to take; each is taken to need as much more than its prediction.
+
+    Attributes:
+        config: as it is before any change.
     """
 
     def __init__(self, config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0) -> None:
-        self._config, self._data, self._topology = config, data, topology
+        self.config, self._data, self._topology = config, data, topology
         self._beyond = 0
         # What takes time is planning and tracing, and most changes ask for only one of them anew.
         self._pieces: dict[str, list[Shard]] = {}
@@ -81,16 +84,16 @@ class Fitter:
     def fit(self, allowed: Sequence[Saver]) -> Fit:
         """Return the config with the cheapest changes that make it fit, or with those that bring it nearest."""
         chosen: list[Change] = []
-        missing = self.missing(self._config)
+        missing = self.missing(self.config)
         # The peak is that of the highest phase, so that one lever may help only after another has.
         for lever in LEVERS * _PASSES:
             if not missing:
                 break
             best, least = None, missing
-            for change in lever(with_changes(self._config, chosen), self._topology):
+            for change in lever(with_changes(self.config, chosen), self._topology):
                 if change.saver is not None and change.saver not in allowed:
                     continue
-                left = self.missing(with_changes(self._config, [*chosen, change]))
+                left = self.missing(with_changes(self.config, [*chosen, change]))
                 if left < least:
                     best, least = change, left
                 if not left:
@@ -100,27 +103,27 @@ class Fitter:
                 missing = least
         for change in reversed(chosen if not missing else []):  # the dearest first that the others do without
             others = [earlier for earlier in chosen if earlier is not change]
-            if not self.missing(with_changes(self._config, others)):
+            if not self.missing(with_changes(self.config, others)):
                 chosen = others
         if not missing:
             chosen = [self._roomiest(change, chosen) for change in chosen]
-        config = with_changes(self._config, chosen)
-        return Fit(config, chosen, self.fullest(self._config), self.fullest(config, self._config), missing)
+        config = with_changes(self.config, chosen)
+        return Fit(config, chosen, self.fullest(self.config), self.fullest(config, self.config), missing)
 
     def _roomiest(self, change: Change, chosen: Sequence[Change]) -> Change:
         """Return one of some changes that are enough with the largest caches that still are."""
         others = [other for other in chosen if other is not change]
-        for roomier in roomier_caches(self._config, change):
-            if not self.missing(with_changes(self._config, [*others, roomier])):
+        for roomier in roomier_caches(self.config, change):
+            if not self.missing(with_changes(self.config, [*others, roomier])):
                 return roomier
         return change
 
     def offers(self, changes: Sequence[Change]) -> list[Offer]:
         """Return what each of some changes saves beside the others, and what all of them leave missing."""
-        config = with_changes(self._config, changes)
+        config = with_changes(self.config, changes)
         missing, offers = self.missing(config), []
         for change in changes:
-            others = with_changes(self._config, [other for other in changes if other is not change])
+            others = with_changes(self.config, [other for other in changes if other is not change])
             offers.append(Offer(change, max(0, self.fullest(others) - self.fullest(config, others)), missing))
         return offers
 
@@ -142,7 +145,7 @@ class Fitter:
         enough = bool(offers) and not fitted.missing
         single = []
         for lever in LEVERS:
-            candidates = [self._offer(change) for change in lever(self._config, self._topology)]
+            candidates = [self._offer(change) for change in lever(self.config, self._topology)]
             most = max((offer.saved for offer in candidates), default=0)
             # The weakest that saves nearly as much as any.
             single += [offer for offer in candidates if offer.saved > _LEAST_BYTES and offer.saved >= 0.95 * most][:1]
@@ -152,8 +155,8 @@ class Fitter:
         return list({str(offer.change): offer for offer in worth}.values())[:num]
 
     def _offer(self, change: Change) -> Offer:
-        config = with_changes(self._config, [change])
-        saved = self.fullest(self._config) - self.fullest(config, self._config)
+        config = with_changes(self.config, [change])
+        saved = self.fullest(self.config) - self.fullest(config, self.config)
         return Offer(change, saved, self.missing(config))
 
     def fullest(self, config: Config, before: Config | None = None) -> int:
@@ -174,7 +177,7 @@ class Fitter:
 
     def holders(self, num: int = 5) -> list[tuple[str, int]]:
         """Return what takes most at the peak of the fullest rank: tables by name, all else by kind."""
-        ranks = self._ranks(self._config)
+        ranks = self._ranks(self.config)
         where = self._where(ranks)
         rank = max(ranks, key=lambda memory: memory.peak(where)[0])
         kinds = rank.phases[rank.peak(where)[1]][where]
@@ -188,7 +191,7 @@ class Fitter:
 
     def process(self) -> tuple[int, int]:
         """Return the bytes that a process takes before it holds tables or batches, and those that it may take."""
-        ranks = self._ranks(self._config)
+        ranks = self._ranks(self.config)
         where = self._where(ranks)
         kinds = max(ranks, key=lambda rank: rank.peak(where)[0]).phases["step"][where]
         return sum(kinds.get(kind, 0) for kind in _OF_PROCESS[where]), int(self._there(where) * (1 - MARGIN))
@@ -220,7 +223,7 @@ class Fitter:
         topology = self._topology
         threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         most = 2 * size * streams, 3 * size * max(1, threads)
-        if config.data.window_mib == self._config.data.window_mib:
+        if config.data.window_mib == self.config.data.window_mib:
             return self._data
         decoding = tuple(replace(of_rank, later=min(of_rank.later, most[1])) for of_rank in self._data.decoding)
         windows = {key: min(getattr(self._data, key), most[0]) for key in ("window_bytes", "eval_window_bytes")}

@@ -11,7 +11,7 @@ from recsys.config import Config
 from recsys.config.choices import Saver
 from recsys.config.device import check_device, repeated_decoding
 from recsys.data.inputs import Inputs, open_inputs
-from recsys.errors import UserError, output_is_cut, why
+from recsys.errors import UserError, output_is_cut
 from recsys.memory import DataFacts
 from recsys.memory.advice import what_fits
 from recsys.memory.autofit import Fitter, Offer, pieces_of
@@ -21,7 +21,7 @@ from recsys.memory.step_time import StepTime, speeds_of, step_load
 from recsys.memory.trace import Prediction, demands, largest_batch, layer_page, misfits, predict_run
 from recsys.report.text import listed
 from recsys.report.text import size as shown
-from recsys.runtime.files import replace_file
+from recsys.runtime.files import cannot_write, replace_file
 from recsys.runtime.logs import quiet_libraries, to_json
 from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import World, rehearse_world
@@ -109,8 +109,7 @@ def dry_run(config: Config, price_per_hour: float | None = None) -> int:
             replace_file(folder / "dry_run.md", page)
             replace_file(folder / "dry_run.json", to_json(as_json(result), indent=1) + "\n")
         except OSError as error:
-            told = f"config key 'run.dir': cannot write to '{folder}' ({why(error)}); name another folder"
-            raise UserError(told) from error
+            raise cannot_write("run.dir", folder, error) from error
     try:
         print(page, flush=True)
     except BrokenPipeError:  # `| head -1` has read enough
@@ -152,7 +151,7 @@ def _fit(config: Config, data: DataFacts, topology: Topology) -> tuple[Config, F
     fitter, allowed = Fitter(config, data, topology), config.memory.allow
     fit = fitter.fit(allowed)
     allow = fitter.allowing(allowed) if fit.missing else []
-    advice = what_fits(config, fitter, fit, allow) if fit.missing else ""
+    advice = what_fits(fitter, fit, allow) if fit.missing else ""
     return fit.config, Fitted(fitter.offers(fit.changes), fit.missing, allow, advice)
 
 

@@ -67,6 +67,11 @@ def make_folder(path: Path, argument: str = "OUT") -> None:
         ) from error
 
 
+def cannot_write(key: str, folder: Path, error: OSError) -> UserError:
+    """Return the mistake of a folder, named by a config key, that cannot be written to."""
+    return UserError(f"config key '{key}': cannot write to '{folder}' ({why(error)}); name another folder")
+
+
 def prepare_output(path: Path, argument: str = "OUT") -> None:
     """Refuse what is no file where the user has to name one by an argument, and make the folder that the file goes to.
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from recsys.data.inputs import Inputs
 from recsys.errors import UserError, why
 from recsys.runtime.command import run_command
-from recsys.runtime.files import replace_file, sync
+from recsys.runtime.files import cannot_write, replace_file, sync
 from recsys.runtime.logs import logger
 from recsys.runtime.run_lock import RunLock
 from recsys.serving.export_dense import check_packages, weight_chunks
@@ -241,9 +241,7 @@ def next_number(folder: Path, lock: RunLock) -> int:
                 shutil.rmtree(path)
         return max(map(number_of, folder.iterdir()), default=0) + 1
     except OSError as error:
-        raise UserError(
-            f"config key 'train.publish.dir': cannot write to '{folder}' ({why(error)}); name another folder"
-        ) from error
+        raise cannot_write("train.publish.dir", folder, error) from error
 
 
 def _problem_of(action: Callable[[], Any]) -> str | None:

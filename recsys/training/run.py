@@ -19,7 +19,7 @@ from recsys.config.device import check_device, repeated_decoding
 from recsys.config.meaning import refuse_differences
 from recsys.data.checks import doubtful_lists, doubts
 from recsys.data.inputs import Inputs, open_inputs
-from recsys.errors import UserError, why
+from recsys.errors import UserError
 from recsys.memory import Timeline
 from recsys.memory.advice import Explained, fit_inputs, limit_memory
 from recsys.memory.levers import Change
@@ -29,7 +29,7 @@ from recsys.report.page import PAGE, reported
 from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
 from recsys.runtime.checkpoint_folders import MARKER as CHECKPOINT
 from recsys.runtime.environment import give_unused_back
-from recsys.runtime.files import copy_files, replace_file, unused_folder
+from recsys.runtime.files import cannot_write, copy_files, replace_file, unused_folder
 from recsys.runtime.logs import logger, quiet_libraries, start_logging, to_json
 from recsys.runtime.run_lock import RunLock, beside_lock
 from recsys.runtime.watchdog import Watchdog
@@ -273,9 +273,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
         if not goes_on:  # else only once it is known to go with what is there
             replace_file(run_dir / "config.yaml", _saved_text(config, config))
     except OSError as error:
-        raise UserError(
-            f"config key 'run.dir': cannot write to '{run_dir}' ({why(error)}); name another folder"
-        ) from error
+        raise cannot_write("run.dir", run_dir, error) from error
     return run_dir
 
 
