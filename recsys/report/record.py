@@ -85,8 +85,7 @@ class Record:
     def config(self) -> dict[str, Any]:
         """The config's values by dotted key; those of lists are one value."""
         try:
-            read = OmegaConf.create(self.config_text or "{}", max_yaml_expanded_nodes=MOST_YAML_NODES)
-            return dict(_leaves(OmegaConf.to_container(read), ""))
+            return dict(leaves(read_config(self.config_text)))
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
             raise UserError(
                 f"'{self.folder / 'config.yaml'}' is damaged ({' '.join(str(error).split())}); each checkpoint has a "
@@ -284,10 +283,16 @@ def _damaged(path: Path, problem: str) -> UserError:
     return UserError(f"'{path}' is damaged ({problem}); remove it, and the page shows what else is there")
 
 
-def _leaves(value: Any, key: str) -> Any:
+def read_config(text: str) -> Any:
+    """Return what a run's config.yaml holds, as nested mappings; references to variables stay references."""
+    return OmegaConf.to_container(OmegaConf.create(text or "{}", max_yaml_expanded_nodes=MOST_YAML_NODES))
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings with their dotted keys; a list is one value."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+            yield from leaves(inner, f"{key}.{name}" if key else str(name))
     else:
         yield key, value
 

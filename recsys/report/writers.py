@@ -22,7 +22,7 @@ import numpy as np
 from recsys.config import Config, config_text
 from recsys.config.choices import Tracker
 from recsys.errors import UserError
-from recsys.report.record import figures
+from recsys.report.record import figures, leaves, read_config
 from recsys.runtime.files import naming, replace_file
 from recsys.runtime.logs import to_json
 
@@ -54,6 +54,9 @@ class Writer:
 
     def text(self, name: str, text: str) -> None:
         """Take a text on the run as a whole."""
+
+    def settings(self, values: dict[str, Any]) -> None:
+        """Take the config, as nested mappings."""
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
         """Take how many values lie between each two of the limits: [n] and [n + 1]."""
@@ -184,6 +187,9 @@ class WeightsAndBiases(Writer):
     def text(self, name: str, text: str) -> None:
         self._run.summary[name] = text
 
+    def settings(self, values: dict[str, Any]) -> None:
+        self._run.config.update(values, allow_val_change=True)
+
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
         self._run.log({name: self._wandb.Histogram(np_histogram=(counts, limits))}, step=step)
 
@@ -199,20 +205,27 @@ class Mlflow(Writer):
 
         self._mlflow, kept = mlflow, run_dir / "mlflow.json"
         mlflow.set_experiment(config.run.track.project)
-        earlier = json.loads(kept.read_text())["run_id"] if step and kept.exists() else None
-        run = mlflow.start_run(run_id=earlier, run_name=config.run.name)
+        self._earlier = json.loads(kept.read_text())["run_id"] if step and kept.exists() else None
+        run = mlflow.start_run(run_id=self._earlier, run_name=config.run.name)
         replace_file(kept, json.dumps({"run_id": run.info.run_id}))
 
     def write(self, line: dict[str, Any]) -> None:
-        # It takes letters, digits and a few signs, of which @ is none.
-        values = {re.sub(r"[^\w\-. /]", "_", name): value for name, value in _scalars(line).items()}
-        self._mlflow.log_metrics(values, step=line["step"], synchronous=False)
+        self._mlflow.log_metrics(_named_for_mlflow(_scalars(line)), step=line["step"], synchronous=False)
 
     def text(self, name: str, text: str) -> None:
         self._mlflow.log_text(text, f"{name}.txt")
 
+    def settings(self, values: dict[str, Any]) -> None:
+        if self._earlier is None:  # MLflow refuses another value of a parameter that a run has
+            self._mlflow.log_params(_named_for_mlflow(dict(leaves(values))))
+
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _named_for_mlflow(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values by names that MLflow takes: letters, digits and a few signs, of which @ is none."""
+    return {re.sub(r"[^\w\-. /]", "_", name): value for name, value in values.items()}
 
 
 _WRITERS: dict[Tracker, Callable[[Config, Path, int], Writer]] = {
@@ -239,6 +252,9 @@ class Writers(Writer):
 
     def text(self, name: str, text: str) -> None:
         self._each(lambda writer: writer.text(name, text))
+
+    def settings(self, values: dict[str, Any]) -> None:
+        self._each(lambda writer: writer.settings(values))
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
         self._each(lambda writer: writer.histogram(name, step, counts, limits))
@@ -294,6 +310,8 @@ def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers
         logger.info("no curves for TensorBoard: `pip install 'recsys[tensorboard]'` brings them; report.html has some")
     trackers = {tracker: partial(_WRITERS[tracker], config, run_dir, step) for tracker in asked}
     writers = Writers(JsonLines(run_dir / "metrics.jsonl", step), trackers)
-    writers.text("config", config_text(config))
+    text = config_text(config)
+    writers.text("config", text)
+    writers.settings(read_config(text))
     writers.text("plan", plan)
     return writers

@@ -121,6 +121,8 @@ class Wandb(SimpleNamespace):
 
     def init(self, **given: Any) -> "Wandb":
         self.given, self.summary, self.logged, self.finished = given, {}, [], False
+        self.settings: dict[str, Any] = {}
+        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.settings.update(values))
         return self
 
     def log(self, values: dict[str, Any], step: int) -> None:
@@ -132,7 +134,7 @@ class Wandb(SimpleNamespace):
 
 class FakeMlflow(SimpleNamespace):
     def set_experiment(self, name: str) -> None:
-        self.experiment, self.logged, self.texts = name, [], {}
+        self.experiment, self.logged, self.texts, self.params = name, [], {}, {}
 
     def start_run(self, run_id: str | None, run_name: str | None) -> Any:
         self.asked = run_id
@@ -140,6 +142,9 @@ class FakeMlflow(SimpleNamespace):
 
     def log_metrics(self, values: dict[str, float], step: int, synchronous: bool) -> None:
         self.logged.append((step, values))
+
+    def log_params(self, params: dict[str, Any]) -> None:
+        self.params.update(params)
 
     def log_text(self, text: str, name: str) -> None:
         self.texts[name] = text
@@ -164,8 +169,10 @@ def test_wandb_and_mlflow_get_the_same_figures(tmp_path: Path, monkeypatch: pyte
     assert [step for step, _ in mlflow.logged] == [10, 10] and mlflow.logged[1][1] == {"valid/recall_20": 0.5}
     assert wandb.summary["plan"] == mlflow.texts["plan.txt"] == "the plan" and "epochs: 5" in wandb.summary["config"]
     assert wandb.given["project"] == "p" and wandb.finished and mlflow.experiment == "p ended"
+    assert wandb.settings["train"]["epochs"] == mlflow.params["train.epochs"] == 5
     open_writers(config, tmp_path, 10, "").close()
-    assert mlflow.asked == "r1"  # the same run goes on
+    assert mlflow.asked == "r1" and not mlflow.params  # the same run goes on, whose parameters cannot be changed
+    assert wandb.settings["train"]["epochs"] == 5
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
