@@ -80,6 +80,7 @@ def test_ids_are_counted_alike_and_memory_is_used_again(dataset):
     assert 16 * 4096 < loader.host_bytes["window_bytes"] < 400_000
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_in_the_thread_that_asks(dataset):
     spec = BatchSpec(SPEC.ids, SPEC.floats, [FloatColumn("label", "half", binary=True)])
     loader = Loader(dataset, spec, replace(OPTIONS, **IN_PROCESSES), 16)
@@ -107,6 +108,7 @@ def test_one_that_is_killed_is_told(dataset):
             list(batches)
 
 
+@pytest.mark.slow
 def test_one_that_hangs_does_not_keep_a_run_from_its_end(dataset, monkeypatch):
     """As where a file system does not answer: while a thread waits for a window of it."""
     monkeypatch.setattr("recsys.data.processes._ENDING_S", 0.5)

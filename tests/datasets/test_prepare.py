@@ -141,7 +141,7 @@ def test_labels_are_drawn_by_the_teacher_whose_auc_is_stated(plain):
         assert label[near].mean() == pytest.approx(probability[near].mean(), abs=0.06)
 
 
-@pytest.mark.parametrize("correlation", [-0.5, 0.8])
+@pytest.mark.parametrize("correlation", [-0.5, pytest.param(0.8, marks=pytest.mark.slow)])
 def test_purchases_of_clicked_views_and_the_best_auc_of_all(correlation, tmp_path):
     options = small(shape="views", correlation=correlation)
     write_synthetic(tmp_path / "a", options)

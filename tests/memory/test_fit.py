@@ -89,7 +89,8 @@ def test_ranks_share_out_the_dense_optimizer() -> None:
     assert "train.dense_sharding" not in keys(found)
 
 
-@pytest.mark.parametrize("budget_mib", [1020, *(pytest.param(mib, marks=pytest.mark.slow) for mib in (1080, 1140))])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget_mib", [1020, 1080, 1140])
 def test_a_budget_is_that_of_each_rank(budget_mib: int) -> None:
     """The fullest has to keep it, whatever the others have left."""
     whole = [f"tables.{name}.sharding_type=table_wise" for name in ("user", "item", "category", "device", "hour")]

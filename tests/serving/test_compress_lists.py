@@ -39,7 +39,7 @@ def write_lists(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("model.name=sasrec", "model.max_length=8"),
+        pytest.param(("model.name=sasrec", "model.max_length=8"), marks=pytest.mark.slow),
         pytest.param(("model.name=simplex", "model.dropout=0.2", *OF_USERS), marks=pytest.mark.slow),
         pytest.param(("model.name=ultragcn", *OF_USERS), marks=pytest.mark.slow),
     ],

@@ -127,7 +127,12 @@ def test_bf16_is_sent_as_such(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["train.check_every_step=true", "train.check_every_step=false", "precision.autocast=fp16"]
+    "option",
+    [
+        "train.check_every_step=true",
+        pytest.param("train.check_every_step=false", marks=pytest.mark.slow),
+        "precision.autocast=fp16",
+    ],
 )
 def test_weights_too_small_to_divide_by_are_named(option: str, tmp_path: Path) -> None:
     """At once in FP16 too: no loss scale mends them."""
