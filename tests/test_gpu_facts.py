@@ -25,6 +25,8 @@ from recsys.config.choices import ELEMENTWISE, DenseOptimizer
 from recsys.config.schema import DenseOptimizerConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
+from recsys.memory import Timeline
+from recsys.memory.advice import Explained
 from recsys.runtime import threads
 from recsys.step.optim import build_dense_optimizer
 from recsys.tables.spec import fill_initial
@@ -97,6 +99,18 @@ def test_the_history_of_allocations_is_bounded(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
     with pytest.raises(Asked):
         run.run(load_config(CONFIG, ["memory.snapshot=true"]))
+
+
+def test_a_snapshot_of_memory_is_left_beside_the_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory that runs out before any report has been written."""
+    config = load_config(CONFIG, ["memory.snapshot=true", "topology.device_memory=8GiB"])
+    world: Any = SimpleNamespace(device=CUDA, rank=0, world_size=1, local_world_size=1)
+    explained, told = Explained(config, world, Timeline(CPU)), []
+    explained.folder, explained.write = tmp_path / "memory", lambda status, _: told.append(status)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda **_: {})
+    with pytest.raises(UserError, match=r"memory has run out in .*CUDA out of memory"), explained:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert told == ["out of memory"] and (tmp_path / "memory/snapshot_rank_0.pickle").exists()
 
 
 def test_a_rank_beside_a_gpu_decodes_on_its_cores_and_computes_on_one(monkeypatch: pytest.MonkeyPatch) -> None:

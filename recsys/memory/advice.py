@@ -1,6 +1,7 @@
 """When memory runs out, or would: what holds it, and the settings that help most."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ class Explained:
             return
         config, world, timeline = self._config, self._world, self._timeline
         if self.folder is not None and config.memory.snapshot and world.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(self.folder / f"snapshot_rank_{world.rank}.pickle"))
+            with suppress(OSError):  # memory that has run out is what is to be told
+                self.folder.mkdir(exist_ok=True)  # reports, which come later, make it otherwise
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"snapshot_rank_{world.rank}.pickle"))
         cause = " ".join(str(error).split())[:300]
         first = f"memory has run out in {timeline.failed_phase or 'reading the data'}, step {timeline.step}: {cause}"
         if isinstance(error, NoPlanError):
