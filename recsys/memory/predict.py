@@ -244,7 +244,7 @@ class _Rank:
         """Return what comes and goes with each step, at its highest moment."""
         dense, ranks = self._dense, self._topology.world_size
         copies, buckets = self._gloo_copies(), self._buckets()
-        sort = _SORT_BYTES[self._topology.device.type]
+        sort = self.exchanged_ids * _SORT_BYTES[self._topology.device.type]
         in_flight = {
             # What the ids of up to two batches take on their way to the ranks that look them up, and there.
             "collective_ids": int(
@@ -269,7 +269,7 @@ class _Rank:
                 "pooled_gradient": self.pooled_gradient + joined * self.pooled,
                 "looked_up_gradient": self.looked_up if ranks > 1 else 0,
                 "collective_copies": copies,
-                "kernel_temporaries": self.exchanged_ids * sort,
+                "kernel_temporaries": sort,
                 "dense_gradient": dense.gradient_bytes,
             },
             {
@@ -279,22 +279,22 @@ class _Rank:
                 "replicated_gradient": self._lookups.replicated_gradient(dense.rows, self._data.mean_ids),
                 "dense_gradient": dense.gradient_bytes,
             },
-            *self._updates(),
+            *self._updates(sort),
         ]
         highest = max(moments, key=lambda kinds: sum(kinds.values()))
         return {**in_flight, **highest}
 
-    def _updates(self) -> list[Bytes]:
-        """Return what comes and goes while rules in torch update tables, and while the dense part is updated."""
-        alone, gradient = self._topology.world_size == 1, self._dense.gradient_bytes
+    def _updates(self, sort: int) -> list[Bytes]:
+        """Return what comes and goes while FBGEMM, which sorts ids, or torch updates tables, and the dense part."""
+        # Gradients as they came, narrow ones in FP32, and times what weights come to: without weights 1, and no copy.
+        came, alone = self._lookups.number_bytes / 4, self._topology.world_size == 1
+        size = (came + 2 - (came == 1)) * (self.pooled_gradient if alone else self.looked_up)
+        dense = {"dense_gradient": self._dense.gradient_bytes}
+        given = {"pooled_gradient" if alone else "looked_up_gradient": int(size), **dense}
         return [
-            {
-                "pooled_gradient": self.pooled_gradient if alone else 0,
-                "looked_up_gradient": 0 if alone else self.looked_up,
-                "update_temporaries": self._lookups.update_temporaries(self._dense.rows, self._data.mean_ids),
-                "dense_gradient": gradient,
-            },
-            {"update_temporaries": self._dense.update_bytes, "dense_gradient": gradient},
+            {**given, "kernel_temporaries": sort},
+            {**given, "update_temporaries": self._lookups.update_temporaries(self._dense.rows, self._data.mean_ids)},
+            {**dense, "update_temporaries": self._dense.update_bytes},
         ]
 
     def _gloo_copies(self) -> int:

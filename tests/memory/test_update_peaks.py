@@ -4,6 +4,13 @@ from pathlib import Path
 
 import benchmark_peaks as peaks
 import pytest
+import torch
+from launch import ROOT
+
+from recsys.config import load_config
+from recsys.memory.dry_run import rehearse_run
+from recsys.memory.trace import LivePeak
+from recsys.tables.lookup import UpdateGate
 
 _LISTS = ("train.global_batch_size=16384", "train.max_steps=3", "data.prefetch_batches=0")
 _WIDE = {"top_mlp": [4096, 4096]}
@@ -34,3 +41,29 @@ def test_vectors_in_fp16_are_read_in_fp32(tmp_path: Path) -> None:
     case = peaks.Case(140_000, ids=6, num_embeddings=2000, dim=128, model={"top_mlp": [16]}, overrides=wide)
     for peak in peaks.measure(case, tmp_path):
         assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+
+
+@pytest.mark.parametrize("output", ["FP32", "BF16"])
+def test_gradients_that_weights_change_are_there_twice(output: str) -> None:
+    """On each of 16 GPUs, with parts of the vectors of all rows, that is more than what its own rows take."""
+    tables = ("user", "item", "category", "device", "hour")
+    topology = ("device=cuda", "world_size=16", "device_memory=8GiB")
+    options = [*(f"topology.{key}" for key in topology), *(f"tables.{name}.sharding_type=row_wise" for name in tables)]
+    options += [
+        "train.global_batch_size=65536",
+        f"precision.output_dtype={output}",
+        "data.valid=null",
+        "data.test=null",
+    ]
+    config = load_config(str(ROOT / "configs/dlrm_sample.yaml"), options)
+    (predicted,) = {
+        rank.phases["step"]["device"]["looked_up_gradient"] for rank in rehearse_run(config).prediction.ranks
+    }
+    numbers, dtype = 65536 * 6 * 8, {"FP32": torch.float32, "BF16": torch.bfloat16}[output]
+    gate, scale = UpdateGate(), torch.tensor(0.5)
+    vectors, gradient = torch.zeros(numbers, dtype=dtype, requires_grad=True), torch.ones(numbers, dtype=dtype)
+    gate.given = dtype
+    torch.autograd.backward([gate.cut(vectors.view_as(vectors))], [gradient])
+    with LivePeak((vectors,)) as live:
+        gate.open(scale)
+    assert predicted == live.highest + gradient.nbytes
