@@ -79,10 +79,12 @@ def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
 def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]:
     """Return a rank's pieces by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
     groups: dict[tuple[object, ...], list[Shard]] = {}
+    by_id = config.unpooled_tables()  # in a collection for each dimension; see `build_embeddings`
     for shard in shards:
         settings = config.tables[shard.table]
         key = (
             shard.sharding_type,
+            settings.embedding_dim if shard.table in by_id else None,
             settings.data_type,
             settings.stochastic_rounding,
             tuple(vars(config.table_optimizer(shard.table)).values()),

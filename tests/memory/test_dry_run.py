@@ -193,6 +193,15 @@ def test_kernels_lay_tables_out_as_fbgemm_does(tmp_path: Path) -> None:
     assert cache.device_metadata == 224 * (8 + 8) + 1000 * 4
 
 
+def test_tables_that_are_looked_up_id_by_id_have_caches_of_their_own(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", 3, 1000, compute_kernel="fused_uvm_caching")
+    config = load_config(path, ["model.attention={list: f0}", "tables.t0.embedding_dim=16"])
+    assert config.unpooled_tables() == {"t0"}
+    pieces = [Shard(f"t{i}", 0, (0, 0), (1000, 128 if i else 16), "table_wise", "fused_uvm_caching") for i in range(3)]
+    # In sets of 32 slots, 0.2 * 1000 rows take 7 and 0.2 * 2000 take 13; those of t1 and t2 are 128 wide.
+    assert cache_bytes(config, pieces).device_cache == 224 * 16 * 4 + 416 * 128 * 4
+
+
 def test_micro_batches_and_checkpointing_take_less(tmp_path: Path) -> None:
     path, sizes = write(tmp_path / "c.yaml", 8, 1000), {}
     for name, options in {
