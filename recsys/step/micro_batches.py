@@ -283,6 +283,7 @@ class MicroBatches:
             last = part is self._parts[-1]
             with self._dense.exchanging(last):
                 self._pass(part, last, cached)
+        self._dense.complete()
 
     def _pass(self, part: Part, last: bool, cached: list[Iterator[torch.Tensor]] | None) -> None:
         leaves = [tensor.detach().requires_grad_() for tensor in self._lookup.rows(part)]

@@ -225,6 +225,12 @@ class DenseHalf(nn.Module):
         """Return the context of a micro-batch: gradients of the dense part add up, and are exchanged with the last."""
         return nullcontext() if last or self._replica is None else self._replica.no_sync()
 
+    def complete(self) -> None:
+        """Give parameters that no row has used gradients of 0, as among CPUs: DistributedDataParallel waits for all."""
+        unused = [p for p in self._dense_parameters if p.requires_grad and p.grad is None]
+        if self._replica is not None and unused:
+            torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
+
     def outputs(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch) -> Outputs:
         """Return the model's outputs for the rows of a micro-batch.
 

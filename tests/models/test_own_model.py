@@ -15,10 +15,13 @@ from launch import ROOT, environment
 from pages import blocks
 from torch import nn
 
-from recsys.config import LabelConfig, ModelConfig, load_config
+from recsys.config import Device, LabelConfig, ModelConfig, load_config
 from recsys.errors import UserError
+from recsys.memory.data_facts import data_facts
+from recsys.memory.fakes import fake_inputs
 from recsys.models.base import DenseInputs, Model
 from recsys.models.dropout import RowDropout
+from recsys.runtime.world import open_world
 from recsys.step.build import build_dense_half
 from recsys.step.micro_batches import StepLoss
 
@@ -167,6 +170,34 @@ def test_layers_that_learn_by_where_rows_are_computed(
     else:
         with pytest.raises(UserError, match=said):
             build_dense_half(config, lambda: (torch.zeros(0), 0))
+
+
+class PartlyUsed(Own):
+    layer = nn.Linear(4, 4)
+
+    def forward(self, vectors: Any, floats: torch.Tensor) -> torch.Tensor:
+        return self.net[0](vectors["user_id"][:, :4]).sum(1)
+
+
+def test_gpus_exchange_gradients_of_weights_that_a_step_does_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By DistributedDataParallel, which waits for those of all weights, and then refuses the next step."""
+    monkeypatch.setattr(Own, "layer", PartlyUsed.layer, raising=False)
+    config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.PartlyUsed"])
+    with open_world(Device.cpu, 1):
+        dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
+        dense.late_exchange = True
+        dense.replicate(torch.device("cpu"))
+        pooled, by_id, batch = fake_inputs(config, data_facts(config, None, 1), 8, (0, 8))
+        for tensor in (batch.labels, batch.weights, *([] if pooled is None else [pooled.values().detach()])):
+            tensor.fill_(1)
+        for _ in range(2):
+            dense.zero_grad()
+            dense(pooled, [by_id], batch)
+            used, unused = (layer.weight.grad for layer in dense.model.net)
+            assert used.any() and unused is not None and not unused.any()
+        del dense, used, unused
 
 
 class Undecorated(OwnConfig):
