@@ -26,7 +26,8 @@ from recsys.config.schema import DenseOptimizerConfig
 from recsys.config.table_optimizers import TableOptimizer
 from recsys.errors import UserError
 from recsys.memory import Timeline
-from recsys.memory.advice import Explained
+from recsys.memory.advice import Explained, limit_memory
+from recsys.memory.dry_run import rehearse_run
 from recsys.runtime import threads
 from recsys.step.optim import build_dense_optimizer
 from recsys.tables.spec import fill_initial
@@ -111,6 +112,24 @@ def test_a_snapshot_of_memory_is_left_beside_the_advice(tmp_path: Path, monkeypa
     with pytest.raises(UserError, match=r"memory has run out in .*CUDA out of memory"), explained:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert told == ["out of memory"] and (tmp_path / "memory/snapshot_rank_0.pickle").exists()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_the_allocator_may_take_what_a_budget_leaves_beside_the_context(
+    num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And beside NCCL's buffers, as it is predicted."""
+    options = ["memory.budget=8GiB", "topology.device=cuda", "topology.device_memory=80GiB"]
+    config = load_config(CONFIG, [*options, f"topology.world_size={num_ranks}", "data.valid=null", "data.test=null"])
+    (context,) = {rank.phases["step"]["device"]["context"] for rank in rehearse_run(config).prediction.ranks}
+    given: list[float] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 << 30))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, _: given.append(share * (80 << 30))
+    )
+    world: Any = SimpleNamespace(device=CUDA, world_size=num_ranks)
+    assert limit_memory(config, world) is None
+    assert given == [pytest.approx((8 << 30) - context)]
 
 
 def test_a_rank_beside_a_gpu_decodes_on_its_cores_and_computes_on_one(monkeypatch: pytest.MonkeyPatch) -> None:

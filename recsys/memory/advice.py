@@ -17,7 +17,7 @@ from recsys.memory import BudgetExceeded, DataFacts, Timeline
 from recsys.memory.autofit import MARGIN, Fit, Fitter, Offer
 from recsys.memory.data_facts import data_facts
 from recsys.memory.levers import Change, with_changes
-from recsys.memory.predict import CUDA_CONTEXT_BYTES
+from recsys.memory.predict import CUDA_CONTEXT_BYTES, NCCL_BYTES
 from recsys.runtime.logs import logger
 from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import World
@@ -152,7 +152,8 @@ def limit_memory(config: Config, world: World) -> int | None:
     if world.device.type == "cpu":
         return budget
     total = torch.cuda.get_device_properties(world.device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, budget - CUDA_CONTEXT_BYTES) / total), world.device)
+    budget -= CUDA_CONTEXT_BYTES + (NCCL_BYTES if world.world_size > 1 else 0)  # which the allocator does not give out
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, budget) / total), world.device)
     return None
 
 
