@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from recsys.config import Config
-from recsys.config.choices import ROW_SPLITS, ShardingChoice
+from recsys.config.choices import ROW_SPLITS, FloatType, ShardingChoice
 from recsys.config.features import dims_of, float_columns, sampled_rows
 from recsys.errors import UserError
 from recsys.memory.facts import DataFacts, DenseFacts
@@ -19,7 +19,7 @@ from recsys.models.halves import is_in_halves, sum_in_halves
 from recsys.runtime.live import clock
 from recsys.runtime.machine import Topology
 from recsys.tables.lookup import is_local
-from recsys.tables.spec import Shard
+from recsys.tables.spec import Shard, vector_type
 
 PARTS = ("data", "dense", "tables", "exchange", "rest")
 _OF_TABLES, _OF_DENSE = ("feature", "id", "element", "sharding", "routed"), ("operator", "parameter")
@@ -176,7 +176,10 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
         "operator": repeats * work.num_operators,
         "parameter": dense.parameter_bytes / 4,
     }
-    return Load(amounts, work, repeats, _sent(data, dense, ids, max(vectors), ranks, work))
+    precision, number = config.precision, vector_type(config, topology.on_gpu).itemsize
+    wires = [number if wire is FloatType.FP32 else 2 for wire in (precision.forward_wire, precision.backward_wire)]
+    exchanged = [wire * max(vectors) for wire in wires]
+    return Load(amounts, work, repeats, _sent(data, dense, ids, exchanged, ranks, work))
 
 
 def _routed(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> tuple[int, float]:
@@ -200,15 +203,18 @@ def _routed(config: Config, data: DataFacts, topology: Topology, pieces: Sequenc
 
 
 def _sent(
-    data: DataFacts, dense: DenseFacts, ids: float, vectors: float, ranks: int, work: Work
+    data: DataFacts, dense: DenseFacts, ids: float, vectors: Sequence[float], ranks: int, work: Work
 ) -> tuple[tuple[str, float], ...]:
-    """Return what goes over the ranks: ids, what is found by them and its gradients, the dense part's gradients."""
+    """Return what goes over the ranks: ids, what is found by them and its gradients, the dense part's gradients.
+
+    Args:
+        vectors: bytes of what is found by ids, and of its gradients.
+    """
     if ranks == 1:
         return ()
     away = (ranks - 1) / ranks
-    exchanged = (
-        [("all_to_all", ids * data.id_bytes * away), *[("all_to_all", 4 * vectors * away)] * 2] if vectors else []
-    )
+    sizes = (ids * data.id_bytes, *vectors) if any(vectors) else ()
+    exchanged = (("all_to_all", size * away) for size in sizes)
     return (*exchanged, ("all_reduce", float(dense.gradient_bytes)), *(("all_reduce", float(n)) for n in work.sent))
 
 

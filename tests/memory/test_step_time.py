@@ -127,6 +127,31 @@ def test_operators_of_a_layer() -> None:
     assert trace.work.moved == {("plain", 3 * 7 * 4): 3}
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ([], (4, 4)),
+        (["forward_wire=BF16"], (2, 4)),
+        (["forward_wire=FP16", "backward_wire=BF16"], (2, 2)),
+        (["output_dtype=FP16"], (2, 2)),
+        (["output_dtype=BF16"], (4, 4)),  # which is FP32 on CPU
+    ],
+)
+def test_narrow_vectors_are_fewer_bytes_to_send(tmp_path: Path, options: list[str], sizes: tuple[int, int]) -> None:
+    precision = [f"precision.{option}" for option in options]
+    config = load_config(config_file(tmp_path), ["topology.world_size=2", *precision])
+    topology = topology_of(config)
+    pieces = [
+        Shard("a", 0, (0, 0), (100, 4), "table_wise", "fused"),
+        Shard("b", 1, (0, 0), (60, 4), "table_wise", "fused"),
+    ]
+    with rehearse_world(2, 2, topology.device):
+        data = data_facts(config, None, 2)
+        load = step_load(config, data, rehearse(config, data, 32, topology.device), topology, pieces)
+    sent = [size for name, size in load.sent if name == "all_to_all"]
+    assert sent[1:] == [64 * 4 / 2 * size for size in sizes]
+
+
 @pytest.mark.parametrize("kind", ["table_wise", "row_wise"])
 def test_load_of_two_ranks(tmp_path: Path, kind: str) -> None:
     """64 rows, one id of a and five of b each, of 4 numbers; rank 0 has a and rank 1 has b, or both a half of each."""
