@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from recsys.data.filters import written
-from recsys.datasets.tokens import TOKENS_HELP, tokenize
+from recsys.datasets.delimited_errors import CONVERT, check_quotes, check_start, told
+from recsys.datasets.tokens import TOKENS_HELP, split_list, tokenize
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
     SPLITS,
@@ -38,7 +38,6 @@ TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "f
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
-_CONVERT = "convert the file, say with iconv"
 
 
 def _unescape(text: str) -> str:
@@ -71,11 +70,15 @@ class CsvOptions:
     """How to read delimited files and what to make of them.
 
     ``columns`` names the columns of files without a header. ``types`` maps a column to a key of TYPES; ``lists`` maps a
-    column to (separator, key of TYPES). ``where`` and ``label`` are filters. ``time_format`` is one of strptime.
-    ``split`` holds one to three shares for SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
+    column to (separator, key of TYPES). ``quote`` is one character, or empty where fields never stand in such.
+    ``where`` and ``label`` are filters. ``time_format`` is one of strptime. ``split`` holds one to three shares for
+    SPLITS, ``split_by`` is random, time:COLUMN or user:COLUMN.
     """
 
     delimiter: str = option(",", "one character; '\\t' is a tab", type=_unescape)
+    quote: str | None = option(
+        None, "what a field may stand in, '\"' if not given; '' if none does, as often with tabs", metavar="SIGN"
+    )
     columns: list[str] = option([], "names, if the files have no header", type=names, metavar="A,B,C")
     types: dict[str, str] = option(
         {}, f"TYPE: {', '.join(TYPES)}", type=_pair, action="extend", nargs="+", metavar="NAME=TYPE"
@@ -142,6 +145,8 @@ def _check(options: CsvOptions) -> None:
     check_bounds(options)
     if len(options.delimiter) != 1:
         raise UserError(f"--delimiter must be one character, got {options.delimiter!r}")
+    if len(options.quote or "") > 1:
+        raise UserError(f"--quote must be one character, or '' for none, got {options.quote!r}")
     for name, kind in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:
         if kind not in TYPES:
             raise UserError(f"type {kind!r} of column {name!r} is unknown; allowed are {', '.join(TYPES)}")
@@ -159,7 +164,7 @@ class _Reader:
         self.types = {name: TYPES[kind] for name, kind in options.types.items()}
         self.types.update({name: pa.string() for name in [*options.lists, *options.tokens]})
         for path in inputs:
-            _check_start(path)
+            check_start(path)
         self._first = next(filter(self._has_rows, inputs), inputs[0])  # a header alone, as Spark writes, tells no types
         head, self.names = self._open(self._first)
         self._check_names()
@@ -172,7 +177,7 @@ class _Reader:
         self.schema = self._convert(empty, self._first).schema
 
     def _has_rows(self, path: Path) -> bool:
-        with self._open(path)[0] as reader, _told(path):
+        with self._open(path)[0] as reader, told(path):
             return any(batch.num_rows for batch in reader)
 
     def _check_names(self) -> None:
@@ -188,7 +193,7 @@ class _Reader:
 
     def _type(self, column: pa.Field) -> pa.DataType:
         if pa.types.is_binary(column.type):
-            raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {_CONVERT}")
+            raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {CONVERT}")
         # A first block of nulls tells nothing; a string holds whatever comes.
         return pa.string() if pa.types.is_null(column.type) else column.type
 
@@ -209,20 +214,26 @@ class _Reader:
         if sorted(found) != sorted(self.names):
             columns, expected = ", ".join(found), ", ".join(self.names)
             raise UserError(f"{path} has columns {columns}, but {self._first} has {expected}")
-        with reader, _told(path):
+        with reader, told(path):
             for batch in reader:
+                if self.options.quote is None:
+                    check_quotes(batch, path, self.options.delimiter)
                 rows = batch if self.options.where is None else rows_where(batch, self.options.where)
                 yield rows.select(names)
 
     def _open(self, path: Path) -> tuple[pa.csv.CSVStreamingReader, list[str]]:
         """Open a file; return what reads it, and the names of its columns."""
         options = self.options
-        with _told(path):
+        with told(path):
             reader = pa.csv.open_csv(
                 path,
                 # Without threads Arrow can name the row of a bad value.
                 pa.csv.ReadOptions(column_names=options.columns, use_threads=False, block_size=BLOCK_BYTES),
-                pa.csv.ParseOptions(delimiter=options.delimiter, newlines_in_values=True),
+                pa.csv.ParseOptions(
+                    delimiter=options.delimiter,
+                    quote_char='"' if options.quote is None else options.quote or False,
+                    newlines_in_values=True,
+                ),
                 pa.csv.ConvertOptions(
                     column_types=self.types,
                     null_values=["", *options.null_values],
@@ -243,51 +254,6 @@ class _Reader:
         if self.options.label:
             columns[LABEL] = is_true(batch, self.options.label, "--label").cast(pa.int8())
         return pa.RecordBatch.from_pydict(columns)
-
-
-def _check_start(path: Path) -> None:
-    """Raise UserError for what is no file, or begins as one that holds something else than text in UTF-8."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a file")
-    with path.open("rb") as file:
-        start = file.read(4)
-    if start == b"PAR1":
-        raise UserError(f"{path} is Parquet already, which training reads as it is; leave it out")
-    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise UserError(f"{path} is UTF-16, not UTF-8; {_CONVERT}")
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Turn Arrow's complaints inside the block into a UserError that names the file and a remedy."""
-    try:
-        yield
-    except UnicodeDecodeError:
-        raise UserError(
-            f"{path}: the names of its columns are not UTF-8; {_CONVERT}, or if it is compressed let its name end so, "
-            f"as in .csv.gz"
-        ) from None
-    except (pa.ArrowInvalid, OSError) as error:
-        message = " ".join(str(error).split())
-        hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
-        if "invalid UTF8" in message:
-            hint = f"; {_CONVERT}"
-        if "Expected 1 columns" in message:
-            hint = "; if another sign than a comma divides its columns, name it, as in --delimiter ';'"
-        raise UserError(f"{path}: {message}{hint}") from None
-
-
-def split_list(column: pa.Array, separator: str, kind: pa.DataType) -> pa.ListArray:
-    """Strings to lists of ``kind``; empty tokens are dropped, null gives an empty list.
-
-    Spaces around a token do not belong to it. Raises ArrowInvalid for a token that is not of ``kind``.
-    """
-    lists = pc.split_pattern(pc.fill_null(column, ""), separator)
-    tokens = pc.utf8_trim_whitespace(lists.flatten())
-    kept = pc.not_equal(tokens, "")
-    before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
-    offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens.filter(kept).cast(kind))
 
 
 class _Splitter:

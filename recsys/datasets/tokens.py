@@ -1,4 +1,4 @@
-"""Texts as lists of words, which are ids like any others."""
+"""Texts as lists, of what a separator divides or of words, which are ids like any others."""
 
 from __future__ import annotations
 
@@ -33,3 +33,16 @@ def tokenize(column: pa.Array | pa.ChunkedArray, name: str) -> pa.ListArray:
     before = np.concatenate([[0], np.cumsum(kept)])
     offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), words.filter(pa.array(kept)))
+
+
+def split_list(column: pa.Array, separator: str, kind: pa.DataType) -> pa.ListArray:
+    """Strings to lists of ``kind``; empty tokens are dropped, null gives an empty list.
+
+    Spaces around a token do not belong to it. Raises ArrowInvalid for a token that is not of ``kind``.
+    """
+    lists = pc.split_pattern(pc.fill_null(column, ""), separator)
+    tokens = pc.utf8_trim_whitespace(lists.flatten())
+    kept = pc.not_equal(tokens, "")
+    before = np.concatenate([[0], np.cumsum(kept.to_numpy(zero_copy_only=False))])
+    offsets = before[np.concatenate([[0], np.cumsum(pc.list_value_length(lists).to_numpy())])]
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), tokens.filter(kept).cast(kind))

@@ -1,0 +1,66 @@
+"""What is told of delimited files that hold something else than they are read as."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from recsys.errors import UserError
+
+CONVERT = "convert the file, say with iconv"
+_NO_QUOTES = "add --quote '' if a quote is a letter like others there"
+_IN_TEXTS = ",;: "  # delimiters that texts of several lines may hold as well, which are in quotes for that reason
+
+
+def check_start(path: Path) -> None:
+    """Raise UserError for what is no file, or begins as one that holds something else than text in UTF-8."""
+    if not path.is_file():
+        raise UserError(f"{path} is not a file")
+    with path.open("rb") as file:
+        start = file.read(4)
+    if start == b"PAR1":
+        raise UserError(f"{path} is Parquet already, which training reads as it is; leave it out")
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path} is UTF-16, not UTF-8; {CONVERT}")
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Turn Arrow's complaints inside the block into a UserError that names the file and a remedy."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path}: the names of its columns are not UTF-8; {CONVERT}, or if it is compressed let its name end so, "
+            f"as in .csv.gz"
+        ) from None
+    except (pa.ArrowInvalid, OSError) as error:
+        message = " ".join(str(error).split())
+        hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
+        if "CSV parse error" in message and '"' in message:
+            hint = f"; {_NO_QUOTES}"
+        if "invalid UTF8" in message:
+            hint = f"; {CONVERT}"
+        if "Expected 1 columns" in message:
+            hint = "; if another sign than a comma divides its columns, name it, as in --delimiter ';'"
+        raise UserError(f"{path}: {message}{hint}") from None
+
+
+def check_quotes(batch: pa.RecordBatch, path: Path, delimiter: str) -> None:
+    """Raise UserError where a field that begins with a quote, which nobody meant as one, has taken rows into it."""
+    if delimiter in _IN_TEXTS:
+        return
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if not pa.types.is_string(column.type):
+            continue
+        of_lines = column.filter(pc.match_substring(column, "\n"))
+        if pc.any(pc.match_substring(of_lines, delimiter)).as_py():
+            raise UserError(
+                f"{path}: a field of column {name!r} begins with a quote and holds {delimiter!r} and an end of line, "
+                f"as where whole rows are taken for one text; {_NO_QUOTES}, and --quote '\"' if it is one text"
+            )

@@ -1,0 +1,37 @@
+"""Delimited files with the habits of public data sets."""
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from recsys.datasets.delimited import CsvOptions, convert_csv
+from recsys.errors import UserError
+
+STRAY = 'id\ttitle\tkind\n1\t"Foo\ta\n2\tBar\tb\n3\tBaz\ta\n4\t"Qux" and\tb\n5\tok\ta\n'
+
+
+def _converted(tmp_path: Path, text: str, **options: object) -> dict[str, list]:
+    (tmp_path / "a.tsv").write_text(text)
+    convert_csv([tmp_path / "a.tsv"], tmp_path / "out", CsvOptions(**{"delimiter": "\t", **options}), overwrite=True)
+    return pq.read_table(tmp_path / "out").to_pydict()
+
+
+def test_quotes_are_letters_where_fields_stand_in_none(tmp_path: Path) -> None:
+    read = _converted(tmp_path, STRAY, quote="")
+    assert read["title"] == ['"Foo', "Bar", "Baz", '"Qux" and', "ok"]
+    assert _converted(tmp_path, "id\ttitle\n1\t'a\tb'\n", quote="'")["title"] == ["a\tb"]
+
+
+@pytest.mark.parametrize("text", [STRAY, 'id\ttitle\n1\t"Foo\n2\tBar\n'], ids=["up to the next quote", "to the end"])
+def test_a_stray_quote_does_not_hide_rows(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError, match=r"column 'title' begins with a quote and holds .* whole rows .*--quote ''"):
+        _converted(tmp_path, text)
+    with pytest.raises(UserError, match=r"Expected 3 columns, got 4.*; add --quote ''"):
+        _converted(tmp_path, 'id\ttitle\tkind\n1\t"Foo\ta\n2\tBar\t"b\tc\td\n')
+
+
+def test_quoted_texts_of_several_lines_are_read(tmp_path: Path) -> None:
+    assert _converted(tmp_path, 'id\ttext\n1\t"a, b\nc"\n')["text"] == ["a, b\nc"]
+    assert _converted(tmp_path, 'id\ttext\n1\t"a\tb\nc"\n', quote='"')["text"] == ["a\tb\nc"]
+    assert _converted(tmp_path, 'id,text\n1,"a, b\nc"\n', delimiter=",")["text"] == ["a, b\nc"]
