@@ -144,7 +144,11 @@ def _write(reader: _Reader, cut: _Splitter, folder: Path, options: CsvOptions) -
 def _check(options: CsvOptions) -> None:
     check_bounds(options)
     if len(options.delimiter) != 1:
-        raise UserError(f"--delimiter must be one character, got {options.delimiter!r}")
+        replaced = f"sed 's/{options.delimiter or '::'}/\\t/g'"
+        raise UserError(
+            f"--delimiter must be one character, got {options.delimiter!r}; put one in its place in the files, as by "
+            f"{replaced}"
+        )
     if len(options.quote or "") > 1:
         raise UserError(f"--quote must be one character, or '' for none, got {options.quote!r}")
     for name, kind in [*options.types.items(), *((n, k) for n, (_, k) in options.lists.items())]:

@@ -35,3 +35,8 @@ def test_quoted_texts_of_several_lines_are_read(tmp_path: Path) -> None:
     assert _converted(tmp_path, 'id\ttext\n1\t"a, b\nc"\n')["text"] == ["a, b\nc"]
     assert _converted(tmp_path, 'id\ttext\n1\t"a\tb\nc"\n', quote='"')["text"] == ["a\tb\nc"]
     assert _converted(tmp_path, 'id,text\n1,"a, b\nc"\n', delimiter=",")["text"] == ["a, b\nc"]
+
+
+def test_a_delimiter_of_two_characters_is_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"one character, got '::'; put one .* as by sed 's/::/\\t/g'"):
+        _converted(tmp_path, "1::2::5::978300760\n", delimiter="::")
