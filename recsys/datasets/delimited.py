@@ -172,7 +172,8 @@ class _Reader:
         self._first = next(filter(self._has_rows, inputs), inputs[0])  # a header alone, as Spark writes, tells no types
         head, self.names = self._open(self._first)
         self._check_names()
-        self.types = {column.name: self._type(column) for column in head.schema}
+        texts = dict.fromkeys(self._beyond_int64(head.schema), pa.string())
+        self.types = {column.name: self._type(column) for column in head.schema} | texts
         if options.label and LABEL in self.names:
             raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")
         empty = pa.RecordBatch.from_pylist([], pa.schema(self.types))
@@ -200,6 +201,18 @@ class _Reader:
             raise UserError(f"{self._first}: column {column.name!r} is not UTF-8; {CONVERT}")
         # A first block of nulls tells nothing; a string holds whatever comes.
         return pa.string() if pa.types.is_null(column.type) else column.type
+
+    def _beyond_int64(self, inferred: pa.Schema) -> list[str]:
+        """Columns of whole numbers, some beyond int64, for which Arrow infers float64: it makes one of several ids."""
+        names = [field.name for field in inferred if pa.types.is_float64(field.type) and field.name not in self.types]
+        if not names:
+            return []
+        self.types |= dict.fromkeys(names, pa.string())
+        with self._open(self._first)[0] as reader, told(self._first):
+            rows = next(batch for batch in reader if batch.num_rows)
+        are_whole = {name: pc.all(pc.match_substring_regex(rows[name], r"^[+-]?\d+$")).as_py() for name in names}
+        are_long = {name: pc.any(pc.match_substring_regex(rows[name], r"\d{19}")).as_py() for name in names}
+        return [name for name in names if are_whole[name] and are_long[name]]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """The rows of all files."""

@@ -40,3 +40,13 @@ def test_quoted_texts_of_several_lines_are_read(tmp_path: Path) -> None:
 def test_a_delimiter_of_two_characters_is_told_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"one character, got '::'; put one .* as by sed 's/::/\\t/g'"):
         _converted(tmp_path, "1::2::5::978300760\n", delimiter="::")
+
+
+def test_whole_numbers_beyond_int64_are_not_rounded(tmp_path: Path) -> None:
+    ids = ["10000169349117863715", "10000169349117863716", "", "7"]
+    text = "id,ctr,sum,count\n" + "".join(f"{id},{number}.5,{number}e19,+{number}\n" for number, id in enumerate(ids))
+    read = _converted(tmp_path, text, delimiter=",")
+    assert read["id"] == [*ids[:2], None, "7"]
+    assert read["ctr"] == [0.5, 1.5, 2.5, 3.5] and read["sum"] == [0, 1e19, 2e19, 3e19]
+    assert set(read["count"]) == {0, 1, 2, 3}
+    assert _converted(tmp_path, text, delimiter=",", types={"id": "float64"})["id"][3] == 7.0
