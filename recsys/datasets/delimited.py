@@ -186,6 +186,11 @@ class _Reader:
             return any(batch.num_rows for batch in reader)
 
     def _check_names(self) -> None:
+        if self.names[0].startswith(("{", "[{")) and not self.options.columns:
+            raise UserError(
+                f"{self._first} holds JSON, and no delimited text; write its records as Parquet, as by "
+                f"pyarrow.json.read_json of a file with one a line, and pyarrow.parquet.write_table"
+            )
         other = next((sign for sign in ";\t|" if sign in self.names[0]), None)
         if len(self.names) == 1 and other and not self.options.columns:
             raise UserError(
