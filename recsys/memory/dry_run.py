@@ -17,6 +17,7 @@ from recsys.memory.advice import what_fits
 from recsys.memory.autofit import Fitter, Offer, pieces_of
 from recsys.memory.data_facts import data_facts
 from recsys.memory.page import Cell, describe_plan, few_lines, kind_rows, rank_table
+from recsys.memory.report import DRY_RUN_JSON, DRY_RUN_PAGE
 from recsys.memory.step_time import StepTime, speeds_of, step_load
 from recsys.memory.trace import Prediction, demands, largest_batch, layer_page, misfits, predict_run
 from recsys.report.text import listed
@@ -106,8 +107,8 @@ def dry_run(config: Config, price_per_hour: float | None = None) -> int:
         folder = Path(config.run.dir) / "memory"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            replace_file(folder / "dry_run.md", page)
-            replace_file(folder / "dry_run.json", to_json(as_json(result), indent=1) + "\n")
+            replace_file(folder / DRY_RUN_PAGE, page)
+            replace_file(folder / DRY_RUN_JSON, to_json(as_json(result), indent=1) + "\n")
         except OSError as error:
             raise cannot_write("run.dir", folder, error) from error
     try:

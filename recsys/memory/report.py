@@ -18,6 +18,7 @@ from recsys.runtime.files import replace_file
 from recsys.runtime.machine import Topology, cgroup_limit
 
 SCHEMA_VERSION = 2
+DRY_RUN_PAGE, DRY_RUN_JSON = "dry_run.md", "dry_run.json"  # beside what runs write, in the same folder
 _APART = 0.05  # ranks that differ by less are shown as one: what is measured differs from time to time
 # What measured peaks do not hold, since it lies beside what a GPU's allocator gave out, or this process has taken.
 _UNMEASURED = ("context", "allocator_reserve", "process", "loader_processes")

@@ -24,7 +24,7 @@ from recsys.memory import Timeline
 from recsys.memory.advice import Explained, fit_inputs, limit_memory
 from recsys.memory.levers import Change
 from recsys.memory.page import describe_plan, few_lines
-from recsys.memory.report import SCHEMA_VERSION, write_rank
+from recsys.memory.report import DRY_RUN_JSON, DRY_RUN_PAGE, SCHEMA_VERSION, write_rank
 from recsys.report.page import PAGE, reported
 from recsys.report.writers import TENSORBOARD, import_trackers, open_writers
 from recsys.runtime.checkpoint_folders import MARKER as CHECKPOINT
@@ -263,7 +263,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
         # A copy may lack hidden files, and what goes on clears nothing.
         goes_on = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
         is_run = (run_dir / MARKER).exists() or goes_on
-        if not is_run and any(beside_lock(run_dir)):
+        if not is_run and any(map(_is_of_others, beside_lock(run_dir))):
             raise UserError(f"config key 'run.dir': '{run_dir}' is not empty and holds no run; name another folder")
         lock.take(run_dir, earlier)
         if is_run and not config.run.resume:
@@ -275,6 +275,13 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
     except OSError as error:
         raise cannot_write("run.dir", run_dir, error) from error
     return run_dir
+
+
+def _is_of_others(path: Path) -> bool:
+    """Return whether what lies in a folder without a run is more than a dry run with this run.dir has left there."""
+    if path.name != "memory" or not path.is_dir():
+        return True
+    return any(file.name not in (DRY_RUN_PAGE, DRY_RUN_JSON) for file in path.iterdir())
 
 
 def _saved_text(config: Config, asked: Config) -> str:

@@ -13,6 +13,7 @@ from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
 from recsys.data.inputs import open_inputs
 from recsys.data.order import Position
 from recsys.errors import UserError
+from recsys.memory.dry_run import dry_run
 from recsys.models.base import checkpoint_mlps
 from recsys.report.writers import JsonLines
 from recsys.runtime.logs import to_json
@@ -38,6 +39,16 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="is not empty and holds no run"):
             prepare(load_config(SAMPLE, [f"run.dir={tmp_path}", option]))
     assert (tmp_path / "config.yaml").read_text() == "mine" and (tmp_path / "logs").exists()
+
+
+def test_a_run_begins_where_a_dry_run_has_written(tmp_path: Path) -> None:
+    config = load_config(SAMPLE, [f"run.dir={tmp_path}"])
+    assert dry_run(config) == 0
+    (tmp_path / "memory" / "mine.md").touch()
+    with pytest.raises(UserError, match="is not empty and holds no run"):
+        prepare(config)
+    (tmp_path / "memory" / "mine.md").unlink()
+    assert prepare(config) == tmp_path and (tmp_path / "memory" / "dry_run.json").exists()
 
 
 def test_a_copy_without_hidden_files_goes_on_and_is_not_replaced(tmp_path: Path) -> None:
