@@ -35,6 +35,7 @@ from recsys.errors import UserError
 from recsys.ids import hash_column, raw_times
 
 TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}
+TYPES["timestamp"] = pa.timestamp("us")
 LABEL = "label"
 BLOCK_BYTES = 1 << 22  # of text, parsed at a time; types are inferred from the first block
 TIME_SAMPLE = 1 << 22  # values kept to find where a split by time cuts: exact for fewer rows
@@ -174,6 +175,11 @@ class _Reader:
         self._check_names()
         texts = dict.fromkeys(self._beyond_int64(head.schema), pa.string())
         self.types = {column.name: self._type(column) for column in head.schema} | texts
+        if options.time_format and not any(map(pa.types.is_temporal, self.types.values())):
+            raise UserError(
+                f"--time-format {options.time_format!r} fits no column of {self._first}; correct it, or if the times "
+                f"are digits alone, which are taken for numbers, name their column by --types NAME=timestamp"
+            )
         if options.label and LABEL in self.names:
             raise UserError(f"the input has a column {LABEL!r} already; leave --label out to keep it")
         empty = pa.RecordBatch.from_pylist([], pa.schema(self.types))

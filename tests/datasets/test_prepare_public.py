@@ -1,5 +1,6 @@
 """Delimited files with the habits of public data sets."""
 
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -56,3 +57,11 @@ def test_whole_numbers_beyond_int64_are_not_rounded(tmp_path: Path) -> None:
 def test_json_is_no_delimited_text(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match=r"a\.tsv holds JSON, .* pyarrow\.json\.read_json"):
         _converted(tmp_path, text, delimiter=",")
+
+
+def test_times_of_digits_alone_are_times_where_they_are_named(tmp_path: Path) -> None:
+    text, options = "user,hour\n14,14102100\n15,14102123\n", {"delimiter": ",", "time_format": "%y%m%d%H"}
+    with pytest.raises(UserError, match=r"'%y%m%d%H' fits no column of .*a\.tsv; .* by --types NAME=timestamp"):
+        _converted(tmp_path, text, **options)
+    read = _converted(tmp_path, text, **options, types={"hour": "timestamp"})
+    assert read == {"user": [14, 15], "hour": [datetime(2014, 10, 21, 0), datetime(2014, 10, 21, 23)]}
