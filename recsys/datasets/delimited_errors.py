@@ -14,6 +14,11 @@ from recsys.errors import UserError
 
 CONVERT = "convert the file, say with iconv"
 _NO_QUOTES = "add --quote '' if a quote is a letter like others there"
+_PACKED = {
+    b"PK\x03\x04": "a zip archive",
+    b"\xfd7zX": "compressed by xz",
+    b"7z\xbc\xaf": "a 7z archive",
+}  # by their starts
 _IN_TEXTS = ",;: "  # delimiters that texts of several lines may hold as well, which are in quotes for that reason
 
 
@@ -25,6 +30,11 @@ def check_start(path: Path) -> None:
         start = file.read(4)
     if start == b"PAR1":
         raise UserError(f"{path} is Parquet already, which training reads as it is; leave it out")
+    is_tar = path.name.endswith((".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.zst"))
+    if packed := "a tar archive" if is_tar else _PACKED.get(start):
+        raise UserError(f"{path} is {packed}, which is not read; unpack it, and name the files that come out")
+    if start.startswith(b"\x1f\x8b") and path.suffix != ".gz":
+        raise UserError(f"{path} is compressed by gzip, and its name does not say so; let it end in .gz")
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise UserError(f"{path} is UTF-16, not UTF-8; {CONVERT}")
 
@@ -46,6 +56,8 @@ def told(path: Path) -> Iterator[None]:
             hint = f"; {_NO_QUOTES}"
         if "invalid UTF8" in message:
             hint = f"; {CONVERT}"
+        if "Empty CSV file" in message:
+            hint = "; leave it out"
         if "Expected 1 columns" in message:
             hint = "; if another sign than a comma divides its columns, name it, as in --delimiter ';'"
         raise UserError(f"{path}: {message}{hint}") from None

@@ -1,5 +1,8 @@
 """Delimited files with the habits of public data sets."""
 
+import gzip
+import lzma
+import zipfile
 from datetime import datetime
 from pathlib import Path
 
@@ -65,3 +68,23 @@ def test_times_of_digits_alone_are_times_where_they_are_named(tmp_path: Path) ->
         _converted(tmp_path, text, **options)
     read = _converted(tmp_path, text, **options, types={"hour": "timestamp"})
     assert read == {"user": [14, 15], "hour": [datetime(2014, 10, 21, 0), datetime(2014, 10, 21, 23)]}
+
+
+def test_archives_are_told_to_be_unpacked(tmp_path: Path) -> None:
+    text, out = b"user,item\n1,2\n", tmp_path / "out"
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as file:
+        file.writestr("a.csv", text)
+    (tmp_path / "a.csv.xz").write_bytes(lzma.compress(text))
+    for name in ("a.csv", "a.tar.gz", "a.tgz"):
+        (tmp_path / name).write_bytes(gzip.compress(text))
+    (tmp_path / "empty.csv").touch()
+    for name, said in {
+        "a.zip": "is a zip archive, which is not read; unpack it",
+        "a.csv.xz": "is compressed by xz, which is not read",
+        "a.tar.gz": "is a tar archive",
+        "a.tgz": "is a tar archive",
+        "a.csv": r"is compressed by gzip, .* let it end in \.gz",
+        "empty.csv": "Empty CSV file; leave it out",
+    }.items():
+        with pytest.raises(UserError, match=f"{name}:? {said}"):
+            convert_csv([tmp_path / name], out, CsvOptions())

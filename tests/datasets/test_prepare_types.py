@@ -202,7 +202,7 @@ def test_rows_of_a_csv_are_not_split_by_nan(tmp_path: Path) -> None:
     [
         (b"a,b,b\n1,2,3\n", "has columns a, b, b, but .* has a, b$"),
         ("a,grün\n1,2\n".encode("latin-1"), "the names of its columns are not UTF-8; convert the file"),
-        (gzip.compress(b"a,b\n1,2\n", mtime=0), "if it is compressed let its name end so, as in .csv.gz$"),
+        (gzip.compress(b"a,b\n1,2\n", mtime=0), "is compressed by gzip, .*; let it end in .gz$"),
         ("a,b\n1,2\n".encode("utf-16"), "is UTF-16, not UTF-8; convert the file, say with iconv$"),
         ("a,b\n1,ü\n".encode("latin-1"), "invalid UTF8 data; convert the file, say with iconv$"),
     ],
