@@ -32,7 +32,7 @@ from recsys.datasets.writer import (
     rows_where,
 )
 from recsys.errors import UserError
-from recsys.ids import hash_column, raw_times
+from recsys.ids import hash_column, is_text, raw_times
 
 TYPES = {name: pa.type_for_alias(name) for name in ("int8", "int32", "int64", "float32", "float64", "string")}
 TYPES["timestamp"] = pa.timestamp("us")
@@ -320,7 +320,10 @@ class _Splitter:
         if pa.types.is_temporal(column.type):
             return raw_times(column)
         if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-            raise UserError(f"column {self.column!r} is {column.type}; to split by time it must be a number or a time")
+            hint = "; --time-format FORMAT reads times that are not in ISO 8601" if is_text(column.type) else ""
+            raise UserError(
+                f"column {self.column!r} is {column.type}; to split by time it must be a number or a time{hint}"
+            )
         times = column.to_numpy(zero_copy_only=False)
         if np.isnan(times).any():
             leave_out = f'leave these out: --where "{written(self.column)} > 0"'

@@ -52,6 +52,8 @@ def told(path: Path) -> Iterator[None]:
     except (pa.ArrowInvalid, OSError) as error:
         message = " ".join(str(error).split())
         hint = "; --types NAME=TYPE sets the type of a column" if "conversion error" in message else ""
+        if "conversion error to timestamp" in message:
+            hint = "; --time-format FORMAT reads times that are not in ISO 8601"
         if "CSV parse error" in message and '"' in message:
             hint = f"; {_NO_QUOTES}"
         if "invalid UTF8" in message:

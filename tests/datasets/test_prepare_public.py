@@ -88,3 +88,11 @@ def test_archives_are_told_to_be_unpacked(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=f"{name}:? {said}"):
             convert_csv([tmp_path / name], out, CsvOptions())
+
+
+def test_texts_that_are_no_times_name_the_option_that_reads_them(tmp_path: Path) -> None:
+    text, split = "user,then\n1,11/05/2026 6:30 PM\n2,11/06/2026 7:30 AM\n", {"split": (0.5, 0.5)}
+    with pytest.raises(UserError, match=r"'then' is string; .*; --time-format FORMAT reads"):
+        _converted(tmp_path, text, delimiter=",", split_by="time:then", **split)
+    with pytest.raises(UserError, match=r"invalid value '11/05/2026 6:30 PM'; --time-format FORMAT reads"):
+        _converted(tmp_path, text, delimiter=",", types={"then": "timestamp"})
