@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from recsys.data.filters import written
-from recsys.datasets.delimited_errors import CONVERT, check_quotes, check_start, told
+from recsys.datasets.delimited_errors import CONVERT, check_header, check_quotes, check_start, told
 from recsys.datasets.tokens import TOKENS_HELP, split_list, tokenize
 from recsys.datasets.writer import (
     ROW_GROUP_ROWS,
@@ -189,7 +189,10 @@ class _Reader:
 
     def _has_rows(self, path: Path) -> bool:
         with self._open(path)[0] as reader, told(path):
-            return any(batch.num_rows for batch in reader)
+            rows = next((batch for batch in reader if batch.num_rows), None)
+        if rows is not None and self.options.columns:
+            check_header(rows, path)
+        return rows is not None
 
     def _check_names(self) -> None:
         if self.names[0].startswith(("{", "[{")) and not self.options.columns:

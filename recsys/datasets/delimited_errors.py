@@ -78,3 +78,9 @@ def check_quotes(batch: pa.RecordBatch, path: Path, delimiter: str) -> None:
                 f"{path}: a field of column {name!r} begins with a quote and holds {delimiter!r} and an end of line, "
                 f"as where whole rows are taken for one text; {_NO_QUOTES}, and --quote '\"' if it is one text"
             )
+
+
+def check_header(rows: pa.RecordBatch, path: Path) -> None:
+    """Raise UserError where the first of the rows of a file without a header is one: its columns' names."""
+    if list(map(str, rows.slice(0, 1).to_pylist()[0].values())) == rows.schema.names:
+        raise UserError(f"{path} begins with the names that --columns gives, and so has a header; leave --columns out")

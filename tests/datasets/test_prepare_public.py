@@ -96,3 +96,10 @@ def test_texts_that_are_no_times_name_the_option_that_reads_them(tmp_path: Path)
         _converted(tmp_path, text, delimiter=",", split_by="time:then", **split)
     with pytest.raises(UserError, match=r"invalid value '11/05/2026 6:30 PM'; --time-format FORMAT reads"):
         _converted(tmp_path, text, delimiter=",", types={"then": "timestamp"})
+
+
+def test_names_of_columns_that_the_header_has_are_left_out(tmp_path: Path) -> None:
+    text = "user,item\n1,2\n3,4\n"
+    with pytest.raises(UserError, match=r"a\.tsv begins with the names that --columns gives.*; leave --columns out"):
+        _converted(tmp_path, text, delimiter=",", columns=["user", "item"])
+    assert _converted(tmp_path, "1,2\n3,4\n", delimiter=",", columns=["user", "item"])["user"] == [1, 3]
