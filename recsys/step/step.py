@@ -226,9 +226,12 @@ class DenseHalf(nn.Module):
         return nullcontext() if last or self._replica is None else self._replica.no_sync()
 
     def complete(self) -> None:
-        """Give parameters that no row has used gradients of 0, as among CPUs: DistributedDataParallel waits for all."""
-        unused = [p for p in self._dense_parameters if p.requires_grad and p.grad is None]
-        if self._replica is not None and unused:
+        """Give parameters that no row has used gradients of 0, on any number of ranks.
+
+        Optimizers leave out a parameter without a gradient, decay and momentum too, and DistributedDataParallel waits
+        for the gradients of all.
+        """
+        if unused := [p for p in self._dense_parameters if p.requires_grad and p.grad is None]:
             torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
 
     def outputs(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch) -> Outputs:

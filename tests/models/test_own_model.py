@@ -179,16 +179,18 @@ class PartlyUsed(Own):
         return self.net[0](vectors["user_id"][:, :4]).sum(1)
 
 
-def test_gpus_exchange_gradients_of_weights_that_a_step_does_not_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ranks", ["one", "several CPUs", "several GPUs"])
+def test_weights_that_a_step_does_not_use_have_gradients_of_0(
+    ranks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By DistributedDataParallel, which waits for those of all weights, and then refuses the next step."""
+    """Without, one rank would not decay them; DistributedDataParallel waits for all, and then refuses the next step."""
     monkeypatch.setattr(Own, "layer", PartlyUsed.layer, raising=False)
     config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.PartlyUsed"])
     with open_world(Device.cpu, 1):
         dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
-        dense.late_exchange = True
-        dense.replicate(torch.device("cpu"))
+        dense.late_exchange = ranks == "several GPUs"
+        if ranks != "one":
+            dense.replicate(torch.device("cpu"))
         pooled, by_id, batch = fake_inputs(config, data_facts(config, None, 1), 8, (0, 8))
         for tensor in (batch.labels, batch.weights, *([] if pooled is None else [pooled.values().detach()])):
             tensor.fill_(1)
