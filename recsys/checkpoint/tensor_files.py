@@ -14,7 +14,7 @@ from recsys.checkpoint.files import HashedFile
 from recsys.errors import UserError
 from recsys.runtime.files import naming
 from recsys.tables.bytes import CHUNK_BYTES
-from recsys.tables.spec import local_pieces
+from recsys.tables.spec import local_shards
 
 SUFFIX = ".bin"
 
@@ -45,7 +45,7 @@ class Pieces:
     @classmethod
     def of(cls, value: Any) -> "Pieces":
         """Wrap a ShardedTensor, or a tensor that every rank holds; nothing is copied."""
-        pieces = tuple(Piece(tensor.detach(), offsets) for tensor, offsets in local_pieces(value))
+        pieces = tuple(Piece(tensor.detach(), offsets) for tensor, offsets in local_shards(value))
         if isinstance(value, ShardedTensor):
             metadata = value.metadata()
             return cls(tuple(metadata.size), metadata.tensor_properties.dtype, pieces)

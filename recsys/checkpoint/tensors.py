@@ -18,7 +18,7 @@ from recsys.checkpoint.tensor_files import Entry, Piece, Pieces
 from recsys.ids import IdStatistics
 from recsys.runtime.world import World
 from recsys.tables.module_names import parameter_name
-from recsys.tables.spec import local_pieces
+from recsys.tables.spec import local_shards
 
 TABLES, TABLE_OPTIMIZER, RNG, IDS = "tables/", "table_optimizer/", "rng/", "ids/"
 DENSE, DENSE_OPTIMIZER = "dense/", "dense_optimizer/"
@@ -240,7 +240,7 @@ def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple
 def _column_pieces(weights: dict[str, Any], name: str, state: Any) -> Pieces:
     """Return this rank's pieces of a state of rows × column shards as parts of one of [rows]; rows may come twice."""
     rows = weights[name.rpartition("/")[0]].size()[0]
-    pieces = tuple(Piece(tensor, (offset % rows,)) for tensor, (offset,) in local_pieces(state))
+    pieces = tuple(Piece(tensor, (offset % rows,)) for tensor, (offset,) in local_shards(state))
     return Pieces((rows,), pieces[0].tensor.dtype, pieces)
 
 
@@ -250,7 +250,7 @@ def _mean_over_columns(weights: dict[str, Any], name: str, state: Any, world: Wo
     mean = torch.zeros(rows)
     if state is not None:
         shards = _column_shards(weights, name, state)
-        for tensor, (offset,) in local_pieces(state):
+        for tensor, (offset,) in local_shards(state):
             number, row = divmod(offset, rows)
             mean[row : row + len(tensor)] += tensor.float().cpu() * (shards[number][1] / columns)
     return world.sum(mean)

@@ -14,7 +14,7 @@ from recsys.memory.trace import demands, rehearse
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import decoding_threads
 from recsys.step.build import build_tables
-from recsys.tables.shard import plan_tables, shards
+from recsys.tables.shard import plan_tables, shards_of
 from recsys.tables.spec import Shard
 
 MARGIN = 0.05  # of the memory there is, that a fitted run leaves: predictions are not exact
@@ -48,8 +48,8 @@ class Offer:
     missing: int
 
 
-def pieces_of(config: Config, topology: Topology) -> list[Shard]:
-    """Return the pieces of the plan that a run would use; where none fits, of the one that takes least."""
+def planned_shards(config: Config, topology: Topology) -> list[Shard]:
+    """Return the shards of the plan that a run would use; where none fits, of the one that takes least."""
     step = build_tables(config)
     try:
         plan = plan_tables(step, config, topology)
@@ -57,7 +57,7 @@ def pieces_of(config: Config, topology: Topology) -> list[Shard]:
         if config.run.plan is not None:
             raise
         plan = plan_tables(step, config, topology, must_fit=False)
-    return list(shards(plan, config, topology.world_size))
+    return list(shards_of(plan, config, topology.world_size))
 
 
 class Fitter:
@@ -76,7 +76,7 @@ class Fitter:
         self.config, self._data, self._topology = config, data, topology
         self._beyond = 0
         # What takes time is planning and tracing, and most changes ask for only one of them anew.
-        self._pieces: dict[str, list[Shard]] = {}
+        self._shards: dict[str, list[Shard]] = {}
         self._dense: dict[str, DenseFacts] = {}
         if seen_bytes:
             self._beyond = max(0, seen_bytes - self.fullest(config))
@@ -208,13 +208,13 @@ class Fitter:
     def _ranks(self, config: Config) -> list[RankMemory]:
         data, rows = self._data_of(config), rank_rows(config, self._topology.world_size)
         kernels = repr((config.tables, config.optimizer.tables))
-        if kernels not in self._pieces:
-            self._pieces[kernels] = pieces_of(config, self._topology)
+        if kernels not in self._shards:
+            self._shards[kernels] = planned_shards(config, self._topology)
         dims = [table.embedding_dim for table in config.tables.values()]
         layers = repr((config.model, config.train, config.precision, dims))
         if layers not in self._dense:
             self._dense[layers] = rehearse(config, data, rows, self._topology.device)
-        return predict(config, data, self._dense[layers], self._topology, self._pieces[kernels])
+        return predict(config, data, self._dense[layers], self._topology, self._shards[kernels])
 
     def _data_of(self, config: Config) -> DataFacts:
         """Return what is known of the data; with smaller windows, the most that they may take."""

@@ -14,7 +14,7 @@ from recsys.data.inputs import Inputs, open_inputs
 from recsys.errors import UserError, output_is_cut
 from recsys.memory import DataFacts
 from recsys.memory.advice import what_fits
-from recsys.memory.autofit import Fitter, Offer, pieces_of
+from recsys.memory.autofit import Fitter, Offer, planned_shards
 from recsys.memory.data_facts import data_facts
 from recsys.memory.page import Cell, describe_plan, few_lines, kind_rows, rank_table
 from recsys.memory.report import DRY_RUN_JSON, DRY_RUN_PAGE
@@ -79,7 +79,7 @@ class DryRun:
 
     config: Config
     topology: Topology
-    pieces: list[Shard]
+    shards: list[Shard]
     prediction: Prediction
     largest_batch: int | None
     misfits: list[str]
@@ -132,18 +132,18 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
         fitted = None
         if config.memory.fit:
             config, fitted = _fit(config, data, topology)
-        pieces = pieces_of(config, topology)
-        prediction = predict_run(config, data, topology, pieces)
+        shards = planned_shards(config, topology)
+        prediction = predict_run(config, data, topology, shards)
         bounded = topology.on_gpu or topology.host_known
-        largest = largest_batch(config, data, topology, pieces) if bounded else None
+        largest = largest_batch(config, data, topology, shards) if bounded else None
         wrong = misfits(prediction.ranks, topology)
         of_step = None
         if speeds is not None:
-            load = step_load(config, data, prediction.dense, topology, pieces)
+            load = step_load(config, data, prediction.dense, topology, shards)
             rows = None if inputs is None else inputs.datasets["train"].num_rows
             sizes = config.train.global_batch_size, rows, topology.num_machines
             of_step = StepTime(load, speeds, *sizes, price_per_hour)
-    parts = config, topology, pieces, prediction, largest, wrong, instead, fitted
+    parts = config, topology, shards, prediction, largest, wrong, instead, fitted
     return DryRun(*parts, of_step, time.monotonic() - start)
 
 
@@ -183,7 +183,7 @@ def as_json(result: DryRun) -> dict[str, Any]:
             {"rank": rank.rank, "tables": {name: vars(b) for name, b in rank.tables.items()}, "phases": rank.phases}
             for rank in prediction.ranks
         ],
-        "shards": [asdict(piece) for piece in result.pieces],
+        "shards": [asdict(shard) for shard in result.shards],
         "time": None if result.time is None else result.time.as_json(),
         "instead": result.instead,
         "changes": result.fitted.as_json() if result.fitted else [],
@@ -220,7 +220,7 @@ def format_dry_run(result: DryRun) -> str:
         lines += [f"## {'GPU' if where == 'device' else 'Host'} memory by rank at its peak", ""]
         lines += [*rank_table("kind", rows, _APART), ""]
     lines += [layer_page(config, prediction.data, prediction.dense.rows)]
-    lines += ["## Plan", "", *few_lines([f"- {line}" for line in describe_plan(result.pieces)]), ""]
+    lines += ["## Plan", "", *few_lines([f"- {line}" for line in describe_plan(result.shards)]), ""]
     return "\n".join([*lines, f"{result.seconds:.1f} s"])
 
 
@@ -273,7 +273,7 @@ def _full_or_idle(result: DryRun) -> list[str]:
         lines.append(f"Too full: the {'GPUs' if topology.on_gpu else 'processes'} of {listed(ranks)}")
     if machines := [place.number for place in full if place.is_machine]:
         lines.append(f"Too full: the host memory of {listed(machines, 'machine')}")
-    idle = set(range(world)) - {piece.rank for piece in result.pieces}
+    idle = set(range(world)) - {shard.rank for shard in result.shards}
     if idle:
         machines = [m for m in range(topology.num_machines) if idle.issuperset(range(m * local, (m + 1) * local))]
         so = f", so none on {listed(machines, 'machine')}" if machines else ""

@@ -16,14 +16,14 @@ class Lookups:
     """Bytes and ids of one rank's lookups; `rows` are those of a rank, and `means` the ids of each feature in one.
 
     Args:
-        pieces: of tables on this rank. ranks: all there are.
+        shards: of tables on this rank. ranks: all there are.
 
     Attributes:
         number_bytes: of a number of the vectors that tables give.
     """
 
-    def __init__(self, config: Config, pieces: Sequence[Shard], ranks: int, on_gpu: bool) -> None:
-        self._config, self._pieces, self._ranks, self._on_gpu = config, pieces, ranks, on_gpu
+    def __init__(self, config: Config, shards: Sequence[Shard], ranks: int, on_gpu: bool) -> None:
+        self._config, self._shards, self._ranks, self._on_gpu = config, shards, ranks, on_gpu
         self._dims, self._by_id = dims_of(config), config.unpooled_tables()
         self.number_bytes = vector_type(config, on_gpu).itemsize
 
@@ -37,23 +37,23 @@ class Lookups:
         numbers = sum(dim * self._num_vectors(name, rows, means) for name, dim in self._dims.items())
         return int(self.number_bytes * numbers)
 
-    def _features(self, piece: Shard, rank_rows: int, means: Mapping[str, float]) -> Iterator[tuple[str, int, float]]:
-        """Yield the features that a piece is looked up for, with their rows and ids here, of all ranks' rows."""
-        own = piece.sharding_type == "data_parallel"
+    def _features(self, shard: Shard, rank_rows: int, means: Mapping[str, float]) -> Iterator[tuple[str, int, float]]:
+        """Yield the features that a shard is looked up for, with their rows and ids here, of all ranks' rows."""
+        own = shard.sharding_type == "data_parallel"
         rows = rank_rows * (1 if own else self._ranks)
-        share = 1 if own else piece.size[0] / self._config.tables[piece.table].num_embeddings
+        share = 1 if own else shard.size[0] / self._config.tables[shard.table].num_embeddings
         for name, feature in self._config.features.items():
-            if feature.table == piece.table:
+            if feature.table == shard.table:
                 yield name, rows, rows * means[name] * share
 
     def of_ranks(self, rows: int, means: Mapping[str, float]) -> tuple[int, int, int]:
         """Return the bytes of the vectors that this rank looks up for all ranks, of those the ones that are added up
         over ranks, and the number of ids for all."""
         vectors = reduced = ids = 0.0
-        for piece in self._pieces:
-            split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
-            for name, of_rows, of_ids in self._features(piece, rows, means):
-                size = self._num_vectors(name, of_rows, means) * piece.size[1] * 4
+        for shard in self._shards:
+            split = ShardingChoice(shard.sharding_type) in ROW_SPLITS
+            for name, of_rows, of_ids in self._features(shard, rows, means):
+                size = self._num_vectors(name, of_rows, means) * shard.size[1] * 4
                 vectors += size
                 reduced += size if split else 0
                 ids += of_ids
@@ -64,14 +64,14 @@ class Lookups:
         each id of their pooled lists, and of one of them that by each of the rows that these ids name."""
         by_id: dict[tuple[object, ...], float] = {}
         by_row: dict[tuple[object, ...], float] = {}
-        for piece in self._pieces:
-            if piece.sharding_type == "data_parallel" or in_fbgemm(self._config, piece.table, self._on_gpu):
+        for shard in self._shards:
+            if shard.sharding_type == "data_parallel" or in_fbgemm(self._config, shard.table, self._on_gpu):
                 continue
-            pooled = piece.table not in self._by_id
-            kernel = (piece.sharding_type, self._config.tables[piece.table].data_type, pooled)
-            ids = sum(of_ids for *_, of_ids in self._features(piece, rows, means))
-            of_row = 4 * piece.size[1]
-            distinct = piece.size[0] * -math.expm1(-ids / max(1, piece.size[0]))  # most: where all are as frequent
+            pooled = shard.table not in self._by_id
+            kernel = (shard.sharding_type, self._config.tables[shard.table].data_type, pooled)
+            ids = sum(of_ids for *_, of_ids in self._features(shard, rows, means))
+            of_row = 4 * shard.size[1]
+            distinct = shard.size[0] * -math.expm1(-ids / max(1, shard.size[0]))  # most: where all are as frequent
             by_id[kernel] = by_id.get(kernel, 0) + (ids * of_row if pooled else 0)
             by_row[kernel] = max(by_row.get(kernel, 0), distinct * of_row + _DISTINCT_BYTES * ids)
         return int(max((size + by_row[kernel] for kernel, size in by_id.items()), default=0))
@@ -79,7 +79,7 @@ class Lookups:
     def replicated_gradient(self, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of the gradients by tables that every rank holds, summed over ranks in FP32, with a mark for
         each row, and of the gradient by the ids of one of their features."""
-        replicas = {p.table: p.size for p in self._pieces if p.sharding_type == "data_parallel"}
+        replicas = {p.table: p.size for p in self._shards if p.sharding_type == "data_parallel"}
         of_tables = sum(height * (columns + 1) for height, columns in replicas.values())
         of_tables *= 2 if self._ranks == 1 and not self._on_gpu else 1  # of each half of the batch
         by_ids = (

@@ -19,7 +19,7 @@ from recsys.runtime.loops import are_worth_compiling
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.step.dense_shards import shards_dense
-from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, piece_bytes, published_bytes, rank_tables
+from recsys.tables.bytes import CHUNK_BYTES, TableBytes, cache_bytes, published_bytes, rank_tables, shard_bytes
 from recsys.tables.spec import CHUNK_ELEMENTS, Shard
 
 # What a process takes before it holds any tensor of ours. On CPU a run measures its own, and compares above it.
@@ -55,12 +55,12 @@ _RESULT_BYTES = 8  # of a row evaluated, for each binary label; once more of one
 
 
 def predict(
-    config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: Iterable[Shard]
+    config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, shards: Iterable[Shard]
 ) -> list[RankMemory]:
     """Return the memory of every rank."""
     by_rank: dict[int, list[Shard]] = {rank: [] for rank in range(topology.world_size)}
-    for piece in pieces:
-        by_rank[piece.rank].append(piece)
+    for shard in shards:
+        by_rank[shard.rank].append(shard)
     return [_Rank(config, data, dense, topology, own, rank).memory() for rank, own in by_rank.items()]
 
 
@@ -68,22 +68,22 @@ class _Rank:
     """One rank's memory under construction; see `predict`."""
 
     def __init__(
-        self, config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: list[Shard], rank: int
+        self, config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, shards: list[Shard], rank: int
     ) -> None:
         data = data.of_large_batches()
         self._config, self._data, self._dense, self._topology = config, data, dense, topology
-        self._pieces, self._rank, self._decoding = pieces, rank, data.decoding[rank]
+        self._shards, self._rank, self._decoding = shards, rank, data.decoding[rank]
         self._batches_in_pipeline = 1 if config.debug or not topology.on_gpu else _BATCHES_IN_PIPELINE
         self._unread_batches = 0 if config.train.check_every_step else 1  # trained, and kept until its sums are read
         self._decoding_threads = decoding_threads(config.data.num_threads, topology.device, topology.local_world_size)
         self._decoding_processes = 0
         if decode_in_processes(config.data.processes, self._decoding_threads, topology.device):
             self._decoding_processes = self._decoding_threads
-        self._tables = rank_tables(config, pieces, rank)
-        self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, pieces)
+        self._tables = rank_tables(config, shards, rank)
+        self._table_kinds = sum(self._tables.values(), TableBytes()) + cache_bytes(config, shards)
         # Alone, what tables of several sharding types give is copied into one tensor; of one type it is that tensor.
-        self._copies_lookups = topology.world_size == 1 and len({piece.sharding_type for piece in pieces}) > 1
-        rows, self._lookups = dense.rows, Lookups(config, pieces, topology.world_size, topology.on_gpu)
+        self._copies_lookups = topology.world_size == 1 and len({shard.sharding_type for shard in shards}) > 1
+        rows, self._lookups = dense.rows, Lookups(config, shards, topology.world_size, topology.on_gpu)
         self.pooled = self._lookups.pooled(rows, data.mean_ids)
         self.pooled_gradient = 4 * self.pooled // self._lookups.number_bytes  # FP32, until it is handed on
         self.ids = rows * sum(data.mean_ids.values())
@@ -173,7 +173,7 @@ class _Rank:
             "dense_gradient": self._dense.gradient_bytes,  # of a rank alone, until the next step begins
             "dense_optimizer": self._dense.optimizer_bytes[self._rank],
             "blas_workspaces": self._topology.blas_bytes,
-            "touched_rows": sum(p.size[0] for p in self._pieces) if self._config.train.publish.dir else 0,
+            "touched_rows": sum(p.size[0] for p in self._shards) if self._config.train.publish.dir else 0,
         }
 
     def _buckets(self) -> int:
@@ -206,13 +206,13 @@ class _Rank:
         }
 
     def _init(self) -> tuple[Bytes, Bytes]:
-        elements = max((piece.size[0] * piece.size[1] for piece in self._pieces), default=0)
+        elements = max((shard.size[0] * shard.size[1] for shard in self._shards), default=0)
         on_gpu = _FILLED_BYTES * min(elements, CHUNK_ELEMENTS["cuda"])
         fill = {"fill_temporaries": on_gpu if self._topology.on_gpu else _FILL_BYTES}
-        cached = sum(piece.size[0] for piece in self._pieces if piece.compute_kernel == "fused_uvm_caching")
+        cached = sum(shard.size[0] for shard in self._shards if shard.compute_kernel == "fused_uvm_caching")
         tables = self._config.tables
-        in_fp8 = [piece for piece in self._pieces if tables[piece.table].data_type is DataType.FP8]
-        widest = max((4 * piece.size[0] * piece.size[1] for piece in in_fp8), default=0)
+        in_fp8 = [shard for shard in self._shards if tables[shard.table].data_type is DataType.FP8]
+        widest = max((4 * shard.size[0] * shard.size[1] for shard in in_fp8), default=0)
         # Parameters are moved into one tensor once they are there.
         moved = self._dense.parameter_bytes if shards_dense(self._config, self._topology.world_size) else 0
         kept = {"fp8_temporaries": widest, "dense_gradient": self._buckets(), "dense_copies": moved}
@@ -224,8 +224,8 @@ class _Rank:
         (which is counted already)."""
         if self._topology.world_size == 1:
             return 0
-        replicas = [p for p in self._pieces if p.sharding_type == "data_parallel"]
-        sizes = [piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in replicas]
+        replicas = [p for p in self._shards if p.sharding_type == "data_parallel"]
+        sizes = [shard_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in replicas]
         weights = sum(size.weight for size in sizes)
         return max(0, min(weights, _SYNCHRONISED_BYTES) - sum(size.optimizer for size in sizes))
 
@@ -342,7 +342,7 @@ class _Rank:
         """Return the bytes that are copied from a GPU to be written: two chunks of rows at once."""
         if not self._topology.on_gpu:
             return 0
-        sizes = (piece_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in self._pieces)
+        sizes = (shard_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in self._shards)
         return min(2 * CHUNK_BYTES, sum(size.weight + size.optimizer for size in sizes))
 
 

@@ -141,7 +141,7 @@ def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) 
     return speeds
 
 
-def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, pieces: Iterable[Shard]) -> Load:
+def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, shards: Iterable[Shard]) -> Load:
     """Return what the busiest rank has to do in a step of a plan.
 
     A process group of as many ranks must be there, such as that of `rehearse_world`.
@@ -152,18 +152,18 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
     work, repeats = _dense_work(config, data, rows, topology)
     ids = rows * sum(data.mean_ids[name] for name in dims)
     elements, vectors = [0.0] * ranks, [0.0] * ranks
-    pieces = list(pieces)
-    for piece in pieces:
-        everywhere = 1 if piece.sharding_type == "data_parallel" else ranks
-        split = ShardingChoice(piece.sharding_type) in ROW_SPLITS
-        share = piece.size[0] / config.tables[piece.table].num_embeddings if split else 1.0
-        for name in (name for name in dims if config.features[name].table == piece.table):
+    shards = list(shards)
+    for shard in shards:
+        everywhere = 1 if shard.sharding_type == "data_parallel" else ranks
+        split = ShardingChoice(shard.sharding_type) in ROW_SPLITS
+        share = shard.size[0] / config.tables[shard.table].num_embeddings if split else 1.0
+        for name in (name for name in dims if config.features[name].table == shard.table):
             count = rows * everywhere * data.mean_ids[name]
-            elements[piece.rank] += count * share * piece.size[1]
+            elements[shard.rank] += count * share * shard.size[1]
             if everywhere > 1:
                 num_vectors = count * share if name in by_id else rows * everywhere
-                vectors[piece.rank] += num_vectors * piece.size[1]
-    shardings, routed = _routed(config, data, topology, pieces)
+                vectors[shard.rank] += num_vectors * shard.size[1]
+    shardings, routed = _routed(config, data, topology, shards)
     amounts = {
         "step": 1.0,
         "feature": float(len(dims)),
@@ -182,16 +182,16 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
     return Load(amounts, work, repeats, _sent(data, dense, ids, exchanged, ranks, work))
 
 
-def _routed(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> tuple[int, float]:
+def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> tuple[int, float]:
     """Return in how many ways torchrec shards what it looks up, and the ids of a row that it takes to their ranks.
 
     What `recsys.tables.lookup` looks up is not among them.
     """
     by_id = config.unpooled_tables()
     names: dict[tuple[bool, str], set[str]] = {}
-    for piece in pieces:
-        of_table = {name for name in dims_of(config) if config.features[name].table == piece.table}
-        names.setdefault((piece.table in by_id, piece.sharding_type), set()).update(of_table)
+    for shard in shards:
+        of_table = {name for name in dims_of(config) if config.features[name].table == shard.table}
+        names.setdefault((shard.table in by_id, shard.sharding_type), set()).update(of_table)
     pooled = [kind for kind in names if not kind[0]]
     has_lists = any(data.mean_ids[name] > 1 for kind in pooled for name in names[kind])
     # Lists of several ranks are left to torchrec there too.

@@ -9,7 +9,7 @@ from recsys.config import Config
 from recsys.config.schema import DenseOptimizer, DenseOptimizerConfig
 from recsys.step.dense_shards import Layout, shards_dense
 from recsys.tables.bytes import rank_tables
-from recsys.tables.spec import Shard, local_pieces
+from recsys.tables.spec import Shard, local_shards
 
 Bytes = dict[str, int]
 
@@ -42,7 +42,7 @@ def table_entries(
 
 
 def _held_bytes(*values: Any) -> int:
-    return _num_bytes(tensor for value in values for tensor, _ in local_pieces(value))
+    return _num_bytes(tensor for value in values for tensor, _ in local_shards(value))
 
 
 def predict_dense(dense: Any, config: Config, world_size: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
     with fake_tensors():
         step = fake_step(config)
         step.dense.model.rehearse(device)
-        step.dense.gate.given = vector_type(config, device.type == "cuda")
+        step.dense.gate.output_dtype = vector_type(config, device.type == "cuda")
         # As CPUs compute layers. Models that go part by part are not among them: their peaks agree without.
         if device.type == "cpu" and is_in_halves(step.dense.model, config) and step.dense.model.loss_by_rows:
             sum_in_halves(step.dense.model, dist.get_world_size())
@@ -113,7 +113,7 @@ def _traced(
     for parameter in parameters:
         parameter.grad = None
     drawn = sampled_rows(config, dist.get_world_size()) if step.training else 0
-    pooled, by_id, batch = fake_inputs(config, data, rows, bounds, drawn, step.dense.gate.given)
+    pooled, by_id, batch = fake_inputs(config, data, rows, bounds, drawn, step.dense.gate.output_dtype)
     tensors = [vectors.values() for vectors in (pooled, *by_id.values()) if vectors is not None]
     inputs = (*tensors, batch.floats, batch.labels, batch.weights, batch.ids.values(), batch.ids.lengths())
     outside = (*parameters, *step.dense.buffers(), *inputs, batch.ids.offsets())
@@ -223,13 +223,13 @@ class Prediction:
     dense: DenseFacts
 
 
-def predict_run(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> Prediction:
+def predict_run(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> Prediction:
     """Return the memory of every rank under a plan."""
     dense = rehearse(config, data, rank_rows(config, topology.world_size), topology.device)
-    return Prediction(predict(config, data, dense, topology, pieces), data, dense)
+    return Prediction(predict(config, data, dense, topology, shards), data, dense)
 
 
-def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: Sequence[Shard]) -> int:
+def largest_batch(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> int:
     """Return the largest global batch that fits under a plan, to a fiftieth; 0 where none does."""
 
     ranks, drawn = topology.world_size, sampled_rows(config, topology.world_size)
@@ -237,7 +237,7 @@ def largest_batch(config: Config, data: DataFacts, topology: Topology, pieces: S
     def fits(rows: int, facts: DenseFacts) -> bool:
         train = replace(config.train, global_batch_size=max(1, rows - drawn) * ranks)
         of_rows = of_rank_rows(config, data, ranks, rows)
-        return not misfits(predict(replace(config, train=train), of_rows, facts, topology, pieces), topology)
+        return not misfits(predict(replace(config, train=train), of_rows, facts, topology, shards), topology)
 
     def search(dense: Callable[[int], DenseFacts], high: int = _MOST_ROWS) -> int:
         low = 0

@@ -26,7 +26,7 @@ from recsys.serving.neurons import hidden_layers, without_neurons
 from recsys.step.int8 import is_rounded
 from recsys.tables.module_names import parameter_name
 from recsys.tables.row_codes import row_bytes
-from recsys.tables.spec import local_pieces
+from recsys.tables.spec import local_shards
 from recsys.tables.updates import table_tensors
 from recsys.training.evaluation import evaluate_dataset, evaluator_of
 
@@ -143,7 +143,7 @@ class Trials:
         self.given = Compression(codes, dense_int8=run.config.precision.dense_int8)
         self.metric, self.world = metric, world
         self._weights = table_tensors(self._opened.model)
-        self._trained = {name: [p.clone() for p, _ in local_pieces(w)] for name, w in self._weights.items()}
+        self._trained = {name: [p.clone() for p, _ in local_shards(w)] for name, w in self._weights.items()}
         model = self._opened.model.module.dense.model
         self.layers = hidden_layers(model, self.config.model)
         self._read = {name: layer.following.weight.detach().clone() for name, layer in self.layers.items()}
@@ -227,8 +227,8 @@ class Trials:
         lengths = {}
         for name, weights in self._weights.items():
             squares = torch.zeros(weights.size()[0])
-            for (_, (row, _)), piece in zip(local_pieces(weights), self._trained[name], strict=True):
-                squares[row : row + len(piece)] += piece.float().square().sum(1).cpu()
+            for (_, (row, _)), shard in zip(local_shards(weights), self._trained[name], strict=True):
+                squares[row : row + len(shard)] += shard.float().square().sum(1).cpu()
             lengths[name] = (self.world.sum(squares) if hasattr(weights, "local_shards") else squares).sqrt().numpy()
         return lengths
 
@@ -269,9 +269,9 @@ class Trials:
         """Return the vector, as it was trained, that a table's rows share which are not kept: [columns] FP32."""
         weights = self._weights[table]
         vector = torch.zeros(weights.size()[1])
-        for (_, (row, column)), piece in zip(local_pieces(weights), self._trained[table], strict=True):
-            part = pruning.weights[row : row + len(piece)].to(piece.device) @ piece.float()
-            vector[column : column + piece.shape[1]] += part.cpu()
+        for (_, (row, column)), shard in zip(local_shards(weights), self._trained[table], strict=True):
+            part = pruning.weights[row : row + len(shard)].to(shard.device) @ shard.float()
+            vector[column : column + shard.shape[1]] += part.cpu()
         return self.world.sum(vector) if hasattr(weights, "local_shards") else vector
 
     def _count(self) -> dict[str, np.ndarray]:
@@ -299,11 +299,11 @@ class Trials:
         dense.codes = {f: code for f, code in features.items() if code is not None}
         dense.in_int8 = compression.dense_int8
         for name, weights in self._weights.items():
-            pieces = list(local_pieces(weights))
-            for (piece, _), trained in zip(pieces, self._trained[name], strict=True):
-                piece.copy_(trained)
+            shards = list(local_shards(weights))
+            for (shard, _), trained in zip(shards, self._trained[name], strict=True):
+                shard.copy_(trained)
             if name in compression.pruned:
                 vector, kept = self.shared_vector(name, compression.pruned[name]), compression.pruned[name].kept
-                for piece, (row, column) in pieces:
-                    pruned = ~kept[row : row + len(piece)].to(piece.device)
-                    piece[pruned] = vector[column : column + piece.shape[1]].to(piece)
+                for shard, (row, column) in shards:
+                    pruned = ~kept[row : row + len(shard)].to(shard.device)
+                    shard[pruned] = vector[column : column + shard.shape[1]].to(shard)

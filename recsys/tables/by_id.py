@@ -1,7 +1,7 @@
-"""Lookups by id on a CPU, where FBGEMM's kernel of sums is many times as fast as its kernel without them.
+"""Lookups by id on a CPU, by FBGEMM's pooling kernel, which is many times as fast there as its kernel without pooling.
 
-The latter keeps a gradient for each row in a map of its own: 0.5 KiB a row more, and on one core 309 ms where sums of
-lists of one id take 9 (200,000 ids of 32 numbers; 14 and 8 where they are of 3,400 rows).
+The latter keeps the gradient of each row in a map: 0.5 KiB a row more, and on one core 309 ms where sums of lists of
+one id take 9 (200,000 ids of 32 numbers; 14 and 8 where they are of 3,400 rows).
 """
 
 from itertools import accumulate
@@ -12,10 +12,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import PoolingMode
 
 
 def look_up_as_sums(fbgemm: Any) -> None:
-    """Have an FBGEMM module of tables in host memory give the vectors of single ids as sums of lists of one.
+    """Make an FBGEMM module of tables in host memory look up single ids as sums of lists of one id.
 
-    Its tables lie one after another, all equally wide, so that they are looked up as one: lists of several tables
-    would have to be equally many.
+    Its tables are equally wide and lie one after another, and are looked up as one table: with several, each feature
+    would need the same number of lists.
     """
     rows = [spec[0] for spec in fbgemm.embedding_specs]
     starts, dim = [0, *accumulate(rows)], fbgemm.embedding_specs[0][1]
@@ -34,11 +34,11 @@ def look_up_as_sums(fbgemm: Any) -> None:
         if hasattr(fbgemm, name):  # SGD has no state
             setattr(fbgemm, name, torch.tensor(values, dtype=getattr(fbgemm, name).dtype))
 
-    def as_lists_of_one(_: Any, __: tuple[()], given: dict[str, torch.Tensor]) -> tuple[tuple[()], dict[str, Any]]:
-        ids, offsets = given["indices"], given["offsets"]
+    def as_lists_of_one(_: Any, __: tuple[()], inputs: dict[str, torch.Tensor]) -> tuple[tuple[()], dict[str, Any]]:
+        ids, offsets = inputs["indices"], inputs["offsets"]
         if len(first_rows) > 1 and len(ids):
-            of_features = offsets[:: (len(offsets) - 1) // len(first_rows)].diff()
-            ids = ids + first_rows.repeat_interleave(of_features)
-        return (), {**given, "indices": ids, "offsets": torch.arange(len(ids) + 1, dtype=offsets.dtype)}
+            counts = offsets[:: (len(offsets) - 1) // len(first_rows)].diff()  # ids by feature
+            ids = ids + first_rows.repeat_interleave(counts)
+        return (), {**inputs, "indices": ids, "offsets": torch.arange(len(ids) + 1, dtype=offsets.dtype)}
 
     fbgemm.register_forward_pre_hook(as_lists_of_one, with_kwargs=True)

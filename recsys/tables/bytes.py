@@ -60,7 +60,7 @@ class TableBytes:
         return self.host_weight + self.host_optimizer
 
 
-def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str) -> TableBytes:
+def shard_bytes(config: Config, table: str, rows: int, columns: int, kernel: str) -> TableBytes:
     """Return the bytes of `rows` × `columns` of a table, without the cache of `fused_uvm_caching`.
 
     Args:
@@ -77,7 +77,7 @@ def piece_bytes(config: Config, table: str, rows: int, columns: int, kernel: str
 
 
 def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]:
-    """Return a rank's pieces by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
+    """Return a rank's shards by the FBGEMM module that looks them up: those of a group share their tensors' memory."""
     groups: dict[tuple[object, ...], list[Shard]] = {}
     by_id = config.unpooled_tables()  # in a collection for each dimension; see `build_embeddings`
     for shard in shards:
@@ -96,7 +96,7 @@ def _lookup_groups(config: Config, shards: Iterable[Shard]) -> list[list[Shard]]
 def cache_bytes(config: Config, shards: Iterable[Shard]) -> TableBytes:
     """Return the bytes of a rank's caches: one for each group of tables, each slot as wide as the widest of them."""
     cached = ComputeKernel.fused_uvm_caching.value
-    groups = ([p for p in group if p.compute_kernel == cached] for group in _lookup_groups(config, shards))
+    groups = ([s for s in group if s.compute_kernel == cached] for group in _lookup_groups(config, shards))
     return sum((_cache_of(config, group) for group in groups if group), TableBytes())
 
 
@@ -117,15 +117,15 @@ def rank_tables(config: Config, shards: Iterable[Shard], rank: int) -> dict[str,
     by_table: dict[str, TableBytes] = {}
     for shard in shards:
         if shard.rank == rank:
-            bytes_ = piece_bytes(config, shard.table, *shard.size, shard.compute_kernel)
-            by_table[shard.table] = by_table.get(shard.table, TableBytes()) + bytes_
+            size = shard_bytes(config, shard.table, *shard.size, shard.compute_kernel)
+            by_table[shard.table] = by_table.get(shard.table, TableBytes()) + size
     return by_table
 
 
 def published_bytes(config: Config, rank: int, world_size: int) -> int:
-    """Return what a rank takes to gather and write rows that have changed, for `train.publish`, where all have."""
+    """Return the bytes that a rank takes to gather and write changed rows for `train.publish`, if all rows changed."""
     if config.train.publish.dir is None or rank:
         return 0
     largest = max((4 * table.num_embeddings * table.embedding_dim for table in config.tables.values()), default=0)
-    # Taken, put in order, and as bytes, of this piece and of the one before; among ranks as messages, sent and read.
+    # Rows as gathered, sorted and serialised, of this chunk and the one before; among ranks also as messages.
     return (4 if world_size == 1 else 6) * min(PUBLISHED_BYTES, largest)

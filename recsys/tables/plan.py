@@ -34,7 +34,7 @@ from recsys.config import ComputeKernel, Config, ShardingChoice, TableConfig
 from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, FloatType
 from recsys.errors import NoPlanError
 from recsys.runtime.machine import Topology
-from recsys.tables.bytes import cache_bytes, piece_bytes
+from recsys.tables.bytes import cache_bytes, shard_bytes
 from recsys.tables.module_names import config_name, module_name
 from recsys.tables.spec import Shard
 
@@ -52,12 +52,12 @@ def make_plan(
 ) -> ShardingPlan:
     """Return the fastest plan, by torchrec's estimates, that fits into memory.
 
-    The same tables, config and topology give the same plan. Over gloo, where the estimates, which are of GPUs, do not
-    hold, tables that are free to are whole on one rank each, if there are enough of them and they fit: on two ranks
-    their vectors are half of what the sums of parts exchange.
+    The same tables, config and topology give the same plan. The estimates are of GPUs and do not hold over gloo. So on
+    CPUs, tables without a fixed sharding type each lie whole on one rank, if there are as many of them as ranks and
+    they fit: on two ranks this exchanges half of what splitting by rows does.
 
     Args:
-        step: holds the tables, which may be on the meta device; marked with their optimizers.
+        step: holds the tables, which may be on the meta device.
         must_fit: False gives, of the plans tried, the one whose fullest rank takes least, whether it fits or not.
 
     Raises:
@@ -125,7 +125,7 @@ def _proposers(topology: Topology) -> list[Proposer]:
 
 
 class _Enumerator(EmbeddingEnumerator):
-    """torchrec's enumerator in a fixed order: it goes through sets, so that ties would be broken by chance."""
+    """torchrec's enumerator in a fixed order: its own follows sets, so that ties would be broken by chance."""
 
     def enumerate(self, module: nn.Module, sharders: list[Any]) -> list[ShardingOption]:
         options = super().enumerate(module, sharders)
@@ -133,15 +133,15 @@ class _Enumerator(EmbeddingEnumerator):
 
 
 class _BoundedGreedyProposer(GreedyProposer):
-    """torchrec's greedy proposer, which tries every option of every table, up to a number of proposals."""
+    """torchrec's greedy proposer, which would try every option of every table, stopped after `_GREEDY_PROPOSALS`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._left = _GREEDY_PROPOSALS
+        self._budget = _GREEDY_PROPOSALS
 
     def propose(self) -> list[ShardingOption] | None:
-        self._left -= 1
-        return super().propose() if self._left >= 0 else None
+        self._budget -= 1
+        return super().propose() if self._budget >= 0 else None
 
 
 class _FullestRank(PerfModel):
@@ -157,9 +157,9 @@ class _FullestRank(PerfModel):
 
 
 class _Seconds(EmbeddingPerfEstimator):
-    """torchrec's estimates, once for the shards of a table that have one size: nothing else of a shard is in them.
+    """torchrec's estimates, computed once for all shards of a table with the same size, on which alone they depend.
 
-    Of 25 tables on 256 ranks they took more than half of planning's time, each rank's part of each table anew.
+    For 25 tables on 256 ranks, one estimate a shard took more than half of the planning time.
     """
 
     def estimate(self, sharding_options: list[ShardingOption], *args: Any, **kwargs: Any) -> None:
@@ -177,7 +177,7 @@ class _Seconds(EmbeddingPerfEstimator):
 class _Storage(ShardEstimator):
     """Exact bytes of shards, in place of torchrec's estimates.
 
-    Those take FP32 state of an FP16 table for half of what it is, and one state where LAMB has two.
+    torchrec counts the FP32 state of an FP16 table at half its size, and one state for LAMB, which has two.
     """
 
     def __init__(self, config: Config, topology: Topology) -> None:
@@ -192,9 +192,9 @@ class _Storage(ShardEstimator):
 
     def _of(self, option: ShardingOption, rows: int, columns: int) -> Storage:
         table, kernel = config_name(option.name), option.compute_kernel
-        table_bytes = piece_bytes(self._config, table, rows, columns, kernel)
-        piece = Shard(table, 0, (0, 0), (rows, columns), option.sharding_type, kernel)
-        table_bytes += cache_bytes(self._config, [piece])
+        table_bytes = shard_bytes(self._config, table, rows, columns, kernel)
+        shard = Shard(table, 0, (0, 0), (rows, columns), option.sharding_type, kernel)
+        table_bytes += cache_bytes(self._config, [shard])
         if self._topology.on_gpu:
             return Storage(hbm=table_bytes.device, ddr=table_bytes.host)
         return Storage(hbm=0, ddr=table_bytes.device + table_bytes.host)
@@ -220,7 +220,7 @@ def table_constraints(config: Config, table: str, topology: Topology) -> Paramet
 
 
 def _choice(table: TableConfig) -> ShardingChoice:
-    """Return a table's sharding type, which a penalty on all of its rows decides."""
+    """Return a table's sharding type; with a penalty on all rows it has to be replicated."""
     return ShardingChoice.data_parallel if table.l2_all_rows else table.sharding_type
 
 

@@ -13,12 +13,14 @@ class ReplicatedTables:
     """Updates replicated tables from the gradients of their pooled embeddings.
 
     torchrec leaves such tables to the optimizer of the dense part, with gradients of the weights' own type, so that
-    what is learned would depend on the plan. Here gradients are summed in FP32, over all ranks, and only rows that some
-    rank has looked up are updated, as in tables that are split; of one with a penalty on all rows, these are.
+    what is learned would depend on the plan. Here gradients are summed in FP32 over all ranks, and only rows that some
+    rank has looked up are updated, as in sharded tables; in a table with a penalty on all rows, every row is.
+
+    Args:
+        num_parts: parts of a batch whose gradients are summed one after another, as those of so many ranks would be.
     """
 
     def __init__(self, tables: Iterable[TorchTable], num_parts: int = 1) -> None:
-        """Take the tables; gradients of so many parts of a batch are added up one by one, as so many ranks' are."""
         self.tables, self._num_parts = list(tables), num_parts
 
     def update(self, ids: KeyedJaggedTensor, gradients: dict[str, torch.Tensor]) -> None:
@@ -48,18 +50,18 @@ class ReplicatedTables:
             table.update_looked_up(gradient, marks)
 
     def _by_table(self, message: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the parts of a message: the gradient by each table, and whether each of its rows was looked up."""
+        """Return views of a message by table: its gradient, [rows, columns], and marks of looked-up rows, [rows]."""
         shapes = [table.weights.shape for table in self.tables]
         flat = message.split([size for shape in shapes for size in (shape.numel(), shape[0])])
         gradients = [part.view(shape) for part, shape in zip(flat[::2], shapes, strict=True)]
         return list(zip(gradients, flat[1::2], strict=True))
 
-    def _add(self, into: list[torch.Tensor], jagged: JaggedTensor, gradient: torch.Tensor) -> None:
-        """Add the gradients by the rows that a feature's ids name to those of the parts of a batch."""
+    def _add(self, sums: list[torch.Tensor], jagged: JaggedTensor, gradient: torch.Tensor) -> None:
+        """Add a feature's gradients by table row to the sums of the batch's parts, [rows, columns] each."""
         rows, weights, lengths = jagged.values(), jagged.weights_or_none(), jagged.lengths()
         counts = [len(rows)]
-        if len(into) > 1:
-            counts = [int(part.sum()) for part in lengths.tensor_split(len(into))]
+        if len(sums) > 1:
+            counts = [int(part.sum()) for part in lengths.tensor_split(len(sums))]
         by_id = gradient_by_id(gradient, lengths, weights, len(rows)).split(counts)
-        for sums, some, summands in zip(into, rows.split(counts), by_id, strict=True):
-            sums.index_add_(0, some, summands)
+        for sum_of_part, rows_of_part, summands in zip(sums, rows.split(counts), by_id, strict=True):
+            sum_of_part.index_add_(0, rows_of_part, summands)

@@ -45,8 +45,8 @@ _WIRES = {FloatType.FP32: CommType.FP32, FloatType.FP16: CommType.FP16, FloatTyp
 class TableSharder(EmbeddingBagCollectionSharder):
     """torchrec's sharder of pooled tables with all sharding types on every device.
 
-    torchrec leaves row-wise and what builds on it out on CPU, from before gloo had reduce_scatter; they run there as on
-    NCCL (meta-pytorch/torchrec#1252, #1396), given equal batch sizes on all ranks, which the loader ensures.
+    On CPU torchrec leaves out row-wise and the types built on it, since gloo once had no reduce_scatter. They run there
+    as on NCCL (meta-pytorch/torchrec#1252, #1396) if all ranks have equal batch sizes, which the loader ensures.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
@@ -64,7 +64,7 @@ def _sharders(config: Config) -> list[Any]:
 
 
 def plan_tables(step: nn.Module, config: Config, topology: Topology, must_fit: bool = True) -> ShardingPlan:
-    """Return the plan of the file `run.plan`, or else one that `make_plan` makes for the tables of `step`.
+    """Return the plan of the file `run.plan`, or else one of `make_plan` for the tables of `step`.
 
     Raises:
         UserError: when the tables fit under no plan that the config allows, or the plan in the file is
@@ -97,7 +97,7 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
     for shard in sorted(shards, key=lambda shard: (shard.offset[1], shard.offset[0], shard.rank)):
         by_table.setdefault(shard.table, []).append(shard)
     for name in config.tables:
-        if wrong := _wrong_pieces(by_table.get(name, []), name, config, topology):
+        if wrong := _wrong_shards(by_table.get(name, []), name, config, topology):
             raise UserError(f"{key} has table '{name}' {wrong}; drop it, to have a plan made")
     modules: dict[str, EmbeddingModuleShardingPlan] = {}
     for key in filter(is_table, dict(step.named_parameters())):
@@ -110,7 +110,7 @@ def _load_plan(step: nn.Module, path: Path, config: Config, topology: Topology) 
 def _read_shard(
     table: str, rank: int, offset: list[int], size: list[int], sharding_type: str, compute_kernel: str
 ) -> Shard:
-    """Return a piece as a plan's file has it; raises ValueError or TypeError where that is none."""
+    """Return a shard of a plan's file; raises ValueError or TypeError if it is malformed."""
     (row, column), (rows, columns) = offset, size
     if not all(type(number) is int and number >= 0 for number in (rank, row, column, rows, columns)):
         raise ValueError(f"rank, offset and size of a piece must be whole numbers, found {rank}, {offset}, {size}")
@@ -119,13 +119,13 @@ def _read_shard(
     return Shard(str(table), rank, (row, column), (rows, columns), sharding_type, compute_kernel)
 
 
-def _wrong_pieces(shards: list[Shard], name: str, config: Config, topology: Topology) -> str:
-    """Return in which way the pieces of a table are none that torchrec could use for this config, if they are not."""
+def _wrong_shards(shards: list[Shard], name: str, config: Config, topology: Topology) -> str:
+    """Return why torchrec could not use these shards of a table with this config; an empty string: it could."""
     table, num_ranks, on_machine = config.tables[name], topology.world_size, topology.local_world_size
-    kinds = {(shard.sharding_type, shard.compute_kernel) for shard in shards}
-    if len(kinds) != 1:
-        return f"in pieces of {len(kinds)} kinds"
-    rows, columns = (max(p.offset[i] + p.size[i] for p in shards) for i in (0, 1))
+    shardings = {(shard.sharding_type, shard.compute_kernel) for shard in shards}
+    if len(shardings) != 1:
+        return f"in pieces of {len(shardings)} kinds"
+    rows, columns = (max(shard.offset[i] + shard.size[i] for shard in shards) for i in (0, 1))
     if (rows, columns) != (table.num_embeddings, table.embedding_dim):
         return f"as {rows} × {columns}, and the config as {table.num_embeddings} × {table.embedding_dim}"
     choice, kernel = ShardingChoice(shards[0].sharding_type), shards[0].compute_kernel
@@ -138,8 +138,8 @@ def _wrong_pieces(shards: list[Shard], name: str, config: Config, topology: Topo
     sizes, offsets = calculate_shard_sizes_and_offsets(
         torch.empty(rows, columns, device="meta"), num_ranks, on_machine, choice.value, shards[0].size[1]
     )
-    pieces = [(list(shard.size), list(shard.offset)) for shard in shards]
-    if pieces != list(zip(sizes, offsets, strict=True)) or not _on_ranks(choice, [p.rank for p in shards], topology):
+    places = [(list(shard.size), list(shard.offset)) for shard in shards]
+    if places != list(zip(sizes, offsets, strict=True)) or not _on_ranks(choice, [s.rank for s in shards], topology):
         return f"in pieces or on ranks that {choice.name} does not have on {num_ranks} ranks, {on_machine} a machine"
     try:
         check_sharding(config, name, replace(table, sharding_type=choice))
@@ -149,7 +149,7 @@ def _wrong_pieces(shards: list[Shard], name: str, config: Config, topology: Topo
 
 
 def _on_ranks(choice: ShardingChoice, ranks: list[int], topology: Topology) -> bool:
-    """Return whether pieces may lie on these ranks; what is split by rows is so over a machine, or over all ranks."""
+    """Return whether shards may lie on these ranks; rows are split over the ranks of a machine, or over all ranks."""
     on_machine = topology.local_world_size
     if choice in (ShardingChoice.data_parallel, ShardingChoice.row_wise):
         return ranks == list(range(topology.world_size))
@@ -164,25 +164,25 @@ def _parameter_sharding(table_shards: list[Shard], config: Config, topology: Top
     constraints = table_constraints(config, table_shards[0].table, topology)
     shards = [
         ShardMetadata(
-            list(p.offset),
-            list(p.size),
-            f"rank:{p.rank}/{f'cuda:{p.rank % topology.local_world_size}' if topology.on_gpu else 'cpu'}",
+            list(shard.offset),
+            list(shard.size),
+            f"rank:{shard.rank}/{f'cuda:{shard.rank % topology.local_world_size}' if topology.on_gpu else 'cpu'}",
         )
-        for p in table_shards
+        for shard in table_shards
     ]
-    whole = table_shards[0].sharding_type == ShardingChoice.data_parallel.value
+    replicated = table_shards[0].sharding_type == ShardingChoice.data_parallel.value
     return ParameterSharding(
         sharding_type=table_shards[0].sharding_type,
         compute_kernel=table_shards[0].compute_kernel,
         ranks=[shard.rank for shard in table_shards],
-        sharding_spec=None if whole else EnumerableShardingSpec(shards),
+        sharding_spec=None if replicated else EnumerableShardingSpec(shards),
         cache_params=constraints.cache_params,
         stochastic_rounding=constraints.stochastic_rounding,
         output_dtype=constraints.output_dtype,
     )
 
 
-def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:
+def shards_of(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shard]:
     """Yield every shard of every table of a plan; a replicated table has one on each rank."""
     shardings = {config_name(name): sharding for module in plan.plan.values() for name, sharding in module.items()}
     for table, settings in config.tables.items():
@@ -197,7 +197,7 @@ def shards(plan: ShardingPlan, config: Config, world_size: int) -> Iterator[Shar
 
 
 class _NoDraws(TorchFunctionMode):
-    """Leaves weights as they are: torchrec draws those of every table twice, by one thread, before `fill_initial`."""
+    """Skips torchrec's own initial weights, drawn twice for every table by one thread; `fill_initial` sets them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.uniform_:
@@ -210,8 +210,8 @@ class _NoDraws(TorchFunctionMode):
 def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: World) -> DistributedModelParallel:
     """Shard the tables of `step` by the plan, and move the rest to the device.
 
-    With several ranks the dense model's gradients are exchanged by itself; torchrec's wrapping of the whole dense part
-    is left out, because it would hook the tables' backward too. The tables' weights are not set. Collective.
+    With several ranks, `DenseHalf` exchanges the gradients of the dense part; torchrec's own wrapper would hook the
+    backward pass of the tables too. The weights of the tables are not set. Collective.
 
     Raises:
         UserError: the plan splits a table over the ranks of a machine, and machines have not equally many.
@@ -231,9 +231,9 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
         )
     vectors = fbgemm_output(config, world.device.type == "cuda")
     if vectors is not None:
-        _without_tables_too(model, vectors)
+        _set_empty_output_type(model, vectors)
     dense: Any = model.module.dense
-    dense.gate.given = vector_type(config, world.device.type == "cuda")
+    dense.gate.output_dtype = vector_type(config, world.device.type == "cuda")
     dense.late_exchange = world.device.type == "cuda"
     for lookup in lookups(model):
         dense.gate.guard(lookup)
@@ -243,18 +243,18 @@ def shard_model(step: nn.Module, plan: ShardingPlan, config: Config, world: Worl
     return model
 
 
-def _without_tables_too(model: nn.Module, vectors: DataType) -> None:
-    """Let a rank without tables give vectors of the type that the others send; torchrec's are FP32 there."""
+def _set_empty_output_type(model: nn.Module, vectors: DataType) -> None:
+    """Set the type of the empty output of ranks without tables to that of the others; torchrec's is FP32 there."""
     for lookup in lookups(model):
         if isinstance(lookup, GroupedEmbeddingsLookup | GroupedPooledEmbeddingsLookup):
-            nothing = lookup._dummy_embs_tensor.detach().to(data_type_to_dtype(vectors))
-            lookup._dummy_embs_tensor = nothing.requires_grad_()
+            empty = lookup._dummy_embs_tensor.detach().to(data_type_to_dtype(vectors))
+            lookup._dummy_embs_tensor = empty.requires_grad_()
 
 
 def _check_machines(plan: ShardingPlan, world: World) -> None:
-    """Refuse a plan by which ranks would make groups of other ranks each, and wait for each other."""
-    types = {config_name(name): part.sharding_type for module in plan.plan.values() for name, part in module.items()}
-    split = [name for name, kind in types.items() if ShardingChoice(kind) in MACHINE_SPLITS]
+    """Refuse a plan for which ranks would form different process groups, and wait for each other forever."""
+    types = {config_name(name): s.sharding_type for module in plan.plan.values() for name, s in module.items()}
+    split = [name for name, sharding in types.items() if ShardingChoice(sharding) in MACHINE_SPLITS]
     if split and len(sizes := {*world.gather(world.local_world_size)}) > 1:
         raise UserError(
             f"table '{split[0]}' is split as {ShardingChoice(types[split[0]]).name}, over the ranks of a machine, and "

@@ -25,7 +25,8 @@ _DATA_TYPES = {
     DataType.FP8: TorchrecDataType.NFP8,
 }
 _VECTOR_TYPES = {FloatType.FP32: torch.float32, FloatType.FP16: torch.float16, FloatType.BF16: torch.bfloat16}
-# Drawn at once: on CPU few, since glibc keeps what temporaries of megabytes leave; on GPUs each kernel takes a while.
+# Elements drawn at a time: on CPU few, since glibc keeps freed memory of large temporaries; on GPU many, since each
+# kernel has a fixed cost.
 CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 22}
 
 
@@ -41,7 +42,7 @@ class Shard:
     compute_kernel: str
 
 
-def local_pieces(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
+def local_shards(value: Any) -> Iterator[tuple[torch.Tensor, tuple[int, ...]]]:
     """Yield the local tensors of a ShardedTensor, or a tensor that all ranks hold, each with its offsets."""
     if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
         yield value, (0,) * value.dim()
@@ -54,8 +55,8 @@ def build_embeddings(config: Config) -> tuple[EmbeddingBagCollection | None, lis
     """Return the tables on the meta device, to be sharded before they take memory.
 
     The first collection sums the rows of a feature's list. Tables with a feature that the model reads id by id are in
-    the others, since the two kinds cannot share weights, one for each dimension, since torchrec has them so; their
-    other features are summed in the dense half of a step.
+    the others, one for each dimension as torchrec requires: the two kinds cannot share weights. The other features of
+    such tables are summed in the dense half of a step.
     """
     by_id, meta = config.unpooled_tables(), torch.device("meta")
     pooled = [
@@ -87,7 +88,7 @@ def _settings(config: Config, table: str) -> dict[str, Any]:
 
 
 def vector_type(config: Config, on_gpu: bool) -> torch.dtype:
-    """Return the type of the vectors that tables give; CPUs have no BF16 there."""
+    """Return the type of the vectors that tables give; on CPUs BF16 is replaced by FP32."""
     chosen = config.precision.output_dtype
     return torch.float32 if chosen is FloatType.BF16 and not on_gpu else _VECTOR_TYPES[chosen]
 
@@ -116,7 +117,7 @@ def fill_initial(shard: torch.Tensor, row_offset: int, column_offset: int, seed:
     def fill(start: int) -> None:
         stop = min(start + chunk, num_rows)
         rows = torch.arange(row_offset + start, row_offset + stop, device=device)
-        if device.type == "cuda" or shard.dtype is torch.float8_e4m3fn:  # which NumPy does not have
+        if device.type == "cuda" or shard.dtype is torch.float8_e4m3fn:  # a type that NumPy lacks
             shard[start:stop].copy_((uniform(key, rows, columns) * 2 - 1) * bound)
             return
         # By NumPy, whose operators start no threads of their own.

@@ -14,7 +14,7 @@ from recsys.tables import rules
 from recsys.tables.lookup import Cut
 from recsys.tables.rules import Touched
 
-# Of rows that are updated: on CPU so few that what it takes besides stays in the cache.
+# Elements updated at a time: on CPUs so few that temporaries stay in the cache.
 _ELEMENTS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 
@@ -25,7 +25,7 @@ class TorchTable:
     Attributes:
         weights: [rows, columns] FP32 or FP16, the lookup's own memory.
         offset: row and column of the table where it begins.
-        sparsity: by what penalties rows become 0, if by any.
+        sparsity: penalties that make rows 0, if any.
         l2_all_rows: of a replicated table, the factor of the penalty on all its rows; see `TableConfig`.
         features: of a replicated table, those that it is looked up for.
         learning_rate: of the next update; num_updates: done before it.
@@ -49,17 +49,17 @@ class TorchTable:
         self.state = [torch.zeros(size, device=self.weights.device) for size in shapes]
 
     def update(self, rows: torch.Tensor, gradient: torch.Tensor, places: torch.Tensor) -> None:
-        """Update the rows of a batch; no other changes.
+        """Update the rows of a batch and no others.
 
         Args:
-            rows: [n], each once. gradient: of the mean loss, [m, columns] FP32; places: [n], where in it the rows' are.
+            rows: [n], distinct. gradient: of the mean loss, [m, columns] FP32. places: [n], its row for each.
         """
         at_once = max(1, _ELEMENTS_AT_ONCE[rows.device.type] // self.weights.shape[1])
-        for some, where in zip(rows.split(at_once), places.split(at_once), strict=True):
-            self._apply(some, gradient[where])
+        for chunk, at in zip(rows.split(at_once), places.split(at_once), strict=True):
+            self._apply(chunk, gradient[at])
 
     def update_looked_up(self, gradient: torch.Tensor, marks: torch.Tensor) -> None:
-        """Update by the gradient of the whole table, [rows, columns], the rows whose mark, [rows], is not 0."""
+        """Update the rows whose mark, [rows], is not 0, by a gradient for all rows, [rows, columns] FP32."""
         small = self.weights.numel() <= _ELEMENTS_AT_ONCE[gradient.device.type]
         if small and self.settings.name.value.leaves_idle_rows and self.sparsity is None:
             self._apply(slice(None), gradient)  # quicker than to pick rows, and the same
@@ -89,8 +89,8 @@ def update_in_torch(kernel: Any, tables: list[TorchTable]) -> None:
     def cut(_: Any, inputs: tuple[KeyedJaggedTensor], vectors: torch.Tensor) -> torch.Tensor:
         if not (torch.is_grad_enabled() and vectors.requires_grad):
             return vectors
-        take = partial(_update, kernel.emb_module, tables, inputs[0])
-        trained: torch.Tensor = Cut.apply(vectors.new_empty(0, requires_grad=True), vectors.detach(), take)
+        update = partial(_update, kernel.emb_module, tables, inputs[0])
+        trained: torch.Tensor = Cut.apply(vectors.new_empty(0, requires_grad=True), vectors.detach(), update)
         return trained
 
     kernel.register_forward_hook(cut)
@@ -98,7 +98,7 @@ def update_in_torch(kernel: Any, tables: list[TorchTable]) -> None:
 
 @torch.no_grad()
 def _update(fbgemm: Any, tables: list[TorchTable], ids: KeyedJaggedTensor, gradient: torch.Tensor) -> None:
-    """Update tables by the gradient by what they gave: [rows, columns of all features], or [ids, columns]."""
+    """Update tables by the gradient of their output: [rows, columns of all features], or [ids, columns]."""
     owners, counts = fbgemm.feature_table_map, ids.length_per_key()
     if fbgemm.pooling_mode is PoolingMode.NONE:
         by_id = gradient.float().split(counts)
@@ -121,6 +121,6 @@ def _update(fbgemm: Any, tables: list[TorchTable], ids: KeyedJaggedTensor, gradi
 def gradient_by_id(
     gradient: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, num_ids: int
 ) -> torch.Tensor:
-    """Return the gradient by the vector of each id, [ids, columns] FP32, of that by sums over the lists of rows."""
+    """Return the gradient by each id's vector, [ids, columns] FP32, from that by sums over lists, [rows, columns]."""
     by_id = gradient.float().repeat_interleave(lengths, dim=0, output_size=num_ids)
     return by_id if weights is None else by_id * weights[:, None]

@@ -27,12 +27,14 @@ from recsys.tables.module_names import config_name
 from recsys.tables.replicated import ReplicatedTables
 from recsys.tables.torch_update import TorchTable, update_in_torch
 
+Offsets = tuple[int, ...]
+
 
 class _StateTypes(dict[str, SparseType]):
-    """Types by name of the state, as FBGEMM takes them, that torchrec can group tables by."""
+    """Types by name of the state, as FBGEMM takes them; hashable, since torchrec groups tables by their arguments."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted((name, kind.value) for name, kind in self.items())))
+        return hash(tuple(sorted((name, dtype.value) for name, dtype in self.items())))
 
 
 def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Config, on_gpu: bool) -> None:
@@ -45,7 +47,7 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
         settings = config.table_optimizer(table)
         rule = settings.name.value
         if rule.path is None or not in_fbgemm(config, table, on_gpu):
-            # FBGEMM has to have some optimizer, and its gradients end before it (`update_in_torch`).
+            # FBGEMM needs some optimizer, though `update_in_torch` lets no gradient reach it.
             apply_optimizer_in_backward(SGD, [parameter], {"lr": 0.0})
             continue
         arguments: dict[str, Any] = {name: getattr(settings, name) for name in rule.numbers}
@@ -56,22 +58,22 @@ def attach_table_optimizers(parameters: Mapping[str, nn.Parameter], config: Conf
             arguments["optimizer_state_dtypes"] = _StateTypes(momentum1=SparseType.BF16)
         apply_optimizer_in_backward(pydoc.locate(rule.path), [parameter], arguments)
         if settings.weight_decay and rule.decay_has_modes:
-            # FBGEMM has three kinds for it and takes none by default. torchrec hands on what stands here when it
-            # shards; its own class knows no such argument.
+            # FBGEMM has three modes of weight decay and none by default. torchrec passes these arguments on when it
+            # shards; only its optimizer class, which was built above, does not take this one.
             arguments["weight_decay_mode"] = WeightDecayMode.DECOUPLE
 
 
 def in_fbgemm(config: Config, table: str, on_gpu: bool) -> bool:
-    """Return whether a kernel of FBGEMM updates a table that is not replicated, and not a rule in torch."""
+    """Return whether FBGEMM, not a rule in torch, updates a table that is not replicated."""
     rule, data_type = config.table_optimizer(table).name.value, config.tables[table].data_type
     return rule.in_fbgemm(on_gpu, data_type) and not config.updated_in_torch(table)
 
 
 class TableUpdates:
-    """Updates of the tables on this rank, of a model that is sharded.
+    """Updates of the tables on this rank of a sharded model.
 
     Attributes:
-        replicated: what trains the tables that every rank holds whole; they are taken out of autograd.
+        replicated: trains the replicated tables, which are taken out of autograd.
     """
 
     def __init__(self, model: DistributedModelParallel, config: Config, world: World) -> None:
@@ -99,10 +101,13 @@ class TableUpdates:
         self.replicated = ReplicatedTables(replicas, 2 if not on_gpu and world.world_size == 1 else 1)
 
     def begin(self, factor: float, updates_of: Callable[[str], int]) -> None:
-        """Begin a step, before which a table had so many updates; `factor` is of the learning rates of the config.
+        """Set learning rates, the config's times `factor`, and numbers of updates before a step.
 
-        FBGEMM counts its own forward passes, those of evaluations and of steps that were left out among them. It has
-        one count for the tables of a kernel: a new one is then like rows that are first looked up late.
+        FBGEMM itself counts forward passes, also of evaluations and skipped steps. It has one count for all tables of
+        a kernel, so a new table among older ones is treated as if its rows were first looked up late.
+
+        Args:
+            updates_of: gives the number of updates that a table has had.
         """
         for settings, tables, fbgemm in self._fbgemm:
             fbgemm.set_learning_rate(settings.learning_rate * factor)
@@ -115,7 +120,7 @@ class TableUpdates:
             table.learning_rate, table.num_updates = table.settings.learning_rate * factor, updates_of(table.name)
 
     def forget_caches(self) -> None:
-        """Drop what GPUs hold of tables in host memory, which have been changed there."""
+        """Drop the GPU's cached rows of tables in host memory, after those were changed."""
         for _, _, fbgemm in self._fbgemm:
             fbgemm.reset_cache_states()
 
@@ -137,10 +142,10 @@ class TableUpdates:
 
 
 def _allow_no_rows(fbgemm: Any) -> None:
-    """Let tables in host memory have no row on this rank, as those of fewer rows than ranks have.
+    """Let tables in host memory have no row on this rank, as happens with fewer rows than ranks.
 
-    Without any memory FBGEMM would look for a GPU. Where tables begin tells it which features share one, and from where
-    to where it reads: a table without rows would be one with the next, and be written as widely as that or that as it.
+    Without any weights FBGEMM would look for a GPU. And it takes features whose tables begin at the same row for those
+    of one table, so a table without rows would be mixed up with the next, which may have another width.
     """
     if not fbgemm.weights_host.numel():
         fbgemm.weights_host = nn.Parameter(fbgemm.weights_host.new_zeros(fbgemm.max_D))
@@ -152,17 +157,22 @@ def _torch_tables(kernel: Any, config: Config) -> list[TorchTable]:
     """Wrap the tables of a kernel, in their order."""
     tables = []
     for table, weights in zip(kernel.config.embedding_tables, kernel.emb_module.split_embedding_weights(), strict=True):
-        name, shard = config_name(table.name), table.local_metadata  # None of a table that every rank holds
-        offset = (0, 0) if shard is None else tuple(shard.shard_offsets)
-        settings, of_table = config.table_optimizer(name), config.tables[name]
+        name, offsets = place_of(table)
+        optimizer, settings = config.table_optimizer(name), config.tables[name]
         tables.append(
-            TorchTable(name, weights, settings, of_table.sparsity, offset, table.feature_names, of_table.l2_all_rows)
+            TorchTable(name, weights, optimizer, settings.sparsity, offsets, table.feature_names, settings.l2_all_rows)
         )
     return tables
 
 
+def place_of(table: Any) -> tuple[str, Offsets]:
+    """Return a table's name, and row and column where this rank's shard begins, of its config in a kernel."""
+    shard = table.local_metadata  # None for a replicated table
+    return config_name(table.name), (0, 0) if shard is None else tuple(shard.shard_offsets)
+
+
 def _sharded_state(
-    table: str, weights: ShardedTensor, shards: Mapping[tuple[str, tuple[int, ...]], list[torch.Tensor]]
+    table: str, weights: ShardedTensor, shards: Mapping[tuple[str, Offsets], list[torch.Tensor]]
 ) -> dict[str, ShardedTensor]:
     """Return the states of a table that is updated in torch, sharded as its weights are."""
     by_shard = [
@@ -192,18 +202,18 @@ def is_table(key: str) -> bool:
 
 
 def table_of(key: str) -> str:
-    """Return the table of such a key."""
+    """Return the table of a key for which `is_table` holds."""
     return config_name(key.removesuffix(".weight").rpartition(".")[2])
 
 
-def kernels(model: DistributedModelParallel, kind: type) -> Iterator[Any]:
-    """Yield the kernels of a kind on this rank; torchrec keeps them in a plain list, out of sight of `modules()`."""
+def kernels(model: DistributedModelParallel, kernel_type: type) -> Iterator[Any]:
+    """Yield the kernels of a type on this rank; torchrec keeps lookups in lists, which `modules()` does not see."""
     for lookup in lookups(model):
-        yield from (m for m in lookup.modules() if isinstance(m, kind) and hasattr(m, "emb_module"))
+        yield from (m for m in lookup.modules() if isinstance(m, kernel_type) and hasattr(m, "emb_module"))
 
 
 def lookups(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what looks ids up in the tables on this rank, one for each sharding type."""
+    """Yield torchrec's local lookup modules on this rank, one for each sharding type."""
     for sharded in model.modules():
         if isinstance(sharded, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
             yield from sharded._lookups

@@ -19,8 +19,8 @@ from recsys.runtime.machine import topology_of
 from recsys.step.build import build_step
 from recsys.step.dense_shards import DenseShards, shards_dense
 from recsys.step.optim import build_dense_optimizer
-from recsys.tables.shard import plan_tables, shard_model, shards
-from recsys.tables.spec import Shard, fill_initial, init_range, local_pieces
+from recsys.tables.shard import plan_tables, shard_model, shards_of
+from recsys.tables.spec import Shard, fill_initial, init_range, local_shards
 from recsys.tables.updates import TableUpdates, table_tensors
 
 
@@ -29,11 +29,11 @@ class Built:
     """A sharded model with its optimizers.
 
     Attributes:
-        pieces: every piece of every table, on any rank.
+        shards: every shard of every table, on any rank.
     """
 
     model: DistributedModelParallel
-    pieces: list[Shard]
+    shards: list[Shard]
     dense_optimizer: torch.optim.Optimizer
     table_updates: TableUpdates
     tensors: Tensors
@@ -72,7 +72,7 @@ def build_model(inputs: Inputs) -> Built:
         sum_in_halves(dense, world.world_size)
 
     for table, weights in table_tensors(model).items():
-        for shard, (row, column) in local_pieces(weights):
+        for shard, (row, column) in local_shards(weights):
             fill_initial(shard, row, column, config.seed, table, init_range(config.tables[table]))
     updates = TableUpdates(model, config, world)
     step.dense.replicated = updates.replicated
@@ -95,7 +95,7 @@ def build_model(inputs: Inputs) -> Built:
         statistics=inputs.statistics,
         after_load=updates.forget_caches,
     )
-    return Built(model, list(shards(plan, config, world.world_size)), optimizer, updates, tensors)
+    return Built(model, list(shards_of(plan, config, world.world_size)), optimizer, updates, tensors)
 
 
 def log_shares(inputs: Inputs) -> tuple[torch.Tensor, int]:

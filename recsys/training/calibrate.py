@@ -153,7 +153,7 @@ def _trained(config: Config, world: World, folder: Path) -> tuple[Load, tuple[fl
     data = data_facts(config, inputs, world.world_size)
     batch = config.train.global_batch_size
     dense = rehearse(config, data, batch // world.world_size, world.device)
-    load = step_load(config, data, dense, topology, built.pieces)
+    load = step_load(config, data, dense, topology, built.shards)
     timeline = Timeline(world.device)
 
     def train(steps: int, lines: int) -> "_Lines":

@@ -13,7 +13,7 @@ from recsys.memory.growth import memory_now
 from recsys.report.record import IDS
 from recsys.report.writers import Writer
 from recsys.runtime.world import World
-from recsys.tables.spec import local_pieces
+from recsys.tables.spec import local_shards
 from recsys.training.build import Built
 from recsys.training.evaluation import item_vectors
 
@@ -52,14 +52,14 @@ def log_tables(writer: Writer, step: int, inputs: Inputs, built: Built, state: T
 def log_row_norms(writer: Writer, step: int, tables: dict[str, Any], world: World) -> None:
     """Write how many rows of each table have a length between each two of `NORM_LIMITS`; collective.
 
-    Of a table that is split by columns they are the lengths of the rows' pieces. What is longer counts as longest.
+    Of a table that is split by columns they are the lengths of the rows' shards. What is longer counts as longest.
     """
     limits = torch.from_numpy(NORM_LIMITS).float()
     for name, weights in tables.items():
         counts = torch.zeros(len(NORM_LIMITS) - 1)
         if hasattr(weights, "local_shards") or world.rank == 0:
-            for piece, _ in local_pieces(weights):
-                for rows in piece.detach().split(_CHUNK_ROWS):
+            for shard, _ in local_shards(weights):
+                for rows in shard.detach().split(_CHUNK_ROWS):
                     lengths = rows.float().norm(dim=1).cpu()
                     bins = (torch.bucketize(lengths, limits, right=True) - 1).clamp(max=len(counts) - 1)
                     counts += torch.bincount(bins, minlength=len(counts))

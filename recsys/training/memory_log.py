@@ -40,12 +40,12 @@ class MemoryLog:
             self._prediction, self._layers = world.from_rank_zero(self._predict)
         # While all ranks are there: their tables do not change any more.
         weights, states = built.tensors.tables(), built.tensors.table_optimizer()
-        self._tables = table_entries(config, built.pieces, world.rank, weights, states)
+        self._tables = table_entries(config, built.shards, world.rank, weights, states)
 
     def _predict(self) -> tuple[Prediction, str]:
         config, topology = self._inputs.config, self._topology
         prediction = predict_run(
-            config, data_facts(config, self._inputs, topology.world_size), topology, self._built.pieces
+            config, data_facts(config, self._inputs, topology.world_size), topology, self._built.shards
         )
         return prediction, layer_page(config, prediction.data, prediction.dense.rows)
 
@@ -69,7 +69,7 @@ class MemoryLog:
 
     def _report(self, status: str) -> dict[str, Any]:
         config, world, built = self._inputs.config, self._inputs.world, self._built
-        plan = json.dumps([asdict(shard) for shard in built.pieces])
+        plan = json.dumps([asdict(shard) for shard in built.shards])
         identity = {
             "name": config.run.name,
             "status": status,

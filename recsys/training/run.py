@@ -148,7 +148,7 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
     with timeline.phase("init"):
         built = build_model(inputs)
         timeline.check()
-    for line in few_lines([f"table {line}" for line in describe_plan(built.pieces)]):
+    for line in few_lines([f"table {line}" for line in describe_plan(built.shards)]):
         logger.info("%s", line)
     with timeline.phase("load"):
         publisher = publisher_of(inputs, built) if publisher_of and config.train.publish.dir else None
@@ -166,13 +166,13 @@ def _train(
     with timeline.phase("load"):
         trainer = Trainer(inputs, built, run_dir, timeline, source, session.enter, publisher)
     memory = MemoryLog(inputs, built, trainer, timeline, run_dir / "memory")
-    world.from_rank_zero(lambda: save_plan(built.pieces, world.world_size, run_dir / "plan.json"))
+    world.from_rank_zero(lambda: save_plan(built.shards, world.world_size, run_dir / "plan.json"))
     # Not before the data are known to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: copy_files(session.footers, run_dir / FOOTERS))
     give_unused_back()  # what planning and predicting took
     session.explained.write = memory.write_alone
     if world.rank == 0:
-        plan = "\n".join(describe_plan(built.pieces))
+        plan = "\n".join(describe_plan(built.shards))
         trainer.writer = open_writers(inputs.config, run_dir, trainer.state.step, plan)
     with closing(trainer.writer):
         with timeline.phase("step"):

@@ -73,7 +73,7 @@ def _train(config_path: str, overrides: list[str], world: World) -> dict:
     live = {pointer: size for pointer, size in _live().items() if pointer not in before}
     kinds = _kinds(built)
     dense = predict_dense(built.step.dense, config, world.world_size)
-    tables = rank_tables(config, built.pieces, world.rank).values()
+    tables = rank_tables(config, built.shards, world.rank).values()
     return {
         "predicted": {
             "weight": sum(entry.weight for entry in tables),

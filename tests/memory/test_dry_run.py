@@ -22,7 +22,7 @@ from recsys.memory.trace import LivePeak, rehearse
 from recsys.models.two_tower import TwoTower
 from recsys.runtime.machine import Topology, topology_of
 from recsys.runtime.world import rehearse_world
-from recsys.tables.bytes import cache_bytes, piece_bytes
+from recsys.tables.bytes import cache_bytes, shard_bytes
 from recsys.tables.spec import Shard
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ def test_ten_terabytes_are_made_to_fit(tmp_path: Path) -> None:
     done = fork_train(str(path), "--dry-run", *GPUS, "memory.fit=true", f"run.dir={tmp_path}/run", timeout=300)
     assert done.returncode == 0, done.stdout
     found = json.loads((tmp_path / "run" / "memory" / "dry_run.json").read_text())
-    kernels = {piece["table"]: piece["compute_kernel"] for piece in found["shards"]}
+    kernels = {shard["table"]: shard["compute_kernel"] for shard in found["shards"]}
     assert 13 <= sum(kernel == "fused_uvm_caching" for kernel in kernels.values()) < 26
     assert found["fits"] and found["largest_global_batch_size"] >= 65536
 
@@ -169,25 +169,25 @@ def test_a_run_and_its_dry_run_have_one_plan(tmp_path: Path) -> None:
     assert fork_train(*options, "train.max_steps=2", nproc=2).returncode == 0
     found = rehearse_run(load_config(options[0], [*options[1:], "topology.world_size=2", "topology.device=cpu"]))
     plan = json.loads((tmp_path / "plan.json").read_text())["shards"]
-    assert [json.loads(json.dumps(asdict(piece))) for piece in found.pieces] == plan
+    assert [json.loads(json.dumps(asdict(shard))) for shard in found.shards] == plan
 
 
 def test_kernels_lay_tables_out_as_fbgemm_does(tmp_path: Path) -> None:
     """Formulas of split_table_batched_embeddings_ops_training.py, by hand."""
     path = write(tmp_path / "c.yaml", 2, 1000)
     config = load_config(path, ["tables.t0.data_type=FP8", "tables.t1.data_type=FP16"])
-    fp8 = piece_bytes(config, "t0", 1000, 128, "fused")
+    fp8 = shard_bytes(config, "t0", 1000, 128, "fused")
     assert fp8.device_weight == 1000 * 128 and fp8.device_optimizer == 1000 * 4  # no scale; FP32 state by row
-    uvm = piece_bytes(config, "t1", 1000, 128, "fused_uvm_caching")
+    uvm = shard_bytes(config, "t1", 1000, 128, "fused_uvm_caching")
     assert (uvm.host_weight, uvm.device_weight) == (1000 * 128 * 2, 0)
     assert (uvm.host_optimizer, uvm.device_optimizer) == (0, 1000 * 4)  # state by row stays on the device
     adam = load_config(path, ["optimizer.tables.name=adam"])
-    uvm = piece_bytes(adam, "t1", 1000, 128, "fused_uvm")
+    uvm = shard_bytes(adam, "t1", 1000, 128, "fused_uvm")
     assert uvm.host_optimizer == 2 * 1000 * 128 * 4 and uvm.device_optimizer == 0
     half = load_config(path, ["optimizer.tables.name=partial_rowwise_adam", "optimizer.tables.state_dtype=BF16"])
-    assert piece_bytes(half, "t1", 1000, 128, "fused").device_optimizer == 1000 * 128 * 2 + 1000 * 4
-    pieces = [Shard("t1", 0, (0, 0), (1000, 128), "table_wise", "fused_uvm_caching")]
-    cache = cache_bytes(config, pieces)
+    assert shard_bytes(half, "t1", 1000, 128, "fused").device_optimizer == 1000 * 128 * 2 + 1000 * 4
+    shards = [Shard("t1", 0, (0, 0), (1000, 128), "table_wise", "fused_uvm_caching")]
+    cache = cache_bytes(config, shards)
     # 0.2 * 1000 rows in sets of 32: 7 sets, 224 slots.
     assert cache.device_cache == 224 * 128 * 2
     assert cache.device_metadata == 224 * (8 + 8) + 1000 * 4

@@ -158,15 +158,15 @@ def test_load_of_two_ranks(tmp_path: Path, kind: str) -> None:
     config = load_config(config_file(tmp_path), ["topology.world_size=2"])
     topology = topology_of(config)
     halves = {"a": 50, "b": 30}
-    pieces = [
+    shards = [
         *(Shard("a", 0, (0, 0), (100, 4), kind, "fused"), Shard("b", 1, (0, 0), (60, 4), kind, "fused")),
     ]
     if kind == "row_wise":
-        pieces = [Shard(t, r, (r * n, 0), (n, 4), kind, "fused") for t, n in halves.items() for r in (0, 1)]
+        shards = [Shard(t, r, (r * n, 0), (n, 4), kind, "fused") for t, n in halves.items() for r in (0, 1)]
     with rehearse_world(2, 2, topology.device):
         data = data_facts(config, None, 2)
         dense = rehearse(config, data, 32, topology.device)
-        load = step_load(config, data, dense, topology, pieces)
+        load = step_load(config, data, dense, topology, shards)
     assert load.amounts["id"] == 32 * 6 and load.amounts["row"] == 32 and load.amounts["float"] == 32
     assert load.amounts["feature"] == 2 and load.amounts["parameter"] * 4 == dense.parameter_bytes
     # What the busier rank looks up: all of b for all rows, or half of all.
@@ -201,7 +201,7 @@ def test_what_torchrec_takes_to_the_ranks(
     """Ids that `LocalLookup` and `ExchangingLookup` look up are not among them."""
     config = load_config(config_file(tmp_path), [f"topology.world_size={ranks}", *changes])
     config.train.global_batch_size = 32 * ranks
-    pieces = [
+    shards = [
         Shard("a", 0, (0, 0), (100, 4), kinds[0], "fused"),
         Shard("b", ranks - 1, (0, 0), (60, 4), kinds[1], "fused"),
     ]
@@ -209,7 +209,7 @@ def test_what_torchrec_takes_to_the_ranks(
     with rehearse_world(ranks, ranks, topology.device):
         data = data_facts(config, None, ranks)
         dense = rehearse(config, data, 32, topology.device)
-        load = step_load(config, data, dense, topology, pieces)
+        load = step_load(config, data, dense, topology, shards)
     assert (load.amounts["sharding"], load.amounts["routed"]) == (shardings, routed)
 
 

@@ -8,7 +8,7 @@ from launch import fork_train
 from test_fit import CONFIG, FACTS, WIDE
 
 from recsys.config import load_config
-from recsys.memory.autofit import pieces_of
+from recsys.memory.autofit import planned_shards
 from recsys.memory.predict import predict
 from recsys.memory.trace import rehearse
 from recsys.models.base import checkpoint_mlps
@@ -61,7 +61,7 @@ def test_the_prediction_moves_them_to_the_host() -> None:
         topology = topology_of(config)
         with rehearse_world(1, 1, topology.device):
             dense = rehearse(config, FACTS, config.train.global_batch_size, topology.device)
-            (rank,) = predict(config, FACTS, dense, topology, pieces_of(config, topology))
+            (rank,) = predict(config, FACTS, dense, topology, planned_shards(config, topology))
         found[offloaded] = dense.step_bytes, rank.phases["step"]["host"].get("offloaded_activations", 0)
     (step, none), (offloaded_step, host) = found.values()
     widest = 4 * 65536 * 1024

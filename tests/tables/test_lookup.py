@@ -11,7 +11,7 @@ from recsys.config import Device, load_config
 from recsys.data.inputs import open_inputs
 from recsys.runtime.world import open_world
 from recsys.step.pipeline import build_pipeline
-from recsys.tables.spec import local_pieces
+from recsys.tables.spec import local_shards
 from recsys.tables.updates import table_tensors
 from recsys.training.build import build_model
 
@@ -49,7 +49,7 @@ def trained(folder: Path, by_torchrec: bool, *overrides: str) -> tuple[bool, lis
         with closing(inputs.loader("train").batches()) as batches:
             some = islice(batches, 8)
             losses = [pipeline.progress(some).loss for _ in range(8)]
-        pieces = {name: local_pieces(each) for name, each in table_tensors(built.model).items()}
+        pieces = {name: local_shards(each) for name, each in table_tensors(built.model).items()}
         return is_local, losses, {name: torch.cat([each for each, _ in found]) for name, found in pieces.items()}
 
 

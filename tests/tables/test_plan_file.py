@@ -10,7 +10,7 @@ from launch import ROOT
 
 from recsys.config import ShardingChoice, load_config
 from recsys.errors import UserError
-from recsys.memory.autofit import pieces_of
+from recsys.memory.autofit import planned_shards
 from recsys.runtime.machine import topology_of
 from recsys.tables.shard import save_plan
 
@@ -20,7 +20,7 @@ Edit = Callable[[list[dict[str, Any]]], object]
 EDITS: dict[str, tuple[Edit, str]] = {
     "rank": (lambda user: user[1].update(rank=7), "on ranks that row_wise does not have on 2 ranks, 2 a machine"),
     "other rank": (
-        lambda user: [piece.update(rank=1 - piece["rank"]) for piece in user],
+        lambda user: [shard.update(rank=1 - shard["rank"]) for shard in user],
         "ranks that row_wise does not",
     ),
     "text": (lambda user: user[1].update(rank="1"), "must be whole numbers"),
@@ -36,13 +36,13 @@ EDITS: dict[str, tuple[Edit, str]] = {
     "other table": (lambda user: [piece.update(table="users") for piece in user], "in pieces of 0 kinds"),
     "gap": (lambda user: user[0].update(size=[499, 8]), "in pieces or on ranks that row_wise does not have"),
     "twice": (lambda user: user[1].update(offset=[0, 0], size=[1000, 8]), "in pieces or on ranks that row_wise"),
-    # Ids go to ranks by halves, whatever the pieces are.
+    # Ids go to ranks by halves, whatever the shards are.
     "uneven": (
         lambda user: [user[0].update(size=[400, 8]), user[1].update(offset=[400, 0], size=[600, 8])],
         "in pieces or on ranks that row_wise does not have",
     ),
     "other kind": (
-        lambda user: [piece.update(sharding_type="table_wise") for piece in user],
+        lambda user: [shard.update(sharding_type="table_wise") for shard in user],
         "as table_wise, and the config as tables.user.sharding_type=row_wise",
     ),
     "key": (lambda user: user[0].update(colour="red"), "no plan that a run has written"),
@@ -50,11 +50,11 @@ EDITS: dict[str, tuple[Edit, str]] = {
 
 
 def plan_file(folder: Path, edit: Edit, table: str = "user", options: Sequence[str] = OPTIONS) -> str:
-    """Write the plan of the sample config with some pieces edited, and return the override that names it."""
+    """Write the plan of the sample config with some shards edited, and return the override that names it."""
     config, path = load_config(SAMPLE, options), folder / "plan.json"
-    save_plan(pieces_of(config, topology_of(config)), 2, path)
+    save_plan(planned_shards(config, topology_of(config)), 2, path)
     content = json.loads(path.read_text())
-    edit([piece for piece in content["shards"] if piece["table"] == table])
+    edit([shard for shard in content["shards"] if shard["table"] == table])
     path.write_text(json.dumps(content))
     return f"run.plan={path}"
 
@@ -63,7 +63,7 @@ def refused(*options: str) -> str:
     """Return the sentence that a plan is refused by."""
     config = load_config(SAMPLE, options)
     with pytest.raises(UserError, match=r"^config key 'run\.plan'") as caught:
-        pieces_of(config, topology_of(config))
+        planned_shards(config, topology_of(config))
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -79,21 +79,21 @@ def test_what_a_run_has_written_is_read_in_any_order(kind: str, tmp_path: Path) 
     options = (*machines, "optimizer.tables.name=adagrad", *(f"tables.{name}.embedding_dim=256" for name in TABLES))
     options = (*options, "model.bottom_mlp=[8]", f"tables.user.sharding_type={kind}")
     config, path = load_config(SAMPLE, options), tmp_path / "plan.json"
-    pieces = pieces_of(config, topology_of(config))
-    assert {piece.sharding_type for piece in pieces if piece.table == "user"} == {kind}
-    save_plan(pieces[::-1], 4, path)
+    shards = planned_shards(config, topology_of(config))
+    assert {shard.sharding_type for shard in shards if shard.table == "user"} == {kind}
+    save_plan(shards[::-1], 4, path)
     config = load_config(SAMPLE, [*options, f"run.plan={path}"])
-    assert pieces_of(config, topology_of(config)) == pieces
+    assert planned_shards(config, topology_of(config)) == shards
 
 
 def split(kind: str, rows: int, columns: int) -> Edit:
     """Return an edit that gives each of two ranks so much of a table of 1000 × 8."""
 
-    def edit(pieces: list[dict[str, Any]]) -> None:
-        for rank, piece in enumerate(pieces):
+    def edit(shards: list[dict[str, Any]]) -> None:
+        for rank, shard in enumerate(shards):
             offset = [rank * (1000 - rows), rank * (8 - columns)]
             kernel = "dense" if kind == "data_parallel" else "fused"
-            piece.update(rank=rank, offset=offset, size=[rows, columns], sharding_type=kind, compute_kernel=kernel)
+            shard.update(rank=rank, offset=offset, size=[rows, columns], sharding_type=kind, compute_kernel=kernel)
 
     return edit
 
@@ -139,7 +139,7 @@ def test_what_the_config_forbids(table: str, edit: Edit, options: list[str], sai
     assert f"has table '{table}' " in sentence and said in sentence
     # The same plan goes with a config that allows it.
     config = load_config(SAMPLE, [*OPTIONS[:2], "optimizer.tables.allow_column_split=true", plan])
-    assert pieces_of(config, topology_of(config))
+    assert planned_shards(config, topology_of(config))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +152,6 @@ def test_what_the_config_forbids(table: str, edit: Edit, options: list[str], sai
 )
 def test_tables_are_whole_over_gloo_if_they_are_enough_and_fit(options: Sequence[str], whole: bool) -> None:
     config = load_config(SAMPLE, ["topology.device=cpu", *options])
-    pieces = pieces_of(config, topology_of(config))
-    assert ({piece.sharding_type for piece in pieces} == {"table_wise"}) == whole
-    assert {piece.rank for piece in pieces} == set(range(config.topology.world_size))
+    shards = planned_shards(config, topology_of(config))
+    assert ({shard.sharding_type for shard in shards} == {"table_wise"}) == whole
+    assert {shard.rank for shard in shards} == set(range(config.topology.world_size))

@@ -9,7 +9,7 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.types import ShardingOption
 
 from recsys.config import load_config
-from recsys.memory.autofit import pieces_of
+from recsys.memory.autofit import planned_shards
 from recsys.runtime.machine import topology_of
 from recsys.tables import plan
 
@@ -35,8 +35,8 @@ def test_shards_of_one_size_are_estimated_once(options: Sequence[str], monkeypat
         original(self, sharding_options, *args, **kw)
 
     monkeypatch.setattr(EmbeddingPerfEstimator, "estimate", estimate)
-    pieces = pieces_of(config, topology_of(config))
+    shards = planned_shards(config, topology_of(config))
     assert 1 <= max(estimated) <= 3
     monkeypatch.setattr(plan, "_Seconds", EmbeddingPerfEstimator)
-    assert pieces_of(config, topology_of(config)) == pieces
+    assert planned_shards(config, topology_of(config)) == shards
     assert max(estimated) == 64
