@@ -29,9 +29,9 @@ def build_step(config: Config, log_shares: Callable[[], tuple[torch.Tensor, int]
 
 
 def build_tables(config: Config) -> TrainStep:
-    """Return the same step without the dense part, which may be large, to be planned for."""
-    nothing: Any = nn.Module()
-    return TrainStep(*build_embeddings(config), nothing)
+    """Return the step with an empty dense part, for planning: the real one may be large."""
+    empty: Any = nn.Module()
+    return TrainStep(*build_embeddings(config), empty)
 
 
 def build_dense_half(config: Config, log_shares: Callable[[], tuple[torch.Tensor, int]]) -> DenseHalf:
@@ -50,10 +50,10 @@ def build_dense_half(config: Config, log_shares: Callable[[], tuple[torch.Tensor
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Refuse modules of torch by which rows that are split over ranks or micro-batches in another way learn otherwise.
+    """Refuse modules of torch whose results depend on how rows are split over ranks and micro-batches.
 
     Raises:
-        UserError: names the module, and what does in its place.
+        UserError: names the module, and what to use instead.
     """
     for name, module in model.named_modules():
         where = f"config key 'model.name': {type(model).__name__} has a {type(module).__name__} at '{name}'"

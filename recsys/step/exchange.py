@@ -25,9 +25,9 @@ from recsys.data.batch import Batch
 from recsys.data.pool import Fence
 from recsys.models.base import Vectors
 
-_SMALL = 1 << 18  # numbers that a rank sends to all others together
+_SMALL = 1 << 18  # numbers over all ranks, up to which each rank sends its own to each other
 LEAST_WEIGHT = 1e-27  # of a step: a mean over less, of as many rows as there may be, is beyond FP32
-_DIGIT = 1 << 12  # a number of rows travels in two digits, since FP32 counts to 2^24
+_DIGIT = 1 << 12  # a number of rows is sent as two digits, since FP32 counts exactly to 2^24 only
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Totals:
     """What a step sums over all ranks, in FP32.
 
     Attributes:
-        loss, weight: the sum over rows, and what it is divided by.
-        num_bad, num_stops, num_publishes: ranks that are not finite, that ask to stop, and to publish.
+        loss, weight: the sums of losses and of `Model.denominator`; their ratio is the loss of the step.
+        num_bad, num_stops, num_publishes: ranks whose step is not finite, that ask to stop, and to publish.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
         task_losses: where there are several tasks, their shares of the loss.
     """
@@ -63,7 +63,7 @@ class Totals:
         publishes: bool,
         task_losses: torch.Tensor,
     ) -> torch.Tensor:
-        """Return what this rank adds, [SIZE + tasks]."""
+        """Return this rank's summands, FP32 [SIZE + tasks]."""
         counts = [
             float(stops + _DIGIT * publishes),
             *divmod(batch.num_rows, _DIGIT),
@@ -74,7 +74,7 @@ class Totals:
 
     @staticmethod
     def unpack(sums: Sequence[float]) -> "Totals":
-        """Return the totals of the sums over all ranks of what `pack` gave."""
+        """Return the totals, given the sums over all ranks of the results of `pack`."""
         loss, weight, num_bad, asked, *digits = sums[: Totals.SIZE]
         num_publishes, num_stops = divmod(round(asked), _DIGIT)
         high, low, bad_high, bad_low = map(round, digits)
@@ -90,77 +90,78 @@ class Replica(nn.Module):
         self.model, self.sums = model, sums
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> Any:
-        """Return what the model gives."""
+        """Return the outputs of the model."""
         return self.model(vectors, floats)
 
 
 class JoinedGradients:
-    """Gradients of parameters as parts of one tensor, which one message sums over the ranks of CPUs.
+    """Gradients of parameters as views of one buffer for each type, summed over CPU ranks by one message each.
 
-    DistributedDataParallel has a hook on each parameter, and sends buckets while the backward pass goes on. That pays
-    on GPUs. Here an exchange takes the cores that compute, and few numbers are better sent by `SumOverRanks`.
+    DistributedDataParallel hooks each parameter and sends buckets during the backward pass, which pays on GPUs. On CPUs
+    an exchange takes cores from the computation, and few numbers are sent faster by `SumOverRanks`.
 
     Args:
-        parameters: each rank then has the values of rank 0. Collective.
+        parameters: set to the values of rank 0. Collective.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._wholes: list[torch.Tensor] = []
-        self._parts: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._buffers: list[torch.Tensor] = []
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            own = [parameter for parameter in parameters if parameter.dtype == dtype]
-            self._wholes.append(own[0].new_zeros(sum(parameter.numel() for parameter in own)))
-            parts = self._wholes[-1].split([parameter.numel() for parameter in own])
-            self._parts += [(parameter, part.view(parameter.shape)) for parameter, part in zip(own, parts, strict=True)]
+            of_type = [parameter for parameter in parameters if parameter.dtype == dtype]
+            sizes = [parameter.numel() for parameter in of_type]
+            self._buffers.append(of_type[0].new_zeros(sum(sizes)))
+            views = self._buffers[-1].split(sizes)
+            self._gradients += [(p, view.view(p.shape)) for p, view in zip(of_type, views, strict=True)]
         for parameter in parameters:
             dist.broadcast(parameter.detach(), 0)
 
     def clear(self) -> None:
         """Set all gradients to 0; backward passes then add to them."""
-        torch._foreach_zero_(self._wholes)
-        for parameter, part in self._parts:
-            parameter.grad = part
+        torch._foreach_zero_(self._buffers)
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
 
     def send(self) -> "list[SumOverRanks]":
-        """Let all become means over the ranks, once what is returned has been waited for; collective."""
-        torch._foreach_div_(self._wholes, dist.get_world_size())
-        return [SumOverRanks(whole) for whole in self._wholes]
+        """Start to average the gradients over the ranks; return the exchanges to wait for; collective."""
+        torch._foreach_div_(self._buffers, dist.get_world_size())
+        return [SumOverRanks(buffer) for buffer in self._buffers]
 
 
 class SumOverRanks:
-    """The sum of a tensor over all ranks, on its way into its place. Collective.
+    """A sum of a tensor over all ranks, in place, which runs until `wait`. Collective.
 
-    gloo's all-reduce goes round the ranks by segments: 1.4 ms on two ranks and 6.6 on four, for a thousand numbers as
-    for a hundred thousand. A message from each to each takes .3 and 1.5, so few numbers go this way. They are added in
-    the order of the ranks: on all of them alike, and by one operation after the other, which each CPU does alike.
+    gloo's all-reduce is a ring: it takes 1.4 ms on two ranks and 6.6 ms on four, for 1,000 numbers as for 100,000. A
+    message from each rank to each takes 0.3 and 1.5 ms, so few numbers are sent that way. They are added in the order
+    of the ranks, one operation after another, so that all ranks get the same bits.
 
     Args:
-        tensor: contiguous, of any device.
+        tensor: contiguous, on any device; replaced by the sum.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, ranks = tensor.view(-1), dist.get_world_size()
-        self._parts: torch.Tensor | None = None
+        self._by_rank: torch.Tensor | None = None
         if tensor.is_cuda or tensor.numel() * ranks > _SMALL:
             self._work = dist.all_reduce(tensor, async_op=True)
             return
-        self._parts = tensor.new_empty(ranks, tensor.numel())
-        self._work = dist.all_to_all_single(self._parts.view(-1), self._tensor.repeat(ranks), async_op=True)
+        self._by_rank = tensor.new_empty(ranks, tensor.numel())
+        self._work = dist.all_to_all_single(self._by_rank.view(-1), self._tensor.repeat(ranks), async_op=True)
 
     def wait(self) -> None:
-        """Wait until the sum is in the place of the tensor."""
+        """Wait until the tensor holds the sum."""
         self._work.wait()
-        if self._parts is not None:
-            self._tensor.copy_(self._parts[0])
-            for part in self._parts[1:]:
-                self._tensor.add_(part)
+        if self._by_rank is not None:
+            self._tensor.copy_(self._by_rank[0])
+            for summand in self._by_rank[1:]:
+                self._tensor.add_(summand)
 
 
 class Agreement:
-    """The sums over all ranks of what `Totals.pack` gave, on their device and on their way to the host.
+    """A step's `Totals` on their device, and their copy to the host, which runs until `wait`.
 
     Args:
-        totals: the sums. dense_gradients: of the dense part, over all ranks; they count among what is bad.
+        totals: sums over all ranks of `Totals.pack`. dense_gradients: means over all ranks; checked to be finite.
     """
 
     def __init__(self, totals: torch.Tensor, dense_gradients: list[torch.Tensor]) -> None:
@@ -168,47 +169,47 @@ class Agreement:
         if totals.is_cuda and dense_gradients:  # there may be none, of a dense part without parameters
             is_bad = (~all_finite(dense_gradients)).float()[None]
         elif dense_gradients:
-            # All of them in one operation, which a factor of 1 leaves as they are. CUDA's has no BF16.
+            # One operation for all of them; the factor of 1 leaves them as they are. On CUDA it lacks BF16.
             torch._amp_foreach_non_finite_check_and_unscale_(dense_gradients, is_bad, totals.new_ones(1))
-        # One tensor, for one copy from the GPU into page-locked memory: what a GPU is given after it is not waited for.
+        # One tensor, so one copy into page-locked memory; the host waits for it, not for later work of the GPU.
         self._sums = torch.cat([totals, is_bad])
-        self._copied, self._fence = self._sums.to("cpu", non_blocking=True), Fence()
+        self._on_host, self._fence = self._sums.to("cpu", non_blocking=True), Fence()
         if totals.is_cuda:
             self._fence.record()
 
     def wait(self) -> Totals:
-        """Return the totals on the host, once they are there."""
+        """Wait for the copy, and return the totals."""
         self._fence.wait()
-        *numbers, is_bad = self._copied.tolist()
-        unpacked = Totals.unpack(numbers)
-        return replace(unpacked, num_bad=unpacked.num_bad + is_bad)
+        *sums, is_bad = self._on_host.tolist()
+        totals = Totals.unpack(sums)
+        return replace(totals, num_bad=totals.num_bad + is_bad)
 
     def is_bad(self) -> torch.Tensor:
-        """Return whether a step is to be left out, as a bool tensor of no dimensions on the device: something is not
-        finite on some rank, or its weights add up to too little."""
+        """Return whether to skip the step, as a bool tensor of no dimensions on the device: a loss or gradient of some
+        rank is not finite, or the sum of weights is below `LEAST_WEIGHT`."""
         weight = self._sums[Totals.WEIGHT]
         return (self._sums[Totals.NUM_BAD] + self._sums[-1] > 0) | ((weight > 0) & (weight < LEAST_WEIGHT))
 
     def over_weight(self, number: float) -> torch.Tensor:
-        """Return a number over the sum of weights, 0 where that is 0, of no dimensions on the device."""
+        """Return a number divided by the sum of weights, or 0 if that is 0, of no dimensions on the device."""
         weight = self._sums[Totals.WEIGHT]
         return torch.where(weight == 0, 0.0, number / weight)
 
 
 def agree(sums: nn.Parameter, dense_gradients: list[torch.Tensor]) -> Agreement:
-    """Return the sums over all ranks, of which means have been made."""
+    """Return the agreement on a step, given `sums`, whose gradient is the mean over ranks of `Totals.pack`."""
     assert sums.grad is not None
     return Agreement(sums.grad * dist.get_world_size(), dense_gradients)
 
 
 def filled(numbers: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of numbers, of the type and device of another; a copy from the host would be waited for."""
+    """Return numbers as a tensor like another, filled on its device: the host would wait for a copy."""
     return torch.cat([like.new_full((1,), number) for number in numbers])
 
 
 def all_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return whether all values are finite, as a bool tensor of no dimensions."""
-    # A sum is finite exactly if all values are (and it does not overflow). A GPU takes all the norms of absolute values
-    # at once; on CPUs they take 18 times as long as plain sums, which what is not finite makes so as well.
+    # A sum of values that are not all finite is not finite either. A GPU computes all L1 norms in one kernel; on CPUs
+    # plain sums take an eighteenth of their time. A sum that overflows counts as not finite.
     on_cpu = all(tensor.device.type == "cpu" for tensor in tensors)
     return torch.isfinite(torch.stack([t.sum() for t in tensors] if on_cpu else torch._foreach_norm(tensors, 1))).all()

@@ -9,14 +9,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 STEPS = 127  # of an input from 0 to the largest of its row
-_TINY = torch.finfo(torch.float32).tiny  # what is divided by where all is 0
+_TINY = torch.finfo(torch.float32).tiny  # the least scale: a row of zeros has none of its own
 
 
 class Int8Linear(TorchFunctionMode):
     """A context in which linear layers with a bias, over rows, are computed with rounded weights and inputs.
 
-    Inputs are rounded by row and weights by output, evenly around 0, so that a row's outputs do not follow the rows
-    that it comes with. These are the layers that `recsys export` writes so.
+    Inputs are rounded by row and weights by output, symmetrically around 0, so that a row's outputs do not depend on
+    the other rows of its batch. `recsys export` writes the same layers in INT8.
     """
 
     def __torch_function__(
@@ -31,14 +31,14 @@ class Int8Linear(TorchFunctionMode):
 
 
 def is_rounded(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of those, if it is given rows."""
+    """Return whether `Int8Linear` rounds a module, if its input is [rows, columns]."""
     return isinstance(module, nn.Linear) and module.bias is not None
 
 
 def int8_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weights [outputs, inputs] as whole numbers from -64 to 64, and what these times, [outputs, 1], they are.
+    """Return weights [outputs, inputs] as whole numbers from -64 to 64, and their scales, [outputs, 1], both FP32.
 
-    Of 7 bits, so that the sum of two products with bytes fits in 16, in which processors without VNNI add them up.
+    They have 7 bits because processors without VNNI add up two products with bytes in 16 bits.
     """
     scale = (weight.float().abs().amax(1, keepdim=True) / 64).clamp(min=_TINY)
     return (weight / scale).round(), scale

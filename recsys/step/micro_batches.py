@@ -1,4 +1,4 @@
-"""The dense half of a step: vectors as they were looked up, cut into micro-batches, with passes and loss of each."""
+"""The passes of the dense half of a step: looked-up vectors cut into micro-batches, forward, loss and backward."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from recsys.models.halves import sum_of_rows
 from recsys.step.exchange import SumOverRanks, Totals, all_finite, filled
 from recsys.tables.row_codes import quantize_rows
 
-_MOST_IN_FP16 = 32752  # half of the largest number: what follows multiplies by 1.4 at the most
-_ROWS_IN_FP16 = 32  # gradients of means over so many are in the middle of what FP16 has numbers for
+_MOST_IN_FP16 = 32752  # half of FP16's largest number: later factors are at most 1.4
+_ROWS_IN_FP16 = 32  # gradients of a mean over so many rows lie in the middle of FP16's range
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What the tables gave for the rows of a batch.
+    """Looked-up vectors of the rows of a batch.
 
     Attributes:
         ids: table rows of the batch.
-        pooled: a vector for each row, by feature; None where no table gives any.
+        pooled: a vector for each row, by feature; None if no table is pooled.
         by_id: a vector for each id of the rows' lists, by feature.
-        codes: by feature of `by_id`, what its vectors are quantised to.
-        tensors: what gradients are wanted of: `pooled`, [rows, sum of its widths], then each in `by_id`, [ids, width].
+        codes: by feature of `by_id`, the code that its vectors are quantised to.
+        tensors: the vectors that get gradients: `pooled`, [rows, sum of widths], then each of `by_id`, [ids, width].
     """
 
     ids: KeyedJaggedTensor
@@ -51,13 +51,13 @@ class Lookup:
     tensors: list[torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        # At once: torchrec waits for the exchange when the values are first asked for, and where that is under
-        # no_grad they are cut off from the tables.
+        # Read here: torchrec waits for the exchange at the first read of the values, and a first read under no_grad
+        # would detach them from the tables.
         pooled = [] if self.pooled is None else [self.pooled.values()]
         object.__setattr__(self, "tensors", [*pooled, *(vectors.values() for vectors in self.by_id.values())])
 
     def parts(self, bounds: Sequence[int], id_bounds: Sequence[Sequence[int]]) -> Iterator[Part]:
-        """Yield the parts of the rows between each two of `bounds`; both as of a `Batch`."""
+        """Yield the parts between consecutive `bounds`; arguments as `Batch.micro_batches` and `Batch.id_bounds`."""
         ends: list[Sequence[int]] = [(0, vectors.values().shape[0]) for vectors in self.by_id.values()]
         if len(bounds) > 2:
             ends = [id_bounds[self.ids.keys().index(name)] for name in self.by_id]
@@ -66,10 +66,10 @@ class Lookup:
             yield Part(rows, [*of_pooled, *(slice(*of_feature[number : number + 2]) for of_feature in ends)])
 
     def rows(self, part: Part) -> list[torch.Tensor]:
-        """Return the rows of a part of each tensor as the model reads them, in FP32 whatever type the tables give.
+        """Return the rows of a part of each tensor as the model reads them: FP32, and quantised by `codes`.
 
-        Gradients are taken by these, and handed on as if nothing had been rounded (straight-through: Bengio et al.
-        2013, arXiv:1308.3432).
+        Gradients by these are used as those by the tensors, as if nothing had been rounded (straight-through: Bengio et
+        al. 2013, arXiv:1308.3432).
         """
         tensors = [tensor[rows].float() for tensor, rows in zip(self.tensors, part.slices, strict=True)]
         for place, name in enumerate(self.by_id, start=len(tensors) - len(self.by_id)):
@@ -78,19 +78,19 @@ class Lookup:
         return tensors
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Hand on the gradients by `tensors`, FP32, as far as to the ranks that hold the rows."""
-        wanted = [
+        """Send the gradients by `tensors`, FP32, to the ranks that hold the table rows."""
+        pairs = [
             (vectors, gradient.to(vectors.dtype))
             for vectors, gradient in zip(self.tensors, gradients, strict=True)
             if vectors.requires_grad and gradient is not None
         ]
-        if wanted:
-            torch.autograd.backward([vectors for vectors, _ in wanted], [gradient for _, gradient in wanted])
+        if pairs:
+            torch.autograd.backward([vectors for vectors, _ in pairs], [gradient for _, gradient in pairs])
 
     def add_l2(
         self, gradients: Sequence[torch.Tensor | None], factors: Mapping[str, float], weights: torch.Tensor
     ) -> None:
-        """Add to the gradients by `tensors` those of the features' factors / 2 times the weighted squares of vectors.
+        """Add to the gradients by `tensors` those of the penalty: factor / 2 × weight × square of each vector.
 
         Args:
             factors: by feature. weights: of rows, [rows].
@@ -107,21 +107,20 @@ class Lookup:
                 gradient.addcmul_(vectors.detach() * factors[name], weights[row_of_each_id(jagged)][:, None])
 
     def pooled_by_feature(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the columns of rows of `pooled`, or of a gradient by them, by feature."""
+        """Return the columns of `values`, which are rows of `pooled` or their gradient, by feature."""
         assert self.pooled is not None
-        # Their order follows the sharding plan; by key it cannot matter.
+        # The order of features follows the sharding plan; a dict by name does not.
         return dict(zip(self.pooled.keys(), Columns.apply(values, self.pooled.length_per_key()), strict=True))
 
     def vectors(
         self, part: Part, tensors: Sequence[torch.Tensor], averaged: Mapping[str, list[str]], unpooled: Collection[str]
     ) -> Vectors:
-        """Return what the model reads of a part.
+        """Return the vectors of a part by feature, as the model reads them.
 
         Args:
             tensors: slices of `self.tensors` by the part.
-            averaged: features whose sums are divided by the lengths of lists, added up over some features; those of
-                empty lists are 0.
-            unpooled: features that the model wants a vector of for each id.
+            averaged: by feature, the features by whose total length of lists its sums are divided; empty lists give 0.
+            unpooled: features of which the model reads a vector for each id.
         """
         keys, rest = self.ids.keys(), list(zip(tensors, part.slices, strict=True))
         lengths = self.ids.lengths().view(len(keys), -1)[:, slice(*part.rows)]
@@ -142,7 +141,7 @@ class Lookup:
 
 
 def joined(gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the gradient by a tensor of those by the rows of its parts; None where the model does not read it."""
+    """Join gradients by the parts of a tensor to one by the tensor; None if the model does not read it."""
     present = [gradient for gradient in gradients if gradient is not None]
     if len(present) < len(gradients):
         return None
@@ -153,7 +152,7 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
 
 def task_weights(labels: Mapping[str, LabelConfig]) -> dict[str, float]:
-    """Return the weight of each task's loss; none for one task on all rows, whose sum is the loss."""
+    """Return the weight of each task's loss; empty for a single task of weight 1 on all rows, which is the loss."""
     is_plain = len(labels) < 2 and all(x.nulls is LabelNulls.refuse and x.weight == 1 for x in labels.values())
     return {} if is_plain else {name: label.weight for name, label in labels.items()}
 
@@ -162,11 +161,11 @@ class StepLoss:
     """The loss of this rank's rows in one step; collective where there are several tasks.
 
     Args:
-        weights: of tasks, as `task_weights` gives them.
+        weights: of `task_weights`.
 
     Attributes:
-        total: the sum over the rows so far. by_task: the tasks' shares of it, [tasks].
-        weight: what this rank adds to what the sum over ranks is divided by.
+        total: the sum over the rows so far, FP32. by_task: the tasks' shares of it, [tasks].
+        weight: this rank's `Model.denominator`; the sum over ranks divides the loss.
     """
 
     def __init__(self, model: Model, weights: Mapping[str, float], batch: Batch) -> None:
@@ -177,10 +176,10 @@ class StepLoss:
         self.by_task = batch.weights.new_zeros(len(weights))
 
     def add(self, outputs: Outputs, rows: Batch) -> torch.Tensor:
-        """Return the sum over some rows, and over tasks, of what is to be made small.
+        """Return the loss of some rows, summed over rows and tasks, and add it to `total`.
 
         Raises:
-            UserError: nothing can be learned of it, as a model of one's own may have it.
+            UserError: it has no gradient, which a model of the user's own may cause.
         """
         losses = list(self._model.losses(outputs, rows).values())
         if self._factors is None:
@@ -200,9 +199,9 @@ class StepLoss:
 
 @torch.no_grad()
 def _task_factors(weights: Mapping[str, float], batch: Batch, weight: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Return the factors of the tasks' sums of losses, [tasks], so that over the sum of `weight` they become means.
+    """Return factors for the tasks' sums of losses, [tasks]: divided by the sum of `weight`, they then are means.
 
-    Collective, before the loss, since each task has a denominator of its own.
+    Collective, and before the loss, since each task has a denominator of its own.
     """
     by_task = (sum_of_rows(batch.label_weights(task), num_parts) for task in range(len(weights)))
     sums = torch.stack([weight, *by_task])
@@ -232,40 +231,40 @@ class LastInBackward(torch.autograd.Function):
 def _lift(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the power of two that brings the mean weight of a row to between 0.7 and 1.4; collective.
 
-    Gradients have the weights in them until they are divided by their sum, behind the exchange. In FP16, those of small
-    weights would be 0.
+    Gradients are divided by the sum of weights only after their exchange. In FP16, those of rows with small weights
+    would be 0 until then.
     """
     sums = torch.stack([weight, *filled([num_rows], weight[None])])
     SumOverRanks(sums).wait()
     return torch.where(sums[0] > 0, (sums[1] / sums[0]).log2().round().exp2(), 1.0)
 
 
-def _lift_on_the_way(num_rows: int) -> float:
-    """Return the power of two that makes gradients of a mean over a rank's rows about those of one over few rows: of
-    65,536 rows they are about 1e-7, and FP16 has no number between 0 and 6e-8."""
+def _vector_lift(num_rows: int) -> float:
+    """Return the power of two that makes gradients of a mean over a rank's rows as large as those of a mean over
+    `_ROWS_IN_FP16` rows: with 65,536 rows they are about 1e-7, and FP16 has no number between 0 and 6e-8."""
     return 2.0 ** max(0, round(math.log2(max(1, num_rows) / _ROWS_IN_FP16)))
 
 
 class MicroBatches:
-    """The passes of one step, and what they leave.
+    """The passes of one step, and their gradients.
 
     Args:
         dense: the `DenseHalf`, which runs the model.
 
     Attributes:
         loss: of this rank's rows.
-        gradients: by `Lookup.tensors`, FP32, of this rank's rows; None where the model does not read a tensor.
-        lift: what gradients are multiplied by beside the loss scale. lift_on_the_way: those by vectors, beside that.
-        is_finite: whether the loss and `gradients` are, in the type that these travel in; a bool of no dimensions.
+        gradients: by `Lookup.tensors`, FP32, of this rank's rows; None for a tensor that the model does not read.
+        lift: factor of all gradients besides the loss scale. vector_lift: a further factor of `gradients`.
+        is_finite: whether the loss and `gradients` are, in the type in which these are sent; a bool of no dimensions.
     """
 
     def __init__(self, dense: Any, lookup: Lookup, batch: Batch, loss: StepLoss) -> None:
         self._dense, self._lookup, self._batch, self.loss = dense, lookup, batch, loss
         self._parts = list(lookup.parts(batch.micro_batches, batch.id_bounds))
-        rows, self.lift_on_the_way = len(batch.weights), 1.0
+        rows, self.vector_lift = len(batch.weights), 1.0
         self.lift: float | torch.Tensor = 1.0
         if dense.travels_in_fp16:
-            self.lift, self.lift_on_the_way = _lift(loss.weight, rows), _lift_on_the_way(rows)
+            self.lift, self.vector_lift = _lift(loss.weight, rows), _vector_lift(rows)
         # The loss is a sum over rows, and the gradients exchanged are of the mean, but for weights and rows left out.
         self._factor = self.lift * (dense.loss_scale.value / rows)
         self._by_part: list[list[torch.Tensor | None]] = []
@@ -322,8 +321,8 @@ class MicroBatches:
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}
             self._lookup.add_l2(self.gradients, factors, weights * self.lift)
-        if self.lift_on_the_way != 1 and own:
-            torch._foreach_mul_(own, self.lift_on_the_way)
+        if self.vector_lift != 1 and own:
+            torch._foreach_mul_(own, self.vector_lift)
         self.is_finite = all_finite([self.loss.total, self.loss.weight, *own])
         if dense.travels_in_fp16 and own:
             self.is_finite &= torch.stack(torch._foreach_norm(own, torch.inf)).amax() < _MOST_IN_FP16

@@ -16,7 +16,7 @@ _ONE = torch.ones(())
 class Adam(torch.optim.Adam):
     """Adam of FP32 parameters in host memory, by one call of PyTorch's fused kernel; AdamW has the same step.
 
-    PyTorch's own step prepares that call anew each time: for the parameters of an MLP, in four times the kernel's time.
+    PyTorch's own step spends four times as long on preparing that call, for the parameters of an MLP, as on the kernel.
     """
 
     @torch.no_grad()
@@ -42,9 +42,9 @@ class AdamW(Adam, torch.optim.AdamW):
 
 
 class SGD(torch.optim.SGD):
-    """SGD whose momentum begins with zeros, from which the first step is the same.
+    """SGD whose momentum begins as zeros; the first step is the same.
 
-    PyTorch's begins with memory that nobody has written, and a first step that is left out on the device leaves it so.
+    PyTorch's begins as uninitialised memory, and stays so if the first step is skipped on the device.
     """
 
     @torch.no_grad()
@@ -59,9 +59,9 @@ class SGD(torch.optim.SGD):
 
 
 def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of the dense part, or of what this rank trains of it, which may be nothing."""
+    """Return the optimizer of the dense part, or of this rank's slices of it, which may be none."""
     groups, dense = [{"params": list(parameters)}], config.dense
-    if dense.name is DenseOptimizer.adafactor:  # which divides by how many numbers a parameter has: some have none
+    if dense.name is DenseOptimizer.adafactor:  # it divides by a parameter's size, which may be 0
         groups = [{"params": [parameter for parameter in groups[0]["params"] if parameter.numel()]}]
     settings: dict[str, Any] = {"lr": dense.learning_rate, "weight_decay": dense.weight_decay}
     if dense.name is DenseOptimizer.sgd:
@@ -70,7 +70,7 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
         from pytorch_optimizer import Lamb  # here, because it takes a second
 
         return Lamb(groups, **settings, adam_debias=True)  # else the first step is 10 times as long as the paper's
-    kinds: dict[DenseOptimizer, type[torch.optim.Optimizer]] = {
+    classes: dict[DenseOptimizer, type[torch.optim.Optimizer]] = {
         DenseOptimizer.adam: torch.optim.Adam,
         DenseOptimizer.adamw: torch.optim.AdamW,
         DenseOptimizer.adagrad: torch.optim.Adagrad,
@@ -78,29 +78,28 @@ def build_dense_optimizer(parameters: Iterable[torch.Tensor], config: OptimizerC
         DenseOptimizer.adafactor: torch.optim.Adafactor,
     }
     if all((parameter.device.type, parameter.dtype) == ("cpu", torch.float32) for parameter in groups[0]["params"]):
-        kinds |= {DenseOptimizer.adam: Adam, DenseOptimizer.adamw: AdamW}  # checkpoints know them by these names
+        classes |= {DenseOptimizer.adam: Adam, DenseOptimizer.adamw: AdamW}  # checkpoints hold these class names
     on_gpu = any(parameter.is_cuda for parameter in groups[0]["params"])
-    refused = dense.name is DenseOptimizer.adagrad and on_gpu and torch.__version__ < "2.13"  # by Adagrad itself
-    if dense.name is not DenseOptimizer.adafactor and not refused:
+    lacks_fused = dense.name is DenseOptimizer.adagrad and on_gpu and torch.__version__ < "2.13"
+    if dense.name is not DenseOptimizer.adafactor and not lacks_fused:
         settings["fused"] = True  # one kernel in place of ten
-    return kinds[dense.name](groups, **settings)
+    return classes[dense.name](groups, **settings)
 
 
 def schedule_factor(schedule: ScheduleConfig, num_steps: int, step: int) -> float:
-    """Return the share of the configured learning rates that a step trains with, by the step alone.
+    """Return the factor of the configured learning rates at a step.
 
     Args:
-        num_steps: of the whole run, for the shape of linear and cosine. step: from 0.
+        num_steps: of the whole run, at whose end linear and cosine end. step: from 0.
     """
     if step < schedule.warmup_steps:
         return (step + 1) / schedule.warmup_steps
-    progress = (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps)
-    progress = min(1.0, progress)
+    progress = min(1.0, (step - schedule.warmup_steps) / max(1, num_steps - 1 - schedule.warmup_steps))
     if schedule.name is Schedule.linear:
         return 1.0 + (schedule.final_factor - 1.0) * progress
     if schedule.name is Schedule.cosine:
         return schedule.final_factor + (1 - schedule.final_factor) * (1 + math.cos(math.pi * progress)) / 2
-    return 1.0  # of a plateau, the training loop multiplies by what evaluations have come to
+    return 1.0  # the training loop multiplies by the factor of a plateau
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""What a step leaves for the training loop and for evaluation."""
+"""The results of a step, for the training loop and for evaluation."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,21 +11,20 @@ from recsys.step.exchange import LEAST_WEIGHT, Totals
 
 @dataclass
 class StepOutput:
-    """What a step leaves: `outputs` of the model for the rank's rows, and in training the sums over all ranks.
+    """The results of a step: outputs of the model for this rank's rows, and in training totals over all ranks.
 
     Attributes:
-        unread: gives the sums, for which it may wait; None: they have been read.
-        loss: mean over the global batch, weighted; of several tasks the sum of theirs.
+        unread: reads the totals, for which it may wait; None: they have been read.
+        loss: weighted mean over the global batch; with several tasks, the sum of their weighted means.
         stop, publish: some rank asked to stop, and to publish.
-        weight: of the global batch, what the sum of losses is divided by.
-        losses: of several tasks, by name, the mean over the rows that count for it; without the task's weight.
+        weight: `Model.denominator` of the global batch, which divides the sum of losses.
+        losses: with several tasks, the mean of each over the rows that have its label, without the task's weight.
         num_rows, num_bad_rows: of the global batch, as in `Batch`.
-        skipped: on some rank the loss or a gradient is not finite, or the step `is_weightless`, and no rank has changed
-            a table or a weight.
-        overflowed: it was skipped because the gradient, though not the loss, is too large for FP16; the loss scale has
-            been halved.
-        is_weightless: it was skipped because the weights of its rows add up to too little to divide by.
-        finite_here: it is not this rank's rows that are to blame.
+        skipped: no rank has changed a table or a weight, since the loss or a gradient of some rank is not finite, or
+            the step `is_weightless`.
+        overflowed: it was skipped since a gradient, but not the loss, is too large for FP16; the loss scale was halved.
+        is_weightless: it was skipped since the weights of its rows add up to less than `LEAST_WEIGHT`.
+        finite_here: this rank's loss and gradients are finite.
     """
 
     batch: Batch
@@ -44,13 +43,13 @@ class StepOutput:
     unread: Callable[[], None] | None = None
 
     def read(self) -> None:
-        """Have the sums over all ranks in the attributes."""
+        """Set the attributes from the totals over all ranks, once; may wait for them."""
         if self.unread is not None:
             self.unread()
             self.unread = None
 
-    def take(self, totals: Totals, tasks: Mapping[str, float]) -> None:
-        """Take the sums over all ranks; `tasks` gives the weight of each task's loss."""
+    def set_totals(self, totals: Totals, tasks: Mapping[str, float]) -> None:
+        """Set the attributes; `tasks` has the weight of each task's loss, if there are several."""
         self.weight = weight = totals.weight
         self.loss = totals.loss / weight if weight else 0.0
         self.stop, self.publish = totals.num_stops > 0, totals.num_publishes > 0

@@ -20,17 +20,17 @@ class Pipeline(Protocol):
         """Return the step's output.
 
         Raises:
-            StopIteration: the batches are used up.
+            StopIteration: there are no more batches.
         """
 
     def detach(self) -> Any:
-        """Give the model its own forward back; to be called when the batches are used up."""
+        """Restore the model's own forward; to be called when there are no more batches."""
 
 
 class GatedOptimizer:
-    """An optimizer of the dense part that leaves out the steps which `DenseHalf.backward` has skipped.
+    """An optimizer of the dense part that does nothing in steps which `DenseHalf.backward` has skipped.
 
-    The gate is here, since each version of torchrec's pipeline calls the optimizer in a way of its own.
+    The check is here because versions of torchrec's pipeline call the optimizer in different ways.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, dense_half: Any) -> None:
@@ -42,7 +42,7 @@ class GatedOptimizer:
     def step(self) -> None:
         if self._dense_half.skipped:
             return
-        if self._dense_half.is_bad is not None:  # fused optimizers then leave everything as it is, on the device
+        if self._dense_half.is_bad is not None:  # fused optimizers then skip the step on the device
             self._optimizer.found_inf = self._dense_half.is_bad.float()  # type: ignore[attr-defined]
         if self._dense_half.shards is None:
             self._optimizer.step()
@@ -63,10 +63,10 @@ class OverlappedPipeline(TrainPipelineSparseDist[Batch, Any]):
 
 
 class PlainPipeline:
-    """One batch at a time, nothing in flight: what the debugger shows is what runs.
+    """One batch at a time, nothing in flight: for debuggers, and for CPUs.
 
-    It is for CPUs too: they copy nothing, and the threads of an exchange want the cores that compute. There, keeping
-    three batches under way gains two ranks nothing, and takes a tenth of one rank's step of 2048 rows.
+    On CPUs nothing is copied, and the threads of an exchange compete for the cores that compute. There, three batches
+    in flight gain nothing on two ranks, and cost one rank a tenth of its step of 2048 rows.
     """
 
     def __init__(self, model: DistributedModelParallel, optimizer: GatedOptimizer, device: torch.device) -> None:
@@ -99,7 +99,7 @@ def build_pipeline(
 
 
 class TimedIterator(Iterator[Batch]):
-    """Iterator of batches that adds up the time the training thread waits for them."""
+    """Iterator of batches that adds up the seconds for which the training thread waits for them."""
 
     def __init__(self, batches: Iterator[Batch], enter_phase: Callable[..., None] = ignore_phase) -> None:
         self._batches, self._enter_phase = batches, enter_phase

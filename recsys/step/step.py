@@ -1,12 +1,12 @@
 """The step itself: look up, compute, agree, update.
 
-The model runs on detached vectors, forward and backward by itself. At its end, two exchanges are under way together:
-the gradients of the dense part with a few sums over all ranks behind them, and the gradients by vectors on their way to
-the ranks that hold the rows. When the sums say that the step is sound everywhere, gradients are set right by the sum of
-weights, and the tables are updated. So nothing reaches a table before every rank has seen that.
+The forward and backward passes of the model run on detached vectors. Then two exchanges run together: of the gradients
+of the dense part, with a few totals over all ranks behind them, and of the gradients by vectors, which go to the ranks
+that hold the rows. When the totals say that the step is finite everywhere, gradients are divided by the sum of weights
+and the tables are updated. So nothing changes a table before every rank knows that.
 
-Without `train.check_every_step` no host waits for the sums: where a step is not sound, tables get gradients of 0, which
-leave their rows as they are, and the optimizer of the dense part is told on the device.
+Without `train.check_every_step` no host waits for the totals: if a step is not finite, tables get gradients of 0, which
+leave their rows as they are, and the optimizer of the dense part skips the step on the device.
 """
 
 import math
@@ -43,28 +43,28 @@ AUTOCAST_TYPES = {Autocast.bf16: torch.bfloat16, Autocast.fp16: torch.float16}
 
 
 class DenseHalf(nn.Module):
-    """Runs a model on what tables gave, and hands the gradient on to them.
+    """Runs the model on looked-up vectors, and passes gradients back to the tables.
 
     Args:
         model: the dense part, with its loss.
 
     Attributes:
-        stop_requested: set by a signal handler; it rides on the step's all-reduce to all ranks.
-        publish_requested: likewise; the model is to be published after the step.
-        enter_phase: told "forward" and "backward" as a training step comes to them.
-        gate: stands between the tables and the exchange of what is looked up.
-        sums: a parameter whose gradient is what a step sums over the ranks. So it goes with the others, and costs no
-            message of its own.
-        replicated: trains the tables that every rank holds whole, on their ids and gradients by feature.
-        loss_scale: 1 unless the model computes in FP16. travels_in_fp16: gradients by vectors do, or may.
+        stop_requested: set by a signal handler; a step's totals carry it to all ranks.
+        publish_requested: the model is to be published after the step; likewise.
+        enter_phase: called with "forward" and "backward" when a training step begins them.
+        gate: holds gradients by vectors back from the tables of this rank.
+        sums: a parameter whose gradient is this rank's `Totals.pack`, so that it is summed over the ranks with the
+            other gradients, without a message of its own.
+        replicated: trains the replicated tables, on their ids and gradients by feature.
+        loss_scale: 1 unless the model computes in FP16. travels_in_fp16: gradients by vectors are, or may be, FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
-        codes: by feature, what its vectors are quantised to. in_int8: linear layers are, but in training.
-        late_exchange: gradients by vectors set out behind the sums, and not before these are waited for. A GPU queues
-            both, and its host waits for the sums alone; on CPU the host waits in each exchange of its own.
-        skipped: the last step changed nothing, because it was not finite; with `checks`.
-        checks: the host waits for the sums of each step. is_bad: without it, what they say, on the device.
-        offload: a context in which the model runs in training, and what autograd keeps goes to host memory.
-        shards: what the ranks share out of the dense part's optimizer; None: nothing.
+        codes: by feature, the code that its vectors are quantised to. in_int8: linear layers are, outside training.
+        late_exchange: gradients by vectors are sent behind the totals: a GPU queues both exchanges, and its host waits
+            for the totals alone. On CPUs they are sent before the host waits for the totals.
+        skipped: with `checks`, the last step changed nothing, because it was not finite.
+        checks: the host waits for the totals of each step. is_bad: without `checks`, `Agreement.is_bad` of the step.
+        offload: a context for the model's forward pass in training that moves saved tensors to host memory.
+        shards: slices of the dense part, by which its optimizer is sharded over the ranks; None: it is not.
     """
 
     def __init__(self, model: Model, config: Config) -> None:
@@ -93,11 +93,11 @@ class DenseHalf(nn.Module):
         self.shards: DenseShards | None = None
         self._replica: DistributedDataParallel | None = None  # with several ranks of GPUs
         self._joined: JoinedGradients | None = None  # with several ranks of CPUs
-        self._under_way: Iterator[torch.Tensor] = iter(())
+        self._running: Iterator[torch.Tensor] = iter(())
         self._norm: torch.Tensor | None = None  # where gradients are clipped
 
     def replicate(self, device: torch.device) -> None:
-        """Let gradients of the dense part be averaged over all ranks; every rank holds its weights. Collective."""
+        """Set up the averaging of the dense part's gradients over all ranks, which all hold its weights. Collective."""
         if not self.late_exchange:
             parameters = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
             self._joined = JoinedGradients([*parameters, self.sums])
@@ -108,7 +108,7 @@ class DenseHalf(nn.Module):
             broadcast_buffers=False,  # training changes none
             gradient_as_bucket_view=True,
         )
-        object.__setattr__(self, "_replica", replica)  # not as a submodule, which `model` is already
+        object.__setattr__(self, "_replica", replica)  # not as a submodule, since `model` is one already
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the dense part."""
@@ -121,18 +121,17 @@ class DenseHalf(nn.Module):
     def forward(
         self, pooled: KeyedTensor | None, by_id: Sequence[Mapping[str, JaggedTensor]], batch: Batch
     ) -> tuple[torch.Tensor, StepOutput]:
-        """Return the loss of this rank's rows and the output; in training, gradients are then on their way.
+        """Return the loss of this rank's rows, and the output; in training it runs the step up to its `yield`.
 
         Args:
-            pooled, by_id: what the tables gave: a vector for each row, and one for each id, by feature, of each
-                collection.
+            pooled: a vector for each row, by feature. by_id: one for each id, by feature, of each collection.
         """
         vectors_by_id = {name: jagged for vectors in by_id for name, jagged in vectors.items()}
         lookup = Lookup(batch.ids, pooled, vectors_by_id, self.codes)
         output = StepOutput(batch, ())
         if self.training:
-            self._under_way = self.step(lookup, output)
-            return next(self._under_way), output
+            self._running = self.step(lookup, output)
+            return next(self._running), output
         (part,) = lookup.parts((0, len(batch.weights)), ())
         with Int8Linear() if self.in_int8 else nullcontext():
             output.outputs = self._outputs(lookup, part, lookup.rows(part), batch)
@@ -140,13 +139,13 @@ class DenseHalf(nn.Module):
 
     def backward(self) -> None:
         """Finish the step that `forward` began."""
-        next(self._under_way, None)
+        next(self._running, None)
 
     def step(self, lookup: Lookup, output: StepOutput) -> Iterator[torch.Tensor]:
         """Train on a batch, from top to bottom. At the `yield`, the pipeline sends the ids of the next batch.
 
-        Where the loss or a gradient is not finite on some rank, every rank leaves the tables alone and marks the output
-        as `skipped`; the optimizer of the dense part is not to be called then.
+        If the loss or a gradient is not finite on some rank, no rank changes its tables, and the output is `skipped`;
+        the optimizer of the dense part must not be called then.
         """
         batch, scaled_by = output.batch, self.loss_scale.value
         passes = MicroBatches(self, lookup, batch, StepLoss(self.model, self._tasks, batch))
@@ -171,30 +170,30 @@ class DenseHalf(nn.Module):
             output.read()
             self.skipped = output.skipped
             if self.skipped:
-                self._leave_out(output)
+                self._skip(output)
                 return
             self.loss_scale.good()
             scale = summands / output.weight if output.weight else 0.0
         else:
             self.is_bad, scale = agreement.is_bad(), agreement.over_weight(summands)
         self._scale_dense_gradients(scale / (passes.lift * scaled_by))
-        scale = scale / (passes.lift * passes.lift_on_the_way)
+        scale = scale / (passes.lift * passes.vector_lift)
         pooled_gradient = passes.gradients[0] if lookup.pooled is not None else None
         if self.replicated.tables and pooled_gradient is not None:
             by_row = scaled([pooled_gradient], scale / ranks, self.is_bad)[0]
             self.replicated.update(batch.ids, lookup.pooled_by_feature(by_row))
-        del lookup, passes, pooled_gradient  # the update takes as much
+        del lookup, passes, pooled_gradient  # to make room for the update, which takes as much
         with record_function("## tables: update ##"):
             self.gate.open(scale, self.is_bad)
 
-    def _leave_out(self, output: StepOutput) -> None:
-        """Leave the tables alone, and halve the loss scale where a smaller one may mend the step: not its weights."""
+    def _skip(self, output: StepOutput) -> None:
+        """Drop the gradients of the tables; halve the loss scale if only a gradient overflowed."""
         self.gate.close()
-        may_mend = math.isfinite(output.loss) and not output.is_weightless
-        output.overflowed = may_mend and self.loss_scale.overflow()
+        only_gradient = math.isfinite(output.loss) and not output.is_weightless
+        output.overflowed = only_gradient and self.loss_scale.overflow()
 
     def _read(self, output: StepOutput, agreement: Agreement, is_finite: torch.Tensor) -> None:
-        output.take(agreement.wait(), self._tasks)
+        output.set_totals(agreement.wait(), self._tasks)
         output.finite_here = not output.skipped or (bool(is_finite) and not output.is_weightless)
 
     def _scale_dense_gradients(self, factor: float | torch.Tensor) -> None:
@@ -205,14 +204,14 @@ class DenseHalf(nn.Module):
             self._norm = torch.nn.utils.clip_grad_norm_(self._dense_parameters, self._clip_norm)
 
     def gradient_norm(self) -> float:
-        """Return the length of the dense part's gradient in the last step before it was clipped; NaN: left out."""
+        """Return the norm of the dense part's gradient in the last step, before clipping; NaN if it was skipped."""
         if self.skipped or (self.is_bad is not None and bool(self.is_bad)):
             return math.nan
         return float(torch.nn.utils.get_total_norm(self._dense_gradients()) if self._norm is None else self._norm)
 
     @cached_property
     def _dense_parameters(self) -> list[nn.Parameter]:
-        return list(self.model.parameters())  # looking for them takes a tenth of a millisecond
+        return list(self.model.parameters())  # cached, since collecting them takes a tenth of a millisecond
 
     @cached_property
     def _dropouts(self) -> dict[str, RowDropout]:
@@ -222,7 +221,7 @@ class DenseHalf(nn.Module):
         return [p.grad for p in self._dense_parameters if p.grad is not None]
 
     def exchanging(self, last: bool) -> AbstractContextManager[Any]:
-        """Return the context of a micro-batch: gradients of the dense part add up, and are exchanged with the last."""
+        """Return the context of a micro-batch's passes: gradients are summed locally, and exchanged with the last."""
         return nullcontext() if last or self._replica is None else self._replica.no_sync()
 
     def complete(self) -> None:
@@ -259,11 +258,11 @@ class TrainStep(nn.Module):
     """Lookup, then the dense half; what torchrec shards and its pipeline traces.
 
     Args:
-        embeddings: tables that give the sum of each list's rows; None if there is no such table.
-        embeddings_by_id: tables that give a vector for each id of a list, by their dimensions.
+        embeddings: pooled tables, which sum the rows of each list; None if there is none.
+        embeddings_by_id: tables that give a vector for each id of a list, a collection for each dimension.
 
     Attributes:
-        local: looks ids up in `embeddings` once they are sharded, where one rank has no one to exchange with.
+        local: looks ids up in the sharded `embeddings` where `is_local` holds; None: torchrec does.
     """
 
     def __init__(
