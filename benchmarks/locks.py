@@ -66,7 +66,7 @@ def count(shape: str, data: Path, library: str, compiled: bool) -> int:
         loops.compile_loops()
     with open_world(config.run.device, 1) as world:
         loader = open_inputs(config, world).loader("train")
-        streams = loader._placed(Position(), 1 + 2 * WINDOWS, loader._shares[0])
+        streams = loader._stream(Position(), 1 + 2 * WINDOWS, loader._shares[0])
         for placed in [next(streams) for _ in range(WINDOWS)]:
             loader._read(placed)
         windows = [next(streams) for _ in range(WINDOWS)]

@@ -73,18 +73,18 @@ def elements(values: pa.Array, starts: np.ndarray, lengths: np.ndarray) -> pa.Ar
     return select(values, np.repeat(inside, runs))
 
 
-def cast(array: pa.Array, kind: pa.DataType, safe: bool = True) -> pa.Array:
+def cast(array: pa.Array, dtype: pa.DataType, safe: bool = True) -> pa.Array:
     """Return an array in another type as Arrow casts it, but decimals as the floats that are nearest to them.
 
     Raises:
         pa.ArrowException: values that the type has not, where the cast is to be `safe`.
     """
-    if pa.types.is_list(array.type) and pa.types.is_list(kind):
-        values, bounds = cast(array.values, kind.value_type, safe), array.buffers()[:2]
-        return pa.Array.from_buffers(kind, len(array), bounds, array.null_count, array.offset, children=[values])
-    if pa.types.is_decimal(array.type) and pa.types.is_floating(kind):
+    if pa.types.is_list(array.type) and pa.types.is_list(dtype):
+        values, bounds = cast(array.values, dtype.value_type, safe), array.buffers()[:2]
+        return pa.Array.from_buffers(dtype, len(array), bounds, array.null_count, array.offset, children=[values])
+    if pa.types.is_decimal(array.type) and pa.types.is_floating(dtype):
         array = pa.array(to_numbers(array), mask=~valid(array) if array.null_count else None)
-    return array.cast(kind, safe=safe)
+    return array.cast(dtype, safe=safe)
 
 
 def to_numbers(array: pa.Array) -> np.ndarray:
@@ -93,15 +93,15 @@ def to_numbers(array: pa.Array) -> np.ndarray:
     Decimals become float64, and are off by 1 in the last place at most where they have more than 18 digits. Points and
     lengths of time become seconds in float64: of a date or timestamp since 1970 in UTC, of a time since midnight.
     """
-    kind = array.type
-    if pa.types.is_decimal(kind):
+    dtype = array.type
+    if pa.types.is_decimal(dtype):
         return _decimals(array)
-    if pa.types.is_temporal(kind):
+    if pa.types.is_temporal(dtype):
         raw = raw_times(_without_validity(array))
-        if pa.types.is_date(kind):
-            return raw * 86400.0 if kind.bit_width == 32 else raw / 1000.0
-        return raw / float(10**9 // NANOSECONDS[kind.unit])
-    if pa.types.is_boolean(kind):  # which are bits
+        if pa.types.is_date(dtype):
+            return raw * 86400.0 if dtype.bit_width == 32 else raw / 1000.0
+        return raw / float(10**9 // NANOSECONDS[dtype.unit])
+    if pa.types.is_boolean(dtype):  # which are bits
         return _without_validity(array).to_numpy(zero_copy_only=False)
     return numpy_view(array)
 
@@ -110,13 +110,13 @@ def _decimals(array: pa.Array) -> np.ndarray:
     # Arrow's own cast makes 0.09999999999999999 of 0.1, on the wrong side of a boundary; a division rounds once.
     if array.type.bit_width < 128:
         array = array.cast(pa.decimal128(array.type.precision, array.type.scale))
-    array, kind = _without_validity(array), array.type
+    array, dtype = _without_validity(array), array.type
     if not len(array):
         return np.zeros(0)
-    size = kind.bit_width // 64
+    size = dtype.bit_width // 64
     words = np.frombuffer(array.buffers()[1], np.int64, len(array) * size, array.offset * size * 8).reshape(-1, size)
     low = words[:, 0]
-    numbers = low / 10.0**kind.scale
+    numbers = low / 10.0**dtype.scale
     large = (words[:, 1:] != (low >> 63)[:, None]).any(axis=1)  # the words above are more than the sign of the lowest
     if large.any():
         numbers[large] = array.cast(pa.float64()).to_numpy()[large]

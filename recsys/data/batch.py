@@ -19,7 +19,7 @@ class Sampled(NamedTuple):
     """Rows of a batch, from `start` on, that are items drawn as negatives: of weight 0, with an item's features alone.
 
     Attributes:
-        first: the place of the first one behind the rows of the global batch and what lower ranks have drawn.
+        first: number of the first one, which counts on from the global batch and the items drawn by lower ranks.
     """
 
     start: int
@@ -35,19 +35,19 @@ class Batch(Pipelineable):
             int64 (half the bytes to page-lock, copy and exchange), lengths int32, and weights float32 if any feature is
             weighted.
         floats: [rows, columns of float features] float32; a vector has `dim` columns, and they come last.
-        labels: [rows, labels] float32; in data.train with a teacher there are its scores behind them, one for each.
+        labels: [rows, labels] float32; in data.train with a teacher, its score for each label follows.
         weights: [rows] float32.
         known_labels: [rows, labels] float32, 1 where a label is known and 0 where it was null; None: all are known.
         lists: retrieval's `targets` and `seen` as positions in the item corpus (-1: not in it), or None.
-        num_rows: rows of the data in this batch, without the fill and the bad ones.
-        num_bad_rows: rows that could not be read; they have become fill.
+        num_rows: rows of the data in this batch, without fill and bad rows.
+        num_bad_rows: rows that could not be read; their weight is 0.
         micro_batches: bounds of the rows that the dense part computes together, from 0 to the number of rows.
         position: where training stands once this batch is trained (host only).
         fence: of the host memory that the tensors lie in.
-        id_bounds: where each of `micro_batches` begins and ends in the ids of each feature; empty if there is but one.
-        first_row: the place of the first row in the global batch.
-        sampled: the rows behind those of the data, of a model that wants some.
-        content: of the block that the tensors lie in, where that is host memory.
+        id_bounds: by feature, the bounds of `micro_batches` among its ids; empty if there is only one micro-batch.
+        first_row: place of the first row in the global batch.
+        sampled: the rows behind those of the data, for a model with sampled negatives.
+        content: bytes of the block that the tensors lie in, if that is host memory.
     """
 
     ids: KeyedJaggedTensor
@@ -67,7 +67,7 @@ class Batch(Pipelineable):
     content: torch.Tensor | None = None
 
     def row_numbers(self, start: int, stop: int) -> torch.Tensor:
-        """Return of rows `start` … `stop` - 1 of this rank's batch their places in the global batch, int64."""
+        """Return the places in the global batch of this rank's rows `start` … `stop` - 1, int64."""
         rows = torch.arange(start, stop, device=self.weights.device)
         if self.sampled is None:
             return rows + self.first_row
@@ -75,20 +75,20 @@ class Batch(Pipelineable):
         return torch.where(rows < first, rows + self.first_row, rows - first + number)
 
     def label_weights(self, label: int) -> torch.Tensor:
-        """Return what each row counts for a label, by its number: [rows] float32."""
+        """Return the weights of rows for the label with this index, [rows] float32: 0 where it is unknown."""
         return self.weights if self.known_labels is None else self.weights * self.known_labels[:, label]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Batch":
         tensors, content = self._tensors(), self.content
         if device.type == "cpu" or content is None:
             return replace(self, **{name: part.to(device, non_blocking=non_blocking) for name, part in tensors.items()})
-        copy = content.to(device, non_blocking=non_blocking)  # one for all
+        copy = content.to(device, non_blocking=non_blocking)  # one copy for all tensors
         if device.type == "cuda":
-            self.fence.record()  # until then the loader must not write into the memory that is being copied
+            self.fence.record()  # the loader must not reuse the memory before the copy is done
         return replace(self, content=None, **{name: _moved(part, content, copy) for name, part in tensors.items()})
 
     def dense_rows(self, start: int, stop: int) -> "Batch":
-        """Return the batch with only rows `start` … `stop` - 1 of what the dense part reads; `ids` stay whole."""
+        """Return the batch with floats, labels and weights of rows `start` … `stop` - 1 only; `ids` stay whole."""
         if (start, stop) == (0, len(self.weights)):
             return self
         floats, labels, weights = (t[start:stop] for t in (self.floats, self.labels, self.weights))
@@ -96,13 +96,13 @@ class Batch(Pipelineable):
         return replace(self, floats=floats, labels=labels, weights=weights, known_labels=known)
 
     def save(self, path: Path) -> None:
-        """Write the tensors to a file that `torch.load` reads, to be looked at; folders are made."""
+        """Write the tensors to a file that `torch.load` reads, for inspection; its folder is made."""
         path.parent.mkdir(exist_ok=True)
         jagged = {}
         for name, tensor in self.ids.to(torch.device("cpu")).to_dict().items():
             jagged[name] = {"values": tensor.values(), "lengths": tensor.lengths(), "weights": tensor.weights_or_none()}
         dense = {name: value.cpu() for name, value in self._tensors().items() if isinstance(value, torch.Tensor)}
-        content = io.BytesIO()  # torch.save does not say what is wrong with a file
+        content = io.BytesIO()  # since errors of torch.save on files say nothing
         torch.save({"ids": jagged, **dense}, content)
         replace_file(path, content.getvalue())
 
@@ -111,14 +111,14 @@ class Batch(Pipelineable):
             value.record_stream(stream)
 
     def _tensors(self) -> dict[str, Any]:
-        """What lies on a device, by name; nothing for what the batch does not have."""
+        """Return the tensors that the batch has, by name."""
         names = ("ids", "floats", "labels", "weights", "known_labels", "lists")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """How many rows, and how many ids in their lists, the dense part computes together at most; None: any number."""
+    """The most rows, and the most ids in their lists, of a micro-batch of the dense part; None: any number."""
 
     max_rows: int | None = None
     max_ids: int | None = None
@@ -143,7 +143,7 @@ class MicroBatches:
 
 
 def _moved(value: Any, content: torch.Tensor, copy: torch.Tensor) -> Any:
-    """Return a tensor or KeyedJaggedTensor of a block as it lies in a copy of the block's content."""
+    """Return a tensor or KeyedJaggedTensor of a block as a view of a copy of the block."""
     if isinstance(value, KeyedJaggedTensor):
         values, lengths, weights = value.values(), value.lengths(), value.weights_or_none()
         return KeyedJaggedTensor(

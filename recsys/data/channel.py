@@ -1,4 +1,4 @@
-"""What two processes of one machine tell each other, with arrays that lie in memory that both map."""
+"""Messages between two processes of one machine, whose arrays lie in memory that both map."""
 
 import errno
 import mmap
@@ -15,11 +15,11 @@ import numpy as np
 
 from recsys.data.pool import Block, BlockPool, padded
 
-LOST = EOFError, BrokenPipeError, ConnectionResetError  # what the end of the other side is told by
+LOST = EOFError, BrokenPipeError, ConnectionResetError  # raised when the other side has ended
 
 
 class Parcel(NamedTuple):
-    """A value on its way: its pickle, whose arrays lie between these bounds of a block, if it has any."""
+    """A message: the pickle of a value, and the bounds of its arrays in a block, if it has any."""
 
     content: bytes
     bounds: list[tuple[int, int]]
@@ -42,40 +42,42 @@ def pack(value: Any, pool: BlockPool) -> Parcel:
 
 
 class Channel:
-    """One end of what two processes tell each other. Arrays are not copied: the other side maps their memory."""
+    """One end of a connection between two processes. Arrays are not copied: the receiver maps their memory."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket, self._connection = connected, Connection(os.dup(connected.fileno()))
         self._number = 0
-        self._sent: dict[int, Block | None] = {}  # what the other side has not given back, by number
-        self._mapped: dict[int, mmap.mmap] = {}  # its memory, by inode
-        self._let_go: deque[int] = deque()  # numbers of what came from there and nobody holds any more
+        self._sent: dict[int, Block | None] = {}  # blocks that the other side still uses, by number of the message
+        self._mapped: dict[int, mmap.mmap] = {}  # memory of the other side, by inode
+        self._released: deque[int] = deque()  # numbers of received messages whose arrays are gone
 
     def send(self, parcel: Parcel, pool: BlockPool) -> None:
-        """Send what has been packed in memory of a pool, which is not used again before the other side lets go."""
+        """Send a parcel packed in a pool; its block is not reused before the receiver has dropped its arrays."""
         self._number += 1
         self._sent[self._number] = parcel.block
         file = None if parcel.block is None else parcel.block.file
-        let_go = [self._let_go.popleft() for _ in range(len(self._let_go))]
-        self._connection.send((self._number, parcel.content, parcel.bounds, file is not None, pool.inodes(), let_go))
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        self._connection.send((self._number, parcel.content, parcel.bounds, file is not None, pool.inodes(), released))
         if file is not None:
             socket.send_fds(self._socket, [b"f"], [file])
 
     def receive(self) -> Any:
         """Return the next value; EOFError: the other side has ended."""
-        number, content, bounds, has_file, inodes, let_go = self._connection.recv()
-        for each in let_go:
-            self._sent.pop(each, None)
+        number, content, bounds, has_file, inodes, released = self._connection.recv()
+        for released_number in released:
+            self._sent.pop(released_number, None)
         for inode in self._mapped.keys() - set(inodes):
             del self._mapped[inode]
         if not has_file:
-            self._let_go.append(number)
+            self._released.append(number)
             return pickle.loads(content)
         byte, files, *_ = socket.recv_fds(self._socket, 1, 1)
         if not files:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE)) if byte else EOFError
-        memory = np.frombuffer(self._map(files[0]), np.uint8)  # all arrays refer to this one, which is new each time
-        weakref.finalize(memory, self._let_go.append, number).atexit = False
+        memory = np.frombuffer(
+            self._map(files[0]), np.uint8
+        )  # all arrays are views of this one, which is new each time
+        weakref.finalize(memory, self._released.append, number).atexit = False
         return pickle.loads(content, buffers=[memory[start:stop] for start, stop in bounds])
 
     def _map(self, file: int) -> mmap.mmap:
@@ -88,12 +90,12 @@ class Channel:
             os.close(file)
 
     def end(self) -> None:
-        """Let whoever waits, here or on the other side, go on with an error."""
+        """End the connection; threads that wait on either side get an error."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give files and memory back, once nobody uses the channel any more."""
+        """Close files and unmap memory; to be called when no thread uses the channel any more."""
         self._connection.close()
         self._socket.close()
         self._sent.clear()

@@ -1,4 +1,4 @@
-"""Checks of columns: over several data sets they have to be of one kind, and some need a value that counts."""
+"""Checks of columns: types must agree over all datasets, some columns need a value, and some look like mistakes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,18 +36,18 @@ def check_types(config: Config, schemas: dict[str, pa.Schema]) -> None:
             different rows; or a feature has one id a row in some data and lists in others.
     """
     for table in config.tables:
-        kinds: dict[str, pa.DataType] = {}
+        dtypes: dict[str, pa.DataType] = {}
         for name in id_features(config):
             if config.features[name].table != table:
                 continue
             column = column_of(config, name)
             types = _types(column, schemas)
             _check_lists(config, name, column, types)
-            kinds |= _places(column, types)
-        _check_kinds(f"tables.{table}", kinds)
+            dtypes |= _places(column, types)
+        _check_dtypes(f"tables.{table}", dtypes)
     for name in id_features(config):
         for column in config.features[name].cross or ():
-            _check_kinds(f"features.{name}.cross", _places(column, _types(column, schemas)))
+            _check_dtypes(f"features.{name}.cross", _places(column, _types(column, schemas)))
 
 
 def _types(column: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]:
@@ -56,20 +56,22 @@ def _types(column: str, schemas: dict[str, pa.Schema]) -> dict[str, pa.DataType]
 
 def _places(column: str, types: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
     """Return the types of ids by where they are, for messages; of a list or dictionary that of its values."""
-    return {f"'{column}' of {key}": getattr(kind, "value_type", kind) for key, kind in types.items()}
+    return {f"'{column}' of {key}": getattr(dtype, "value_type", dtype) for key, dtype in types.items()}
 
 
-def _check_kinds(asks: str, kinds: dict[str, pa.DataType]) -> None:
+def _check_dtypes(asks: str, dtypes: dict[str, pa.DataType]) -> None:
     """Refuse ids that are numbers in some places and texts in others; `asks` is the config key that they are of.
 
     Structs, maps and lists of lists are no ids: what reads their column refuses them, and says what to name instead.
     """
-    known = {place: kind for place, kind in kinds.items() if not (pa.types.is_null(kind) or pa.types.is_nested(kind))}
-    texts = [place for place, kind in known.items() if is_text(kind)]
-    numbers = [place for place in known if place not in texts]
+    single = {
+        place: dtype for place, dtype in dtypes.items() if not (pa.types.is_null(dtype) or pa.types.is_nested(dtype))
+    }
+    texts = [place for place, dtype in single.items() if is_text(dtype)]
+    numbers = [place for place in single if place not in texts]
     if texts and numbers:
         raise UserError(
-            f"config key '{asks}': its ids are {known[texts[0]]} in column {texts[0]} and {known[numbers[0]]} in "
+            f"config key '{asks}': its ids are {single[texts[0]]} in column {texts[0]} and {single[numbers[0]]} in "
             f"column {numbers[0]}; write both with one type (a list: `python -m recsys prepare csv --list "
             f"'NAME=SEPARATOR:int64'`; a partition key in paths is a number where all its values are integers of 32 "
             f"bits)"
@@ -97,25 +99,25 @@ def doubtful_lists(config: Config, train: pa.Schema) -> list[str]:
 
 
 def doubts(train: Dataset, spec: BatchSpec) -> list[str]:
-    """Return sentences on what in data.train is likely not meant. Raises as `large_numbers`."""
+    """Return sentences on likely mistakes in data.train. Raises as `large_numbers`."""
     return copied_files(train) + large_numbers(train, spec) + constant_labels(train, spec)
 
 
 def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
-    """Return sentences on numbers of data.train, read or to be learned, whose root mean square is far from 1.
+    """Return sentences on floats and labels of data.train whose root mean square is above `_LARGE`.
 
-    By its first rows, as they are once transformed. Raises as `read_head` and `convert_floats`.
+    It is measured on the first rows, after transforms. Raises as `read_head` and `convert_floats`.
     """
     sentences, head = [], read_head(train, 1000)
-    for part in (*spec.floats, *spec.labels):
-        if part.column is None:
+    for column in (*spec.floats, *spec.labels):
+        if column.column is None:
             continue
-        numbers = convert_floats(head.column(part.column).combine_chunks(), part).astype(np.float64)
+        numbers = convert_floats(head.column(column.column).combine_chunks(), column).astype(np.float64)
         numbers = numbers[np.isfinite(numbers)]
         size = np.sqrt(np.square(numbers).mean()) if numbers.size else 0.0
         if size > _LARGE:
-            is_label = part in spec.labels
-            key = part.name if is_label else f"features.{part.name}"
+            is_label = column in spec.labels
+            key = column.name if is_label else f"features.{column.name}"
             advice = (
                 "squares of such errors drown other losses, and are learned slowly: write it in larger units, or its "
                 "logarithm"
@@ -123,19 +125,19 @@ def large_numbers(train: Dataset, spec: BatchSpec) -> list[str]:
                 else "a network wants numbers of about 1: set standardise: true, or log1p and clip"
             )
             sentences.append(
-                f"config key '{key}': column '{part.column}' is around {size:,.0f} in its first rows, and {advice}"
+                f"config key '{key}': column '{column.column}' is around {size:,.0f} in its first rows, and {advice}"
             )
     return sentences
 
 
-def _check_lists(config: Config, feature: str, column: str, kinds: dict[str, pa.DataType]) -> None:
-    nested = [key for key, kind in kinds.items() if pa.types.is_nested(kind)]
+def _check_lists(config: Config, feature: str, column: str, dtypes: dict[str, pa.DataType]) -> None:
+    nested = [key for key, dtype in dtypes.items() if pa.types.is_nested(dtype)]
     if nested and feature == config.model.needs().item_id:
         raise UserError(
-            f"config key 'model.item_id': column '{column}' of {nested[0]} is {kinds[nested[0]]}, not one id a row"
+            f"config key 'model.item_id': column '{column}' of {nested[0]} is {dtypes[nested[0]]}, not one id a row"
         )
-    lists = [key for key, kind in kinds.items() if pa.types.is_list(kind) or pa.types.is_large_list(kind)]
-    single = [key for key, kind in kinds.items() if key not in nested and not pa.types.is_null(kind)]
+    lists = [key for key, dtype in dtypes.items() if pa.types.is_list(dtype) or pa.types.is_large_list(dtype)]
+    single = [key for key, dtype in dtypes.items() if key not in nested and not pa.types.is_null(dtype)]
     if lists and single:
         raise UserError(
             f"config key 'features.{feature}': column '{column}' has lists of ids in {lists[0]} and one id a row in "
@@ -188,25 +190,25 @@ def constant_labels(train: Dataset, spec: BatchSpec) -> list[str]:
     sentences = []
     for label in spec.labels:
         try:
-            found = _values(train, label) if label.binary else set()
-        except BadDataError:  # training tells of it, or leaves it out
+            values = _values(train, label) if label.binary else set()
+        except BadDataError:  # training reports it, or leaves it out
             continue
-        if len(found) == 1:
+        if len(values) == 1:
             sentences.append(
-                f"config key '{train.key}': {label.title} is {found.pop()} in every row, so a model learns no more "
+                f"config key '{train.key}': {label.title} is {values.pop()} in every row, so a model learns no more "
                 f"than that; take in rows of the other kind"
             )
     return sentences
 
 
 def _values(dataset: Dataset, label: FloatColumn) -> set[object]:
-    """Return the values of a label, or of its condition, or two and more of them where it has such."""
-    found: set[object] = set()
+    """Return the distinct values of a label or its condition; if there are several, maybe not all of them."""
+    values: set[object] = set()
     for column in _label_columns(dataset, label):
-        found.update(column.drop_null().unique().to_pylist())
-        if len(found) > 1:
+        values.update(column.drop_null().unique().to_pylist())
+        if len(values) > 1:
             break
-    return found
+    return values
 
 
 def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedArray]:
@@ -216,6 +218,6 @@ def _label_columns(dataset: Dataset, label: FloatColumn) -> Iterator[pa.ChunkedA
 
 
 def _row_groups(dataset: Dataset, columns: list[str]) -> Iterator[pa.Table]:
-    """Yield columns of one row group after the other; as a rule the first one ends a search."""
+    """Yield columns of one row group after the other."""
     reader = SegmentReader(dataset, columns)
     return (reader.read(dataset.row_groups.segment(i)) for i in range(len(dataset.row_groups)))

@@ -14,10 +14,10 @@ from recsys.data.pool import Block, BlockPool, padded
 from recsys.data.spec import BatchSpec, IdColumn
 from recsys.data.window import Columns, Ragged
 
-_LARGE_BYTES = 1 << 17  # joined by NumPy in half the time below
+_LARGE_BYTES = 1 << 17  # NumPy joins smaller arrays in half the time
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Rows `start` … `stop` - 1 of some columns, which go to rows `at` … of a batch."""
 
     columns: Columns
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
 
 
 def collate(
-    pieces: Sequence[Piece],
+    chunks: Sequence[Chunk],
     num_rows: int,
     spec: BatchSpec,
     position: Position,
@@ -35,14 +35,14 @@ def collate(
     micro_batches: MicroBatches,
     first_row: int = 0,
 ) -> Batch:
-    """Join pieces into a batch of `num_rows` rows; rows that no piece fills have weight 0 and empty lists.
+    """Join chunks into a batch of `num_rows` rows; rows that no chunk fills have weight 0 and empty lists.
 
     Args:
-        pieces: in ascending order of `at`. spec: the one that their columns were converted with.
+        chunks: in ascending order of `at`. spec: the one that their columns were converted with.
         position: where training stands after this batch. pool: where the memory of the batch is taken from.
         first_row: the place of the first row in the global batch.
     """
-    rows = _Rows(pieces, num_rows)
+    rows = _Rows(chunks, num_rows)
     ids = _Jagged(spec.ids, "ids", rows, spec.dtype, spec.weighted)
     lists = _Jagged(spec.lists, "lists", rows, spec.dtype, weighted=False) if spec.lists else None
     widths = [len(spec.single_floats), *[len(spec.labels)] * (1 + spec.has_unknown_labels), 1]
@@ -51,7 +51,7 @@ def collate(
     block = pool.take(ids.num_bytes + (lists.num_bytes if lists else 0) + num_bytes)
     numbers = [block.array((num_rows, width), np.float32) for width in with_vectors]
     floats, labels, *known, weights = map(torch.from_numpy, _copy_numbers(rows, widths, numbers))
-    num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in pieces if p.columns.bad is not None)
+    num_bad = sum(int(p.columns.bad[p.start : p.stop].sum()) for p in chunks if p.columns.bad is not None)
     keyed, lengths = ids.build(block)
     bounds = micro_batches.bounds(lengths)
     return Batch(
@@ -73,29 +73,29 @@ def collate(
 
 
 def _copy_numbers(rows: "_Rows", widths: list[int], arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """Fill arrays, [rows, width] each, with the numbers of the pieces' columns, cut at these widths; others are 0.
+    """Fill arrays, [rows, width] each, from `Columns.floats` cut at these widths; rows of no chunk get 0.
 
-    Vectors stand behind the numbers of the first.
+    The first array has further columns for `Columns.vectors`.
     """
     if rows.num_filled < rows.num_rows:
         for array in arrays:
             array[:] = 0
-    if not rows.pieces:
+    if not rows.chunks:
         return arrays
     at = 0
     for array, width in zip(arrays, widths, strict=True):
         columns = slice(at, at + width)
-        parts = [piece.columns.floats[columns, piece.start : piece.stop].T for piece in rows.pieces]
+        parts = [chunk.columns.floats[columns, chunk.start : chunk.stop].T for chunk in rows.chunks]
         rows.fill(array[:, :width], parts)
         at += width
     if widths[0] < arrays[0].shape[1]:
-        parts = [piece.columns.vectors[piece.start : piece.stop] for piece in rows.pieces]
+        parts = [chunk.columns.vectors[chunk.start : chunk.stop] for chunk in rows.chunks]
         rows.fill(arrays[0][:, widths[0] :], parts)
     return arrays
 
 
 def _join(parts: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """Write arrays end to end into another. Of large ones, NumPy asks for Python's lock after each, torch once."""
+    """Concatenate arrays into `out`. For large ones NumPy takes Python's lock after each, and torch only once."""
     if out.nbytes < _LARGE_BYTES:
         np.concatenate(parts, out=out)
     else:
@@ -108,22 +108,22 @@ def _id_bounds(lengths: np.ndarray, bounds: tuple[int, ...]) -> tuple[tuple[int,
 
 
 class _Rows:
-    """Which rows of a batch its pieces fill.
+    """The rows of a batch that its chunks fill.
 
     Attributes:
-        num_rows: of the batch; num_filled: of the pieces.
-        places: of the pieces' rows in the batch, in order; an index of an array. Of no use without pieces.
+        num_rows: of the batch; num_filled: of the chunks.
+        places: index of the chunks' rows in the batch, in order; meaningless without chunks.
     """
 
-    def __init__(self, pieces: Sequence[Piece], num_rows: int) -> None:
-        self.pieces, self.num_rows = pieces, num_rows
-        self.num_filled = sum(piece.stop - piece.start for piece in pieces)
+    def __init__(self, chunks: Sequence[Chunk], num_rows: int) -> None:
+        self.chunks, self.num_rows = chunks, num_rows
+        self.num_filled = sum(chunk.stop - chunk.start for chunk in chunks)
         self.places: slice | np.ndarray = slice(num_rows)
-        if pieces and self.num_filled < num_rows:
-            self.places = np.concatenate([np.arange(p.at, p.at + p.stop - p.start) for p in pieces])
+        if chunks and self.num_filled < num_rows:
+            self.places = np.concatenate([np.arange(p.at, p.at + p.stop - p.start) for p in chunks])
 
     def fill(self, out: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        """Write what each piece has for its rows, end to end, to these rows of `out`."""
+        """Write an array of each chunk, end to end, to the filled rows of `out`."""
         if self.num_filled == self.num_rows:
             _join(parts, out)
         else:
@@ -138,18 +138,18 @@ class _Jagged:
     """
 
     def __init__(
-        self, parts: Sequence[IdColumn], which: Literal["ids", "lists"], rows: _Rows, dtype: np.dtype, weighted: bool
+        self, columns: Sequence[IdColumn], which: Literal["ids", "lists"], rows: _Rows, dtype: np.dtype, weighted: bool
     ) -> None:
-        self._keys, self._rows, self._dtype, self._weighted = [part.name for part in parts], rows, dtype, weighted
-        self._columns: list[Sequence[int | Ragged]] = [getattr(piece.columns, which) for piece in rows.pieces]
-        kinds = {piece.columns.single[which] for piece in rows.pieces}
-        self._scalar = tuple(map(all, zip(*kinds, strict=True))) if kinds else (True,) * len(parts)
+        self._keys, self._rows, self._dtype, self._weighted = [column.name for column in columns], rows, dtype, weighted
+        self._columns: list[Sequence[int | Ragged]] = [getattr(chunk.columns, which) for chunk in rows.chunks]
+        single = {chunk.columns.single[which] for chunk in rows.chunks}
+        self._scalar = tuple(map(all, zip(*single, strict=True))) if single else (True,) * len(columns)
         self._runs = _find_runs(self._scalar)
         self._total = sum(self._num_values(run) for run in self._runs)
 
     @property
     def num_bytes(self) -> int:
-        """What `build` takes of a block."""
+        """Bytes that `build` takes of a block."""
         weights = padded(4 * self._total) if self._weighted else 0
         return padded(self._dtype.itemsize * self._total) + padded(4 * len(self._keys) * self._rows.num_rows) + weights
 
@@ -162,7 +162,7 @@ class _Jagged:
         if rows.num_filled < rows.num_rows:
             lengths[:] = 0
         at = 0
-        for run in self._runs if rows.pieces else ():
+        for run in self._runs if rows.chunks else ():
             stop = at + self._num_values(run)
             if self._scalar[run.start]:
                 self._copy_scalars(run, values[at:stop].reshape(len(run), rows.num_filled))
@@ -180,7 +180,7 @@ class _Jagged:
             values=torch.from_numpy(values),
             lengths=torch.from_numpy(lengths).view(-1),
             offsets=_numbered(self._total + 1) if has_one_each else None,
-            # Else torchrec sums them on the GPU, and waits.
+            # Given here, since torchrec would sum lengths on the GPU and wait.
             length_per_key=[rows.num_rows] * len(self._keys) if has_one_each else lengths.sum(axis=1).tolist(),
             weights=None if weights is None else torch.from_numpy(weights),
         )
@@ -190,53 +190,53 @@ class _Jagged:
         if self._scalar[run.start]:
             return len(run) * self._rows.num_filled
         total = 0
-        for piece, columns in zip(self._rows.pieces, self._columns, strict=True):
-            part = columns[run.start]
-            if isinstance(part, int):
-                total += piece.stop - piece.start
+        for chunk, columns in zip(self._rows.chunks, self._columns, strict=True):
+            lists = columns[run.start]
+            if isinstance(lists, int):
+                total += chunk.stop - chunk.start
             else:
-                total += int(part.offsets[piece.stop] - part.offsets[piece.start])
+                total += int(lists.offsets[chunk.stop] - lists.offsets[chunk.start])
         return total
 
     def _copy_scalars(self, run: range, values: np.ndarray) -> None:
         sources = []
-        for piece, columns in zip(self._rows.pieces, self._columns, strict=True):
+        for chunk, columns in zip(self._rows.chunks, self._columns, strict=True):
             first = columns[run.start]
             assert isinstance(first, int)
-            sources.append(piece.columns.scalars[first : first + len(run), piece.start : piece.stop])
+            sources.append(chunk.columns.scalars[first : first + len(run), chunk.start : chunk.stop])
         np.concatenate(sources, axis=1, out=values)
 
     def _copy_lists(self, k: int, values: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None) -> None:
         """Fill in the values of a feature, the lengths of its lists, and its weights."""
-        lists = [_lists(columns[k], piece) for piece, columns in zip(self._rows.pieces, self._columns, strict=True)]
-        sources, of_lists, of_pieces = zip(*lists, strict=True)
+        lists = [_lists(columns[k], chunk) for chunk, columns in zip(self._rows.chunks, self._columns, strict=True)]
+        sources, list_lengths, id_weights = zip(*lists, strict=True)
         _join(sources, values)
-        self._rows.fill(lengths, of_lists)
+        self._rows.fill(lengths, list_lengths)
         if weights is not None:
             _join(
-                [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, of_pieces, strict=True)],
+                [np.ones(len(s), np.float32) if w is None else w for s, w in zip(sources, id_weights, strict=True)],
                 weights,
             )
 
 
-def _lists(part: int | Ragged, piece: Piece) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the ids of a piece's rows, the lengths of their lists, and the ids' weights if they have any."""
-    rows = slice(piece.start, piece.stop)
-    if isinstance(part, int):
-        return piece.columns.scalars[part, rows], np.ones(piece.stop - piece.start, np.int32), None
-    inside = slice(part.offsets[piece.start], part.offsets[piece.stop])
-    return part.values[inside], part.lengths[rows], None if part.weights is None else part.weights[inside]
+def _lists(lists: int | Ragged, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return the ids of a chunk's rows, the lengths of their lists, and the ids' weights if they have any."""
+    rows = slice(chunk.start, chunk.stop)
+    if isinstance(lists, int):
+        return chunk.columns.scalars[lists, rows], np.ones(chunk.stop - chunk.start, np.int32), None
+    inside = slice(lists.offsets[chunk.start], lists.offsets[chunk.stop])
+    return lists.values[inside], lists.lengths[rows], None if lists.weights is None else lists.weights[inside]
 
 
 @lru_cache(maxsize=4)
 def _numbered(number: int) -> torch.Tensor:
-    """Return the numbers from 0 on, int32: where lists of one id each begin. To be read only."""
+    """Return 0 … number - 1, int32: the offsets of lists of one id each. Shared, so read only."""
     return torch.arange(number, dtype=torch.int32)
 
 
 @lru_cache(maxsize=64)
 def _find_runs(scalar: tuple[bool, ...]) -> list[range]:
-    """Return the features that are copied together."""
+    """Return runs of neighbouring features that are copied together."""
     runs: list[range] = []
     for k in range(len(scalar)):
         if runs and scalar[k] and scalar[k - 1]:

@@ -1,4 +1,4 @@
-"""The tree of a filter: conditions on columns, for rows and for what is known of row groups."""
+"""The tree of a filter: conditions on columns, evaluated for rows, and for row groups by their statistics."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ _LITERALS: tuple[tuple[Callable[[pa.DataType], bool], tuple[type, ...], str], ..
     (pa.types.is_boolean, (bool, int), "write True or False"),
     (pa.types.is_integer, (int,), "write an integer of that type, without quotes"),
     (
-        lambda kind: pa.types.is_floating(kind) or pa.types.is_decimal(kind),
+        lambda dtype: pa.types.is_floating(dtype) or pa.types.is_decimal(dtype),
         (int, float),
         "write a number, without quotes",
     ),
@@ -43,13 +43,13 @@ _LITERALS: tuple[tuple[Callable[[pa.DataType], bool], tuple[type, ...], str], ..
     (pa.types.is_struct, (), "compare one of its fields, as device.os"),
     (pa.types.is_nested, (), "a list has only 'is None' and 'is not None'"),
     (pa.types.is_null, (bool, int, float, str), "write 'is None'"),
-    (lambda kind: pa.types.is_string(kind) or pa.types.is_binary(kind), (str,), "write a value in quotes"),
-    (lambda kind: True, (), "write a value in quotes"),
+    (lambda dtype: pa.types.is_string(dtype) or pa.types.is_binary(dtype), (str,), "write a value in quotes"),
+    (lambda dtype: True, (), "write a value in quotes"),
 )
 
 
 class Bounds(NamedTuple):
-    """What is known of a column in each of n row groups.
+    """Bounds of a column in each of n row groups.
 
     Attributes:
         least, most: pa.Array [n] of the column's type; bounds of the values that are not null, null where unknown.
@@ -71,9 +71,9 @@ class Origin(NamedTuple):
 
 
 class Outcomes(NamedTuple):
-    """What a condition may be for rows of each of n row groups: true, false, null; each bool [n].
+    """Whether a condition may be true, false or null for some row of each of n row groups; bool [n] each.
 
-    What is False there is excluded; what is True need not happen.
+    Conservative: True means possible, False means impossible.
     """
 
     true: np.ndarray
@@ -111,19 +111,19 @@ class Condition:
             return replace(self, parts=tuple(part.bind(schema) for part in self.parts))
         if self.operator == "sampled":
             return self
-        kind = schema.field(self.column).type
+        dtype = schema.field(self.column).type
         if isinstance(self.value, Column):
-            _check_pair(self.operator, self.column, kind, self.value, schema.field(self.value).type)
+            _check_pair(self.operator, self.column, dtype, self.value, schema.field(self.value).type)
         if self.operator == "is None" or isinstance(self.value, Column):
             return self
         if self.operator == "in":
-            return replace(self, value=tuple(_bound(self.column, kind, "==", literal)[1] for literal in self.value))
+            return replace(self, value=tuple(_bound(self.column, dtype, "==", literal)[1] for literal in self.value))
         if self.operator != "is true":
-            operator, scalar = _bound(self.column, kind, self.operator, self.value)
+            operator, scalar = _bound(self.column, dtype, self.operator, self.value)
             return replace(self, operator=operator, value=scalar)
-        if not (pa.types.is_boolean(kind) or pa.types.is_null(kind)):
+        if not (pa.types.is_boolean(dtype) or pa.types.is_null(dtype)):
             raise UserError(
-                f"{KEY}: column '{self.column}' is {kind} and no condition by itself; compare it with a value"
+                f"{KEY}: column '{self.column}' is {dtype} and no condition by itself; compare it with a value"
             )
         return replace(self, operator="==", value=pa.scalar(True))
 
@@ -151,13 +151,13 @@ class Condition:
         # The types of literals for decimals differ, and no one type may hold them all; and -0.0 is 0, but not in [0].
         if pa.types.is_decimal(values.type) or pa.types.is_floating(values.type):
             return reduce(pc.or_kleene, (pc.equal(values, scalar) for scalar in self.value))
-        kinds = {scalar.type for scalar in self.value}
-        literals = pa.array([scalar.as_py() for scalar in self.value], kinds.pop() if len(kinds) == 1 else pa.int64())
+        dtypes = {scalar.type for scalar in self.value}
+        literals = pa.array([scalar.as_py() for scalar in self.value], dtypes.pop() if len(dtypes) == 1 else pa.int64())
         # The kernel says false for null, and `not in` would take it.
         return pc.if_else(pc.is_valid(values), pc.is_in(values, literals), pa.scalar(None, pa.bool_()))
 
     def outcomes(self, bounds: Mapping[str, Bounds], n: int) -> Outcomes:
-        """Return what the condition may be in each of `n` row groups, of whose columns some bounds are known."""
+        """Return the possible outcomes in each of `n` row groups, given the bounds of some columns."""
         parts = self.parts
         if self.operator == "in":
             parts = tuple(Condition("==", column=self.column, value=scalar) for scalar in self.value)
@@ -170,15 +170,16 @@ class Condition:
                 return Outcomes(np.all(true, 0), np.any(false, 0), np.any(null, 0) & np.all(true | null, 0))
             return Outcomes(np.any(true, 0), np.all(false, 0), np.any(null, 0) & np.all(false | null, 0))
         if self.column not in bounds or isinstance(self.value, Column):  # `sampled` has no column
-            anything = np.ones(n, np.bool_)
-            return Outcomes(anything, anything, anything if self.operator != "is None" else ~anything)
-        known = bounds[self.column]
+            possible = np.ones(n, np.bool_)
+            return Outcomes(possible, possible, possible if self.operator != "is None" else ~possible)
+        column = bounds[self.column]
         if self.operator == "is None":
-            return Outcomes(known.nulls, known.values, np.zeros(n, np.bool_))
-        true, false = (_may_hold(operator, known, self.value) for operator in (self.operator, _OPPOSITE[self.operator]))
-        if pa.types.is_floating(known.least.type):  # NaN, which bounds leave out, is unequal to all and has no order
+            return Outcomes(column.nulls, column.values, np.zeros(n, np.bool_))
+        operators = self.operator, _OPPOSITE[self.operator]
+        true, false = (_may_hold(operator, column, self.value) for operator in operators)
+        if pa.types.is_floating(column.least.type):  # NaN, which bounds leave out, is unequal to all and has no order
             true, false = true | (self.operator == "!="), false | (self.operator != "!=")
-        return Outcomes(true & known.values, false & known.values, known.nulls)
+        return Outcomes(true & column.values, false & column.values, column.nulls)
 
 
 def _sampled(share_and_seed: tuple[float, int], origin: Origin | None) -> pa.ChunkedArray:
@@ -190,62 +191,62 @@ def _sampled(share_and_seed: tuple[float, int], origin: Origin | None) -> pa.Chu
     return pa.chunked_array([pa.array((hashes >> np.uint64(11)) * 2.0**-53 < share)])
 
 
-def _check_pair(operator: str, left: str, left_kind: pa.DataType, right: str, right_kind: pa.DataType) -> None:
-    kinds = [kind for kind in {left_kind, right_kind} if not pa.types.is_null(kind)]
+def _check_pair(operator: str, left: str, left_dtype: pa.DataType, right: str, right_dtype: pa.DataType) -> None:
+    dtypes = [dtype for dtype in {left_dtype, right_dtype} if not pa.types.is_null(dtype)]
     try:
-        if len(kinds) == 2 and not all(pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in kinds):
+        if len(dtypes) == 2 and not all(pa.types.is_integer(dtype) or pa.types.is_floating(dtype) for dtype in dtypes):
             raise pa.ArrowInvalid
-        KERNELS[operator](*(_comparable(pa.array([], kind)) for kind in (left_kind, right_kind)))
+        KERNELS[operator](*(_comparable(pa.array([], dtype)) for dtype in (left_dtype, right_dtype)))
     except pa.ArrowException as error:
         raise UserError(
-            f"{KEY}: columns '{left}' ({left_kind}) and '{right}' ({right_kind}) cannot be compared with each other; "
+            f"{KEY}: columns '{left}' ({left_dtype}) and '{right}' ({right_dtype}) cannot be compared with each other; "
             f"compare columns of one type"
         ) from error
 
 
-def _bound(column: str, kind: pa.DataType, operator: str, literal: Any) -> tuple[str, pa.Scalar]:
+def _bound(column: str, dtype: pa.DataType, operator: str, literal: Any) -> tuple[str, pa.Scalar]:
     """Return a comparison with a literal as one with a scalar of the column's type."""
     given = literal
-    if pa.types.is_integer(kind) and isinstance(literal, float):  # Arrow refuses to compare large ids with it
+    if pa.types.is_integer(dtype) and isinstance(literal, float):  # Arrow refuses to compare large ids with it
         if not math.isfinite(literal) or (operator in ("==", "!=") and not literal.is_integer()):
             raise UserError(
-                f"{KEY}: column '{column}' is {kind}, and {literal} is no integer; compare it with an integer"
+                f"{KEY}: column '{column}' is {dtype}, and {literal} is no integer; compare it with an integer"
             )
         if not literal.is_integer():
             operator = "<=" if operator in ("<", "<=") else ">="
         literal = math.floor(literal) if operator in ("<", "<=") else math.ceil(literal)
-    types, advice = next((types, advice) for fits, types, advice in _LITERALS if fits(kind))
+    types, advice = next((types, advice) for fits, types, advice in _LITERALS if fits(dtype))
     try:
-        if type(literal) not in types or (pa.types.is_boolean(kind) and literal not in (0, 1)):
-            raise TypeError(kind)
-        scalar = _scalar(kind, literal)
-        KERNELS[operator](_comparable(pa.array([], kind)), scalar)
+        if type(literal) not in types or (pa.types.is_boolean(dtype) and literal not in (0, 1)):
+            raise TypeError(dtype)
+        scalar = _scalar(dtype, literal)
+        KERNELS[operator](_comparable(pa.array([], dtype)), scalar)
         return operator, scalar
     except (pa.ArrowException, OverflowError, TypeError) as error:
         raise UserError(
-            f"{KEY}: column '{column}' is {kind}, and cannot be compared with {given!r}; {advice}"
+            f"{KEY}: column '{column}' is {dtype}, and cannot be compared with {given!r}; {advice}"
         ) from error
 
 
-def _scalar(kind: pa.DataType, literal: Any) -> pa.Scalar:
-    if pa.types.is_null(kind):  # equal to nothing, whatever the literal; Arrow compares no null with an untyped one
+def _scalar(dtype: pa.DataType, literal: Any) -> pa.Scalar:
+    if pa.types.is_null(dtype):  # equal to nothing, whatever the literal; Arrow compares no null with an untyped one
         return pa.scalar(None, pa.int64())
-    if pa.types.is_boolean(kind):
+    if pa.types.is_boolean(dtype):
         return pa.scalar(bool(literal))
-    if pa.types.is_decimal(kind):
+    if pa.types.is_decimal(dtype):
         return pa.scalar(Decimal(repr(literal)))
-    if pa.types.is_integer(kind) and kind.bit_width < 64 and not _fits(kind, literal):
+    if pa.types.is_integer(dtype) and dtype.bit_width < 64 and not _fits(dtype, literal):
         return pa.scalar(literal, pa.int64())
-    if pa.types.is_timestamp(kind) and kind.tz is not None:
+    if pa.types.is_timestamp(dtype) and dtype.tz is not None:
         try:
-            return pa.scalar(literal).cast(kind)
+            return pa.scalar(literal).cast(dtype)
         except pa.ArrowInvalid:  # no zone is written: UTC
-            return pa.scalar(literal).cast(pa.timestamp(kind.unit)).cast(kind)
-    if pa.types.is_temporal(kind):
-        return pa.scalar(literal).cast(kind)
-    if pa.types.is_floating(kind):  # of an integer Arrow refuses those that the type has to round
-        return _comparable(pa.scalar(float(literal), kind))
-    return pa.scalar(literal, kind)
+            return pa.scalar(literal).cast(pa.timestamp(dtype.unit)).cast(dtype)
+    if pa.types.is_temporal(dtype):
+        return pa.scalar(literal).cast(dtype)
+    if pa.types.is_floating(dtype):  # of an integer Arrow refuses those that the type has to round
+        return _comparable(pa.scalar(float(literal), dtype))
+    return pa.scalar(literal, dtype)
 
 
 def _comparable(values: Any) -> Any:
@@ -253,8 +254,8 @@ def _comparable(values: Any) -> Any:
     return values.cast(pa.float32()) if pa.types.is_float16(values.type) else values
 
 
-def _fits(kind: pa.DataType, literal: int) -> bool:
-    limits = np.iinfo(kind.to_pandas_dtype())
+def _fits(dtype: pa.DataType, literal: int) -> bool:
+    limits = np.iinfo(dtype.to_pandas_dtype())
     return limits.min <= literal <= limits.max
 
 
@@ -269,12 +270,12 @@ def _of_values(column: pa.ChunkedArray, test: Callable[[pa.Array], pa.Array]) ->
     )
 
 
-def _may_hold(operator: str, known: Bounds, literal: pa.Scalar) -> np.ndarray:
-    """Return in which row groups some value may compare so."""
+def _may_hold(operator: str, bounds: Bounds, literal: pa.Scalar) -> np.ndarray:
+    """Return whether some value in each row group may compare so with the literal, bool [n]."""
     if operator == "==":
-        return _may_hold("<=", known, literal) & _may_hold(">=", known, literal)
+        return _may_hold("<=", bounds, literal) & _may_hold(">=", bounds, literal)
     least, most = (
-        pc.fill_null(KERNELS[operator](_comparable(end), literal), True) for end in (known.least, known.most)
+        pc.fill_null(KERNELS[operator](_comparable(end), literal), True) for end in (bounds.least, bounds.most)
     )
     ends = {"<": least, "<=": least, ">": most, ">=": most, "!=": pc.or_(least, most)}
     return ends[operator].to_numpy(zero_copy_only=False)

@@ -148,9 +148,9 @@ def raw_numbers(array: pa.Array, part: FloatColumn) -> tuple[np.ndarray, np.ndar
 def _raw_vectors(array: pa.Array, part: FloatColumn, dim: int) -> tuple[np.ndarray, np.ndarray | None]:
     if pa.types.is_null(array.type):  # no row has any
         return np.zeros((len(array), dim)), np.arange(len(array) * dim)
-    kind = array.type
-    if not pa.types.is_list(kind):
-        raise UserError(f"{part.title} must hold lists of {dim} numbers, found {kind}; for a number drop its dim")
+    dtype = array.type
+    if not pa.types.is_list(dtype):
+        raise UserError(f"{part.title} must hold lists of {dim} numbers, found {dtype}; for a number drop its dim")
     starts, lengths = list_bounds(array)
     is_there = lengths > 0  # as of a null, or of what CSV has for none
     if len(rows := np.flatnonzero(is_there & (lengths != dim))):
@@ -160,7 +160,7 @@ def _raw_vectors(array: pa.Array, part: FloatColumn, dim: int) -> tuple[np.ndarr
         )
     values = decoded(elements(array.values, starts, lengths))
     if not is_number(values.type):
-        raise UserError(f"{part.title} must hold lists of {dim} numbers, found {kind}; write them as numbers")
+        raise UserError(f"{part.title} must hold lists of {dim} numbers, found {dtype}; write them as numbers")
     given = to_numbers(values).reshape(-1, dim)
     if is_there.all() and not values.null_count:
         return given, None

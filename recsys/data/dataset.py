@@ -84,18 +84,18 @@ class Dataset:
         return "/".join([*(f"{key}={value}" for key, value in keys.items()), path.rsplit("/", 1)[-1]])
 
     def file_of_floats(self, column: str) -> str | None:
-        """Return the first file that has floats in a column where others have integers, which are then read as such."""
-        kinds = [layout.field(column).type if column in layout.names else pa.null() for layout in self.layouts]
-        kinds = [getattr(kind, "value_type", kind) for kind in kinds]
-        if not (any(map(pa.types.is_integer, kinds)) and any(map(pa.types.is_floating, kinds))):
+        """Return the first file with floats in a column that is integer in others, which makes all of them floats."""
+        dtypes = [layout.field(column).type if column in layout.names else pa.null() for layout in self.layouts]
+        dtypes = [getattr(dtype, "value_type", dtype) for dtype in dtypes]
+        if not (any(map(pa.types.is_integer, dtypes)) and any(map(pa.types.is_floating, dtypes))):
             return None
         files = zip(self.row_groups.paths, self.file_layouts.tolist(), strict=True)
-        return next((path for path, layout in files if pa.types.is_floating(kinds[layout])), None)
+        return next((path for path, layout in files if pa.types.is_floating(dtypes[layout])), None)
 
     def with_lists(self, others: Iterable[pa.Schema]) -> "Dataset":
-        """Return the dataset with lists, which are null, for each column without a type that is one of lists in others.
+        """Return the dataset with list types for columns without a type that are lists in other schemas.
 
-        Writers give no type to a column without a value; a null in it would else count as the one id of its row.
+        Some writers give no type to a column without values; its nulls must count as null lists, not as single ids.
         """
         lists = {field.name: field for schema in others for field in schema if pa.types.is_list(field.type)}
         untyped = (lists.get(field.name, field) if pa.types.is_null(field.type) else field for field in self.schema)

@@ -296,15 +296,15 @@ class SegmentReader:
         num_rows = table.num_rows if plan.stored else group.stored_rows
         columns = dict(zip(table.column_names, table.columns, strict=True))
         for name, column in columns.items():
-            if plain_type(column.type) == (kind := self._types[name]):
+            if plain_type(column.type) == (dtype := self._types[name]):
                 continue
             try:
-                safe = not pa.types.is_floating(kind)
-                columns[name] = pa.chunked_array([cast(chunk, kind, safe) for chunk in column.chunks], kind)
+                safe = not pa.types.is_floating(dtype)
+                columns[name] = pa.chunked_array([cast(chunk, dtype, safe) for chunk in column.chunks], dtype)
             except pa.ArrowException as error:
                 raise BadDataError(
                     f"column '{name}' of row group {group.index} of '{group.path}' is {column.type} and holds values "
-                    f"that are none of {kind}, the type in other files; write it with one type",
+                    f"that are none of {dtype}, the type in other files; write it with one type",
                     group.path,
                     group.index,
                 ) from error
@@ -322,8 +322,8 @@ def _changed(group: _Group, how: str) -> BadDataError:
     )
 
 
-def _is_plain_list(kind: pa.DataType) -> bool:
-    return pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type)
+def _is_plain_list(dtype: pa.DataType) -> bool:
+    return pa.types.is_list(dtype) and not pa.types.is_nested(dtype.value_type)
 
 
 def _num_values(array: pa.Array) -> int:

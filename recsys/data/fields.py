@@ -18,12 +18,12 @@ class Place:
     """Where a column is in a Parquet file.
 
     Attributes:
-        kind: its type; of a field in a list of structs a list.
+        dtype: its type; of a field in a list of structs a list.
         steps: names of the column and of the fields inside it, from the root; of most columns one.
         leaves, paths: of its Parquet columns the numbers, and the names, by which pyarrow's readers take these alone.
     """
 
-    kind: pa.DataType
+    dtype: pa.DataType
     steps: list[str]
     leaves: list[int]
     paths: list[str]
@@ -33,10 +33,10 @@ class Place:
         """Return the place that `field` of this class has described."""
         return cls(field.type, *json.loads(field.metadata[b"place"]))
 
-    def field(self, name: str, kind: pa.DataType, **metadata: str) -> pa.Field:
+    def field(self, name: str, dtype: pa.DataType, **metadata: str) -> pa.Field:
         """Return a field of a schema, of another type perhaps, whose metadata tell the place."""
         place = json.dumps([self.steps, self.leaves, self.paths])
-        return pa.field(name, kind, metadata={"place": place, **metadata})
+        return pa.field(name, dtype, metadata={"place": place, **metadata})
 
     def take(self, table: pa.Table) -> pa.ChunkedArray:
         """Return the column, of what a reader has given for the paths; a field of a null struct is null.
@@ -66,8 +66,8 @@ def places(fields: pa.Schema, schema: pq.ParquetSchema) -> dict[str, Place]:
     """
     found = _places(fields)
     return {
-        name: Place(kind, steps, list(leaves), [schema.column(leaf).path for leaf in leaves])
-        for name, (kind, steps, leaves) in found.items()
+        name: Place(dtype, steps, list(leaves), [schema.column(leaf).path for leaf in leaves])
+        for name, (dtype, steps, leaves) in found.items()
     }
 
 
@@ -79,9 +79,9 @@ def _places(fields: Iterable[pa.Field], first: int = 0) -> dict[str, tuple[pa.Da
     for field, (start, stop) in zip(fields, bounds, strict=True):
         found.setdefault(field.name, (field.type, [field.name], range(start, stop)))
     for field, (start, _) in zip(fields, bounds, strict=True):
-        for name, (kind, steps, leaves) in _places(_fields(field.type), start).items():
-            kind = pa.list_(kind) if pa.types.is_list(field.type) else kind
-            found.setdefault(f"{field.name}.{name}", (kind, [field.name, *steps], leaves))
+        for name, (dtype, steps, leaves) in _places(_fields(field.type), start).items():
+            dtype = pa.list_(dtype) if pa.types.is_list(field.type) else dtype
+            found.setdefault(f"{field.name}.{name}", (dtype, [field.name, *steps], leaves))
     return found
 
 
@@ -92,14 +92,14 @@ def names(fields: Iterable[pa.Field], before: str = "") -> Iterator[str]:
         yield from names(inner, f"{before}{field.name}.") if inner else [before + field.name]
 
 
-def advice(column: str | None, kind: pa.DataType) -> str:
+def advice(column: str | None, dtype: pa.DataType) -> str:
     """Return what to name in place of a column of structs, for messages; of another type nothing."""
-    fields = _fields(kind)
+    fields = _fields(dtype)
     return f"; name a field of the struct, such as '{column}.{fields[0].name}'" if fields else ""
 
 
-def _num_leaves(kind: pa.DataType) -> int:
-    return sum(_num_leaves(kind.field(i).type) for i in range(kind.num_fields)) if pa.types.is_nested(kind) else 1
+def _num_leaves(dtype: pa.DataType) -> int:
+    return sum(_num_leaves(dtype.field(i).type) for i in range(dtype.num_fields)) if pa.types.is_nested(dtype) else 1
 
 
 def _parts(path: str, steps: Sequence[str]) -> list[str]:
@@ -111,10 +111,10 @@ def _parts(path: str, steps: Sequence[str]) -> list[str]:
     return [*parts, *filter(None, path.split("."))]
 
 
-def _fields(kind: pa.DataType) -> list[pa.Field]:
+def _fields(dtype: pa.DataType) -> list[pa.Field]:
     """Return the fields of a struct, or of the structs in a list."""
-    kind = kind.value_type if pa.types.is_list(kind) else kind
-    return [kind.field(i) for i in range(kind.num_fields)] if pa.types.is_struct(kind) else []
+    dtype = dtype.value_type if pa.types.is_list(dtype) else dtype
+    return [dtype.field(i) for i in range(dtype.num_fields)] if pa.types.is_struct(dtype) else []
 
 
 def _check_entries(array: pa.Array) -> None:

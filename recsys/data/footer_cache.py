@@ -1,4 +1,4 @@
-"""Facts of footers and counts of a filter, kept in a file so that a resumed run need not find them again."""
+"""Footers and counts of a filter, cached in a file so that a resumed run need not read and count again."""
 
 import base64
 import json
@@ -30,8 +30,8 @@ _SCHEMA = pa.schema({"name": pa.string(), "size": pa.int64(), "time": pa.int64()
 
 
 @dataclass(frozen=True)
-class Known:
-    """What an earlier run found.
+class CachedFooters:
+    """Footers that an earlier run has read.
 
     Attributes:
         footers: of files that had this (name, size, time). layouts: of these, see `FooterParser.layouts`.
@@ -44,27 +44,27 @@ class Known:
     schema: pa.Schema | None = None
 
 
-def load_footers(path: Path, columns: Sequence[str], text: str | None) -> Known:
-    """Return what `save_footers` wrote for the same columns and filter; nothing if there is no such file.
+def load_footers(path: Path, columns: Sequence[str], text: str | None) -> CachedFooters:
+    """Return what `save_footers` wrote for the same columns and filter; empty if there is no such file.
 
-    A file that is damaged counts as none, since all of it can be found again.
+    A damaged file counts as none, since all of it can be read from the data again.
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)
         header = json.loads((table.schema.metadata or {})[b"footers"])
         if header["made_for"] != [_VERSION, list(columns), text]:
-            return Known()
+            return CachedFooters()
         layouts = list(map(_decoded, header["layouts"]))
         footers = {}
         for row in table.to_pylist():
             key = (row.pop("name"), row.pop("size"), row.pop("time"))
             if 0 <= row["layout"] < len(layouts) and (row["matching"] is not None or text is None):
                 footers[key] = Footer(**row)
-        return Known(footers, layouts, _decoded(header["filter_schema"]), _decoded(header["schema"]))
+        return CachedFooters(footers, layouts, _decoded(header["filter_schema"]), _decoded(header["schema"]))
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         if not isinstance(error, FileNotFoundError):
             logger.warning("'%s' is damaged; the footers of the data are read again", path)
-        return Known()
+        return CachedFooters()
 
 
 def kept_schema(path: Path) -> pa.Schema:
@@ -80,8 +80,8 @@ def kept_schema(path: Path) -> pa.Schema:
         return pa.schema([])
 
 
-def save_footers(path: Path, columns: Sequence[str], text: str | None, known: Known) -> None:
-    """Write footers for `load_footers`; the file appears whole or not at all, and a full disk ends no run."""
+def save_footers(path: Path, columns: Sequence[str], text: str | None, known: CachedFooters) -> None:
+    """Write footers for `load_footers`, atomically; a full disk is only warned of."""
     header = {
         "made_for": [_VERSION, list(columns), text],
         "layouts": list(map(_encoded, known.layouts)),
@@ -105,7 +105,7 @@ def changed_files(path: Path, dataset: Dataset, all_rows: bool = True) -> str:
     """Return, for a message, how the files differ from those in a file of `save_footers`; empty if it does not tell.
 
     Args:
-        all_rows: the dataset has not been cut at some number of rows, and files with it.
+        all_rows: the dataset is not cut by `data.max_rows`, which may leave out files.
     """
     try:
         files = pq.read_table(path, columns=["name", "num_rows", "matching", "digest"]).to_pylist()

@@ -124,7 +124,7 @@ class FooterParser:
         numbers = [rows * len(self.columns) for rows in num_rows]  # partition keys, and lengths of lists, are such too
         for path in schema.elements:
             numbers = list(map(add, numbers, num_values(content, path, count)))
-        by_column = {column: statistics(content, path, count, kind) for column, path, kind in schema.ordered}
+        by_column = {column: statistics(content, path, count, dtype) for column, path, dtype in schema.ordered}
         sizes = [4 * number for number in numbers]
         return Footer(schema.layout, num_rows, sizes, int.from_bytes(digest, "little", signed=True), by_column)
 
@@ -191,18 +191,18 @@ class FooterParser:
 
 
 @lru_cache(maxsize=1024)
-def plain_type(kind: pa.DataType) -> pa.DataType:
+def plain_type(dtype: pa.DataType) -> pa.DataType:
     """Return a type without what only says how its values are held: dictionaries, and names of lists' elements."""
-    if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
-    return pa.list_(plain_type(kind.value_type)) if pa.types.is_list(kind) else kind
+    if pa.types.is_dictionary(dtype):
+        return plain_type(dtype.value_type)
+    return pa.list_(plain_type(dtype.value_type)) if pa.types.is_list(dtype) else dtype
 
 
 def _field(column: str, place: Place) -> pa.Field:
-    kind = plain_type(place.kind)
-    values = kind.value_type if pa.types.is_list(kind) else kind
+    dtype = plain_type(place.dtype)
+    values = dtype.value_type if pa.types.is_list(dtype) else dtype
     strings = {"dictionary": place.paths[0]} if pa.types.is_string(values) or pa.types.is_binary(values) else {}
-    return place.field(column, kind, **strings)
+    return place.field(column, dtype, **strings)
 
 
 def _are_beside(column: str, other: str) -> bool:

@@ -277,10 +277,10 @@ def _opened(config: Config, rows: Given, options: ReadOptions, like: pa.Schema) 
 def _crossed(dataset: Dataset, made: dict[str, tuple[str, ...]]) -> Dataset:
     """Return a dataset with columns that are made of others."""
     for column in dict.fromkeys(column for columns in made.values() for column in columns):
-        kind = dataset.schema.field(column).type
-        if pa.types.is_nested(kind):
+        if pa.types.is_nested(dtype := dataset.schema.field(column).type):
             raise UserError(
-                f"config key '{dataset.key}': column '{column}' is {kind}, and a cross takes an id a row of each column"
+                f"config key '{dataset.key}': column '{column}' is {dtype}, and a cross takes an id a row "
+                f"of each column"
             )
     schema = pa.schema([*dataset.schema, *(pa.field(name, pa.int64()) for name in made)])
     return replace(dataset, schema=schema, columns=(*dataset.columns, *made), crosses=made)

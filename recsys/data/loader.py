@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from recsys.data.batch import Batch, MicroBatches, Sampled
-from recsys.data.collate import Piece, collate
+from recsys.data.collate import Chunk, collate
 from recsys.data.dataset import Dataset
 from recsys.data.decode import SegmentReader
 from recsys.data.negatives import ItemSampler
@@ -34,7 +34,7 @@ from recsys.data.window import Columns, load_window
 from recsys.runtime.loops import are_worth_compiling, compile_loops
 from recsys.runtime.threads import windows_ahead
 
-WindowSource = Callable[["_Placed"], Callable[[], Columns]]  # begins to read a window; returns what waits for it
+WindowSource = Callable[["_StreamWindow"], Callable[[], Columns]]  # starts to read a window; the result waits for it
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class LoaderOptions:
 
 
 class Loader:
-    """Gives one rank its equal share of every step. A step trains the same rows on any number of ranks.
+    """Loads one rank's equal share of every step. A step trains the same rows on any number of ranks.
 
     Args:
-        dataset: files and footers. spec: what a batch is made of. options: how to read.
+        spec: the columns of a batch.
         global_batch_size: rows of a step over all ranks.
         rank, world_size: of this process.
-        sampler: draws items that batches have behind their rows. permutation: of a feature, in place of its own values.
+        sampler: draws items that are appended to batches. permutation: replaces a feature's values by permuted ones.
 
     Attributes:
-        batch_size: rows of this rank's batches, without what is drawn, the same on all ranks; first_row: the first
-            one's place in the step.
+        batch_size: rows of this rank's batches, without drawn items; the same on all ranks.
+        first_row: place of this rank's first row in the step.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Loader:
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """Bytes of host memory of windows, batches (page-locked with a GPU), and processes that decode, if any do."""
+        """Bytes of host memory of windows, batches (page-locked with a GPU), and decoding processes, if any."""
         batches = {"batch_bytes": self._batches.num_bytes}
         if self._processes is None:
             return {"window_bytes": self._windows.num_bytes, **batches}
@@ -109,24 +109,24 @@ class Loader:
         return {"window_bytes": windows, **batches, "process_bytes": processes}
 
     def window_rows(self, epochs: int = 1) -> list[list[int]]:
-        """Return for each stream of the rank that reads most the rows of its windows in the first epochs, in order."""
+        """Return the rows of each window in the first epochs, by stream of the rank that reads most streams."""
         orders, read = [self._order(epoch) for epoch in range(epochs)], most_shares(self._slots, self._world_size)
         return [[window.num_rows for order in orders for window in order.windows(share.stream)] for share in read]
 
     def row_groups_by_rank(self) -> list[np.ndarray]:
-        """Return for each rank the row groups, by number, that its rows of the first epoch are cut from."""
+        """Return for each rank the numbers of the row groups that it reads in the first epoch, int64."""
         order = self._order(0)
         return [order.row_groups_of(rank, self._world_size) for rank in range(self._world_size)]
 
     def segments(self) -> Iterator[Segment]:
-        """Yield what the first epoch's rows of the streams that this rank reads are cut from, in order."""
+        """Yield the segments of the streams that this rank reads in the first epoch, in order."""
         order = self._order(0)
         for share in self._shares:
             for window in order.windows(share.stream):
                 yield from window.segments
 
     def begun(self, position: Position) -> Position:
-        """Return a position, or the start of the next epoch where no step is left in its own, as with other options."""
+        """Return the position, or the next epoch's start if its own has no step left, as after a change of options."""
         return position if self._steps(position) else Position(position.epoch + 1, 0, position.num_rows)
 
     def steps_left(self, position: Position, num_epochs: int) -> int:
@@ -136,12 +136,12 @@ class Loader:
         return self._steps(position) + (num_epochs - position.epoch - 1) * self._steps(Position())
 
     def batches(self, position: Position | None = None, num_epochs: int = 1) -> Generator[Batch, None, None]:
-        """Yield the batches from a position, at first that of the first row, to the end of the epochs.
+        """Yield the batches from a position, by default the first row, to the end of the epochs.
 
         Close the iterator, or exhaust it, to end its threads.
 
         Raises:
-            UserError: data that cannot be read or do not fit; it comes out of `next`, in the caller's thread.
+            UserError: data cannot be read or do not fit the spec; raised by `next`, in the caller's thread.
         """
         position = position or Position()
         if self._options.num_threads == 0:
@@ -160,7 +160,7 @@ class Loader:
         try:
             yield from _read_ahead(batches, thread, depth) if depth else batches
         finally:
-            # The pool first, so that nobody waits for windows that nobody needs any more.
+            # The pool first, so that no thread waits for windows that are not needed any more.
             pool.shutdown(wait=False, cancel_futures=True)
             if processes is not None:
                 processes.end()
@@ -192,38 +192,38 @@ class Loader:
 
     def _produce(self, position: Position, num_epochs: int, source: WindowSource) -> Iterator[Batch]:
         num_ahead = windows_ahead(self._options.num_threads, len(self._shares))
-        readers = [_StreamReader(self._placed(position, num_epochs, s), source, num_ahead) for s in self._shares]
+        readers = [_StreamReader(self._stream(position, num_epochs, s), source, num_ahead) for s in self._shares]
         while position.epoch < num_epochs:
             following = self._advance(position)
             if self._steps(position):
-                # No name for the pieces, which would keep windows that are used up.
-                yield self._collate(self._pieces(readers, position), following)
+                # The chunks get no name here: it would keep used windows alive.
+                yield self._collate(self._chunks(readers, position), following)
             position = following
 
-    def _collate(self, pieces: list[Piece], position: Position) -> Batch:
+    def _collate(self, chunks: list[Chunk], position: Position) -> Batch:
         how = self._spec, position, self._batches, self._options.micro_batches, self.first_row
         if self._sampler is None:
-            return collate(pieces, self.batch_size, *how)
+            return collate(chunks, self.batch_size, *how)
         items = self._sampler.rows(position.num_rows)
-        pieces.append(Piece(items, 0, items.num_rows, self.batch_size))
-        batch = collate(pieces, self.batch_size + self._sampler.num_rows, *how)
+        chunks.append(Chunk(items, 0, items.num_rows, self.batch_size))
+        batch = collate(chunks, self.batch_size + self._sampler.num_rows, *how)
         sampled = Sampled(self.batch_size, self.global_batch_size + self._sampler.first)
         return replace(batch, sampled=sampled, num_rows=batch.num_rows - items.num_rows)
 
-    def _pieces(self, readers: "list[_StreamReader]", position: Position) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _chunks(self, readers: "list[_StreamReader]", position: Position) -> list[Chunk]:
+        chunks: list[Chunk] = []
         for share, reader in zip(self._shares, readers, strict=True):
             row, stop = self._rows(position, share)
-            pieces += reader.take(min(row + share.start, stop), min(row + share.stop, stop), share.at)
-        return pieces
+            chunks += reader.take(min(row + share.start, stop), min(row + share.stop, stop), share.at)
+        return chunks
 
     def _rows(self, position: Position, share: Share) -> tuple[int, int]:
-        """Return a stream's next row and the end of its epoch; the rows of all epochs are numbered through."""
+        """Return a stream's next row and the end of its epoch, in row numbers that run through all epochs."""
         length = self._lengths[share.stream]
         first = position.epoch * length
         return first + position.rows * share.size // self.global_batch_size, first + length
 
-    def _placed(self, position: Position, num_epochs: int, share: Share) -> "Iterator[_Placed]":
+    def _stream(self, position: Position, num_epochs: int, share: Share) -> "Iterator[_StreamWindow]":
         """Yield the windows of a stream with rows to be trained, to the end of the epochs."""
         while position.epoch < num_epochs:
             row, end = self._rows(position, share)
@@ -231,18 +231,18 @@ class Loader:
             for window in self._order(position.epoch).windows(share.stream):
                 start, stop = stop, stop + window.num_rows
                 if stop > row:
-                    # Of the ranks that read a window, the one that takes its next row counts its ids.
+                    # Several ranks may read a window; the one that takes its next row counts its ids.
                     counts = share.start <= max(0, start - row) % share.size < share.stop
-                    yield _Placed(start, stop, window, counts)
+                    yield _StreamWindow(start, stop, window, counts)
             position = Position(position.epoch + 1)
 
-    def _read(self, placed: "_Placed") -> Columns:
+    def _read(self, placed: "_StreamWindow") -> Columns:
         spec = self._spec if placed.counts else self._uncounted
         return load_window(placed.window, self._reader.read, spec, self._windows, self._options.skip_bad)
 
 
-class _Placed(NamedTuple):
-    """A window of a stream, from row `start` to `stop` - 1 of it; `counts`: its ids go into the statistics."""
+class _StreamWindow(NamedTuple):
+    """A window with rows `start` … `stop` - 1 of a stream; `counts`: this rank counts its ids in the statistics."""
 
     start: int
     stop: int
@@ -251,31 +251,31 @@ class _Placed(NamedTuple):
 
 
 class _StreamReader:
-    """Takes rows of one stream, window after window, with the next windows on their way."""
+    """Reads the rows of one stream, window after window, and requests the next windows ahead."""
 
-    def __init__(self, windows: Iterator[_Placed], source: WindowSource, num_ahead: int) -> None:
+    def __init__(self, windows: Iterator[_StreamWindow], source: WindowSource, num_ahead: int) -> None:
         self._windows = windows
         self._source = source
-        self._pending: list[tuple[_Placed, Callable[[], Columns]]] = []
+        self._pending: list[tuple[_StreamWindow, Callable[[], Columns]]] = []
         self._num_ahead = num_ahead
-        self._columns: Columns | None = None  # of the first that is pending, once rows of it are taken
+        self._columns: Columns | None = None  # of the first pending window, once its rows are read
         self._request(num_ahead)
 
-    def take(self, start: int, stop: int, at: int) -> list[Piece]:
-        """Return pieces of rows `start` … `stop` - 1 of the stream, for the rows of a batch from `at` on."""
-        pieces: list[Piece] = []
+    def take(self, start: int, stop: int, at: int) -> list[Chunk]:
+        """Return rows `start` … `stop` - 1 of the stream as chunks, for a batch's rows from `at` on."""
+        chunks: list[Chunk] = []
         while start < stop:
             placed, columns = self._window(start)
             end = min(stop, placed.stop)
-            pieces.append(Piece(columns, start - placed.start, end - placed.start, at))
+            chunks.append(Chunk(columns, start - placed.start, end - placed.start, at))
             at, start = at + end - start, end
             if end == placed.stop:
                 self._drop()
-        return pieces
+        return chunks
 
-    def _window(self, row: int) -> tuple[_Placed, Columns]:
-        """Return the window that a row is in; those before it are not needed any more."""
-        while self._pending and self._pending[0][0].stop <= row:  # the rest was for other ranks, or left by drop_last
+    def _window(self, row: int) -> tuple[_StreamWindow, Columns]:
+        """Return the window that holds a row, and drop the windows before it."""
+        while self._pending and self._pending[0][0].stop <= row:  # its rest is of other ranks, or dropped
             self._drop()
         if self._columns is None:
             self._request(self._num_ahead + 1 - len(self._pending), row)
@@ -293,9 +293,9 @@ class _StreamReader:
 
 
 def _read_ahead(batches: Iterator[Batch], thread: Executor, depth: int) -> Iterator[Batch]:
-    """Yield batches that a thread makes: `depth` lie ready, and one more is on its way."""
+    """Yield batches made by a thread: up to `depth` are ready, and one more is in the making."""
     futures = deque(thread.submit(next, batches, None) for _ in range(depth + 1))
     while (batch := futures.popleft().result()) is not None:
         futures.append(thread.submit(next, batches, None))
         yield batch
-        del batch  # its memory is used again as soon as nobody holds it
+        del batch  # so that its memory can be reused

@@ -1,4 +1,4 @@
-"""Items that are drawn as negatives of a step, as further rows of its batches: the same on any number of ranks."""
+"""Items drawn as negatives of a step, as further rows of its batches: the same on any number of ranks."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -24,8 +24,8 @@ class ItemSampler:
         seed: of the run.
 
     Attributes:
-        num_rows: that a batch has for them, the same on all ranks; a rank may draw one less.
-        first: the place of this rank's first one among all that are drawn.
+        num_rows: rows of a batch for drawn items, the same on all ranks; a rank may draw one item less.
+        first: place of this rank's first one among all items drawn.
     """
 
     def __init__(
@@ -40,9 +40,9 @@ class ItemSampler:
     @cached_property
     def _items(self) -> pa.Table:
         reader, groups = SegmentReader(self._dataset, self._spec.columns()), self._dataset.row_groups
-        kinds = pa.schema([self._dataset.schema.field(name) for name in self._spec.columns()])
-        pieces = [reader.read(groups.segment(i)).cast(kinds) for i in range(len(groups))]
-        return pa.concat_tables(pieces).combine_chunks()  # from one piece, rows are taken faster
+        schema = pa.schema([self._dataset.schema.field(name) for name in self._spec.columns()])
+        tables = [reader.read(groups.segment(i)).cast(schema) for i in range(len(groups))]
+        return pa.concat_tables(tables).combine_chunks()  # rows are taken faster from one chunk
 
     def places(self, step: int) -> np.ndarray:
         """Return which items this rank draws, int64; `step` is any number that no two steps share."""
@@ -51,7 +51,7 @@ class ItemSampler:
         return np.searchsorted(self._ends[:-1], (high + low * 2.0**-24) * self._ends[-1], side="right")
 
     def rows(self, step: int) -> Columns:
-        """Return the rows that this rank draws for a step: of weight 0, and without features but those of items."""
+        """Return the rows that this rank draws for a step: of weight 0, and with features of items only."""
         columns = convert_table(self._items.take(pa.array(self.places(step))), self._spec)
         columns.floats[-1] = 0
         return columns

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Of a window, so that a data set of many small files does not open them all before its first batch.
+# Of a window, so that a dataset of many small files does not open all of them before its first batch.
 _MOST_SEGMENTS = 16
 _FIRST_SEGMENTS = 4  # of a stream's first window
-_FIRST_WINDOW = 16  # it has a sixteenth of the bytes, the next an eighth …, so that an epoch begins soon
+_FIRST_WINDOW = 16  # the first has a sixteenth of the bytes, the next an eighth …, so that an epoch begins soon
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ class Window:
 
 
 class Share(NamedTuple):
-    """What a rank takes of a stream's `size` rows of a step: rows `start` … `stop` - 1, as rows `at` … of its batch."""
+    """A rank's rows `start` … `stop` - 1 of a stream's `size` rows of a step; they are rows `at` … of its batch."""
 
     stream: int
     size: int
@@ -104,7 +104,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands in the order of its rows, of which every stream has given its slices.
+    """Where training stands in the order of its rows; all streams advance together.
 
     Attributes:
         rows: trained of this epoch; rows_before: in earlier epochs.
@@ -161,7 +161,7 @@ class EpochOrder:
         return self._permuted[places.start : places.stop]
 
     def _places(self, low: int, high: int) -> range:
-        """Return where row groups with any of the rows `low` … `high` - 1 of the epoch stand in its order."""
+        """Return the places, in the epoch's order, of the row groups that hold rows `low` … `high` - 1."""
         if low == high:
             return range(0)
         first, last = np.searchsorted(self._ends, (low, high - 1), side="right").tolist()
@@ -199,20 +199,20 @@ def slice_bounds(global_batch_size: int, num_streams: int) -> tuple[int, ...]:
 
 
 def stream_bounds(slots: tuple[int, ...], stream: int, num_rows: int) -> tuple[int, int]:
-    """Return where a stream begins and ends among the rows of an epoch, laid end to end."""
+    """Return the first row of a stream, and the row behind its last, in the order of the epoch."""
     return num_rows * slots[stream] // slots[-1], num_rows * slots[stream + 1] // slots[-1]
 
 
 def shares(slots: tuple[int, ...], rank: int, world_size: int) -> list[Share]:
-    """Return what a rank takes of the slices of a step; the ranks' numbers of rows differ by one at most."""
+    """Return a rank's shares of the slices of a step; ranks differ by one row at most."""
     low, high = (slots[-1] * r // world_size for r in (rank, rank + 1))
-    taken = []
+    own = []
     for stream in range(bisect_right(slots, low) - 1, bisect_left(slots, high)):
         first, end = slots[stream : stream + 2]
         start, stop = max(low, first), min(high, end)
         if start < stop:
-            taken.append(Share(stream, end - first, start - first, stop - first, start - low))
-    return taken
+            own.append(Share(stream, end - first, start - first, stop - first, start - low))
+    return own
 
 
 def most_shares(slots: tuple[int, ...], world_size: int) -> list[Share]:

@@ -1,4 +1,4 @@
-"""Parquet files of a dataset: opening them all, and reading pieces of row groups."""
+"""Parquet files of a dataset: opening them all, and reading first rows or whole columns."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ from recsys.data.dataset import Dataset, ReadOptions
 from recsys.data.decode import SegmentReader
 from recsys.data.fields import names
 from recsys.data.filters import parse_filter
-from recsys.data.footer_cache import Known, load_footers, save_footers
+from recsys.data.footer_cache import CachedFooters, load_footers, save_footers
 from recsys.data.footers import Footer, FooterParser, file_keys, metadata_of, read_footers
 from recsys.data.order import RowGroups
 from recsys.data.selection import certain_rows, prune_by_path
@@ -56,19 +56,19 @@ def open_dataset(
     options = options or ReadOptions()
     condition = None if filter is None else parse_filter(filter)
     shown = paths if isinstance(paths, str) else ", ".join(paths)
-    known = Known() if cache is None else load_footers(cache, list(columns), filter)
+    cached = CachedFooters() if cache is None else load_footers(cache, list(columns), filter)
     of_filter = dict.fromkeys(sorted(condition.columns()), f"{KEY} (for {key})") if condition else {}
-    parser = FooterParser(key, columns, of_filter, known.layouts, like)
-    files, footers, dataset = _read(find_files(key, paths, options.retries), parser, condition, options, known)
-    dataset = replace(dataset, filter=filter)
-    matching = dataset.stored_rows
+    parser = FooterParser(key, columns, of_filter, cached.layouts, like)
+    files, footers, dataset = _read(find_files(key, paths, options.retries), parser, condition, options, cached)
+    matching, dataset = dataset.stored_rows, replace(dataset, filter=filter)
     if not matching.any():
         raise UserError(_no_rows(key, shown, filter))
     if condition is not None:
         matching, footers = _counted(condition, dataset, files, footers)
     facts = dict(zip(file_keys(files), footers, strict=True))
-    if cache is not None and (facts != known.footers or dataset.schema != known.schema):
-        save_footers(cache, list(columns), filter, Known(facts, dataset.layouts, dataset.filter_schema, dataset.schema))
+    if cache is not None and (facts != cached.footers or dataset.schema != cached.schema):
+        current = CachedFooters(facts, dataset.layouts, dataset.filter_schema, dataset.schema)
+        save_footers(cache, list(columns), filter, current)
     if not matching.any():
         raise UserError(f"{KEY}: no row of the Parquet files of '{shown}' ({key}) matches '{filter}'; {BY_DATASET}")
     return narrowed(dataset, matching, max_rows)
@@ -99,26 +99,26 @@ def _counted(
 
 
 def _read(
-    files: Files, parser: FooterParser, condition: Condition | None, options: ReadOptions, known: Known
+    files: Files, parser: FooterParser, condition: Condition | None, options: ReadOptions, cache: CachedFooters
 ) -> tuple[Files, list[Footer], Dataset]:
     """Return the files that may have matches and can be read, their footers, and a dataset of all their rows."""
-    left, footers_known = files, known.footers
+    candidates, cached = files, cache.footers
     if condition is not None:
-        left, footers_known = prune_by_path(files, condition, parser, footers_known)
-    read, bad = read_footers(left, parser, options.max_bad_files, footers_known)
-    left = left.select(np.array([footer is not None for footer in read], np.bool_))
+        candidates, cached = prune_by_path(files, condition, parser, cached)
+    read, bad = read_footers(candidates, parser, options.max_bad_files, cached)
+    readable = candidates.select(np.array([footer is not None for footer in read], np.bool_))
     footers = [footer for footer in read if footer is not None]
-    types = _types(files, left, footers, parser)
+    types = _types(files, readable, footers, parser)
     schema, filter_schema = (
         pa.schema([(column, types[column]) for column in columns if footers])
         for columns in (parser.columns, parser.filtered)
     )
-    if condition is not None and filter_schema != known.filter_schema:
-        # What was counted may have been counted with literals of other types.
+    if condition is not None and filter_schema != cache.filter_schema:
+        # Earlier counts may have compared with literals of other types.
         footers = [replace(footer, matching=None) for footer in footers]
     counts = [len(footer.num_rows) for footer in footers]
     groups = RowGroups(
-        left.names,
+        readable.names,
         np.repeat(np.arange(len(footers), dtype=np.int32), counts),
         np.array([i for count in counts for i in range(count)], np.int32),
         np.array([rows for footer in footers for rows in footer.num_rows], np.int64),
@@ -136,29 +136,29 @@ def _read(
         storage=files.storage,
         layouts=tuple(parser.layouts),
         file_layouts=np.array([footer.layout for footer in footers], np.int64),
-        file_sizes=left.sizes,
+        file_sizes=readable.sizes,
         file_digests=np.array([footer.digest for footer in footers], np.int64),
         stored_rows=groups.num_rows,
     )
-    return left, footers, dataset
+    return readable, footers, dataset
 
 
-def _types(files: Files, left: Files, footers: Sequence[Footer], parser: FooterParser) -> dict[str, pa.DataType]:
-    """Return types of the columns wanted that hold those of every file, and of the partition keys in all paths."""
+def _types(files: Files, readable: Files, footers: Sequence[Footer], parser: FooterParser) -> dict[str, pa.DataType]:
+    """Return types for the wanted columns that hold the values of every file, and of the partition keys in paths."""
     first: dict[int, str] = {}
-    for name, footer in zip(left.names, footers, strict=True):
+    for name, footer in zip(readable.names, footers, strict=True):
         first.setdefault(footer.layout, name)
     types: dict[str, pa.DataType] = {}
     for number, name in first.items():
         layout = parser.layouts[number]
         for column in parser.wanted:
-            kind = layout.field(column).type if column in layout.names else files.partition_type(column, parser.like)
-            before = types.setdefault(column, kind)
+            dtype = layout.field(column).type if column in layout.names else files.partition_type(column, parser.like)
+            before = types.setdefault(column, dtype)
             try:
-                types[column] = unified(before, kind)
+                types[column] = unified(before, dtype)
             except pa.ArrowException as error:
                 raise UserError(
-                    f"config key '{parser.key}': column '{column}' is {kind} in '{name}', but {before} in the files "
+                    f"config key '{parser.key}': column '{column}' is {dtype} in '{name}', but {before} in the files "
                     f"before it; write it with one type"
                 ) from error
     return types
@@ -168,16 +168,16 @@ def unified(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """Return a type that the values of two can be cast to. Raises pa.ArrowException if there is none."""
     if pa.types.is_list(one) and pa.types.is_list(other):
         return pa.list_(unified(one.value_type, other.value_type))
-    kinds = [one, other]
-    if any(map(pa.types.is_decimal, kinds)):  # for whose integers Arrow takes a digit less than its cast then asks for
-        digits = [len(str(2**kind.bit_width)) if pa.types.is_integer(kind) else 0 for kind in kinds]
-        kinds = [pa.decimal128(most, 0) if most else kind for most, kind in zip(digits, kinds, strict=True)]
-    schemas = [pa.schema([("", kind)]) for kind in kinds]
+    dtypes = [one, other]
+    if any(map(pa.types.is_decimal, dtypes)):  # Arrow unifies integers to a digit less than its cast needs
+        digits = [len(str(2**dtype.bit_width)) if pa.types.is_integer(dtype) else 0 for dtype in dtypes]
+        dtypes = [pa.decimal128(most, 0) if most else dtype for most, dtype in zip(digits, dtypes, strict=True)]
+    schemas = [pa.schema([("", dtype)]) for dtype in dtypes]
     return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
 def narrowed(dataset: Dataset, num_rows: np.ndarray, max_rows: int | None = None) -> Dataset:
-    """Return a dataset of so many rows of each row group, `max_rows` at most, of the row groups and files with any."""
+    """Return a dataset with `num_rows` rows of each row group, `max_rows` in all at most; empty groups and files go."""
     if max_rows is not None:
         num_rows = np.clip(max_rows - (np.cumsum(num_rows) - num_rows), 0, num_rows)
     groups, chosen = dataset.row_groups, np.flatnonzero(num_rows)
@@ -228,6 +228,6 @@ def read_column(dataset: Dataset, column: str) -> pa.Array:
         BadDataError: as `SegmentReader.read`.
     """
     reader, groups = SegmentReader(dataset, [column]), dataset.row_groups
-    kind = dataset.schema.field(column).type
-    pieces = [reader.read(groups.segment(i)).column(column).cast(kind) for i in range(len(groups))]
-    return pa.concat_arrays([chunk for piece in pieces for chunk in piece.chunks])
+    dtype = dataset.schema.field(column).type
+    columns = [reader.read(groups.segment(i)).column(column).cast(dtype) for i in range(len(groups))]
+    return pa.concat_arrays([chunk for values in columns for chunk in values.chunks])

@@ -1,4 +1,4 @@
-"""Rows that have one feature of another row, for how much a model relies on it."""
+"""Rows in which one feature is permuted, to measure how much a model relies on it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +16,18 @@ from recsys.data.spec import BatchSpec
 class Permutation:
     """The values of a feature permuted over all rows of a dataset: a function of the seed and the footers alone.
 
-    Row i gets those of row i + d of the rows laid end to end, the first ones behind the last; d is drawn, and the rows
-    of each row group are shuffled before. So a row group or two more are decoded for some rows, and no more memory is
-    taken.
+    The rows of each row group are shuffled; then row i gets the values of row i + d, modulo the number of rows, where d
+    is drawn. So a segment takes one or two further row groups to decode, and no more memory.
 
     Attributes:
-        features: the name, or those of an id feature and of its further experts, which read one column.
+        features: name of the feature; with experts, also those of its further experts, which read the same column.
     """
 
     features: Sequence[str]
     seed: tuple[int, ...]
 
     def spec(self, spec: BatchSpec) -> BatchSpec:
-        """Return what batches are made of, with the columns of the feature under other names."""
+        """Return the spec with the feature's columns replaced by the permuted ones."""
         ids = [
             replace(part, column=_permuted(part.column), weights=_permuted(part.weights))
             if part.name in self.features
@@ -39,14 +38,14 @@ class Permutation:
         return replace(spec, ids=ids, floats=floats)
 
     def reader(self, dataset: Dataset, spec: BatchSpec) -> "PermutedReader":
-        """Return a reader of the columns of `spec` before the permutation, and of those that it adds."""
+        """Return a reader of the dataset that adds permuted columns; `spec` is the one before the permutation."""
         columns = [name for part in spec.ids if part.name in self.features for name in (part.column, part.weights)]
         columns += [part.column for part in spec.floats if part.name in self.features]
         return PermutedReader(dataset, [name for name in dict.fromkeys(columns) if name is not None], self.seed)
 
 
 class PermutedReader:
-    """Decodes segments as a `SegmentReader`, and gives them columns more: some of their own, permuted."""
+    """Decodes segments like a `SegmentReader`, and appends permuted copies of some columns."""
 
     def __init__(self, dataset: Dataset, columns: list[str], seed: tuple[int, ...]) -> None:
         self._own, self._others, self._seed = SegmentReader(dataset), SegmentReader(dataset, columns), seed
@@ -57,14 +56,14 @@ class PermutedReader:
     def read(self, segment: Segment) -> pa.Table:
         """Return the rows of a segment; errors as of `SegmentReader`."""
         begin = self._ends[segment.number] - self._num_rows[segment.number]
-        place, tables, left = begin + segment.start + self._distance, [self._schema.empty_table()], segment.num_rows
-        while left:
+        place, tables, missing = begin + segment.start + self._distance, [self._schema.empty_table()], segment.num_rows
+        while missing:
             place %= self._ends[-1]
             group = int(np.searchsorted(self._ends, place, side="right"))
             order = np.random.default_rng((*self._seed, group)).permutation(self._num_rows[group])
-            rows = order[place - self._ends[group] :][:left]  # counted from the end of the row group
+            rows = order[place - self._ends[group] :][:missing]  # counted from the end of the row group
             tables.append(self._others.row_group(group).take(pa.array(rows)).cast(self._schema))
-            place, left = place + len(rows), left - len(rows)
+            place, missing = place + len(rows), missing - len(rows)
         table, permuted = self._own.read(segment), pa.concat_tables(tables)
         for name in self._schema.names:
             table = table.append_column(_permuted(name), permuted.column(name))

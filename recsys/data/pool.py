@@ -1,7 +1,7 @@
-"""Blocks of memory that batches and windows lie in, used again.
+"""Blocks of memory for batches and windows, which are reused.
 
-A block is used again when nothing views it any more, neither an array nor a tensor, and its last copy to the GPU is
-done. So whoever keeps a batch keeps its values, and a loop that lets go of them runs in constant memory.
+A block is free again when no array or tensor views it any more and its last copy to the GPU is done. So a batch that is
+kept keeps its values, and a loop that drops its batches runs in constant memory.
 """
 
 import mmap
@@ -24,7 +24,7 @@ class Fence:
         self._event: torch.cuda.Event | None = None
 
     def record(self) -> None:
-        """Note that the block is read by what has been queued on the current CUDA stream so far."""
+        """Note that work queued on the current CUDA stream so far reads the block."""
         self._event = torch.cuda.Event()
         self._event.record()
 
@@ -36,7 +36,7 @@ class Fence:
 
 
 class Block:
-    """Cuts arrays out of a piece of memory of a pool.
+    """Cuts arrays out of a pool's memory, one after another.
 
     Attributes:
         file: of a shared pool, the descriptor by which another process maps the memory.
@@ -48,7 +48,7 @@ class Block:
 
     def array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return the next part of the block as an array of this shape and type, not initialised."""
-        array = np.ndarray(shape, dtype, self._memory, self._used)  # which refuses to go beyond the end
+        array = np.ndarray(shape, dtype, self._memory, self._used)  # raises beyond the end
         self._used += padded(array.nbytes)
         return array
 
@@ -59,12 +59,12 @@ class Block:
 
 
 def padded(num_bytes: int) -> int:
-    """Return what an array of so many bytes takes of a block."""
+    """Return the bytes that an array of `num_bytes` takes of a block."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class BlockPool:
-    """Gives out blocks, free ones again before new ones; safe to call from several threads.
+    """Gives out blocks, reusing free ones first; safe to call from several threads.
 
     Args:
         pin: page-locked memory of a GPU machine. share: memory that other processes can map.
@@ -72,8 +72,8 @@ class BlockPool:
 
     def __init__(self, pin: bool = False, share: bool = False) -> None:
         self._pin, self._share = pin, share
-        self._free: dict[int, deque[_Held]] = {}  # by size, those that have been free for longest first
-        self._held: set[_Held] = set()  # all of them
+        self._free: dict[int, deque[_Memory]] = {}  # by size, the longest free first
+        self._all: set[_Memory] = set()  # in use or free
         self._most_used = 0
         self._lock = threading.Lock()
 
@@ -84,44 +84,44 @@ class BlockPool:
             return self._total()
 
     def inodes(self) -> list[int]:
-        """Return of a shared pool's blocks, in use or free, the numbers of their files."""
+        """Return the inodes of a shared pool's blocks, in use or free."""
         with self._lock:
-            return [os.fstat(held.file).st_ino for held in self._held if held.file is not None]
+            return [os.fstat(memory.file).st_ino for memory in self._all if memory.file is not None]
 
     def take(self, num_bytes: int) -> Block:
         """Return a block of at least `num_bytes` bytes."""
-        # What is asked for differs a little from time to time. CUDA's allocator locks a power of two anyway; of other
-        # memory, pages that were never written to take none.
+        # Sizes vary a little from request to request, so they are rounded up. CUDA's allocator locks a power of two
+        # anyway, and of other memory, pages that are never written take no space.
         size = 1 << max(12, (num_bytes - 1).bit_length())
         with self._lock:
-            fitting = next((each for each in (size, 2 * size, 4 * size) if self._free.get(each)), None)
+            fitting = next((n for n in (size, 2 * size, 4 * size) if self._free.get(n)), None)
             if fitting is not None:
-                held = self._free[fitting].popleft()
+                memory = self._free[fitting].popleft()
             else:
                 self._make_room(size)
-                held = _Held(size, self._pin, self._share)
-                self._held.add(held)
-            held.fence.wait()
-            return Block(held.lend(self._free.setdefault(held.size, deque())), held.fence, held.file)
+                memory = _Memory(size, self._pin, self._share)
+                self._all.add(memory)
+            memory.fence.wait()
+            return Block(memory.lend(self._free.setdefault(memory.size, deque())), memory.fence, memory.file)
 
     def _total(self) -> int:
-        return sum(held.size for held in self._held)
+        return sum(memory.size for memory in self._all)
 
     def _make_room(self, size: int) -> None:
-        """Drop free blocks, small ones first, unless no more bytes are held than have been in use at once."""
+        """Drop free blocks, small ones first, until all blocks take no more bytes than were ever in use at once."""
         total = self._total() + size
         free_bytes = sum(num_bytes * len(blocks) for num_bytes, blocks in self._free.items())
         self._most_used = max(self._most_used, total - free_bytes)
         for num_bytes in sorted(self._free):
             while self._free[num_bytes] and total > self._most_used:
-                held = self._free[num_bytes].popleft()
-                held.fence.wait()
-                self._held.remove(held)
+                memory = self._free[num_bytes].popleft()
+                memory.fence.wait()
+                self._all.remove(memory)
                 total -= num_bytes
 
 
-class _Held:
-    """Memory of a pool, and the fence of its copies."""
+class _Memory:
+    """The memory of a block, and the fence of its copies."""
 
     def __init__(self, size: int, pin: bool, share: bool) -> None:
         self.size, self.fence = size, Fence()
@@ -129,18 +129,18 @@ class _Held:
         if pin:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             return
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # outside malloc's heaps, where blocks leave holes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # outside malloc's heaps, where blocks would leave holes
         if share:  # not in /dev/shm, of which containers have 64 MiB
-            self.file, kind = os.memfd_create("recsys-windows"), mmap.MAP_SHARED
+            self.file, flags = os.memfd_create("recsys-windows"), mmap.MAP_SHARED
             weakref.finalize(self, os.close, self.file)
             os.ftruncate(self.file, size)
         self._memory = torch.frombuffer(
-            mmap.mmap(-1 if self.file is None else self.file, size, kind), dtype=torch.uint8
+            mmap.mmap(-1 if self.file is None else self.file, size, flags), dtype=torch.uint8
         )
 
-    def lend(self, free: "deque[_Held]") -> np.ndarray:
-        """Return the memory; when that array and all that are cut out of it are gone, this is in `free`."""
-        lent = self._memory.numpy()  # arrays and tensors that view it refer to this one, which is new each time
-        # Whatever thread lets go of the last one runs this, maybe one that holds the pool's lock.
+    def lend(self, free: "deque[_Memory]") -> np.ndarray:
+        """Return the memory as an array; once it and all its views are gone, this object is appended to `free`."""
+        lent = self._memory.numpy()  # all views refer to this array, which is new each time
+        # The callback runs in whichever thread drops the last view, even one that holds the pool's lock.
         self._lent = weakref.ref(lent, lambda _: free.append(self))
         return lent

@@ -1,8 +1,8 @@
-"""Windows decoded by processes of their own, which leave this process's Python lock to the thread that trains.
+"""Windows decoded in separate processes, which leave this process's Python lock to the thread that trains.
 
-Each operator that trains lets go of the lock for a moment; with a dozen threads that decode beside it, it then waits
-for one of them, some hundred times a step, and the GPU with it. One process is started, imports and forks the others.
-What they have decoded stays where it is, in memory that both map.
+Each operator of training releases the lock for a moment. With a dozen decoding threads beside it, it then waits for one
+of them some hundred times a step, and so does the GPU. One process is started; it imports and forks the others. Decoded
+windows are not copied: they lie in memory that both sides map.
 """
 
 import gc
@@ -38,24 +38,24 @@ from recsys.runtime.launch import environment_of_one_process
 from recsys.runtime.loops import are_worth_compiling, compile_loops
 
 logger = logging.getLogger("recsys")
-# A launcher, or a terminal, may send signals to all processes, also while these import, which takes seconds: those that
-# decode end when the one that trains does. And a module that lies in the working directory is none of ours.
+# Signals are ignored from the start, since importing takes seconds and a launcher or terminal may signal all processes;
+# decoding processes end when training does. And no module is imported from the working directory.
 _PROGRAM = """
 import signal, sys
 sys.path[:] = filter(None, sys.path)
-for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(each, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)
 from recsys.data.processes import serve
 serve()
 """
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also since it is to fork
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # also because it forks
 _MOST_FILES = 1 << 16
-_ENDING_S = 10  # for windows that are being decoded
-_LOOK_S = 1  # from one look at its memory to the next, which takes some milliseconds
+_ENDING_S = 10  # until windows in the making are decoded
+_LOOK_S = 1  # between two readings of a process's memory, each of which takes some milliseconds
 
 
 class _Work(NamedTuple):
-    """What a process that decodes is told at first: what to read, which of the features' ids to count, and how."""
+    """The first message to a decoding process: the data, the columns, and the id features whose ids are counted."""
 
     dataset: Dataset
     spec: BatchSpec
@@ -64,11 +64,11 @@ class _Work(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """A window, or what is wrong with it.
+    """A decoded window, or the error of decoding it.
 
     Attributes:
-        counts: for each feature that is counted, what `IdStatistics.add_state` takes. records: of the log.
-        window_bytes: of the memory that the process has for windows. own_bytes: beside the windows that it has sent.
+        counts: by counted feature, a state for `IdStatistics.add_state`. records: of the log.
+        window_bytes: memory of the process for windows. own_bytes: its memory without the windows that it has sent.
     """
 
     columns: Columns | None
@@ -80,10 +80,10 @@ class _Answer(NamedTuple):
 
 
 class DecodingProcesses:
-    """Processes that decode windows; a thread that asks takes one that is idle, or waits for one.
+    """Processes that decode windows; `read` uses an idle one, or waits for one.
 
     Args:
-        number: of processes. beside_gpu: whether memory that was used once may be kept.
+        number: of processes. beside_gpu: whether freed memory may be kept.
     """
 
     def __init__(self, number: int, dataset: Dataset, spec: BatchSpec, skip_bad: bool, beside_gpu: bool) -> None:
@@ -114,7 +114,7 @@ class DecodingProcesses:
             raise _ended() from error
 
     def sizes(self) -> tuple[int, int]:
-        """Return the bytes of the memory for windows, and of what the processes take beside those of them sent here."""
+        """Return the bytes of memory for windows, and of all else that the processes take."""
         self._forking_bytes = process_bytes("smaps_rollup", "Pss_Anon", self._process.pid) or self._forking_bytes
         sizes = list(self._sizes.values())
         own_bytes = sum(own for _, own in sizes) + self._forking_bytes + self._pool.num_bytes
@@ -141,8 +141,8 @@ class DecodingProcesses:
         return answer.columns
 
     def end(self) -> None:
-        """End the processes; who still waits for one gets an error. What has been decoded stays where it is."""
-        self.sizes()  # to be told afterwards
+        """End the processes; threads that wait for one get an error. Decoded windows stay valid."""
+        self.sizes()  # so that they can be reported afterwards
         for channel in self._channels:
             channel.end()
         try:
@@ -152,7 +152,7 @@ class DecodingProcesses:
             self._process.wait()
 
     def close(self) -> None:
-        """Give files and memory back, after the end, once no thread asks any more."""
+        """Close files and unmap memory; to be called after `end`, when no thread reads any more."""
         for channel in self._channels:
             channel.close()
 
@@ -173,7 +173,7 @@ def _ended() -> UserError:
 
 
 def serve() -> None:
-    """Be the process that forks those that decode; its arguments are whether a GPU is used, and their sockets."""
+    """Run the process that forks the decoding processes; its arguments: whether a GPU is used, and their sockets."""
     beside_gpu, *files = map(int, sys.argv[1:])
     _allow_files()
     if beside_gpu:
@@ -200,7 +200,7 @@ def serve() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    """Decode what is asked for, until the other side ends."""
+    """Decode requested windows until the other side ends."""
     torch.set_num_threads(1)
     pool = BlockPool(share=True)
     with suppress(*LOST):
@@ -213,16 +213,16 @@ def _serve(channel: Channel) -> None:
 
 
 class _Decoder:
-    """Decodes one window after another; of one that has been packed, nothing stays."""
+    """Decodes one window after another, and keeps none of them."""
 
     def __init__(self, work: _Work) -> None:
-        # What one process keeps of a row group that is read in parts, another is likely to be asked for.
+        # A row group that one process keeps for its other segments is likely to be requested from another process.
         kept = CACHED_ROW_GROUPS if len(work.dataset.row_groups) <= CACHED_ROW_GROUPS else 0
         self._work, self._reader, self._arrays = work, SegmentReader(work.dataset, kept=kept), BlockPool()
-        counted = [IdStatistics(passes_on=True) if counted else None for counted in work.counted]
-        ids = [replace(part, statistics=each) for part, each in zip(work.spec.ids, counted, strict=True)]
+        statistics = [IdStatistics(passes_on=True) if counted else None for counted in work.counted]
+        ids = [replace(column, statistics=s) for column, s in zip(work.spec.ids, statistics, strict=True)]
         self._counting = replace(work.spec, ids=ids)
-        self._statistics = [each for each in counted if each is not None]
+        self._statistics = [s for s in statistics if s is not None]
         self._log = _Records()
         logger.addHandler(self._log)
         logger.propagate = False
@@ -236,21 +236,21 @@ class _Decoder:
             columns = load_window(window, self._reader.read, spec, self._arrays, self._work.skip_bad)
         except Exception as wrong:
             error = wrong if isinstance(wrong, UserError | MemoryError) else RuntimeError(traceback.format_exc())
-        states = [each.take_state() for each in self._statistics]
+        states = [statistics.take_state() for statistics in self._statistics]
         if time.monotonic() - self._looked_at > _LOOK_S:
-            # Of pages shared with the process that forked this one, each has its share.
+            # Pss: pages shared with the forking process count by a share each.
             self._own_bytes, self._looked_at = process_bytes("smaps_rollup", "Pss_Anon") or 0, time.monotonic()
         window_bytes = shared_bytes + self._arrays.num_bytes
         return _Answer(columns, error, states, self._log.take(), window_bytes, self._own_bytes)
 
 
 class _Records(logging.handlers.QueueHandler):
-    """Keeps what is logged, in a form that can be sent."""
+    """Collects log records, in a form that can be pickled."""
 
     def __init__(self) -> None:
-        self._kept: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
-        super().__init__(self._kept)
+        self._records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+        super().__init__(self._records)
 
     def take(self) -> list[logging.LogRecord]:
-        """Return what has been kept since the last call."""
-        return [self._kept.get() for _ in range(self._kept.qsize())]
+        """Return the records since the last call."""
+        return [self._records.get() for _ in range(self._records.qsize())]

@@ -72,23 +72,23 @@ def _statistics(footer: Footer, layout: pa.Schema, name: str, field: pa.Field) -
     is_stored = field.name in layout.names
     if is_stored and len(Place.of(layout.field(field.name)).steps) > 1:
         read = [(low, high, None) for low, high, _ in read]  # some writers leave out the nulls of the struct
-    kind = layout.field(field.name).type if is_stored else field.type
-    if pa.types.is_timestamp(kind) and kind != field.type:
-        factor = NANOSECONDS[kind.unit] // NANOSECONDS[field.type.unit]
+    dtype = layout.field(field.name).type if is_stored else field.type
+    if pa.types.is_timestamp(dtype) and dtype != field.type:
+        factor = NANOSECONDS[dtype.unit] // NANOSECONDS[field.type.unit]
         return [(low and low * factor, high and high * factor, nulls) for low, high, nulls in read]
     return read
 
 
-def _bounds(read: Sequence[Statistics], rows: np.ndarray, kind: pa.DataType) -> Bounds:
+def _bounds(read: Sequence[Statistics], rows: np.ndarray, dtype: pa.DataType) -> Bounds:
     least, most, counts = zip(*read, strict=True) if read else ((), (), ())
     nulls = np.array([-1 if count is None else count for count in counts], np.int64)
-    return Bounds(_array(least, kind), _array(most, kind), nulls != 0, nulls < rows)
+    return Bounds(_array(least, dtype), _array(most, dtype), nulls != 0, nulls < rows)
 
 
-def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+def _array(values: Sequence[Any], dtype: pa.DataType) -> pa.Array:
     try:
-        if pa.types.is_integer(kind) and any(isinstance(value, str) for value in values):  # of paths
+        if pa.types.is_integer(dtype) and any(isinstance(value, str) for value in values):  # of paths
             values = [None if value is None else int(value) for value in values]
-        return pa.array(values, kind)
+        return pa.array(values, dtype)
     except (pa.ArrowException, ValueError, TypeError, OverflowError):  # statistics that are no use: all unknown
-        return pa.nulls(len(values), kind)
+        return pa.nulls(len(values), dtype)

@@ -21,11 +21,13 @@ from recsys.errors import UserError, nearest
 logger = logging.getLogger("recsys")
 
 SCHEMES = ("s3", "gs", "hdfs", "file")
-# The folder of a table's log, in which its format says what files are of its newest version.
+# By the folder of a table's log, the table format. Only the log says which files are of the newest version.
 _TABLE_LOGS = {"_delta_log": "Delta", ".hoodie": "Hudi"}
 
 
-class _Found(NamedTuple):
+class _File(NamedTuple):
+    """A file: size in bytes, -1 if unknown, and time of the last change in ns, 0 if unknown."""
+
     name: str
     size: int
     time: int
@@ -100,7 +102,7 @@ def _split(key: str, path: str) -> tuple[str, str]:
     return f"{scheme}://{user}{host}{options}", f"{scheme}://{host}{name.rstrip('/')}"
 
 
-def _expand(key: str, storage: Storage, path: str) -> list[_Found]:
+def _expand(key: str, storage: Storage, path: str) -> list[_File]:
     try:
         if storage.root:
             return storage.retried(_expand_remote)(key, storage, path)
@@ -109,7 +111,7 @@ def _expand(key: str, storage: Storage, path: str) -> list[_Found]:
         raise UserError(f"config key '{key}': '{path}' cannot be listed ({reason(error)})") from error
 
 
-def _expand_local(key: str, path: str) -> list[_Found]:
+def _expand_local(key: str, path: str) -> list[_File]:
     if os.path.isdir(path) or os.path.isfile(path):
         files = _file_or_below(path)
         if not files:
@@ -128,16 +130,16 @@ def _expand_local(key: str, path: str) -> list[_Found]:
 
 
 def _seen_from(path: str) -> str:
-    """Return for messages where a relative path begins: a run may have been trained in another folder."""
+    """Return the folder that a relative path starts from, for messages: a run may have been trained in another."""
     return "" if os.path.isabs(path) else f", seen from '{os.getcwd()}'"
 
 
-def _file_or_below(path: str) -> list[_Found]:
-    return sorted(_below(path, frozenset())) if os.path.isdir(path) else [_found(path)]
+def _file_or_below(path: str) -> list[_File]:
+    return sorted(_below(path, frozenset())) if os.path.isdir(path) else [_file(path)]
 
 
-def _below(folder: str, above: frozenset[str]) -> Iterator[_Found]:
-    # Some writers name a folder of files like a file. Links to folders are followed, but not in circles.
+def _below(folder: str, above: frozenset[str]) -> Iterator[_File]:
+    # A folder may be named like a file by some writers. Links to folders are followed, but not in circles.
     here = os.path.realpath(folder)
     if here in above:
         return
@@ -146,17 +148,17 @@ def _below(folder: str, above: frozenset[str]) -> Iterator[_Found]:
             if not _is_hidden(entry.name) and entry.is_dir():
                 yield from _below(entry.path, above | {here})
             elif not _is_hidden(entry.name) and entry.name.endswith(".parquet"):
-                yield _found(entry.path)
+                yield _file(entry.path)
 
 
-def _found(path: str) -> _Found:
+def _file(path: str) -> _File:
     try:
         status = os.stat(path)
-    except FileNotFoundError:  # a link to nowhere, which is told when it is read
-        return _Found(path, -1, 0)
+    except FileNotFoundError:  # a broken link, which is reported when it is read
+        return _File(path, -1, 0)
     # A pipe or device has no bytes that could be read from its end.
     size = status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return _Found(path, size, status.st_mtime_ns)
+    return _File(path, size, status.st_mtime_ns)
 
 
 def _tell_of_versions(key: str, folder: str, logs: Iterable[str]) -> None:
@@ -175,7 +177,7 @@ def _nothing_in(key: str, folder: str, names: Iterable[str]) -> str:
 
 
 def _near(storage: Storage, name: str) -> str:
-    """Name what is most like the missing part in the deepest folder that exists."""
+    """Return a hint at the name most like the missing one in the deepest existing folder, for messages."""
     names: list[str] | None = None
     parent, missing = name, ""
     while names is None and len(parent) > len(storage.shown):
@@ -185,14 +187,14 @@ def _near(storage: Storage, name: str) -> str:
 
 
 def _names(storage: Storage, folder: str) -> list[str] | None:
-    """Return what is in a folder, None where there is none."""
+    """Return the names in a folder, None if there is no such folder."""
     if storage.root:
         selector = fs.FileSelector(storage.path(folder), allow_not_found=True)
         return [info.base_name for info in storage.remote[0].get_file_info(selector)] or None
     return os.listdir(folder or ".") if os.path.isdir(folder or ".") else None
 
 
-def _expand_remote(key: str, storage: Storage, name: str) -> list[_Found]:
+def _expand_remote(key: str, storage: Storage, name: str) -> list[_File]:
     filesystem = storage.remote[0]
     info = filesystem.get_file_info(storage.path(name))
     if info.type == fs.FileType.File:
@@ -215,15 +217,15 @@ def _expand_remote(key: str, storage: Storage, name: str) -> list[_Found]:
     return files
 
 
-def _listing(storage: Storage, folder: str) -> list[_Found]:
+def _listing(storage: Storage, folder: str) -> list[_File]:
     selector = fs.FileSelector(storage.path(folder), allow_not_found=True, recursive=True)
     infos = storage.remote[0].get_file_info(selector)
     files = [_of_info(storage, info) for info in infos if info.type == fs.FileType.File]
     return sorted(files)
 
 
-def _of_info(storage: Storage, info: fs.FileInfo) -> _Found:
-    return _Found(storage.name(info.path), -1 if info.size is None else info.size, info.mtime_ns or 0)
+def _of_info(storage: Storage, info: fs.FileInfo) -> _File:
+    return _File(storage.name(info.path), -1 if info.size is None else info.size, info.mtime_ns or 0)
 
 
 def _parts(name: str, folder: str) -> list[str]:

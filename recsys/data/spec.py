@@ -112,16 +112,16 @@ class FloatColumn:
 
     def remedy(self, values: pa.Array) -> str:
         """Return what to do where it holds no numbers, but these values."""
-        kind = values.type
+        dtype = values.type
         is_feature = "." not in self.name and " " not in self.name
-        if is_feature and pa.types.is_list(kind) and is_number(kind.value_type):
+        if is_feature and pa.types.is_list(dtype) and is_number(dtype.value_type):
             dims = pc.unique(pc.list_value_length(values).drop_null()).to_pylist()
             if len(dims) == 1 and dims != [0]:
                 return f"; write one number a row, or for vectors of {dims[0]} set features.{self.name}.dim={dims[0]}"
-        if pa.types.is_nested(kind):
-            inside = advice(self.column, kind) or ", each position of a list as a column of its own"
+        if pa.types.is_nested(dtype):
+            inside = advice(self.column, dtype) or ", each position of a list as a column of its own"
             return f"; write one number a row{inside}"
-        if self.binary and self.column is not None and is_text(kind):
+        if self.binary and self.column is not None and is_text(dtype):
             # The last, as of no and yes, false and true, 0 and 1; if it can stand in quotes.
             last = (pc.max(values.cast(pa.large_binary())).as_py() or b"").decode(errors="replace")
             word = last if re.fullmatch(r"[\w .,:/+-]{1,40}", last) else "yes"

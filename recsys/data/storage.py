@@ -151,13 +151,13 @@ def partition_keys(name: str) -> dict[str, str | None]:
     return {decoded(key): None if value == _NULL_PARTITION else decoded(value) for key, _, value in pairs}
 
 
-def partition_column(value: str | None, kind: pa.DataType, num_rows: int) -> pa.Array:
+def partition_column(value: str | None, dtype: pa.DataType, num_rows: int) -> pa.Array:
     """Return a column of one value, which is text in a path."""
     if value is None:
-        return pa.nulls(num_rows, kind)
-    if pa.types.is_string(kind):
-        return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([value], kind))
-    return pa.repeat(pa.scalar(value).cast(kind), num_rows)
+        return pa.nulls(num_rows, dtype)
+    if pa.types.is_string(dtype):
+        return pa.DictionaryArray.from_arrays(np.zeros(num_rows, np.int32), pa.array([value], dtype))
+    return pa.repeat(pa.scalar(value).cast(dtype), num_rows)
 
 
 def partition_type(values: Iterable[str | None]) -> pa.DataType:

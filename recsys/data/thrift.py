@@ -124,18 +124,18 @@ def num_values(footer: bytes, path: Sequence[str], num_row_groups: int) -> list[
     return [count or 0 for count in counts]
 
 
-def statistics(footer: bytes, path: Sequence[str], num_row_groups: int, kind: pa.DataType) -> list[Statistics]:
+def statistics(footer: bytes, path: Sequence[str], num_row_groups: int, dtype: pa.DataType) -> list[Statistics]:
     """Return the statistics of a column in each row group.
 
     Only the fields `min_value` and `max_value` are used, whose order is defined; strings may be cut short there, and
     are bounds all the same. Dates are days, times are numbers of their unit. Decimals and others have no bounds.
 
     Args:
-        kind: Arrow type of the column in this file. Other arguments and errors: as for `num_values`.
+        dtype: Arrow type of the column in this file. Other arguments and errors: as for `num_values`.
     """
     columns = [fields.get(_STATISTICS) for fields in _column(footer, path, num_row_groups, _STATISTICS)]
     read = [fields if isinstance(fields, dict) else {} for fields in columns]
-    return [(_value(f.get(_LEAST), kind), _value(f.get(_MOST), kind), _count(f, _NULL_COUNT)) for f in read]
+    return [(_value(f.get(_LEAST), dtype), _value(f.get(_MOST), dtype), _count(f, _NULL_COUNT)) for f in read]
 
 
 def read_fields(data: bytes, at: int, number: int = 0, last: int = 1 << 16) -> tuple[dict[int, Any], int]:
@@ -238,28 +238,28 @@ def _varint(value: int) -> bytes:
     return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + _varint(value >> 7)
 
 
-def _value(data: Any, kind: pa.DataType) -> Any:
+def _value(data: Any, dtype: pa.DataType) -> Any:
     """Return a value of the statistics, in Parquet's plain encoding, or None if it is no use."""
-    if not isinstance(data, bytes) or pa.types.is_binary(kind):
+    if not isinstance(data, bytes) or pa.types.is_binary(dtype):
         return data if isinstance(data, bytes) else None
-    if pa.types.is_string(kind):
+    if pa.types.is_string(dtype):
         try:
             return data.decode()
         except UnicodeDecodeError:  # cut within a character
             return None
-    dtype = _plain_encoding(kind)
-    if dtype is None or len(data) != dtype.itemsize:
+    encoding = _plain_encoding(dtype)
+    if encoding is None or len(data) != encoding.itemsize:
         return None
-    value = np.frombuffer(data, dtype)[0].item()
+    value = np.frombuffer(data, encoding)[0].item()
     return None if value != value else value
 
 
 @lru_cache(maxsize=64)
-def _plain_encoding(kind: pa.DataType) -> np.dtype | None:
-    if pa.types.is_integer(kind):
-        return np.dtype(f"<{'i' if pa.types.is_signed_integer(kind) else 'u'}{8 if kind.bit_width == 64 else 4}")
-    if pa.types.is_date32(kind) or pa.types.is_timestamp(kind):
-        return np.dtype(f"<i{kind.bit_width // 8}")
-    if pa.types.is_floating(kind):
-        return np.dtype(f"<f{kind.bit_width // 8}")
-    return np.dtype(bool) if pa.types.is_boolean(kind) else None
+def _plain_encoding(dtype: pa.DataType) -> np.dtype | None:
+    if pa.types.is_integer(dtype):
+        return np.dtype(f"<{'i' if pa.types.is_signed_integer(dtype) else 'u'}{8 if dtype.bit_width == 64 else 4}")
+    if pa.types.is_date32(dtype) or pa.types.is_timestamp(dtype):
+        return np.dtype(f"<i{dtype.bit_width // 8}")
+    if pa.types.is_floating(dtype):
+        return np.dtype(f"<f{dtype.bit_width // 8}")
+    return np.dtype(bool) if pa.types.is_boolean(dtype) else None

@@ -20,7 +20,7 @@ from recsys.runtime.loops import CHUNK, can_hash_texts, hash_numbers, hash_texts
 # Of the integers that Arrow holds dates and times as, by their unit or, of dates, by their type.
 NANOSECONDS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1, "date32[day]": 86_400 * 10**9, "date64[ms]": 10**6}
 _STRINGS = (pa.string(), pa.large_string(), pa.string_view())
-_TEXTS = {kind.id for kind in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1))}
+_TEXTS = {dtype.id for dtype in (*_STRINGS, pa.binary(), pa.large_binary(), pa.binary_view(), pa.binary(1))}
 _NO_NUMBERS = np.zeros(0, np.int64)
 _NO_TEXTS = pa.array([], pa.large_binary())
 
@@ -82,30 +82,30 @@ def read_keys(ids: pa.Array) -> IdKeys:
         TypeError: the column holds another type.
         ValueError: the column holds nulls.
     """
-    kind = ids.type
-    if pa.types.is_integer(kind):
+    dtype = ids.type
+    if pa.types.is_integer(dtype):
         _refuse_nulls(ids)
         return IdKeys(numpy_view(ids))
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(dtype):
         values, indices = _split_dictionary(ids)
         keys = IdKeys(_NO_NUMBERS, _texts(values)) if is_text(values.type) else read_keys(values)
         return IdKeys(keys.numbers, keys.texts, indices if keys.indices is None else keys.indices[indices])
-    if not (is_text(kind) or is_number(kind) or (pa.types.is_null(kind) and not len(ids))):
-        raise TypeError(f"ids must be integers or strings, found {kind}")
+    if not (is_text(dtype) or is_number(dtype) or (pa.types.is_null(dtype) and not len(ids))):
+        raise TypeError(f"ids must be integers or strings, found {dtype}")
     _refuse_nulls(ids)
-    if is_text(kind):
+    if is_text(dtype):
         if can_hash_texts():  # which takes a tenth of the time that finding the distinct ones does
             return IdKeys(_NO_NUMBERS, _texts(ids))
         encoded = ids.dictionary_encode()
         return IdKeys(_NO_NUMBERS, _texts(encoded.dictionary), numpy_view(encoded.indices))
-    if pa.types.is_decimal(kind):
+    if pa.types.is_decimal(dtype):
         return _decimals(ids)
     return IdKeys(_numbers(ids))
 
 
-def is_text(kind: pa.DataType) -> bool:
+def is_text(dtype: pa.DataType) -> bool:
     """Tell whether an Arrow type holds strings or bytes."""
-    return kind.id in _TEXTS
+    return dtype.id in _TEXTS
 
 
 def hash_integers(values: np.ndarray, seed: int = 0) -> np.ndarray:
@@ -174,9 +174,9 @@ def _refuse_nulls(ids: pa.Array) -> None:
         raise ValueError(f"ids hold {ids.null_count} nulls, which have no hash")
 
 
-def is_number(kind: pa.DataType) -> bool:
+def is_number(dtype: pa.DataType) -> bool:
     """Tell whether an Arrow type holds numbers, booleans, or points or lengths of time."""
-    return (pa.types.is_primitive(kind) or pa.types.is_decimal(kind)) and not pa.types.is_interval(kind)
+    return (pa.types.is_primitive(dtype) or pa.types.is_decimal(dtype)) and not pa.types.is_interval(dtype)
 
 
 def numpy_view(numbers: pa.Array) -> np.ndarray:
@@ -184,10 +184,10 @@ def numpy_view(numbers: pa.Array) -> np.ndarray:
 
     Arrow's own `to_numpy` gives Python's lock away and asks for it again four times.
     """
-    kind = np.dtype(numbers.type.to_pandas_dtype())
+    dtype = np.dtype(numbers.type.to_pandas_dtype())
     if not len(numbers):  # may have no buffer
-        return np.empty(0, kind)
-    return np.frombuffer(numbers.buffers()[1], kind, len(numbers), numbers.offset * kind.itemsize)
+        return np.empty(0, dtype)
+    return np.frombuffer(numbers.buffers()[1], dtype, len(numbers), numbers.offset * dtype.itemsize)
 
 
 def raw_times(times: pa.Array) -> np.ndarray:
@@ -196,27 +196,27 @@ def raw_times(times: pa.Array) -> np.ndarray:
 
 
 def _numbers(ids: pa.Array) -> np.ndarray:
-    kind = ids.type
-    if pa.types.is_null(kind):
+    dtype = ids.type
+    if pa.types.is_null(dtype):
         return _NO_NUMBERS
-    if pa.types.is_boolean(kind):
+    if pa.types.is_boolean(dtype):
         return ids.cast(pa.uint8()).to_numpy()
-    if pa.types.is_temporal(kind):
+    if pa.types.is_temporal(dtype):
         numbers = raw_times(ids)
-        if pa.types.is_duration(kind):  # Parquet files hold it as an integer, without its unit
+        if pa.types.is_duration(dtype):  # Parquet files hold it as an integer, without its unit
             return numbers
-        return numbers.astype(np.int64) * NANOSECONDS[getattr(kind, "unit", str(kind))]
-    return _whole(ids.to_numpy(), kind)
+        return numbers.astype(np.int64) * NANOSECONDS[getattr(dtype, "unit", str(dtype))]
+    return _whole(ids.to_numpy(), dtype)
 
 
-def _whole(values: np.ndarray, kind: pa.DataType) -> np.ndarray:
+def _whole(values: np.ndarray, dtype: pa.DataType) -> np.ndarray:
     bits = np.finfo(values.dtype).nmant + 1
     wrong = (values != np.rint(values)) | ~(np.abs(values) < 2**bits)  # of NaN, both are so
     if wrong.any():
         if np.isnan(values[wrong][0]):
             raise UserError("ids must be whole numbers, found nan; where a row has no id, write null in its place")
         raise UserError(
-            f"ids must be whole numbers, found {values[wrong][0]}, and {kind} tells these apart below 2**{bits} only; "
+            f"ids must be whole numbers, found {values[wrong][0]}, and {dtype} tells these apart below 2**{bits} only; "
             f"write ids as integers or strings"
         )
     return values.astype(np.int64)

@@ -40,7 +40,7 @@ class IndexMapping(IdMapping):
             TypeError: the type is none of ids.
         """
         super().__init__(len(ids), seed)
-        self._kind = ids.type
+        self._dtype = ids.type
         self._keys = _in_order(ids)
         hashes = self._keys.hashes(seed)
         order = np.argsort(hashes, kind="stable")
@@ -66,10 +66,10 @@ class IndexMapping(IdMapping):
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
         return weight * np.count_nonzero(self._find_hashes(hashes)) / max(1, self.num_rows), 0.0
 
-    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
+    def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
         if (len(keys.texts) and len(self._keys.numbers)) or (len(keys.numbers) and len(self._keys.texts)):
             raise UserError(
-                f"ids of type {kind} do not compare with ids of type {self._kind}; write both with one type"
+                f"ids of type {dtype} do not compare with ids of type {self._dtype}; write both with one type"
             )
 
     def _find(self, keys: IdKeys, start: int, chunk: np.ndarray) -> np.ndarray:

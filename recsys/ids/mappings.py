@@ -68,8 +68,8 @@ class IdMapping:
         """
         raise NotImplementedError
 
-    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        """Raise UserError for ids that the mapping does not take; of a dictionary, `kind` is that of its values."""
+    def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
+        """Raise UserError for ids that the mapping does not take; of a dictionary, `dtype` is that of its values."""
 
     def _write_all(self, keys: IdKeys, out: np.ndarray, statistics: IdStatistics | None) -> None:
         """Write the rows of all keys, and count them."""
@@ -133,9 +133,9 @@ class HashMapping(IdMapping):
 class IdentityMapping(IdMapping):
     """Integer id i to row i."""
 
-    def _check(self, keys: IdKeys, kind: pa.DataType) -> None:
-        if len(keys.texts) or is_text(kind) or pa.types.is_temporal(kind):
-            raise UserError(f"mapping: identity takes integers, found {kind}; use mapping: hash")
+    def _check(self, keys: IdKeys, dtype: pa.DataType) -> None:
+        if len(keys.texts) or is_text(dtype) or pa.types.is_temporal(dtype):
+            raise UserError(f"mapping: identity takes integers, found {dtype}; use mapping: hash")
         rows = keys.numbers
         if len(rows) and (rows.min() < 0 or rows.max() >= self.num_rows):
             outside = rows[(rows < 0) | (rows >= self.num_rows)]

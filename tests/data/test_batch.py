@@ -22,12 +22,12 @@ from recsys.data.window import Columns, Ragged, convert_table, load_window
 from recsys.ids import HashMapping, IdentityMapping, IndexMapping
 from recsys.ids.hashing import hash_integers
 
-IDENTITY, Piece = IdentityMapping(1000), collating.Piece
+IDENTITY, Chunk = IdentityMapping(1000), collating.Chunk
 START = Position()
 
 
-def collate(pieces: list[Piece], num_rows: int, spec: BatchSpec, position: Position) -> Batch:
-    return collating.collate(pieces, num_rows, spec, position, BlockPool(), MicroBatches())
+def collate(chunks: list[Chunk], num_rows: int, spec: BatchSpec, position: Position) -> Batch:
+    return collating.collate(chunks, num_rows, spec, position, BlockPool(), MicroBatches())
 
 
 def lists(columns: Columns, part: int | Ragged) -> list[list[int]]:
@@ -58,7 +58,7 @@ def test_a_label_that_may_be_null_says_where_it_is_known():
     converted = convert_table(pa.table({"a": [1, None, 0], "b": [0.5, 2.0, 3.0]}), spec)
     assert converted.floats.tolist() == [[1, 0, 0], [0.5, 2, 3], [1, 0, 1], [1, 1, 1], [1, 1, 1]]
     pool = BlockPool()
-    batch = collating.collate([Piece(converted, 0, 3, 0)], 4, spec, Position(), pool, MicroBatches())
+    batch = collating.collate([Chunk(converted, 0, 3, 0)], 4, spec, Position(), pool, MicroBatches())
     assert batch.labels.tolist() == [[1, 0.5], [0, 2], [0, 3], [0, 0]]
     assert batch.known_labels.tolist() == [[1, 1], [0, 1], [1, 1], [0, 0]] and batch.weights.tolist() == [1, 1, 1, 0]
     assert batch.dense_rows(1, 3).label_weights(0).tolist() == [0, 1]
@@ -137,8 +137,8 @@ def test_lists_begin_where_their_lengths_say(filled, with_lists):
         {**{name: window_table(0, 6)[name] for name in ("user", "history", "seldom", "label")}, "price": range(6)}
     )
     columns = convert_table(table, spec)
-    pieces = [Piece(columns, 0, 2, 0), Piece(columns, 2, filled, 2)] if filled else []
-    batch = collating.collate(pieces, 6, spec, Position(), BlockPool(), MicroBatches())
+    chunks = [Chunk(columns, 0, 2, 0), Chunk(columns, 2, filled, 2)] if filled else []
+    batch = collating.collate(chunks, 6, spec, Position(), BlockPool(), MicroBatches())
     lengths, offsets = batch.ids.lengths(), batch.ids.offsets()
     assert offsets.tolist() == [0, *lengths.cumsum(0).tolist()]
     assert batch.ids.length_per_key() == lengths.view(len(spec.ids), 6).sum(1).tolist()
@@ -175,7 +175,7 @@ def test_rows_of_a_bad_segment_are_marked_and_without_weight():
     columns = load_window(window, read, WINDOW_SPEC, BlockPool(), skip_bad=True)
     order = np.array(window.permutation())
     assert columns.bad is not None and columns.bad.tolist() == [4 <= n < 7 for n in order]
-    batch = collate([Piece(columns, 0, 9, 0)], 9, WINDOW_SPEC, START)
+    batch = collate([Chunk(columns, 0, 9, 0)], 9, WINDOW_SPEC, START)
     assert (batch.num_rows, batch.num_bad_rows) == (6, 3)
     for at, n in enumerate(order.tolist()):
         bad = 4 <= n < 7
@@ -202,7 +202,7 @@ def test_weights_of_ids_travel_with_them():
     )
     window = Window((Segment("a", 0, 0, 4),), (3,))
     columns = load_window(window, lambda _: table, spec, BlockPool())
-    batch = collate([Piece(columns, 1, 4, 0)], 4, spec, START)
+    batch = collate([Chunk(columns, 1, 4, 0)], 4, spec, START)
     expected = {7: [(2, 0.2), (3, 0.3)], 8: [], 9: [(4, 0.4)], 10: [(5, 0.5), (6, 0.6)]}
     users, ids = keyed(batch.ids, "user"), keyed(batch.ids, "h")
     weights = [row.tolist() for row in batch.ids["h"].to_dense_weights()]
@@ -258,7 +258,7 @@ def check_row(batch: Batch, at: int, n: int) -> None:
 
 def test_pieces_are_joined_at_their_places_and_the_rest_is_fill():
     first, second = convert_table(some_rows(0, 10), SPEC), convert_table(some_rows(100, 5), SPEC)
-    batch = collate([Piece(first, 3, 6, 0), Piece(second, 0, 2, 3), Piece(first, 9, 10, 7)], 9, SPEC, START)
+    batch = collate([Chunk(first, 3, 6, 0), Chunk(second, 0, 2, 3), Chunk(first, 9, 10, 7)], 9, SPEC, START)
     for at, n in {0: 3, 1: 4, 2: 5, 3: 100, 4: 101, 7: 9}.items():
         check_row(batch, at, n)
     assert batch.ids.keys() == ["user", "history", "none"]
@@ -278,7 +278,7 @@ def test_batch_without_any_row():
 
 
 def test_types_of_a_batch():
-    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
+    batch = collate([Chunk(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
     assert batch.ids.values().dtype == torch.int32
     assert batch.ids.lengths().dtype == torch.int32
     assert {t.dtype for t in (batch.floats, batch.labels, batch.weights)} == {torch.float32}
@@ -291,7 +291,7 @@ def test_rows_beyond_31_bits_are_wide():
     spec = BatchSpec([IdColumn("big", "big", HashMapping(2**40, 0)), IdColumn("small", "big", HashMapping(8, 0))], [])
     raw = np.arange(1000)
     columns = convert_table(pa.table({"big": raw}), spec)
-    batch = collate([Piece(columns, 0, 1000, 0)], 1000, spec, START)
+    batch = collate([Chunk(columns, 0, 1000, 0)], 1000, spec, START)
     assert batch.ids.values().dtype == torch.int64
     expected = (hash_integers(raw) % np.uint64(2**40 - 1)).astype(np.int64) + 1
     assert batch.ids["big"].values().tolist() == expected.tolist() and expected.max() > 2**32
@@ -300,14 +300,14 @@ def test_rows_beyond_31_bits_are_wide():
 def test_a_batch_does_not_share_memory_with_the_next():
     columns = convert_table(some_rows(0, 4), SPEC)
     pool = BlockPool()
-    one, other = (collating.collate([Piece(columns, 0, 4, 0)], 4, SPEC, START, pool, MicroBatches()) for _ in range(2))
+    one, other = (collating.collate([Chunk(columns, 0, 4, 0)], 4, SPEC, START, pool, MicroBatches()) for _ in range(2))
     for tensor in (one.floats, one.labels, one.weights, one.ids.values()):
         tensor.zero_()
     check_row(other, 3, 3)
 
 
 def test_moving_a_batch_keeps_everything():
-    batch = collate([Piece(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
+    batch = collate([Chunk(convert_table(some_rows(0, 4), SPEC), 0, 4, 0)], 4, SPEC, Position(1, 2, 3))
     moved = batch.to(torch.device("meta"))
     tensors = [moved.ids.values(), moved.floats, moved.labels, moved.weights]
     assert {tensor.device.type for tensor in tensors} == {"meta"}
@@ -349,7 +349,7 @@ def test_micro_batches_are_bounded_by_rows_and_ids(max_rows, max_ids, bounds):
 
 def test_a_batch_says_how_it_may_be_split():
     columns = convert_table(some_rows(0, 8), SPEC)  # histories of 0, 1, 2, 3, 0, 1, 2, 3 ids, and a user each
-    batch = collating.collate([Piece(columns, 0, 8, 0)], 10, SPEC, START, BlockPool(), MicroBatches(None, 6))
+    batch = collating.collate([Chunk(columns, 0, 8, 0)], 10, SPEC, START, BlockPool(), MicroBatches(None, 6))
     assert batch.micro_batches == (0, 3, 5, 7, 10)
     part = batch.dense_rows(3, 5)
     assert part.floats.tolist() == batch.floats[3:5].tolist()
@@ -363,7 +363,7 @@ def test_a_batch_is_copied_at_once():
     parts = [IdColumn("a", "a", IDENTITY), IdColumn("b", "b", IDENTITY, weights="w")]
     spec = BatchSpec(parts, [], [FloatColumn("label", "label", may_be_unknown=True)])
     rows = {"a": [1, 2, 3], "b": [[4], [], [5, 6]], "w": [[0.5], [], [1.0, 2.0]], "label": [1, None, 0]}
-    batch = collate([Piece(convert_table(pa.table(rows), spec), 0, 3, 0)], 4, spec, START)
+    batch = collate([Chunk(convert_table(pa.table(rows), spec), 0, 3, 0)], 4, spec, START)
     copy = replace(batch, **{n: _moved(v, batch.content, batch.content.clone()) for n, v in batch._tensors().items()})
     assert copy.ids.to_dict().keys() == batch.ids.to_dict().keys() == {"a", "b"}
     for of in (lambda b: b.ids.values(), lambda b: b.ids.lengths(), lambda b: b.ids.weights(), lambda b: b.floats,
