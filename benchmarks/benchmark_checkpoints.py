@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             print(
                 f"repeat {repeat + 1}: { {kind: round(found[-1], 2) for kind, found in seconds.items()} }", flush=True
             )
-        num_bytes = sum(pieces.num_bytes for pieces in built.tensors.to_load().values())
+        num_bytes = sum(local.num_bytes for local in built.tensors.to_load().values())
         del built, inputs
     costs = {
         kind: statistics.median(a - b for a, b in zip(seconds[kind], seconds["none"], strict=True))

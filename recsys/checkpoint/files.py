@@ -13,7 +13,7 @@ _AT_ONCE = 8 << 20
 
 
 class HashedFile:
-    """A new file that knows its size and checksum, and is on disk when it is left without an error.
+    """A new file that keeps count of its size and checksum, and is synced to disk on a regular exit.
 
     Attributes:
         num_bytes: written so far.
@@ -37,9 +37,9 @@ class HashedFile:
     def __enter__(self) -> "HashedFile":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            with contextlib.suppress(OSError):  # which would hide the first one
+            with contextlib.suppress(OSError):  # an error here would hide the first one
                 self._file.close()
             return
         with self._file:
@@ -68,7 +68,7 @@ def entry_of(path: Path) -> tuple[int, str]:
 
 
 def file_problem(path: Path, num_bytes: int, checksum: str) -> str | None:
-    """Return how a file differs from what was written, or None."""
+    """Return how a file differs from its size and checksum when written, or None."""
     try:
         size = path.stat().st_size
         if size != num_bytes:

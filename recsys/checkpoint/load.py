@@ -1,4 +1,4 @@
-"""Loading checkpoints: which tensor goes where, and what is reported of it."""
+"""Loading checkpoints: which tensors are loaded, into what, and the report of it."""
 
 import json
 import re
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from recsys.checkpoint.state import Marker
-from recsys.checkpoint.tensor_files import Entry, Piece, Pieces, read_tensors
+from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor, read_tensors
 from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, IDS, RNG, TABLE_OPTIMIZER, TABLES, Tensors, set_rank_rng
 from recsys.config import Config
 from recsys.config.initial import InitConfig, Take
@@ -35,8 +35,7 @@ class Loaded:
         kept: both have it, and this run keeps its own initial values.
         new: only this run has it.
         left: only the checkpoint has it.
-        rows: by vocabulary table, how many rows are of the checkpoint, and how many are new; of these, how many were
-            those of ids that are evicted, if any were.
+        rows: by vocabulary table, the numbers of kept and of new rows; of the latter, how many had evicted ids, if any.
     """
 
     source: str
@@ -56,14 +55,14 @@ class Loaded:
         return {_owner(name) for name in self.loaded if name.startswith(TABLE_OPTIMIZER)}
 
     def lines(self) -> Iterator[str]:
-        """Yield a line for every group of tensors with the same fate."""
-        for fate in ("loaded", "kept", "new", "left"):
+        """Yield a line for every group of tensors with the same outcome and remark."""
+        for outcome in ("loaded", "kept", "new", "left"):
             by_remark: dict[str, list[str]] = {}
-            for name, remark in getattr(self, fate).items():
+            for name, remark in getattr(self, outcome).items():
                 by_remark.setdefault(remark, []).append(name)
             for remark, names in by_remark.items():
-                some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-                yield f"{fate}: {some}" + (f" ({remark})" if remark else "")
+                listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                yield f"{outcome}: {listed}" + (f" ({remark})" if remark else "")
 
 
 def load_tensors(
@@ -78,19 +77,19 @@ def load_tensors(
 
     Args:
         path, marker: a checkpoint that `verify_checkpoint` has found valid.
-        config: of a run that begins with its weights, and whose `train.init` says how it may differ from what is here;
-            None: in nothing, and random number generators are set too.
-        kept_ids: of vocabulary tables, the ids that are those of the checkpoint's vocabulary.
+        config: of a new run that begins with the checkpoint's weights; its `train.init` says how the two may differ.
+            None: the run goes on, they may not differ, and random number generators are set too.
+        kept_ids: by vocabulary table, the ids of the checkpoint's vocabulary.
 
     Raises:
-        UserError: the checkpoint differs from what is here in what `init` does not allow, or cannot be read.
+        UserError: the checkpoint differs from the run in ways that `init` does not allow, or cannot be read.
     """
     saved = marker.tensors
     world.agree(lambda: _check_names(path, marker))
     targets = tensors.to_load()
-    forms = {name: Entry.of(pieces) for name, pieces in targets.items()}
-    # A rank knows of no state of a table that it holds no piece of.
-    here = {name: form for by_rank in world.gather(forms) for name, form in by_rank.items()}
+    entries = {name: Entry.of(local) for name, local in targets.items()}
+    # Of all ranks, since a rank knows no state of a table that it holds no shard of.
+    here = {name: entry for by_rank in world.gather(entries) for name, entry in by_rank.items()}
     choice = _Choice(path, marker, here, config, kept_ids or {})
     choice.tables()
     choice.dense(type(tensors.dense_optimizer).__name__)
@@ -100,9 +99,9 @@ def load_tensors(
         state[name] = _moved(state[name], saved[name], choice.spans(name))
     same_ranks = config is None and marker.world_size == world.world_size
     of_ranks = _of_ranks(saved, world, rng=same_ranks, ids=config is None and bool(tensors.statistics))
-    new = {name: Pieces.of(saved[name].empty()) for name in of_ranks}
+    new = {name: LocalTensor.of(saved[name].empty()) for name in of_ranks}
     new |= tensors.room_for({n: saved[n] for n in report.loaded if n.startswith(DENSE_OPTIMIZER) and n in saved})
-    room = {name: pieces.pieces[0].tensor for name, pieces in new.items()}
+    room = {name: local.shards[0].tensor for name, local in new.items()}
     with _initial_rows({name: targets[name] for name in state}, choice.evicted_rows):
         world.agree(lambda: read_tensors(path, saved, state | new))
     scalars = {n: value for n, value in marker.scalars.items() if DENSE_OPTIMIZER + n in report.loaded}
@@ -114,15 +113,15 @@ def load_tensors(
 
 
 @contextmanager
-def _initial_rows(tensors: Mapping[str, Pieces], rows_of: Callable[[str], np.ndarray]) -> Iterator[None]:
-    """Let some rows of tables and of optimizers' state be afterwards what they are now; host memory keeps them."""
+def _initial_rows(tensors: Mapping[str, LocalTensor], rows_of: Callable[[str], np.ndarray]) -> Iterator[None]:
+    """Restore some rows of tables and of optimizers' state at the end, from copies in host memory."""
     kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    for name, pieces in tensors.items():
+    for name, local in tensors.items():
         rows = rows_of(name)
-        for piece in pieces.pieces if len(rows) else ():
-            first, stop = piece.offsets[0], piece.offsets[0] + piece.tensor.shape[0]
-            own = torch.from_numpy(rows[(rows >= first) & (rows < stop)] - first).to(piece.tensor.device)
-            kept.append((piece.tensor.detach(), own, piece.tensor.detach()[own].cpu()))
+        for shard in local.shards if len(rows) else ():
+            first, stop = shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0]
+            own = torch.from_numpy(rows[(rows >= first) & (rows < stop)] - first).to(shard.tensor.device)
+            kept.append((shard.tensor.detach(), own, shard.tensor.detach()[own].cpu()))
     yield
     for tensor, own, values in kept:
         tensor[own] = values.to(tensor.device)
@@ -135,9 +134,9 @@ def _check_names(path: Path, marker: Marker) -> None:
 
 
 def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) -> list[str]:
-    """Return what this rank takes of the states of random number generators, and of the counts of ids."""
+    """Return the states of random number generators, and counts of ids, that this rank loads."""
     names = [name for name in saved if rng and name.startswith(f"{RNG}{world.rank}/")]
-    # Whatever ranks have counted is taken by one of those of here.
+    # The counts that each rank has saved are loaded by exactly one rank.
     counted = {name: int(name.split("/")[1]) for name in saved if ids and name.startswith(IDS)}
     return names + [name for name, rank in counted.items() if rank % world.world_size == world.rank]
 
@@ -145,7 +144,7 @@ def _of_ranks(saved: Mapping[str, Entry], world: World, rng: bool, ids: bool) ->
 def _set_state(
     tensors: Tensors, room: dict[str, torch.Tensor], scalars: dict[str, Any], path: Path, world: World | None
 ) -> None:
-    """Set what is no tensor of the model, once those are loaded; random numbers where there are as many ranks."""
+    """Set the state of the dense optimizer, of random numbers (if `world` is given) and of counts of ids."""
     tensors.after_load()
     of_optimizer = {n.removeprefix(DENSE_OPTIMIZER): t for n, t in room.items() if n.startswith(DENSE_OPTIMIZER)}
     try:
@@ -162,7 +161,7 @@ def _set_state(
 
 
 class _Choice:
-    """Decides for each tensor whether it is loaded, from both sides' forms alone, so that all ranks decide alike."""
+    """Decides for each tensor whether it is loaded, from shapes and types alone, so that all ranks decide alike."""
 
     def __init__(
         self,
@@ -184,7 +183,7 @@ class _Choice:
         self._sides(TABLE_OPTIMIZER, self._init.optimizers, "optimizers", self._table_state)
 
     def dense(self, optimizer: str) -> None:
-        """Decide on the dense part and its optimizer, of which this is the name."""
+        """Decide on the dense part and its optimizer; `optimizer` is the name of its class."""
         self._sides(DENSE, self._init.dense, "dense", self._dense_weight)
         names = [name for name in self._saved if name.startswith(DENSE_OPTIMIZER)]
         names += [DENSE_OPTIMIZER + name for name in self._marker.scalars]
@@ -216,7 +215,7 @@ class _Choice:
         return [(0, 0, first), (here - num_shared, first, min(there - first, num_shared))]
 
     def evicted_rows(self, name: str) -> np.ndarray:
-        """Return the rows of a table, or of its optimizer's state, whose ids others have taken the place of, int64."""
+        """Return the rows of a table, or of its optimizer's state, that had evicted ids, int64."""
         kept = self._kept_ids.get(_table_of(name)) if _is_of_table(name) else None
         return np.zeros(0, np.int64) if kept is None else NULL_ROW + 1 + kept.evicted
 
@@ -229,8 +228,8 @@ class _Choice:
                 missing = f"has {name}, which the config does not have"
                 if there is None:
                     missing = f"does not have {name}, which the config has"
-                of_table_not_taken = prefix == TABLE_OPTIMIZER and TABLES + _owner(name) not in self.report.loaded
-                if take is Take.all and not of_table_not_taken:
+                of_skipped_table = prefix == TABLE_OPTIMIZER and TABLES + _owner(name) not in self.report.loaded
+                if take is Take.all and not of_skipped_table:
                     raise self._differs(missing, f"{key}=matching")
                 (self.report.new if there is None else self.report.left)[name] = ""
             elif take is Take.none:
@@ -327,19 +326,19 @@ def _owner(state: str) -> str:
     return state.removeprefix(TABLE_OPTIMIZER).rpartition("/")[0]
 
 
-def _moved(pieces: Pieces, saved: Entry, spans: list[tuple[int, int, int]]) -> Pieces:
-    """Return the parts of the pieces that the checkpoint has rows for, each at the place of these.
+def _moved(local: LocalTensor, saved: Entry, spans: list[tuple[int, int, int]]) -> LocalTensor:
+    """Return the rows of a tensor that the checkpoint has, as shards at their places in the checkpoint's tensor.
 
     Args:
         spans: (first row here, first row there, number of rows).
     """
     moved = []
-    for piece in pieces.pieces:
-        first, stop = piece.offsets[0], piece.offsets[0] + piece.tensor.shape[0]
+    for shard in local.shards:
+        first, stop = shard.offsets[0], shard.offsets[0] + shard.tensor.shape[0]
         for here, there, count in spans:
             start, end = max(first, here), min(stop, here + count)
             if start < end:
                 moved.append(
-                    Piece(piece.tensor[start - first : end - first], (there + start - here, *piece.offsets[1:]))
+                    LocalShard(shard.tensor[start - first : end - first], (there + start - here, *shard.offsets[1:]))
                 )
-    return Pieces(saved.size, pieces.dtype, tuple(moved))
+    return LocalTensor(saved.size, local.dtype, tuple(moved))

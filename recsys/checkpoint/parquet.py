@@ -1,8 +1,8 @@
 """Tables as Parquet: exported from a checkpoint without a process group, imported into a run that begins.
 
-Columns: `row` int64; of a vocabulary table also `id`, null for the rows that no id has of its own, and `bucket`, the
-number of the row among those that the other ids share; `vector`, embedding_dim floats; then the optimizer's state, a
-float or embedding_dim floats. The file's metadata name the optimizer, and how many updates its state has seen.
+Columns: `row` int64; of a vocabulary table also `id`, null for rows that are no single id's, and `bucket`, the number
+of the row among those that the other ids share; `vector`, embedding_dim floats; then the optimizer's state, a float or
+embedding_dim floats. The file's metadata name the optimizer, and how many updates its state has seen.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +18,7 @@ import torch
 from recsys.checkpoint.files import file_problem
 from recsys.checkpoint.source import check_facts, facts_of
 from recsys.checkpoint.state import Marker, find_checkpoint
-from recsys.checkpoint.tensor_files import Entry, Pieces, read_rows
+from recsys.checkpoint.tensor_files import Entry, LocalTensor, read_rows
 from recsys.checkpoint.tensors import TABLE_OPTIMIZER, TABLES
 from recsys.config import IdMappingType, TableConfig
 from recsys.data.footers import metadata_of, opened
@@ -118,23 +118,23 @@ class TableRows:
             return _whole_numbers(batch, "row")
         rows = np.full(batch.num_rows, -1, np.int64)
         ids = batch.column("id")
-        given = ids.is_valid().to_numpy(zero_copy_only=False)
-        mapped = np.empty(int(given.sum()), np.int64)
+        has_id = ids.is_valid().to_numpy(zero_copy_only=False)
+        mapped = np.empty(int(has_id.sum()), np.int64)
         self._mapping.map(ids.drop_null(), mapped)
         if self._first_shared is not None:
             mapped[mapped >= self._first_shared] = -1
-        rows[given] = mapped
+        rows[has_id] = mapped
         if self._first_bucket is not None and {"row", "bucket"} <= set(batch.schema.names):
-            rows[~given & (_whole_numbers(batch, "row") == 0)] = 0
+            rows[~has_id & (_whole_numbers(batch, "row") == 0)] = 0
             buckets = _whole_numbers(batch, "bucket")
-            shared = ~given & (buckets >= 0) & (buckets < self._table.num_embeddings - self._first_bucket)
+            shared = ~has_id & (buckets >= 0) & (buckets < self._table.num_embeddings - self._first_bucket)
             rows[shared] = self._first_bucket + buckets[shared]
         return rows
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was taken of a file.
+    """The result of importing a file.
 
     Attributes:
         num_rows: rows of the file that have a place in the table, on any rank.
@@ -148,12 +148,12 @@ class Imported:
 
 
 def import_table(
-    path: Path, table: str, settings: TableConfig, optimizer: str, rows: TableRows, targets: dict[str, Pieces]
+    path: Path, table: str, settings: TableConfig, optimizer: str, rows: TableRows, targets: dict[str, LocalTensor]
 ) -> Imported:
     """Set rows of a table, and of its optimizer's state, from a Parquet file of vectors.
 
-    State that the file does not have, or has of another optimizer, is 0 in these rows, as that of new ones: what was
-    there is of other vectors, which FTRL would bring back.
+    State that the file lacks, or has of another optimizer, becomes 0 in these rows, as in new ones: the present state
+    belongs to the old vectors, and FTRL would restore them from it.
 
     Args:
         table: its name. optimizer: the name of its own.
@@ -165,7 +165,7 @@ def import_table(
     key = f"config key 'train.init.from_parquet.{table}': file '{path}'"
     prefix, num_rows = f"{TABLE_OPTIMIZER}{table}/", 0
     columns = {VECTOR: targets[TABLES + table]}
-    columns |= {name.removeprefix(prefix): pieces for name, pieces in targets.items() if name.startswith(prefix)}
+    columns |= {name.removeprefix(prefix): local for name, local in targets.items() if name.startswith(prefix)}
     try:
         with _opened(path) as file:
             names, there, updates = file.schema_arrow.names, *_optimizer_of(file, optimizer)
@@ -183,7 +183,7 @@ def import_table(
 
 
 def _places(key: str, table: str, settings: TableConfig, rows: TableRows, batch: pa.RecordBatch) -> np.ndarray:
-    """Return what `TableRows.find` does, of rows that the table has."""
+    """Return the result of `TableRows.find`, checked to be rows of the table."""
     try:
         places = rows.find(batch)
     except UserError as error:
@@ -197,17 +197,17 @@ def _places(key: str, table: str, settings: TableConfig, rows: TableRows, batch:
 
 
 def _set_rows(
-    key: str, batch: pa.RecordBatch, places: np.ndarray, columns: Mapping[str, Pieces], taken: Collection[str]
+    key: str, batch: pa.RecordBatch, places: np.ndarray, columns: Mapping[str, LocalTensor], taken: Collection[str]
 ) -> int:
-    """Set the rows of tensors that a record batch has, to 0 where it is not taken; return how many have a place."""
+    """Set the rows of a record batch in tensors, to 0 in those not `taken`; return how many rows have a place."""
     has_place = places >= 0
     rows = torch.from_numpy(places[has_place])
-    for name, pieces in columns.items():
+    for name, local in columns.items():
         if name in taken:
-            values = _from_arrow(key, name, batch.column(name), pieces)
+            values = _from_arrow(key, name, batch.column(name), local)
         else:
-            values = torch.zeros(len(places), *pieces.size[1:])
-        _scatter(pieces, rows, values[torch.from_numpy(has_place)])
+            values = torch.zeros(len(places), *local.size[1:])
+        _scatter(local, rows, values[torch.from_numpy(has_place)])
     return len(rows)
 
 
@@ -217,13 +217,13 @@ def _whole_numbers(batch: pa.RecordBatch, column: str) -> np.ndarray:
 
 
 def _optimizer_of(file: pq.ParquetFile, default: str) -> tuple[str, int]:
-    """Return whose state a file has, and how many updates that has seen; `default` and 0 where it does not say."""
-    told = file.metadata.metadata or {}
-    return told.get(_OPTIMIZER, default.encode()).decode(), int(told.get(_UPDATES, 0))
+    """Return the optimizer of the state in a file, and its number of updates; `default` and 0 if it does not say."""
+    metadata = file.metadata.metadata or {}
+    return metadata.get(_OPTIMIZER, default.encode()).decode(), int(metadata.get(_UPDATES, 0))
 
 
 def _opened(path: Path) -> pq.ParquetFile:
-    """Open a file in Parquet's own types: lists may have been views to its writer, and texts UUIDs."""
+    """Open a file in Parquet's own types, since its writer may have had list views, or UUIDs for texts."""
     footer = metadata_of(Storage(), str(path), path.stat().st_size)
     return opened(str(path), footer, page_checksum_verification=True)
 
@@ -236,30 +236,30 @@ def _check_columns(key: str, names: list[str], settings: TableConfig) -> None:
         raise UserError(f"{key} has a column id, and the table gives an id several rows; give it a column row instead")
 
 
-def _from_arrow(key: str, name: str, column: pa.Array, pieces: Pieces) -> torch.Tensor:
-    width, in_lists = torch.Size(pieces.size[1:]).numel(), pa.types.is_list(column.type)
+def _from_arrow(key: str, name: str, column: pa.Array, local: LocalTensor) -> torch.Tensor:
+    width, in_lists = torch.Size(local.size[1:]).numel(), pa.types.is_list(column.type)
     values = column.flatten() if in_lists else column
     # Of each row: lists of other lengths may have the same sum.
     fits = not in_lists or pc.all(pc.equal(pc.list_value_length(column), width), min_count=0).as_py()
-    if in_lists != (len(pieces.size) > 1) or column.null_count or values.null_count or not fits:
+    if in_lists != (len(local.size) > 1) or column.null_count or values.null_count or not fits:
         raise UserError(f"{key}: column '{name}' must have {width} numbers a row, and no null")
     numbers = torch.from_numpy(values.cast(pa.float32()).to_numpy().copy())
-    finite = numbers.to(pieces.dtype).isfinite()
+    finite = numbers.to(local.dtype).isfinite()
     if not finite.all():
-        most = f"{torch.finfo(pieces.dtype).max:.5g} for {str(pieces.dtype).removeprefix('torch.')}"
+        most = f"{torch.finfo(local.dtype).max:.5g} for {str(local.dtype).removeprefix('torch.')}"
         raise UserError(
             f"{key}: column '{name}' holds {numbers[~finite][0]:.5g}, and must hold finite numbers up to what the "
             f"table can have, {most}; write others"
         )
-    return numbers.view(len(column), *pieces.size[1:])
+    return numbers.view(len(column), *local.size[1:])
 
 
-def _scatter(pieces: Pieces, rows: torch.Tensor, values: torch.Tensor) -> None:
+def _scatter(local: LocalTensor, rows: torch.Tensor, values: torch.Tensor) -> None:
     """Set rows of a tensor, as far as this rank holds them."""
-    for piece in pieces.pieces:
-        first, columns = piece.offsets[0], values
+    for shard in local.shards:
+        first, columns = shard.offsets[0], values
         if values.dim() > 1:
-            columns = values[:, piece.offsets[1] : piece.offsets[1] + piece.tensor.shape[1]]
-        mine = (rows >= first) & (rows < first + piece.tensor.shape[0])
-        place = (rows[mine] - first).to(piece.tensor.device)
-        piece.tensor.index_copy_(0, place, columns[mine].to(piece.tensor))
+            columns = values[:, shard.offsets[1] : shard.offsets[1] + shard.tensor.shape[1]]
+        mine = (rows >= first) & (rows < first + shard.tensor.shape[0])
+        place = (rows[mine] - first).to(shard.tensor.device)
+        shard.tensor.index_copy_(0, place, columns[mine].to(shard.tensor))

@@ -22,7 +22,7 @@ from recsys.checkpoint.state import (
     refused_of,
     verify_checkpoint,
 )
-from recsys.checkpoint.tensor_files import SUFFIX, Entry, Pieces, write_tensors
+from recsys.checkpoint.tensor_files import SUFFIX, Entry, LocalTensor, write_tensors
 from recsys.checkpoint.tensors import Tensors
 from recsys.errors import UserError, why
 from recsys.runtime.checkpoint_folders import list_checkpoints
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _log = getLogger("recsys")
 _LATEST = "latest"
 _OVERHEAD_BYTES = 1 << 20  # marker, config and plan
-_OVERHEAD_OF_PIECE_BYTES = 256  # what the marker says of it
+_OVERHEAD_OF_SHARD_BYTES = 256  # in the marker
 
 
 class Checkpoints:
@@ -68,14 +68,14 @@ class Checkpoints:
         self._running: Future[None] | None = None
         self._writing_world = world
         if background:
-            # A group of its own, because collectives of two threads on one would be taken for each other.
+            # A process group of its own, because collectives of two threads on one group would be mixed up.
             group = dist.new_group(backend="gloo")
             assert group is not None
             self._writing_world = replace(world, host_group=group)
             self._thread = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, tensors: Tensors, state: TrainState) -> None:
-        """Write a checkpoint of step `state.step`, or begin to; a crash at any point leaves the earlier ones valid.
+        """Write a checkpoint of step `state.step`, or start to in the background; a crash leaves earlier ones valid.
 
         Raises:
             UserError: on every rank, it does not fit on the disk or cannot be written, or an earlier one in the
@@ -104,10 +104,10 @@ class Checkpoints:
         if self._thread is None:
             self._write(final, to_save, marker)
             return
-        copied = {name: pieces.copy() for name, pieces in to_save.items()}
-        num_bytes = sum(pieces.num_bytes for pieces in copied.values())
+        copied = {name: local.copy() for name, local in to_save.items()}
+        num_bytes = sum(local.num_bytes for local in copied.values())
         _log.info("step %d is saved in the background, from a copy of %.1f MiB", state.step, num_bytes / 2**20)
-        # The marker's state goes on changing with training, so it is copied too.
+        # Training goes on changing the state, so it is copied too.
         marker = replace(marker, state=copy.deepcopy(state))
         self._running = self._thread.submit(self._write, final, copied, marker)
 
@@ -165,10 +165,10 @@ class Checkpoints:
                 other.rename(refused_of(other))
         sync(self.folder)
 
-    def _check_space(self, tensors: dict[str, Pieces], best_step: int | None) -> None:
+    def _check_space(self, tensors: dict[str, LocalTensor], best_step: int | None) -> None:
         """Refuse to write more than there is room for, before anything is written."""
-        own = sum(_file_bytes(pieces) for pieces in tensors.values() if not pieces.replicated)
-        shared = sum(_file_bytes(pieces) for pieces in tensors.values() if pieces.replicated)
+        own = sum(_file_bytes(local) for local in tensors.values() if not local.replicated)
+        shared = sum(_file_bytes(local) for local in tensors.values() if local.replicated)
         needed = int(self._world.sum(torch.tensor(own))) + shared + _OVERHEAD_BYTES
         free = self._world.from_rank_zero(lambda: self._make_room(needed, best_step))
         if needed > free:
@@ -177,8 +177,8 @@ class Checkpoints:
                 f"on with run.resume=true, or move '{self.folder.parent}' to a larger disk and go on there"
             )
 
-    def _write(self, final: Path, all_tensors: dict[str, Pieces], marker: Marker) -> None:
-        """Write what nothing changes any more: tensors, and a marker that lacks the files and what lies in them."""
+    def _write(self, final: Path, all_tensors: dict[str, LocalTensor], marker: Marker) -> None:
+        """Write tensors, which may not change meanwhile, and the marker with their files and places; collective."""
         world, aside = self._writing_world, aside_of(final)
         path, tensors = aside / f"rank_{world.rank}{SUFFIX}", _of_rank(all_tensors, world)
         try:
@@ -207,7 +207,7 @@ class Checkpoints:
         self._prune(marker.state.best_step, self._keep)
 
     def _update(self, final: Path, state: TrainState) -> None:
-        """Let a checkpoint of the same step, with the same tensors, say what has been learned of it since."""
+        """Update the state in a checkpoint of the same step and tensors, as by an evaluation since it was saved."""
         before = Marker.read(final)
         replace(before, state=state, meaning=self._meaning or before.meaning).write(final)
         self._point_to(final)
@@ -219,14 +219,14 @@ class Checkpoints:
         best = None if best_step is None else self.path(best_step)
         for path in list_checkpoints(self.folder)[:-keep]:
             if path != best:
-                path.rename(aside_of(path))  # at once, so that no half of it is ever found
+                path.rename(aside_of(path))  # renamed first, so that no incomplete checkpoint has its name
                 # NFS keeps a file that somebody reads; the next save tries again.
                 shutil.rmtree(aside_of(path), ignore_errors=True)
 
     def _make_room(self, needed: int, best_step: int | None) -> int:
-        """Remove what a crash has left of checkpoints that were being written or removed; return the bytes free.
+        """Remove incomplete checkpoints that a crash has left behind; return the free bytes.
 
-        Where that is too little, checkpoints go that would go after the next save, save the last one.
+        If those are too few, checkpoints are removed now that the next save would remove, but for the last one.
         """
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.glob("*.tmp"):
@@ -237,25 +237,25 @@ class Checkpoints:
 
 
 def _is_saved(final: Path) -> bool:
-    """Whether a step has been saved in this run, or is the one that it went on from: then the tensors are the same."""
+    """Return whether there is a readable checkpoint of a step, whose tensors are then the same."""
     try:
         return final.exists() and bool(Marker.read(final))
     except UserError:
         return False
 
 
-def _file_bytes(pieces: Pieces) -> int:
-    return pieces.num_bytes + _OVERHEAD_OF_PIECE_BYTES * len(pieces.pieces)
+def _file_bytes(local: LocalTensor) -> int:
+    return local.num_bytes + _OVERHEAD_OF_SHARD_BYTES * len(local.shards)
 
 
-def _of_rank(tensors: dict[str, Pieces], world: World) -> dict[str, Pieces]:
-    """Return what a rank writes: its pieces, and its share of the tensors that every rank holds."""
-    shared = sorted(name for name, pieces in tensors.items() if pieces.replicated)[world.rank :: world.world_size]
-    return {name: pieces for name, pieces in tensors.items() if not pieces.replicated or name in shared}
+def _of_rank(tensors: dict[str, LocalTensor], world: World) -> dict[str, LocalTensor]:
+    """Return the tensors that a rank writes: its shards, and its share of the replicated tensors."""
+    shared = sorted(name for name, local in tensors.items() if local.replicated)[world.rank :: world.world_size]
+    return {name: local for name, local in tensors.items() if not local.replicated or name in shared}
 
 
 def _joined(by_rank: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
-    """Return the entries of tensors with the places in the files of all ranks."""
+    """Join the entries of all ranks to one for each tensor, with its places in all files."""
     joined: dict[str, Entry] = {}
     for entries in by_rank:
         for name, entry in entries.items():
@@ -264,7 +264,7 @@ def _joined(by_rank: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
 
 
 def _attempt_write(action: Callable[[], T], final: Path) -> T:
-    """Write or remove files; an error is told as one of the checkpoint."""
+    """Run an action that writes or removes files; an OSError becomes a UserError on the checkpoint."""
     try:
         return action()
     except OSError as error:

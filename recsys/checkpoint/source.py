@@ -1,4 +1,4 @@
-"""Where a run starts: its own checkpoint, to go on from, or another run's, to take weights of."""
+"""The checkpoint that a run starts from: its own, to go on, or another run's, for its weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ class Source:
     """A valid checkpoint that a run starts from.
 
     Attributes:
-        init: how the config may differ from that which it was trained with; None: the run goes on.
+        init: how the config may differ from the checkpoint's; None: the checkpoint is of this run, which goes on.
     """
 
     path: Path
@@ -57,7 +57,7 @@ def facts_of(checkpoint: Path) -> Path:
 
 
 def footers_of(checkpoint: Path) -> Path:
-    """Return the folder of what the footers of its run's data said, a file for each role."""
+    """Return the folder of the cached footers of a checkpoint's run, a file for each role."""
     return checkpoint.parent.parent / FOOTERS
 
 

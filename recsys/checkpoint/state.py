@@ -1,4 +1,4 @@
-"""Training state and file list of a checkpoint: all that it says beside its tensors."""
+"""Training state and marker of a checkpoint: all of it but the tensors."""
 
 import dataclasses
 import json
@@ -37,9 +37,9 @@ class TrainState:
         epoch_rows: for each epoch begun, the rows trained, those left out as bad, and those of bad steps, as counted
             in the batches.
         fingerprints: of the files of data.train, and of those that early stopping compares by.
-        rate_factor: what a plateau schedule has multiplied the learning rates by; of another schedule not read.
+        rate_factor: factor of the learning rates by a plateau schedule; other schedules do not read it.
         evaluated_step: of the last evaluation on data.valid; best_metric, best_step, bad_evaluations: early stopping.
-        window: of the losses since the last line of metrics.jsonl sum and number, by "" and, of several tasks, by task.
+        window: sum and number of losses since the last line of metrics.jsonl, by "" and, with several tasks, by task.
         metrics: of the last evaluation of each dataset.
     """
 
@@ -71,9 +71,9 @@ class Marker:
 
     Attributes:
         files: (bytes, checksum) of every other file by name.
-        scalars: what the optimizer of the dense part keeps that is no tensor, by name.
-        optimizer: of the dense part, its class.
-        approximate: tensors that are no exact copy of what was trained, each with the reason.
+        scalars: state of the dense optimizer that is no tensor, by name.
+        optimizer: class of the dense optimizer.
+        approximate: tensors that are no exact copy of the trained ones, each with the reason.
         versions: of Python and the libraries; world_size: ranks that wrote it.
         meaning: settings that give rows and numbers their meaning: see `recsys.config.meaning`.
         facts: (bytes, checksum) of the files of RUN/vocabulary by name.
@@ -94,7 +94,7 @@ class Marker:
     def write(self, folder: Path) -> None:
         """Write the marker, synced, in place of an earlier one."""
         content = {"format": FORMAT, **dataclasses.asdict(self)}
-        # The checksum first, on a line of its own, then what it is of.
+        # The first line is the checksum of the second.
         text = json.dumps(content)
         replace_file(folder / MARKER, f"{_checksum(text)}\n{text}\n")
 
@@ -139,8 +139,8 @@ def _check_types(*records: Any) -> None:
     for record in records:
         for name, hint in typing.get_type_hints(type(record)).items():
             value = getattr(record, name)
-            kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-            plain = tuple(typing.get_origin(choice) or choice for choice in kinds)
+            choices = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+            plain = tuple(typing.get_origin(choice) or choice for choice in choices)
             whole = (int,) if float in plain else ()
             if isinstance(value, bool) or not isinstance(value, tuple(k for k in plain if k is not Any) + whole):
                 raise TypeError(f"{name} is {value!r}")

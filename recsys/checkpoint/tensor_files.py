@@ -1,8 +1,9 @@
-"""Tensors in pieces as ranks hold them, and byte for byte in files: a file a rank, and where each part lies in it."""
+"""Tensors as ranks hold them, and byte for byte in files: a file for each rank, and an index of what lies where."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,47 +21,46 @@ SUFFIX = ".bin"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Part of a tensor that this rank holds: `tensor` begins at `offsets`."""
+class LocalShard:
+    """A part of a tensor on this rank: `tensor` begins at `offsets` of the whole."""
 
     tensor: torch.Tensor
     offsets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """One tensor of a checkpoint: the pieces that this rank holds.
+class LocalTensor:
+    """One tensor of a checkpoint, as far as this rank holds it.
 
     Attributes:
         size: of the whole tensor.
-        pieces: this rank's; when loading they may cover a part only, and the same rows twice.
+        shards: of this rank; when loading they may cover a part only, and the same rows twice.
         replicated: every rank holds all of it.
     """
 
     size: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    shards: tuple[LocalShard, ...]
     replicated: bool = False
 
     @classmethod
-    def of(cls, value: Any) -> "Pieces":
+    def of(cls, value: Any) -> "LocalTensor":
         """Wrap a ShardedTensor, or a tensor that every rank holds; nothing is copied."""
-        pieces = tuple(Piece(tensor.detach(), offsets) for tensor, offsets in local_shards(value))
+        shards = tuple(LocalShard(tensor.detach(), offsets) for tensor, offsets in local_shards(value))
         if isinstance(value, ShardedTensor):
             metadata = value.metadata()
-            return cls(tuple(metadata.size), metadata.tensor_properties.dtype, pieces)
-        return cls(tuple(value.shape), value.dtype, pieces, replicated=True)
+            return cls(tuple(metadata.size), metadata.tensor_properties.dtype, shards)
+        return cls(tuple(value.shape), value.dtype, shards, replicated=True)
 
     @property
     def num_bytes(self) -> int:
         """Bytes that this rank holds of the tensor."""
-        return sum(piece.tensor.numel() * piece.tensor.element_size() for piece in self.pieces)
+        return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in self.shards)
 
-    def copy(self) -> "Pieces":
+    def copy(self) -> "LocalTensor":
         """Return a copy in host memory."""
-        tensors = [p.tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) for p in self.pieces]
-        copied = zip(tensors, self.pieces, strict=True)
-        return replace(self, pieces=tuple(Piece(tensor, piece.offsets) for tensor, piece in copied))
+        to_host = partial(torch.Tensor.to, device="cpu", copy=True, memory_format=torch.contiguous_format)
+        return replace(self, shards=tuple(LocalShard(to_host(s.tensor), s.offsets) for s in self.shards))
 
 
 @dataclass(frozen=True)
@@ -82,16 +82,16 @@ class Entry:
     places: tuple[Place, ...] = ()
 
     @classmethod
-    def of(cls, pieces: Pieces) -> "Entry":
+    def of(cls, local: LocalTensor) -> "Entry":
         """Describe a tensor that is in no file yet."""
-        return cls(pieces.size, str(pieces.dtype).removeprefix("torch."))
+        return cls(local.size, str(local.dtype).removeprefix("torch."))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> "Entry":
-        """Return what JSON made of an entry.
+        """Return an entry from its parsed JSON.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no entry.
+            KeyError, TypeError, ValueError: it is malformed.
         """
         size, dtype, places = _whole(content["size"]), content["dtype"], content["places"]
         if not isinstance(getattr(torch, dtype, None), torch.dtype):
@@ -101,7 +101,7 @@ class Entry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type as torch has it."""
+        """The type as a torch.dtype."""
         return getattr(torch, self.dtype)
 
     def empty(self) -> torch.Tensor:
@@ -109,22 +109,22 @@ class Entry:
         return torch.empty(self.size, dtype=self.torch_dtype)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Pieces]) -> tuple[dict[str, Entry], tuple[int, str]]:
-    """Write the pieces of tensors into one new file; return where they lie, and size and checksum of the file.
+def write_tensors(path: Path, tensors: Mapping[str, LocalTensor]) -> tuple[dict[str, Entry], tuple[int, str]]:
+    """Write this rank's shards into one new file; return the entries of tensors, and size and checksum of the file.
 
     Raises:
         OSError: it cannot be written; its `filename` is set.
     """
     entries = {}
     with naming(path), HashedFile(path) as file:
-        for name, pieces in tensors.items():
+        for name, local in tensors.items():
             places = []
-            for piece in pieces.pieces:
-                if piece.tensor.numel():
-                    places.append(Place(path.name, file.num_bytes, piece.offsets, tuple(piece.tensor.shape)))
-                    for content in _contents(piece.tensor):
+            for shard in local.shards:
+                if shard.tensor.numel():
+                    places.append(Place(path.name, file.num_bytes, shard.offsets, tuple(shard.tensor.shape)))
+                    for content in _contents(shard.tensor):
                         file.write(content)
-            entry = Entry.of(pieces)
+            entry = Entry.of(local)
             entries[name] = Entry(entry.size, entry.dtype, tuple(places))
     return entries, file.entry
 
@@ -139,8 +139,8 @@ def _rows_at_once(size: tuple[int, ...], dtype: torch.dtype) -> int:
     return max(1, CHUNK_BYTES // max(1, math.prod(size[1:]) * dtype.itemsize))
 
 
-def read_tensors(folder: Path, entries: Mapping[str, Entry], targets: Mapping[str, Pieces]) -> None:
-    """Fill pieces of tensors from the files of a checkpoint, whatever pieces they were written in.
+def read_tensors(folder: Path, entries: Mapping[str, Entry], targets: Mapping[str, LocalTensor]) -> None:
+    """Fill this rank's shards from the files of a checkpoint, however the tensors were cut when they were written.
 
     Args:
         targets: by name in `entries`; numbers of another type are converted.
@@ -149,10 +149,10 @@ def read_tensors(folder: Path, entries: Mapping[str, Entry], targets: Mapping[st
         UserError: a file cannot be read, or is shorter than it was.
     """
     try:
-        for name, pieces in targets.items():
+        for name, local in targets.items():
             for place in entries[name].places:
-                for piece in pieces.pieces:
-                    _read_common(folder / place.file, place, entries[name].torch_dtype, piece)
+                for shard in local.shards:
+                    _read_common(folder / place.file, place, entries[name].torch_dtype, shard)
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"checkpoint '{folder}' cannot be read: {reason}; take another one") from error
@@ -174,15 +174,15 @@ def gather_rows(folder: Path, entry: Entry, rows: np.ndarray) -> torch.Tensor:
 def read_rows(folder: Path, entry: Entry, start: int, stop: int) -> torch.Tensor:
     """Return rows of a tensor of a checkpoint, in its type; errors as of `read_tensors`."""
     rows = torch.empty((stop - start, *entry.size[1:]), dtype=entry.torch_dtype)
-    piece = Piece(rows, (start, *[0] * (rows.dim() - 1)))
-    read_tensors(folder, {"": entry}, {"": Pieces(entry.size, rows.dtype, (piece,))})
+    shard = LocalShard(rows, (start, *[0] * (rows.dim() - 1)))
+    read_tensors(folder, {"": entry}, {"": LocalTensor(entry.size, rows.dtype, (shard,))})
     return rows
 
 
-def _read_common(path: Path, place: Place, dtype: torch.dtype, piece: Piece) -> None:
-    """Copy what a place and a piece of a tensor have in common, some rows at a time."""
-    target, sizes = torch.atleast_1d(piece.tensor.detach()), place.sizes or (1,)
-    there, here = place.offsets or (0,), piece.offsets or (0,)
+def _read_common(path: Path, place: Place, dtype: torch.dtype, shard: LocalShard) -> None:
+    """Copy the elements that a place in a file and a shard have in common, some rows at a time."""
+    target, sizes = torch.atleast_1d(shard.tensor.detach()), place.sizes or (1,)
+    there, here = place.offsets or (0,), shard.offsets or (0,)
     sides = zip(there, sizes, here, target.shape, strict=True)
     common = [(max(a, b), min(a + length, b + width)) for a, length, b, width in sides]
     if any(start >= stop for start, stop in common):
@@ -204,7 +204,7 @@ def _within(box: Iterable[tuple[int, int]], offsets: Iterable[int]) -> tuple[sli
 
 
 def check_entries(entries: Mapping[str, Entry], file_sizes: Mapping[str, int]) -> None:
-    """Refuse places that are not all of a tensor, each element once, and the whole content of the files of tensors.
+    """Refuse entries whose places do not cover each tensor, and the files of tensors, exactly once.
 
     Args:
         file_sizes: bytes of each file of the checkpoint by name.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from recsys.checkpoint.tensor_files import Entry, Piece, Pieces
+from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor
 from recsys.ids import IdStatistics
 from recsys.runtime.world import World
 from recsys.tables.module_names import parameter_name
@@ -32,8 +32,7 @@ class Tensors:
     Attributes:
         tables: weights by table; table_optimizer: state by `TABLE/STATE`; ShardedTensors, or tensors that every rank
             holds.
-        slices: where ranks share `dense_optimizer` out, what this one trains: rows of parameters, with the whole
-            parameter and the first row.
+        slices: where `dense_optimizer` is sharded over the ranks, `DenseShards.slices`.
         statistics: of ids, by feature.
         after_load: called once tables have been loaded in place.
     """
@@ -46,73 +45,75 @@ class Tensors:
     statistics: Mapping[str, IdStatistics] = field(default_factory=dict)
     after_load: Callable[[], None] = lambda: None
 
-    def to_save(self, world: World) -> tuple[dict[str, Pieces], dict[str, str]]:
+    def to_save(self, world: World) -> tuple[dict[str, LocalTensor], dict[str, str]]:
         """Return all tensors, and the reason for each that is only approximate; collective."""
         weights, states = self.tables(), self.table_optimizer()
-        tensors = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
+        tensors = {TABLES + name: LocalTensor.of(value) for name, value in weights.items()}
         split = {name for name in states if _column_shards(weights, name, states[name])}
-        tensors |= {TABLE_OPTIMIZER + name: Pieces.of(value) for name, value in states.items() if name not in split}
+        tensors |= {
+            TABLE_OPTIMIZER + name: LocalTensor.of(value) for name, value in states.items() if name not in split
+        }
         approximate = {}
-        # torchrec tells a rank only of the state that it holds a piece of.
+        # A rank knows only the state that it holds a shard of.
         for name in sorted(set().union(*world.gather(split))):
-            tensors[TABLE_OPTIMIZER + name] = Pieces.of(_mean_over_columns(weights, name, states.get(name), world))
+            tensors[TABLE_OPTIMIZER + name] = LocalTensor.of(_mean_over_columns(weights, name, states.get(name), world))
             approximate[TABLE_OPTIMIZER + name] = (
                 "row-wise state of a table split by columns, saved as the mean over its column shards by their width"
             )
-        tensors |= {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
-        tensors |= self._optimizer_pieces()
+        tensors |= {DENSE + name: LocalTensor.of(value) for name, value in self._dense().items()}
+        tensors |= self._optimizer_tensors()
         own = {f"{RNG}{world.rank}/{name}": value for name, value in rng_tensors(world.device).items()}
         for name, statistics in self.statistics.items():
             own[f"{IDS}{world.rank}/{name}"] = torch.from_numpy(statistics.state().view(np.int64))
         for name, value in own.items():
-            tensors[name] = Pieces(tuple(value.shape), value.dtype, (Piece(value, (0,)),))
+            tensors[name] = LocalTensor(tuple(value.shape), value.dtype, (LocalShard(value, (0,)),))
         return tensors, approximate
 
     def scalars(self) -> dict[str, Any]:
         """Return the state of the dense optimizer that is no tensor, by name."""
         return {name: value for name, value in self._optimizer_state().items() if isinstance(value, _SCALARS)}
 
-    def to_load(self) -> dict[str, Pieces]:
+    def to_load(self) -> dict[str, LocalTensor]:
         """Return the tables, their optimizers' state and the dense weights, to be loaded in place."""
         weights = self.tables()
-        tensors = {TABLES + name: Pieces.of(value) for name, value in weights.items()}
+        tensors = {TABLES + name: LocalTensor.of(value) for name, value in weights.items()}
         for name, value in self.table_optimizer().items():
             shards = _column_shards(weights, name, value)
-            tensors[TABLE_OPTIMIZER + name] = _column_pieces(weights, name, value) if shards else Pieces.of(value)
-        return tensors | {DENSE + name: Pieces.of(value) for name, value in self._dense().items()}
+            tensors[TABLE_OPTIMIZER + name] = _column_tensor(weights, name, value) if shards else LocalTensor.of(value)
+        return tensors | {DENSE + name: LocalTensor.of(value) for name, value in self._dense().items()}
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of the dense optimizer, or of what this rank trains of them, by name, in its order."""
+        """Return the parameters of the dense optimizer, or this rank's slices of them, by name, in its order."""
         names = {parameter: parameter_name(name) for name, parameter in self.dense.named_parameters()}
         groups = self.dense_optimizer.param_groups
         slices = self.slices or {}
         return {names[slices.get(own, (own, 0))[0]]: own for group in groups for own in group["params"]}
 
-    def room_for(self, saved: Mapping[str, Entry]) -> dict[str, Pieces]:
-        """Return new tensors for the state of the dense optimizer that is saved, or for what this rank takes of it."""
+    def room_for(self, saved: Mapping[str, Entry]) -> dict[str, LocalTensor]:
+        """Return empty tensors to load the saved state of the dense optimizer into, or this rank's slices of it."""
         if self.slices is None:
-            return {name: Pieces.of(entry.empty()) for name, entry in saved.items()}
+            return {name: LocalTensor.of(entry.empty()) for name, entry in saved.items()}
         parameters, room = self.parameters(), {}
         for name, entry in saved.items():
             own = parameters.get(_owner(name))
             if own is not None:
                 of_rows = entry.size == tuple(self.slices[own][0].shape)
                 tensor = torch.empty(own.shape if of_rows else entry.size, dtype=entry.torch_dtype)
-                room[name] = _piece(tensor, own, *self.slices[own])
+                room[name] = _local_rows(tensor, own, *self.slices[own])
         return room
 
-    def _optimizer_pieces(self) -> dict[str, Pieces]:
-        """Return the tensors of the dense optimizer; where ranks share it out, each has its rows, and one the rest."""
+    def _optimizer_tensors(self) -> dict[str, LocalTensor]:
+        """Return the dense optimizer's tensors; where it is sharded, each rank has its rows, and one the counters."""
         state = {DENSE_OPTIMIZER + n: v for n, v in self._optimizer_state().items() if isinstance(v, torch.Tensor)}
         if self.slices is None:
-            return {name: Pieces.of(value) for name, value in state.items()}
-        parameters, pieces = self.parameters(), {}
+            return {name: LocalTensor.of(value) for name, value in state.items()}
+        parameters, tensors = self.parameters(), {}
         for name, value in state.items():
             own = parameters[_owner(name)]
             whole, first = self.slices[own]
             if first == 0 or value.shape == own.shape:
-                pieces[name] = _piece(value.detach(), own, whole, first)
-        return pieces
+                tensors[name] = _local_rows(value.detach(), own, whole, first)
+        return tensors
 
     def set_dense_optimizer(self, tensors: dict[str, torch.Tensor], scalars: dict[str, Any]) -> None:
         """Restore the state of the dense optimizer.
@@ -132,8 +133,8 @@ class Tensors:
         state: dict[int, dict[str, Any]] = {}
         for key, value in {**tensors, **scalars}.items():
             owner, _, name = key.rpartition("/")
-            into = groups[owner] if owner in groups else state.setdefault(numbers[owner], {})
-            into[name] = value
+            target = groups[owner] if owner in groups else state.setdefault(numbers[owner], {})
+            target[name] = value
         for name, number in numbers.items():
             _check_state(name, state.get(number, {}), parameters[name], self.dense_optimizer)
         self.dense_optimizer.load_state_dict({"state": state, "param_groups": content["param_groups"]})
@@ -142,7 +143,7 @@ class Tensors:
         return {parameter_name(name): value for name, value in self.dense.state_dict().items()}
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Return what the optimizer of the dense part has learned, without its settings."""
+        """Return the state of the dense optimizer by `PARAMETER/STATE`, without its settings."""
         optimizer = self.dense_optimizer
         learned_state = {
             f"{name}/{key}": value
@@ -155,7 +156,7 @@ class Tensors:
         return learned_state
 
     def add_statistics(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Add to statistics of ids what some ranks had counted, as tensors `ids/R/F`.
+        """Add saved counts of ids, tensors `ids/R/F`, to the statistics.
 
         Raises:
             KeyError, ValueError: they are of another feature, or no statistics.
@@ -170,16 +171,16 @@ def _owner(name: str) -> str:
     return name.removeprefix(DENSE_OPTIMIZER).rpartition("/")[0]
 
 
-def _piece(state: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, first: int) -> Pieces:
-    """Wrap the state of rows of a parameter, the `own` ones from `first` on; a counter goes for the whole one."""
+def _local_rows(state: torch.Tensor, own: torch.Tensor, whole: torch.Tensor, first: int) -> LocalTensor:
+    """Wrap the state of a slice `own` of a parameter, which begins at row `first`; a counter is of the whole one."""
     of_rows = state.dim() > 0 and state.shape == own.shape
     offsets = tuple(first if of_rows and dim == 0 else 0 for dim in range(state.dim()))
-    return Pieces(tuple(whole.shape if of_rows else state.shape), state.dtype, (Piece(state, offsets),))
+    return LocalTensor(tuple(whole.shape if of_rows else state.shape), state.dtype, (LocalShard(state, offsets),))
 
 
 def _check_state(name: str, state: dict[str, Any], parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError where a parameter's state has other parts, or parts of another shape, than a step leaves."""
-    # A step of a parameter of 2 × 2 tells: what is 2 there is as long as the parameter.
+    """Raise a ValueError if a parameter's state has other names, shapes or types than a step of the optimizer makes."""
+    # A step of a parameter of 2 × 2 shows which dimensions of the state are as long as the parameter's.
     small = torch.nn.Parameter(parameter.new_zeros((2,) * parameter.dim()))
     small.grad = torch.zeros_like(small)
     wanted = inspect.signature(type(optimizer)).parameters.keys() & optimizer.defaults.keys()
@@ -199,8 +200,8 @@ def _check_state(name: str, state: dict[str, Any], parameter: torch.Tensor, opti
 def rng_tensors(device: torch.device) -> dict[str, torch.Tensor]:
     """Return the states of torch's generators (host, and `device` if it is a GPU), of NumPy's and of Python's.
 
-    What trains draws from counters (`runtime.counter_random`); the generators are kept for whatever else draws. Of
-    NumPy's and Python's, the second number of a pair from the normal distribution is not kept.
+    Training itself draws from counters (`runtime.counter_random`); the generators are saved for other code that draws.
+    The second number of a pair from the normal distribution, which NumPy and Python buffer, is not saved.
 
     Returns:
         uint8 of torch's; int64 [625] of NumPy's and Python's: the words of the Mersenne Twister and its position.
@@ -237,11 +238,11 @@ def _column_shards(weights: dict[str, Any], name: str, state: Any) -> list[tuple
     return sorted({(s.shard_offsets[1], s.shard_sizes[1]) for s in table.metadata().shards_metadata})
 
 
-def _column_pieces(weights: dict[str, Any], name: str, state: Any) -> Pieces:
-    """Return this rank's pieces of a state of rows × column shards as parts of one of [rows]; rows may come twice."""
+def _column_tensor(weights: dict[str, Any], name: str, state: Any) -> LocalTensor:
+    """Return a state that has each row once for each column shard as one of [rows]; shards may hold a row twice."""
     rows = weights[name.rpartition("/")[0]].size()[0]
-    pieces = tuple(Piece(tensor, (offset % rows,)) for tensor, (offset,) in local_shards(state))
-    return Pieces((rows,), pieces[0].tensor.dtype, pieces)
+    shards = tuple(LocalShard(tensor, (offset % rows,)) for tensor, (offset,) in local_shards(state))
+    return LocalTensor((rows,), shards[0].tensor.dtype, shards)
 
 
 def _mean_over_columns(weights: dict[str, Any], name: str, state: Any, world: World) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from recsys.checkpoint import FACTS, FOOTERS, facts_of, footers_of
 from recsys.checkpoint.files import write_file
 from recsys.checkpoint.state import Marker, aside_of, name_of
-from recsys.checkpoint.tensor_files import SUFFIX, Piece, Pieces, read_tensors, write_tensors
+from recsys.checkpoint.tensor_files import SUFFIX, LocalShard, LocalTensor, read_tensors, write_tensors
 from recsys.checkpoint.tensors import DENSE, DENSE_OPTIMIZER, TABLE_OPTIMIZER, TABLES
 from recsys.config import Config, IdMappingType, config_text
 from recsys.config.choices import UNPOOLED, ShardingChoice
@@ -112,7 +112,7 @@ def narrow_tables(out: Path, config: Config, widths: Mapping[str, int]) -> None:
 def _read(path: Path, marker: Marker) -> Iterator[tuple[str, torch.Tensor]]:
     for name, entry in marker.tensors.items():
         tensor = entry.empty()
-        read_tensors(path, {name: entry}, {name: Pieces.of(tensor)})
+        read_tensors(path, {name: entry}, {name: LocalTensor.of(tensor)})
         yield name, tensor
 
 
@@ -122,8 +122,8 @@ def _write(out: Path, config: Config, marker: Marker, tensors: Mapping[str, torc
     folder = out / "checkpoints" / name_of(marker.state.step)
     aside = aside_of(folder)
     aside.mkdir(parents=True)
-    pieces = {n: Pieces(tuple(t.shape), t.dtype, (Piece(t, (0,) * t.dim()),)) for n, t in tensors.items()}
-    entries, file = write_tensors(aside / f"rank_0{SUFFIX}", pieces)
+    local = {n: LocalTensor(tuple(t.shape), t.dtype, (LocalShard(t, (0,) * t.dim()),)) for n, t in tensors.items()}
+    entries, file = write_tensors(aside / f"rank_0{SUFFIX}", local)
     files = {f"rank_0{SUFFIX}": file, "config.yaml": write_file(aside / "config.yaml", config_text(config).encode())}
     replace(marker, meaning=meaning(config), files=files, tensors=entries).write(aside)
     aside.rename(folder)

@@ -14,7 +14,7 @@ from torch import nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from recsys.checkpoint import Source
-from recsys.checkpoint.tensor_files import Entry, Pieces, read_tensors
+from recsys.checkpoint.tensor_files import Entry, LocalTensor, read_tensors
 from recsys.checkpoint.tensors import DENSE
 from recsys.config import Config
 from recsys.errors import UserError
@@ -56,7 +56,7 @@ def load_dense(config: Config, source: Source) -> Model:
         UserError: the model's class has other parameters by now.
     """
     model: Model = build_dense_half(config, lambda: (torch.zeros(1), 0)).model
-    targets = {DENSE + parameter_name(name): Pieces.of(value) for name, value in model.state_dict().items()}
+    targets = {DENSE + parameter_name(name): LocalTensor.of(value) for name, value in model.state_dict().items()}
     saved = {name: entry for name, entry in source.marker.tensors.items() if name.startswith(DENSE)}
     sizes, expected = ({name: tensor.size for name, tensor in part.items()} for part in (saved, targets))
     if sizes != expected:
@@ -169,7 +169,7 @@ class DenseExport:
         """Write the weights of all graphs; return what the manifest says of them."""
         self._files.write(WEIGHTS, weight_chunks(self._model), always_verified=False)
         tensors = {
-            name: {"offset": self._places[name], **_described(Entry.of(Pieces.of(value)))}
+            name: {"offset": self._places[name], **_described(Entry.of(LocalTensor.of(value)))}
             for name, value in self._weights.items()
         }
         return {"file": WEIGHTS, "tensors": tensors}

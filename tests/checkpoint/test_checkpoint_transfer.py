@@ -29,7 +29,7 @@ from recsys.checkpoint import (
     load_tensors,
     tensor_files,
 )
-from recsys.checkpoint.tensor_files import Piece, Pieces
+from recsys.checkpoint.tensor_files import LocalShard, LocalTensor
 from recsys.config import IdMappingType, TableConfig, load_config
 from recsys.config.schema import Device
 from recsys.data.inputs import open_inputs
@@ -82,7 +82,7 @@ def saved(world: World, tmp_path: Path) -> Checkpoints:
     """A checkpoint of YESTERDAY, every tensor of the tables and dense weights full of numbers of its own."""
     built, _ = build(tmp_path, YESTERDAY, world)
     for value in (*built.tensors.to_load().values(),):
-        value.pieces[0].tensor.copy_(torch.randn(value.size))
+        value.shards[0].tensor.copy_(torch.randn(value.size))
     for parameter in built.dense_model.parameters():
         parameter.grad = torch.ones_like(parameter)
     built.dense_optimizer.step()
@@ -93,7 +93,7 @@ def saved(world: World, tmp_path: Path) -> Checkpoints:
 
 
 def whole(tensors: Any) -> dict[str, torch.Tensor]:
-    return {name: value.pieces[0].tensor.clone() for name, value in tensors.to_load().items()}
+    return {name: value.shards[0].tensor.clone() for name, value in tensors.to_load().items()}
 
 
 def test_each_difference_asks_for_its_option(saved: Checkpoints, world: World, tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_vectors_that_a_table_cannot_have_are_refused(
     table, tensor = TableConfig(num_embeddings=2, embedding_dim=2), torch.zeros(2, 2, dtype=dtype)
     with pytest.raises(UserError, match=f"'train.init.from_parquet.t': file '.*t.parquet'.*{said.replace('+', '[+]')}"):
         import_table(
-            tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), {"tables/t": Pieces.of(tensor)}
+            tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), {"tables/t": LocalTensor.of(tensor)}
         )
     assert not tensor.any()
 
@@ -278,8 +278,8 @@ def test_vectors_may_be_lists_of_any_kind(kind: pa.DataType | None, tmp_path: Pa
     column = pa.FixedShapeTensorArray.from_numpy_ndarray(vectors) if kind is None else pa.array(list(vectors), kind)
     pq.write_table(pa.table({"row": [1, 0], "vector": column}), tmp_path / "t.parquet")
     table, tensor = TableConfig(num_embeddings=2, embedding_dim=2), torch.zeros(2, 2)
-    pieces = {"tables/t": Pieces.of(tensor)}
-    found = import_table(tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), pieces).num_rows
+    local = {"tables/t": LocalTensor.of(tensor)}
+    found = import_table(tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), local).num_rows
     assert found == 2 and tensor.tolist() == [[3, 4], [1, 2]]
 
 
@@ -293,8 +293,8 @@ def test_state_of_an_optimizer_goes_with_its_vectors(tmp_path: Path) -> None:
     given = {"row": [2, 1], "vector": [[1.0, 2.0], [3.0, 4.0]], "momentum2": [[5.0, 6.0], [7.0, 8.0]]}
     pq.write_table(pa.table(given), tmp_path / "t.parquet")
     table = TableConfig(num_embeddings=4, embedding_dim=2)
-    pieces = {name: Pieces.of(tensor) for name, tensor in targets.items()}
-    import_table(tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), pieces)
+    local = {name: LocalTensor.of(tensor) for name, tensor in targets.items()}
+    import_table(tmp_path / "t.parquet", "t", table, "adam", TableRows(table, None), local)
     assert targets["tables/t"].tolist() == [[0, 0], [3, 4], [1, 2], [0, 0]]
     assert targets["table_optimizer/t/momentum2"][[2, 1]].tolist() == given["momentum2"]
     for name, old in (("momentum1", before["momentum1"]), ("of_rows", of_rows)):
@@ -310,8 +310,8 @@ def test_state_of_another_optimizer_is_not_taken(saved: Checkpoints, tmp_path: P
     table, there = TableConfig(num_embeddings=100, embedding_dim=8), load_tables(path, "")
     for optimizer in ("adam", "adagrad"):
         tensors = {"tables/user": torch.zeros(100, 8), "table_optimizer/user/momentum1": torch.ones(100)}
-        pieces = {name: Pieces.of(tensor) for name, tensor in tensors.items()}
-        imported = import_table(file, "user", table, optimizer, TableRows(table, None), pieces)
+        local = {name: LocalTensor.of(tensor) for name, tensor in tensors.items()}
+        imported = import_table(file, "user", table, optimizer, TableRows(table, None), local)
         assert (imported.num_rows, imported.updates, imported.optimizer) == (100, 5, "adam")
         expected = there if optimizer == "adam" else {**there, "table_optimizer/user/momentum1": torch.zeros(100)}
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
@@ -344,9 +344,9 @@ def test_rows_are_found_by_id() -> None:
 def test_ids_of_another_type_are_told_with_their_file(tmp_path: Path) -> None:
     table = TableConfig(num_embeddings=6, embedding_dim=2, mapping=IdMappingType.vocabulary)
     pq.write_table(pa.table({"id": ["7"], "vector": [[1.0, 2.0]]}), tmp_path / "t.parquet")
-    rows, pieces = TableRows(table, pa.array([7, 8])), {"tables/t": Pieces.of(torch.zeros(6, 2))}
+    rows, local = TableRows(table, pa.array([7, 8])), {"tables/t": LocalTensor.of(torch.zeros(6, 2))}
     with pytest.raises(UserError, match=r"'train.init.from_parquet.t': file '.*': column 'id': ids of type string do"):
-        import_table(tmp_path / "t.parquet", "t", table, "adam", rows, pieces)
+        import_table(tmp_path / "t.parquet", "t", table, "adam", rows, local)
 
 
 def test_large_tensors_are_written_and_read_some_rows_at_a_time(
@@ -382,13 +382,13 @@ def test_what_was_written_in_pieces_is_read_in_others(tmp_path: Path, monkeypatc
         rows, columns = (int(generator.integers(1, 12)) for _ in range(2))
         table, scalar = torch.rand(rows, columns), torch.tensor(3.5)
         there, here = (_cut(rows, columns, generator) for _ in range(2))
-        parts = tuple(Piece(table[a:b, c:d].contiguous(), (a, c)) for a, b, c, d in there)
-        saved = {"table": Pieces((rows, columns), table.dtype, parts), "scalar": Pieces.of(scalar)}
+        parts = tuple(LocalShard(table[a:b, c:d].contiguous(), (a, c)) for a, b, c, d in there)
+        saved = {"table": LocalTensor((rows, columns), table.dtype, parts), "scalar": LocalTensor.of(scalar)}
         entries, (num_bytes, _) = tensor_files.write_tensors(tmp_path / "rank_0.bin", saved)
         tensor_files.check_entries(entries, {"rank_0.bin": num_bytes})
         into, alone = torch.zeros(rows, columns, dtype=torch.float64), torch.zeros(())
-        pieces = tuple(Piece(into[a:b, c:d], (a, c)) for a, b, c, d in here)
-        targets = {"table": Pieces((rows, columns), into.dtype, pieces), "scalar": Pieces.of(alone)}
+        local = tuple(LocalShard(into[a:b, c:d], (a, c)) for a, b, c, d in here)
+        targets = {"table": LocalTensor((rows, columns), into.dtype, local), "scalar": LocalTensor.of(alone)}
         tensor_files.read_tensors(tmp_path, entries, targets)
         assert torch.equal(into, table.double()) and alone == scalar
 

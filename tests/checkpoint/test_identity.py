@@ -18,7 +18,7 @@ from launch import fork_train
 
 from recsys.checkpoint import Checkpoints, Source, TrainState
 from recsys.checkpoint.load import _moved
-from recsys.checkpoint.tensor_files import Entry, Piece, Pieces
+from recsys.checkpoint.tensor_files import Entry, LocalShard, LocalTensor
 from recsys.config import load_config
 from recsys.config.schema import Device
 from recsys.data.inputs import open_inputs
@@ -158,12 +158,12 @@ def test_rows_are_moved_whatever_pieces_they_lie_in() -> None:
         cuts = sorted({0, here, *generator.integers(0, here, 3).tolist()})
         middle = int(generator.integers(0, columns))
         places = [(a, b, c, d) for a, b in pairwise(cuts) for c, d in ((0, middle), (middle, columns))]
-        pieces = tuple(Piece(target[a:b, c:d], (a, c)) for a, b, c, d in places)
-        moved = _moved(Pieces((here, columns), target.dtype, pieces), Entry((there, columns), "int64"), spans)
+        local = tuple(LocalShard(target[a:b, c:d], (a, c)) for a, b, c, d in places)
+        moved = _moved(LocalTensor((here, columns), target.dtype, local), Entry((there, columns), "int64"), spans)
         assert moved.size == (there, columns)
-        for piece in moved.pieces:
-            row, column = piece.offsets
-            piece.tensor.copy_(source[row : row + piece.tensor.shape[0], column : column + piece.tensor.shape[1]])
+        for shard in moved.shards:
+            row, column = shard.offsets
+            shard.tensor.copy_(source[row : row + shard.tensor.shape[0], column : column + shard.tensor.shape[1]])
         assert torch.equal(target[:kept], source[:kept]) and torch.equal(target[here - shared :], source[kept:])
         assert (target[kept : here - shared] == -1).all()
 

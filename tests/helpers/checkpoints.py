@@ -5,12 +5,12 @@ from pathlib import Path
 import torch
 
 from recsys.checkpoint import Marker
-from recsys.checkpoint.tensor_files import Pieces, read_tensors
+from recsys.checkpoint.tensor_files import LocalTensor, read_tensors
 
 
 def load_tables(checkpoint: Path, prefix: str = "tables/") -> dict[str, torch.Tensor]:
     """Return the tensors of a checkpoint whose names begin with a prefix, whole and without it."""
     entries = {name: entry for name, entry in Marker.read(checkpoint).tensors.items() if name.startswith(prefix)}
     found = {name: entry.empty() for name, entry in entries.items()}
-    read_tensors(checkpoint, entries, {name: Pieces.of(tensor) for name, tensor in found.items()})
+    read_tensors(checkpoint, entries, {name: LocalTensor.of(tensor) for name, tensor in found.items()})
     return {name.removeprefix(prefix): value for name, value in found.items()}

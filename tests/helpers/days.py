@@ -67,12 +67,12 @@ class Day:
             self.loaded = load_tensors(path, marker, self.built.tensors, world, self.config, kept)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {name: value.pieces[0].tensor.clone() for name, value in self.built.tensors.to_load().items()}
+        return {name: value.shards[0].tensor.clone() for name, value in self.built.tensors.to_load().items()}
 
     def save(self) -> "Day":
         """Save it with numbers of its own in every row."""
-        for number, pieces in enumerate(self.built.tensors.to_load().values()):
-            tensor = pieces.pieces[0].tensor
+        for number, local in enumerate(self.built.tensors.to_load().values()):
+            tensor = local.shards[0].tensor
             tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
         checkpoints = Checkpoints(
             self.folder / "checkpoints",
