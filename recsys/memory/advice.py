@@ -1,4 +1,4 @@
-"""When memory runs out, or would: what holds it, and the settings that help most."""
+"""What holds memory, and which settings help most, when memory runs out or is predicted to."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,8 +31,8 @@ class Advice:
 
     Attributes:
         holders: of the fullest rank by the prediction, with their bytes.
-        offers: changes of settings; missing: bytes that are missing without, over all ranks.
-        process: as of `Fitter`.
+        offers: changes of settings. missing: bytes missing over all ranks without them.
+        process: of `Fitter.process`.
     """
 
     holders: list[tuple[str, int]]
@@ -50,9 +50,8 @@ class Advice:
         lines = [f"what takes most, by the prediction: {held}"]
         for number, offer in enumerate(self.offers, start=1):
             enough = f" of {_mib(self.missing)} missing: not enough" if offer.missing else ", which is enough"
-            other = "" if offer.change.saver is None else "; something else is learned"
             saved = f"saves {_mib(offer.saved)}{enough if self.missing else ''}"
-            lines.append(f"{number}. {offer.change} {saved} ({offer.change.cost}{other})")
+            lines.append(f"{number}. {offer.change} {saved} ({offer.change.full_cost})")
         if not self.missing:
             return [*lines, "(by the prediction all fits: what else runs on this machine, or a limit, has the rest)"]
         if self.first_is_enough:
@@ -67,15 +66,7 @@ class Advice:
 
     def as_json(self) -> dict[str, Any]:
         """Return it for programs."""
-        offers = [
-            {
-                "settings": str(offer.change),
-                "cost": offer.change.cost,
-                "saved_bytes": offer.saved,
-                "missing": offer.missing,
-            }
-            for offer in self.offers
-        ]
+        offers = [offer.as_json() | {"missing": offer.missing} for offer in self.offers]
         holders = [{"name": name, "predicted_bytes": size} for name, size in self.holders]
         missing = {"missing_bytes": self.missing, "first_is_enough": self.first_is_enough}
         return {"holders": holders, "advice": offers, **missing}
@@ -88,14 +79,14 @@ def advise(config: Config, data: DataFacts, topology: Topology, seen_bytes: int 
 
 
 def _in_vain(process: tuple[int, int]) -> str:
-    """Tell why neither settings nor ranks help, where a process by itself takes more than it may; "" elsewhere."""
+    """Return why neither settings nor ranks help, if a process by itself takes more than it may; else ""."""
     takes, may_take = process
-    held = f"a process takes {_mib(takes)} before it holds a table or a batch, and may take {_mib(may_take)}"
-    return held if takes > may_take else ""
+    text = f"a process takes {_mib(takes)} before it holds a table or a batch, and may take {_mib(may_take)}"
+    return text if takes > may_take else ""
 
 
 class Explained:
-    """Lets whatever fails inside leave a report, and memory that runs out, or would, an advice: raises a UserError.
+    """A context that writes a report of any failure inside; of a lack of memory it raises a UserError with advice.
 
     Attributes:
         inputs: of the run, as soon as they are open.
@@ -112,7 +103,7 @@ class Explained:
     def __enter__(self) -> "Explained":
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             return
         if not is_out_of_memory(error):
@@ -145,7 +136,7 @@ class Explained:
 
 
 def limit_memory(config: Config, world: World) -> int | None:
-    """Return the budget of this process in host memory; that of its GPU is given to torch's allocator."""
+    """Return the budget of this process in host memory; a budget of its GPU is set in torch's allocator."""
     if config.memory.budget is None:
         return None
     budget = num_bytes("memory.budget", config.memory.budget)
@@ -179,12 +170,12 @@ def _fitting_changes(inputs: Inputs, topology: Topology) -> list[Change]:
     if not fitted.missing:
         logger.info("memory.fit: %s on the fullest rank, before any change %s", _mib(fitted.after), _mib(fitted.before))
         return fitted.changes
-    told = what_fits(fitter, fitted, fitter.allowing(config.memory.allow))
-    raise UserError(f"config key 'memory.fit': {told}")
+    sentence = what_fits(fitter, fitted, fitter.allowing(config.memory.allow))
+    raise UserError(f"config key 'memory.fit': {sentence}")
 
 
 def what_fits(fitter: Fitter, fitted: Fit, allow: Sequence[Saver]) -> str:
-    """Return in a sentence what memory.fit was not enough for, and what would be: `allow`, of `Fitter.allowing`."""
+    """Return a sentence on how much memory.fit falls short, and what would be enough: `allow` of `Fitter.allowing`."""
     names = ",".join(saver.name for saver in allow)
     help_ = f"memory.allow=[{names}] would be enough" if allow else "nothing that memory.allow can list is enough"
     otherwise = "otherwise take more ranks, smaller tables or a smaller train.global_batch_size"

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from recsys.config import Config
 from recsys.config.choices import Saver
@@ -41,11 +42,15 @@ class Fit:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a change of settings would bring: bytes saved on the fullest rank, and still missing over all ranks."""
+    """The effect of a change of settings: bytes saved on the fullest rank, and still missing over all ranks."""
 
     change: Change
     saved: int
     missing: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {"settings": str(self.change), "cost": self.change.cost, "saved_bytes": self.saved}
 
 
 def planned_shards(config: Config, topology: Topology) -> list[Shard]:
@@ -64,9 +69,9 @@ class Fitter:
     """Tries changes of a config on the predicted memory of all ranks.
 
     Args:
-        data: what is known of the data, as the config reads them.
-        topology: with a budget, if there is one, for its memory.
-        seen_bytes: what a CPU rank has been seen to take; each is taken to need as much more than its prediction.
+        data: facts of the data, as the config reads them.
+        topology: its memory is the budget, if there is one.
+        seen_bytes: measured bytes of a CPU rank; by as much as they exceed its prediction, all predictions are raised.
 
     Attributes:
         config: as it is before any change.
@@ -75,7 +80,7 @@ class Fitter:
     def __init__(self, config: Config, data: DataFacts, topology: Topology, seen_bytes: int = 0) -> None:
         self.config, self._data, self._topology = config, data, topology
         self._beyond = 0
-        # What takes time is planning and tracing, and most changes ask for only one of them anew.
+        # Planning and tracing take time, and most changes need only one of them again.
         self._shards: dict[str, list[Shard]] = {}
         self._dense: dict[str, DenseFacts] = {}
         if seen_bytes:
@@ -85,7 +90,7 @@ class Fitter:
         """Return the config with the cheapest changes that make it fit, or with those that bring it nearest."""
         chosen: list[Change] = []
         missing = self.missing(self.config)
-        # The peak is that of the highest phase, so that one lever may help only after another has.
+        # The peak is in one phase, so a lever may help only once another has lowered the others: hence several passes.
         for lever in LEVERS * _PASSES:
             if not missing:
                 break
@@ -93,15 +98,17 @@ class Fitter:
             for change in lever(with_changes(self.config, chosen), self._topology):
                 if change.saver is not None and change.saver not in allowed:
                     continue
-                left = self.missing(with_changes(self.config, [*chosen, change]))
-                if left < least:
-                    best, least = change, left
-                if not left:
+                remaining = self.missing(with_changes(self.config, [*chosen, change]))
+                if remaining < least:
+                    best, least = change, remaining
+                if not remaining:
                     break
             if best is not None:
                 chosen = [earlier for earlier in chosen if not best.settings.keys() >= earlier.settings.keys()] + [best]
                 missing = least
-        for change in reversed(chosen if not missing else []):  # the dearest first that the others do without
+        for change in reversed(
+            chosen if not missing else []
+        ):  # drop those that the others make needless, the dearest first
             others = [earlier for earlier in chosen if earlier is not change]
             if not self.missing(with_changes(self.config, others)):
                 chosen = others
@@ -111,7 +118,7 @@ class Fitter:
         return Fit(config, chosen, self.fullest(self.config), self.fullest(config, self.config), missing)
 
     def _roomiest(self, change: Change, chosen: Sequence[Change]) -> Change:
-        """Return one of some changes that are enough with the largest caches that still are."""
+        """Return a change among those chosen with the largest caches that still fit."""
         others = [other for other in chosen if other is not change]
         for roomier in roomier_caches(self.config, change):
             if not self.missing(with_changes(self.config, [*others, roomier])):
@@ -119,7 +126,7 @@ class Fitter:
         return change
 
     def offers(self, changes: Sequence[Change]) -> list[Offer]:
-        """Return what each of some changes saves beside the others, and what all of them leave missing."""
+        """Return what each change saves given the others, and the bytes that all of them leave missing."""
         config = with_changes(self.config, changes)
         missing, offers = self.missing(config), []
         for change in changes:
@@ -128,7 +135,7 @@ class Fitter:
         return offers
 
     def allowing(self, allowed: Sequence[Saver]) -> list[Saver]:
-        """Return what memory.allow has to list for the run to fit, with what it lists; nothing where that fails too."""
+        """Return what memory.allow has to list for the run to fit; empty if the run does not fit even so."""
         fitted = self.fit(tuple(Saver))
         used = [change.saver for change in fitted.changes if change.saver is not None]
         return [] if fitted.missing else list(dict.fromkeys([*allowed, *used]))
@@ -136,7 +143,7 @@ class Fitter:
     def advice(self, num: int = 3) -> list[Offer]:
         """Return the changes that help most: those that are enough, of one setting or of several at once.
 
-        Where none is enough, what all changes together save comes first, then what saves most by itself.
+        If none is enough, all changes together come first, then those that save most by themselves.
         """
         fitted = self.fit(())
         if fitted.missing:
@@ -147,7 +154,7 @@ class Fitter:
         for lever in LEVERS:
             candidates = [self._offer(change) for change in lever(self.config, self._topology)]
             most = max((offer.saved for offer in candidates), default=0)
-            # The weakest that saves nearly as much as any.
+            # The weakest change that saves nearly as much as the strongest.
             single += [offer for offer in candidates if offer.saved > _LEAST_BYTES and offer.saved >= 0.95 * most][:1]
         single.sort(key=lambda offer: -offer.saved)
         offers += [offer for offer in single if not (enough and offer.missing)]
@@ -163,8 +170,8 @@ class Fitter:
         """Return the most bytes that a rank takes where memory is short: on its GPU, or of its host's.
 
         Args:
-            before: the config that it is held against, and whose shortage is meant: to host memory, say, changes may
-                have moved it since. Default: itself.
+            before: the config whose shortest memory is meant, since changes may move the shortage, say to host memory.
+                Default: `config`.
         """
         where = self._where(self._ranks(before or config))
         return max(rank.peak(where)[0] for rank in self._ranks(config))
@@ -172,8 +179,10 @@ class Fitter:
     def shortage(self, config: Config) -> str:
         """Return in words what the fullest rank takes where memory is short, of what it has there."""
         where = self._where(self._ranks(config))
-        size, there = (f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (self.fullest(config), self._there(where)))
-        return f"{size} of {there} {'on its GPU' if where == 'device' else 'of host memory'}"
+        size, available = (
+            f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in (self.fullest(config), self._available(where))
+        )
+        return f"{size} of {available} {'on its GPU' if where == 'device' else 'of host memory'}"
 
     def holders(self, num: int = 5) -> list[tuple[str, int]]:
         """Return what takes most at the peak of the fullest rank: tables by name, all else by kind."""
@@ -194,15 +203,15 @@ class Fitter:
         ranks = self._ranks(self.config)
         where = self._where(ranks)
         kinds = max(ranks, key=lambda rank: rank.peak(where)[0]).phases["step"][where]
-        return sum(kinds.get(kind, 0) for kind in _OF_PROCESS[where]), int(self._there(where) * (1 - MARGIN))
+        return sum(kinds.get(kind, 0) for kind in _OF_PROCESS[where]), int(self._available(where) * (1 - MARGIN))
 
-    def _there(self, where: str) -> int:
+    def _available(self, where: str) -> int:
         return self._topology.device_bytes if where == "device" else self._topology.host_share_bytes
 
     def _where(self, ranks: Sequence[RankMemory]) -> str:
         if not self._topology.on_gpu:
             return "host"
-        device, host = (max(rank.peak(x)[0] for rank in ranks) / self._there(x) for x in ("device", "host"))
+        device, host = (max(rank.peak(x)[0] for rank in ranks) / self._available(x) for x in ("device", "host"))
         return "device" if device >= host else "host"
 
     def _ranks(self, config: Config) -> list[RankMemory]:
@@ -217,7 +226,7 @@ class Fitter:
         return predict(config, data, self._dense[layers], self._topology, self._shards[kernels])
 
     def _data_of(self, config: Config) -> DataFacts:
-        """Return what is known of the data; with smaller windows, the most that they may take."""
+        """Return the facts of the data for a config; with smaller windows, bounds of what they take."""
         streams = streams_of_a_rank(config, self._topology.world_size)
         size = config.data.window_mib << 20
         topology = self._topology
@@ -230,7 +239,7 @@ class Fitter:
         return replace(self._data, decoding=decoding, **windows)
 
     def missing(self, config: Config) -> int:
-        """Return the bytes by which ranks and machines exceed what they have, less the margin."""
+        """Return the bytes by which ranks and machines exceed their memory less the margin."""
         places = demands(self._ranks(config), self._topology)
         needs = ((place.size + self._beyond * place.num_ranks, place.there) for place in places)
         return sum(max(0, size - int(there * (1 - MARGIN))) for size, there in needs)

@@ -1,4 +1,4 @@
-"""What a prediction of memory knows of the data: ids a row, windows, decoding, vocabularies."""
+"""Facts of the data for predictions of memory: ids in a row, windows, decoding, vocabularies."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -33,7 +33,7 @@ def streams_of_a_rank(config: Config, world_size: int) -> int:
 
 
 def data_facts(config: Config, inputs: Inputs | None, world_size: int) -> DataFacts:
-    """Return what the footers and the first rows tell of the data, or without `inputs` what the config does."""
+    """Return the facts by footers and first rows, or without `inputs` by the config."""
     biggest = max(table.num_embeddings for table in config.tables.values())
     if inputs is None:
         mean_ids = {name: float(config.features[name].max_length or 1) for name in id_features(config)}
@@ -144,7 +144,7 @@ def _vocabularies(config: Config, inputs: Inputs | None, distinct: Mapping[str, 
 
 
 def _drawn_bytes(inputs: Inputs) -> int:
-    """Return the bytes of the items that negatives are drawn from, and of their shares."""
+    """Return the bytes of the items, and of their shares, that negatives are drawn from."""
     if not inputs.config.model.needs().sampled_items:
         return 0
     items = inputs.datasets["items"]
@@ -200,8 +200,8 @@ def _decoding(inputs: Inputs, role: str, sample: Sample, largest: int) -> list[t
         decoding = sum(sizes[:1]) + min(1.0, len(numbers) / streams) * sum(sizes[1:])
         in_heaps = sample.small_share(int(read.max(initial=0)))
         if len(used) <= CACHED_ROW_GROUPS:  # decoded once, and kept
-            left = used[numbers] if dataset.filter else read
-            kept = sum(map(sample.table_bytes, left.tolist())) * (threads if in_processes else 1)
+            cached = used[numbers] if dataset.filter else read
+            kept = sum(map(sample.table_bytes, cached.tolist())) * (threads if in_processes else 1)
             by_rank.append((int(decoding), int(making + kept), int(in_heaps * making + kept)))
         else:
             by_rank.append((0, int(making + decoding), int(in_heaps * (making + decoding))))
@@ -226,7 +226,7 @@ def _decoding_by_rank(
 
 
 def _counted_bytes(inputs: Inputs, sample: Sample, tables: Collection[str]) -> int:
-    """Return what it takes to decode the columns of a row group that vocabularies and figures are learned from."""
+    """Return the bytes to decode, of a row group, the columns of which vocabularies and figures are measured."""
     config = inputs.config
     present = [name for name in role_features(config, "train") if name in id_features(config)]
     names = [n for n in present if (config.features[n].table or "") in tables or counts_of(n) in tables]

@@ -1,4 +1,4 @@
-"""`--dry-run`: the plan and the memory that a run would take, on machines that need not be here."""
+"""`--dry-run`: the plan and memory of a run, for machines that need not be here."""
 
 import time
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +34,7 @@ _APART = 0.02  # ranks that differ by less are shown as one
 
 @dataclass(frozen=True)
 class Fitted:
-    """What memory.fit comes to.
+    """The result of memory.fit.
 
     Attributes:
         changes: of settings, with what each saves; not enough where bytes are `missing`, over all ranks.
@@ -52,22 +52,17 @@ class Fitted:
         enough = ", which is not enough" if self.missing else ""
         lines = []
         for offer in self.changes:
-            other = "" if offer.change.saver is None else "; something else is learned"
-            saved = f"{shown(offer.saved)}{enough} ({offer.change.cost}{other})"
-            lines.append(f"memory.fit: {offer.change} saves {saved}")
+            lines.append(f"memory.fit: {offer.change} saves {shown(offer.saved)}{enough} ({offer.change.full_cost})")
         return [*lines, f"memory.fit: {self.advice}"] if self.advice else lines
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the changes for programs."""
-        return [
-            {"settings": str(offer.change), "cost": offer.change.cost, "saved_bytes": offer.saved}
-            for offer in self.changes
-        ]
+        return [offer.as_json() for offer in self.changes]
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a dry run has found out.
+    """The result of a dry run.
 
     Attributes:
         largest_batch: the largest global batch that fits, 0 where none does, None where no memory is given.
@@ -148,7 +143,7 @@ def rehearse_run(config: Config, price_per_hour: float | None = None) -> DryRun:
 
 
 def _fit(config: Config, data: DataFacts, topology: Topology) -> tuple[Config, Fitted]:
-    """Return a config as memory.fit changes it, and what that comes to."""
+    """Return the config as changed by memory.fit, and the result of it."""
     fitter, allowed = Fitter(config, data, topology), config.memory.allow
     fit = fitter.fit(allowed)
     allow = fitter.allowing(allowed) if fit.missing else []
@@ -225,7 +220,7 @@ def format_dry_run(result: DryRun) -> str:
 
 
 def _answer(result: DryRun) -> str:
-    """Tell whether it fits, the tightest place, and the largest batch."""
+    """Return whether it fits, the tightest place, and the largest batch, in a sentence."""
     topology, largest = result.topology, result.largest_batch
     if largest is None:
         need = max(place.size for place in demands(result.prediction.ranks, topology))
@@ -239,7 +234,7 @@ def _answer(result: DryRun) -> str:
 
 
 def _memory(result: DryRun) -> list[str]:
-    """Tell what memory there is, by whose word, and how much of it batches lock."""
+    """Return sentences on the memory there is, who says so, and how much of it batches lock."""
     topology, ranks = result.topology, result.prediction.ranks
     if topology.host_known:
         host = f"{shown(topology.host_bytes)} of host memory a machine ({topology.sources['host_bytes']})"
@@ -258,14 +253,14 @@ def _memory(result: DryRun) -> list[str]:
 
 
 def _changes(result: DryRun) -> list[str]:
-    """Tell what memory.fit has changed, or that it could."""
+    """Return sentences on what memory.fit has changed, or that it could."""
     if result.fitted is not None:
         return result.fitted.sentences()
     return ["memory.fit=true looks for settings that fit"] if result.misfits else []
 
 
 def _full_or_idle(result: DryRun) -> list[str]:
-    """Tell which GPUs and machines are too full, which hold no table, and which GPUs here are left out."""
+    """Return sentences on GPUs and machines that are too full, that hold no table, and that are not used."""
     topology, lines = result.topology, []
     world, local = topology.world_size, topology.local_world_size
     full = [place for place in demands(result.prediction.ranks, topology) if place.is_too_much]

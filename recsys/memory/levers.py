@@ -22,18 +22,23 @@ _FINE_STEPS = 4  # up to which tables are moved one by one
 
 @dataclass(frozen=True)
 class Change:
-    """Settings by key, what they cost in words, and what must be allowed for them; None: the same is learned."""
+    """Settings by key, their cost in words, and the saver that memory.allow must list; None: the same is learned."""
 
     settings: Mapping[str, Any]
     cost: str
     saver: Saver | None = None
+
+    @property
+    def full_cost(self) -> str:
+        """The cost, with a note where something else is learned."""
+        return self.cost if self.saver is None else f"{self.cost}; something else is learned"
 
     def __str__(self) -> str:
         return " ".join(f"{key}={_shown(value)}" for key, value in self.settings.items())
 
 
 def with_changes(config: Config, changes: Sequence[Change]) -> Config:
-    """Return a config with other values of some keys."""
+    """Return the config with the settings of the changes."""
     for change in changes:
         for key, value in change.settings.items():
             config = _set(config, key.split("."), value)
@@ -98,7 +103,7 @@ def _row_wise(config: Config, topology: Topology) -> Iterator[Change]:
         for name, table in config.tables.items()
         if table.sharding_type in (ShardingChoice.auto, ShardingChoice.data_parallel, ShardingChoice.table_wise)
         and not table.l2_all_rows
-        and _is_taken(_set(config, ["tables", name, "sharding_type"], ShardingChoice.row_wise), name, topology)
+        and _is_accepted(_set(config, ["tables", name, "sharding_type"], ShardingChoice.row_wise), name, topology)
     }
     for names in _largest(able):
         settings = {f"tables.{name}.sharding_type": ShardingChoice.row_wise for name in names}
@@ -116,7 +121,7 @@ def _caching(config: Config, topology: Topology) -> Iterator[Change]:
         and table.sharding_type is not ShardingChoice.data_parallel
         and table.compute_kernel is ComputeKernel.fused
     }
-    least = 0  # as many as must go, before anything else is counted
+    least = 0  # tables that have to go, whatever else takes memory
     for table in sorted(movables.values(), key=_weight_bytes, reverse=True):
         if excess <= 0:
             break
@@ -124,7 +129,7 @@ def _caching(config: Config, topology: Topology) -> Iterator[Change]:
         least += 1
     for names in _largest(movables, least):
         yield _to_host_memory(names)
-    # Of the tables that count, caches smaller than these.
+    # Smaller caches, for the tables that are large enough to matter.
     weights = {name: _weight_bytes(table) for name, table in movables.items()}
     large = [name for name, weight in weights.items() if weight >= max(weights.values()) / 100]
     for share in _SHARES:
@@ -138,7 +143,7 @@ def _to_host_memory(tables: Sequence[str]) -> Change:
 
 
 def roomier_caches(config: Config, change: Change) -> Iterator[Change]:
-    """Yield a change with larger caches, the largest first, for the tables that it moves to host memory."""
+    """Yield the change with larger caches for the tables that it moves to host memory, the largest first."""
     moved = [key.split(".")[1] for key, value in change.settings.items() if value is ComputeKernel.fused_uvm_caching]
     config = with_changes(config, [change])
     for share in _SHARES if moved else ():
@@ -157,7 +162,7 @@ def _weight_bytes(table: TableConfig) -> int:
 
 
 def _largest(tables: Mapping[str, TableConfig], least: int = 0) -> Iterator[list[str]]:
-    """Yield the names of the `least` largest tables, then of some more each time, and at last of all."""
+    """Yield the names of the `least` largest tables, then of more and more, and finally of all."""
     names = sorted(tables, key=lambda name: _weight_bytes(tables[name]), reverse=True)
     more = 0
     while least + more < len(names):
@@ -183,14 +188,16 @@ def _row_wise_state(config: Config, topology: Topology) -> Iterator[Change]:
         if row_wise is None or not (topology.on_gpu or TableOptimizer[row_wise].value.trains_on_cpu):
             continue
         changed = _set(config, [*key.split("."), "name"], TableOptimizer[row_wise])
-        if all(_is_taken(changed, name, topology) for name in config.tables if config.table_optimizer_key(name) == key):
+        if all(
+            _is_accepted(changed, name, topology) for name in config.tables if config.table_optimizer_key(name) == key
+        ):
             settings[f"{key}.name"] = TableOptimizer[row_wise]
     if settings:
         yield Change(settings, "one step size for a whole row", Saver.row_wise_state)
 
 
-def _is_taken(config: Config, table: str, topology: Topology) -> bool:
-    """Return whether a table may have its optimizer and its type, as it is split and trained."""
+def _is_accepted(config: Config, table: str, topology: Topology) -> bool:
+    """Return whether the config's sharding, optimizer and type of a table go together."""
     try:
         check_sharding(config, table, config.tables[table])
         if topology.on_gpu:
@@ -205,7 +212,7 @@ def _fp16(config: Config, topology: Topology) -> Iterator[Change]:
         name: table
         for name, table in config.tables.items()
         if table.data_type is DataType.FP32
-        and _is_taken(_set(config, ["tables", name, "data_type"], DataType.FP16), name, topology)
+        and _is_accepted(_set(config, ["tables", name, "data_type"], DataType.FP16), name, topology)
     }
     for names in _largest(able):
         settings = {f"tables.{name}.data_type": DataType.FP16 for name in names}

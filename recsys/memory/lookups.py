@@ -1,4 +1,4 @@
-"""What a rank looks up in its tables, and what updating them takes besides: from shapes and mean ids of rows."""
+"""Bytes of a rank's lookups in its tables and of their updates, from shapes and mean ids of rows."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ _DISTINCT_BYTES = 32  # of an id, while those of a table are told apart: joined,
 
 
 class Lookups:
-    """Bytes and ids of one rank's lookups; `rows` are those of a rank, and `means` the ids of each feature in one.
+    """Bytes and ids of one rank's lookups; `rows` are of one rank's batch, `means` the ids of each feature in a row.
 
     Args:
         shards: of tables on this rank. ranks: all there are.
@@ -28,12 +28,12 @@ class Lookups:
         self.number_bytes = vector_type(config, on_gpu).itemsize
 
     def _num_vectors(self, feature: str, rows: int, means: Mapping[str, float]) -> float:
-        """Return how many vectors the tables give for a feature of `rows` rows."""
+        """Return how many vectors are looked up for a feature of `rows` rows."""
         by_id = self._config.features[feature].table in self._by_id
         return rows * means[feature] if by_id else rows
 
     def pooled(self, rows: int, means: Mapping[str, float]) -> int:
-        """Return the bytes of the vectors that this rank gets for its rows."""
+        """Return the bytes of the vectors of this rank's rows, of all features."""
         numbers = sum(dim * self._num_vectors(name, rows, means) for name, dim in self._dims.items())
         return int(self.number_bytes * numbers)
 
@@ -79,7 +79,7 @@ class Lookups:
     def replicated_gradient(self, rows: int, means: Mapping[str, float]) -> int:
         """Return the bytes of the gradients by tables that every rank holds, summed over ranks in FP32, with a mark for
         each row, and of the gradient by the ids of one of their features."""
-        replicas = {p.table: p.size for p in self._shards if p.sharding_type == "data_parallel"}
+        replicas = {shard.table: shard.size for shard in self._shards if shard.sharding_type == "data_parallel"}
         of_tables = sum(height * (columns + 1) for height, columns in replicas.values())
         of_tables *= 2 if self._ranks == 1 and not self._on_gpu else 1  # of each half of the batch
         by_ids = (

@@ -1,4 +1,4 @@
-"""Parts of memory pages in Markdown: tables whose columns are ranks that are alike."""
+"""Parts of memory pages in Markdown: tables with a column for each group of similar ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,7 +30,7 @@ def kind_rows(ranks: Sequence[Mapping[str, int]]) -> dict[str, list[Cell]]:
 
 
 def rank_table(corner: str, rows: Mapping[str, Sequence[Cell]], apart: float) -> list[str]:
-    """Return a Markdown table with a column for each rank; ranks that nearly agree share that of the fullest.
+    """Return a Markdown table with a column for each rank; ranks that nearly agree share the column of the fullest.
 
     Args:
         rows: by label, a cell for each rank.
@@ -64,7 +64,7 @@ def describe_plan(shards: Iterable[Shard]) -> list[str]:
 
 
 def few_lines(lines: list[str]) -> list[str]:
-    """Return the first lines, long ones cut, and how many there are besides; a plan may have 1,000 tables or ranks."""
+    """Return the first lines, long ones cut, and the number of the others; a plan may have 1,000 tables or ranks."""
     short = [line if len(line) < 240 else f"{line[:200]} … ({line.count('; ') + 1} pieces)" for line in lines]
     return short if len(lines) <= _SHOWN_LINES else [*short[:_SHOWN_LINES], f"… and {len(lines) - _SHOWN_LINES} more"]
 

@@ -1,6 +1,6 @@
-"""What a rank will take of memory, by phase and kind: arithmetic over a plan and what is known of model and data.
+"""Prediction of a rank's memory by phase and kind: arithmetic over a plan and facts of model and data.
 
-Nothing here allocates or looks at other ranks, so that it can be called some dozens of times.
+Nothing here allocates memory or communicates, so that it can be called dozens of times.
 """
 
 from collections.abc import Iterable, Mapping
@@ -106,7 +106,7 @@ class _Rank:
         return RankMemory(self._rank, self._tables, {**self._counting(), **phases})
 
     def _counting(self) -> dict[str, dict[str, Bytes]]:
-        """Return the phase in which vocabularies are made of the data, if there is one; no table is there yet."""
+        """Return the phase in which vocabularies are counted, if there is one; it comes before the tables."""
         counts = self._data.counted_ids.values()
         if not (counts or self._data.counted_bytes):
             return {}
@@ -124,7 +124,7 @@ class _Rank:
         return {"vocabularies": {"device": {}, "host": _present(host)}}
 
     def _libraries(self, when: str) -> int:
-        """Return what libraries and, on rank 0, footers and plan take in "init" or "later"."""
+        """Return the bytes of libraries and, on rank 0, of footers and plan, in "init" or "later"."""
         halves = when == "later" and self._config.precision.autocast is not Autocast.none
         size = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
         in_threads = not self._decoding_processes or self._data.eval_rows  # evaluations always decode by threads
@@ -133,20 +133,20 @@ class _Rank:
         return size + (_AUTOCAST_BYTES if halves and not self._topology.on_gpu else 0)
 
     def _heaps(self, in_evaluation: bool) -> int:
-        """Return what the heap takes on CPU beside what lives: holes of the training thread, and of gloo's."""
+        """Return the bytes of heap on CPU beyond live blocks: holes of the training thread's heap, and of gloo's."""
         if self._topology.on_gpu:
             return 0
         copies, holes = self._gloo_copies(), 0
         ranks_items = self._config.model.needs().item_id is not None
-        # An evaluation frees each layer's blocks next to each other; but to rank items it takes and gives many small
-        # ones, by which the holes that steps have left come back.
+        # An evaluation frees each layer's blocks next to each other. But ranking items takes and frees many small
+        # blocks, so that the holes of steps stay.
         if not in_evaluation or ranks_items:
             looked_up = self.pooled if self.pooled < HEAP_BLOCK_BYTES else 0
             holes = int(_HOLES * (self._dense.heap_bytes + looked_up))
         return holes + (_GLOO_THREADS * copies if copies < HEAP_BLOCK_BYTES else 0)
 
     def _placed(self, device: Bytes, host: Bytes) -> dict[str, Bytes]:
-        """Return the kinds of a moment with what is there at any time, where they lie."""
+        """Return a moment's bytes by kind in device and host memory, with those of kinds that are always there."""
         tables, on_gpu = self._table_kinds, self._topology.on_gpu
         device = {
             "table_weight": tables.device_weight,
@@ -168,16 +168,16 @@ class _Rank:
         return {"device": _present(device), "host": _present(host)}
 
     def _trained(self) -> Bytes:
-        """Return what is there from the first step on, beside the tables and parameters."""
+        """Return the bytes that are there from the first step on, beside tables and parameters."""
         return {
             "dense_gradient": self._dense.gradient_bytes,  # of a rank alone, until the next step begins
             "dense_optimizer": self._dense.optimizer_bytes[self._rank],
             "blas_workspaces": self._topology.blas_bytes,
-            "touched_rows": sum(p.size[0] for p in self._shards) if self._config.train.publish.dir else 0,
+            "touched_rows": sum(shard.size[0] for shard in self._shards) if self._config.train.publish.dir else 0,
         }
 
     def _buckets(self) -> int:
-        """Return the bytes of gradients that are always there: several ranks keep them as parts of what they send."""
+        """Return the bytes of gradients that are always there: with several ranks they are views of send buffers."""
         return self._dense.gradient_bytes if self._topology.world_size > 1 else 0
 
     def _loader(self, in_evaluation: bool = False) -> Bytes:
@@ -188,7 +188,7 @@ class _Rank:
         train = self._config.train
         follows_one = train.eval_every_steps is not None or train.eval_every_epochs is not None
         of_evaluation = self._decoding.eval_later if in_evaluation else self._decoding.eval_kept * follows_one
-        # What windows of an evaluation took is kept for the next one.
+        # The memory of an evaluation's windows is kept for the next one.
         eval_windows = self._data.eval_window_bytes if in_evaluation or follows_one else 0
         batch = self.batch_bytes
         if self._topology.on_gpu:
@@ -213,19 +213,19 @@ class _Rank:
         tables = self._config.tables
         in_fp8 = [shard for shard in self._shards if tables[shard.table].data_type is DataType.FP8]
         widest = max((4 * shard.size[0] * shard.size[1] for shard in in_fp8), default=0)
-        # Parameters are moved into one tensor once they are there.
+        # Parameters are moved into one buffer after they are made.
         moved = self._dense.parameter_bytes if shards_dense(self._config, self._topology.world_size) else 0
         kept = {"fp8_temporaries": widest, "dense_gradient": self._buckets(), "dense_copies": moved}
         device = {**fill, **kept, "collective_copies": self._replica_copies()}
         return device, {"cache_lists": cached * _CACHED_ROW_LIST_BYTES}
 
     def _replica_copies(self) -> int:
-        """Return what DistributedDataParallel copies of replicated tables to make ranks alike, before they have state
-        (which is counted already)."""
+        """Return the bytes that DistributedDataParallel copies to synchronise replicated tables; their optimizer state,
+        which is made later and counted already, is subtracted."""
         if self._topology.world_size == 1:
             return 0
-        replicas = [p for p in self._shards if p.sharding_type == "data_parallel"]
-        sizes = [shard_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in replicas]
+        replicas = [s for s in self._shards if s.sharding_type == "data_parallel"]
+        sizes = [shard_bytes(self._config, s.table, *s.size, s.compute_kernel) for s in replicas]
         weights = sum(size.weight for size in sizes)
         return max(0, min(weights, _SYNCHRONISED_BYTES) - sum(size.optimizer for size in sizes))
 
@@ -241,12 +241,12 @@ class _Rank:
         return {**self._trained(), **in_steps}, {**loader, **host}
 
     def _in_steps(self) -> Bytes:
-        """Return what comes and goes with each step, at its highest moment."""
+        """Return the bytes of temporaries of a step, at its highest moment."""
         dense, ranks = self._dense, self._topology.world_size
         copies, buckets = self._gloo_copies(), self._buckets()
         sort = self.exchanged_ids * _SORT_BYTES[self._topology.device.type]
         in_flight = {
-            # What the ids of up to two batches take on their way to the ranks that look them up, and there.
+            # Ids of up to two batches, as sent to the ranks that look them up, and as received.
             "collective_ids": int(
                 min(2, self._batches_in_pipeline) * (self.ids + self.exchanged_ids) * self._data.id_bytes
             ),
@@ -256,7 +256,7 @@ class _Rank:
             in_flight["batches"] = (_BATCHES_IN_PIPELINE + self._unread_batches) * self.batch_bytes
         received = self.pooled if ranks > 1 else 0
         stays = self._copies_lookups and self._config.train.in_micro_batches  # until the last one is done
-        # A GPU alone, where a batch goes through at once, looks up and learns by one and the same tensor of FP32.
+        # A single GPU without micro-batches uses one FP32 tensor for looked-up vectors and for the model's input.
         in_fp32 = self.pooled_gradient == self.pooled
         joined = not (self._topology.on_gpu and in_fp32) or ranks > 1 or self._config.train.in_micro_batches
         given = {"looked_up": self.looked_up if stays else 0}
@@ -285,20 +285,22 @@ class _Rank:
         return {**in_flight, **highest}
 
     def _updates(self, sort: int) -> list[Bytes]:
-        """Return what comes and goes while FBGEMM, which sorts ids, or torch updates tables, and the dense part."""
-        # Gradients as they came, narrow ones in FP32, and times what weights come to: without weights 1, and no copy.
-        came, alone = self._lookups.number_bytes / 4, self._topology.world_size == 1
-        size = (came + 2 - (came == 1)) * (self.pooled_gradient if alone else self.looked_up)
+        """Return the temporaries of each update: of tables by FBGEMM, with `sort` bytes, or torch; of the dense part."""
+        # Vectors' gradients are held as received, FP16 in FP32 too, and multiplied by the weights of the step's rows.
+        # Without weights the factor is 1, and FP32 has no second copy.
+        received, alone = self._lookups.number_bytes / 4, self._topology.world_size == 1
+        copies = received + 2 - (received == 1)
+        held = int(copies * (self.pooled_gradient if alone else self.looked_up))
         dense = {"dense_gradient": self._dense.gradient_bytes}
-        given = {"pooled_gradient" if alone else "looked_up_gradient": int(size), **dense}
+        tables = {"pooled_gradient" if alone else "looked_up_gradient": held, **dense}
         return [
-            {**given, "kernel_temporaries": sort},
-            {**given, "update_temporaries": self._lookups.update_temporaries(self._dense.rows, self._data.mean_ids)},
+            {**tables, "kernel_temporaries": sort},
+            {**tables, "update_temporaries": self._lookups.update_temporaries(self._dense.rows, self._data.mean_ids)},
             {**dense, "update_temporaries": self._dense.update_bytes},
         ]
 
     def _gloo_copies(self) -> int:
-        """Return what gloo adds up in, and gathers in for the way back: a copy of all parts."""
+        """Return the bytes of gloo's buffers for reducing and gathering: a copy of all that is reduced."""
         return 0 if self._topology.on_gpu or self._topology.world_size == 1 else self.reduced
 
     def _evaluation(self) -> tuple[Bytes, Bytes]:
@@ -310,11 +312,11 @@ class _Rank:
         loader["loader_decoding"] += max(0, self._decoding.eval_first - later)
         binary = sum(label.loss.is_binary for label in self._config.labels().values())
         results = rows * _RESULT_BYTES * (binary + 1 if binary else 0)
-        # The last checkpoint is written while the last evaluation goes on, too.
+        # The last checkpoint may still be written during the last evaluation.
         return {**self._trained(), **in_steps}, {**loader, "results": results, "save_copies": self._background_copies()}
 
     def _in_evaluation(self, means: Mapping[str, float], eval_bytes: int) -> Bytes:
-        """Return what comes and goes with each batch of a kind, of so many ids of each feature in a row."""
+        """Return the temporaries of an evaluated batch, whose rows have `means` ids of each feature."""
         rows = evaluated_rows(self._config, self._topology.world_size, self._dense.rows)
         looked_up, _, exchanged_ids = self._lookups.of_ranks(rows, means)
         apart = self._copies_lookups or self._topology.world_size > 1
@@ -342,7 +344,7 @@ class _Rank:
         """Return the bytes that are copied from a GPU to be written: two chunks of rows at once."""
         if not self._topology.on_gpu:
             return 0
-        sizes = (shard_bytes(self._config, p.table, *p.size, p.compute_kernel) for p in self._shards)
+        sizes = (shard_bytes(self._config, s.table, *s.size, s.compute_kernel) for s in self._shards)
         return min(2 * CHUNK_BYTES, sum(size.weight + size.optimizer for size in sizes))
 
 
