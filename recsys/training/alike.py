@@ -1,5 +1,4 @@
-"""What ranks have to have alike, looked at before they begin: the config, whatever a machine's words are, and the run
-directory."""
+"""Checks that all ranks have the same config and see the same run directory, before a run begins."""
 
 import socket
 import time
@@ -14,25 +13,25 @@ from recsys.config.names import flat
 from recsys.errors import UserError
 from recsys.runtime.world import World
 
-# What a rank may have of its own: how it works on its machine, and what only the first one reads.
-_OWN = (
+# Keys that may differ by rank: of how it works on its machine, and those that only rank 0 reads.
+_MAY_DIFFER = (
     *("run.name", "run.dir", "run.overwrite", "run.stop_file", "run.num_threads", "memory.budget", "topology."),
     *("data.num_threads", "data.prefetch_batches", "data.processes"),
 )
-_SEEN_WITHIN_S = 90.0  # NFS may say for a minute that a new file is not there
+_SEEN_WITHIN_S = 90.0  # NFS may not show a new file for a minute
 
 
 def check_alike(config: Config, world: World) -> None:
-    """Refuse a config that is another one on some rank, as where the command line of one machine is; collective.
+    """Refuse a config that differs on some rank, as when one machine has another command line; collective.
 
-    Ranks would wait for each other in different places, or each would learn something else without a word.
+    Ranks would wait for each other in different places, or silently train different things.
 
     Raises:
-        UserError: on every rank; it names the first key, and its values.
+        UserError: on every rank; it names the first key that differs, and its values.
     """
     if world.world_size == 1:
         return
-    # The environment, which references may name, differs between machines, and may hold secrets, which are not shown.
+    # Compared with references to the environment resolved, but shown as written: they may hold secrets.
     mine = config_text(replace(config, given=(None, None))), config_text(config)
     of_ranks = world.gather(mine)
     if len(set(of_ranks)) == 1:
@@ -49,10 +48,10 @@ def check_alike(config: Config, world: World) -> None:
 
 
 def check_shared(path: Path, world: World) -> None:
-    """Refuse a run directory that some rank does not see, which could write no checkpoint there; collective.
+    """Refuse a run directory that some rank does not see, and could not write checkpoints to; collective.
 
     Args:
-        path: of a file that rank 0 has made there.
+        path: of a file in it that rank 0 has made.
 
     Raises:
         UserError: on every rank; it names the rank and its machine.
@@ -72,5 +71,5 @@ def _await(path: Path, rank: int) -> None:
 
 
 def _values(text: str) -> dict[str, Any]:
-    """Return by dotted key what all ranks have to have alike of a config's text."""
-    return {key: value for key, value in flat("", yaml.safe_load(text)) if not key.startswith(_OWN)}
+    """Return the values of a config's text that all ranks must share, by dotted key."""
+    return {key: value for key, value in flat("", yaml.safe_load(text)) if not key.startswith(_MAY_DIFFER)}

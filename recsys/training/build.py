@@ -50,10 +50,10 @@ class Built:
 
 
 class Publishes(Protocol):
-    """What publishes the model in training, inside a `with` block; see `recsys.serving.publish.Publisher`."""
+    """Publishes the model during training, inside a `with` block; see `recsys.serving.publish.Publisher`."""
 
     def __enter__(self) -> Any: ...
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
+    def __exit__(self, error_type: Any, error: Any, trace: Any) -> None: ...
     def asks(self, step: int) -> bool: ...
     def publish(self, step: int, save: Callable[[], Path]) -> None: ...
 
@@ -99,10 +99,10 @@ def build_model(inputs: Inputs) -> Built:
 
 
 def log_shares(inputs: Inputs) -> tuple[torch.Tensor, int]:
-    """Return the logs of the shares that the table rows of `Needs.log_shares_of` have of data.train and drawn items.
+    """Return log shares of the table rows of `Needs.log_shares_of` among ids of data.train and drawn items.
 
-    They are [num_embeddings] float32, and [1] where these data are not read; every table row counts as once at least.
-    Beside them is how many ids of data.train were counted.
+    They are float32, [num_embeddings], or [1] if data.train is not read; each table row counts at least once. The
+    second result is the number of ids of data.train counted.
     """
     facts, feature = inputs.facts, inputs.config.model.needs().log_shares_of
     if facts is None or feature is None or "train" not in inputs.datasets:

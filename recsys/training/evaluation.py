@@ -42,17 +42,17 @@ def evaluator_of(
     pipeline: Pipeline | None = None,
     by_row: bool = False,
 ) -> Evaluator:
-    """Return an evaluator that has taken the outputs for a dataset; collective.
+    """Return an evaluator that has been given the outputs for a dataset; collective.
 
     Args:
-        model: its own: a training pipeline that rewrote it is detached before.
+        model: with its own forward, so that a training pipeline that replaced it must be detached before.
         role: of the dataset in `inputs.datasets`.
-        stop_requested: asked before every batch.
-        pipeline: of the model, and detached from it; default: one is made.
-        by_row: where the evaluator is one of this package, it can tell `influences`.
+        stop_requested: called before every batch.
+        pipeline: of the model, detached from it; default: a new one.
+        by_row: make `influences` available, if the evaluator is one of this package.
 
     Raises:
-        EvaluationStopped: on every rank, soon after `stop_requested` says so on any.
+        EvaluationStopped: on every rank, once `stop_requested` is true on any.
     """
     model.eval()
     try:
@@ -78,17 +78,19 @@ def item_vectors(
     stop_requested: Callable[[], bool] = lambda: False,
     pipeline: Pipeline | None = None,
 ) -> ItemVectors:
-    """Return the vectors of the whole corpus, of which each rank holds those of its rows; collective."""
+    """Return the vectors of all items, of which each rank holds those of its rows; collective."""
     assert inputs.corpus is not None
     loader, count = inputs.loader("items"), 0
     vectors, positions = torch.zeros(0, inputs.config.model.needs().vector_dim), torch.zeros(0, dtype=torch.int64)
     for output in outputs_of(inputs, model, loader, stop_requested, pipeline):
-        if not count:  # pages that are never written to take no memory
+        if not count:  # room for all rows: pages that are never written take no memory
             most = loader.steps_left(Position(), 1) * len(output.outputs[1])
             vectors, positions = vectors.new_empty(most, vectors.shape[1]), positions.new_empty(most)
         listed = output.batch.lists["position"]  # type: ignore[index]
         rows = slice(count, count + len(listed.values()))
-        vectors[rows] = output.outputs[1][listed.lengths() > 0].float().cpu()  # the fill of the last batch has none
+        vectors[rows] = (
+            output.outputs[1][listed.lengths() > 0].float().cpu()
+        )  # rows that fill up the last batch have no position
         positions[rows] = listed.values().cpu()
         count = rows.stop
     return ItemVectors(vectors[:count], positions[:count], len(inputs.corpus), inputs.world)
@@ -101,18 +103,18 @@ def outputs_of(
     stop_requested: Callable[[], bool] = lambda: False,
     pipeline: Pipeline | None = None,
 ) -> Iterator[StepOutput]:
-    """Yield what a model in eval mode gives for the batches of a loader; collective.
+    """Yield the outputs of a model in eval mode for the batches of a loader; collective.
 
     Raises:
         EvaluationStopped: as `evaluate_dataset`.
     """
     world = inputs.world
-    if pipeline is None:  # it asks for an optimizer, and leaves it alone in eval mode
+    if pipeline is None:  # it requires an optimizer, which eval mode does not use
         pipeline = build_pipeline(model, torch.optim.SGD([torch.zeros(1)]), world.device, inputs.config.debug)
     give_back = GiveBack()
     with closing(loader.batches()) as batches:
         for _ in range(loader.steps_left(Position(), 1)):
-            # Evaluation may outlast the time between a signal and the kill that follows it.
+            # Asked at each batch, since an evaluation may outlast the time from a signal to the kill that follows.
             if world.sum(torch.tensor(float(stop_requested()))) > 0:
                 raise EvaluationStopped
             yield pipeline.progress(batches)

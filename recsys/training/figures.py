@@ -25,7 +25,7 @@ def step_figures(built: Built, config: Config, state: TrainState, factor: float,
     """Return learning rates, gradient norm, loss scale, this rank's memory, epoch and rows, after a step.
 
     Args:
-        factor: of the learning rates, as the schedule has it. loader: of data.train.
+        factor: of the learning rates, by the schedule. loader: of data.train.
     """
     half, optimizer = built.step.dense, config.optimizer
     rates = {"dense": optimizer.dense.learning_rate * factor, "tables": optimizer.tables.learning_rate * factor}
@@ -37,10 +37,10 @@ def step_figures(built: Built, config: Config, state: TrainState, factor: float,
 
 
 def log_tables(writer: Writer, step: int, inputs: Inputs, built: Built, state: TrainState, num_steps: int) -> None:
-    """Write, at an evaluation, lengths of rows if asked for, and of each id feature `Inputs.id_report`; collective.
+    """Write row norms, if asked for, and `Inputs.id_report` of each id feature, at an evaluation; collective.
 
     Args:
-        step: that was evaluated. num_steps: of the run, at whose end `log_end` has the ids.
+        step: that was evaluated. num_steps: of the run; at its end `log_end` writes the report of ids.
     """
     if inputs.config.run.track.row_norms:
         log_row_norms(writer, step, built.tensors.tables(), inputs.world)
@@ -50,9 +50,9 @@ def log_tables(writer: Writer, step: int, inputs: Inputs, built: Built, state: T
 
 
 def log_row_norms(writer: Writer, step: int, tables: dict[str, Any], world: World) -> None:
-    """Write how many rows of each table have a length between each two of `NORM_LIMITS`; collective.
+    """Write a histogram of the norms of each table's rows, with bins between `NORM_LIMITS`; collective.
 
-    Of a table that is split by columns they are the lengths of the rows' shards. What is longer counts as longest.
+    In a table split by columns these are norms of the parts of rows. Norms beyond the last limit go into the last bin.
     """
     limits = torch.from_numpy(NORM_LIMITS).float()
     for name, weights in tables.items():
@@ -67,7 +67,7 @@ def log_row_norms(writer: Writer, step: int, tables: dict[str, Any], world: Worl
 
 
 def log_end(writer: Writer, inputs: Inputs, built: Built, result: dict[str, Any], report: dict[str, Any]) -> None:
-    """Write what is known at the end of a run: ids by feature, memory by kind, and vectors of items; collective.
+    """Write the last figures of a run: ids by feature, memory by kind, and vectors of items; collective.
 
     Args:
         result: content of result.json. report: on memory, of this rank.

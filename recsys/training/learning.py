@@ -1,4 +1,4 @@
-"""Vocabularies and other facts of a run: measured on its training data, or taken from the run that it starts from."""
+"""Vocabularies and other facts of a run: measured on its training data, or inherited from its source."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -42,12 +42,12 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     """Return the inputs with their facts, and with a config whose vocabulary tables have as many rows as they need.
 
     Args:
-        run_dir: where the facts are kept, for when the run goes on.
-        source: what the run starts from; facts go with the tensors that are taken of it.
+        run_dir: where the facts are saved, for when the run goes on.
+        source: what the run starts from; facts go with the tensors that are loaded from it.
 
     Raises:
-        UserError: on every rank, for vocabularies that are not those of the source, or too long for their table; for
-            ids of another kind than the source's.
+        UserError: on every rank, for vocabularies other than the source's or too long for their table, and for ids
+            of another type than the source's.
     """
     config, world = inputs.config, inputs.world
     if source is not None and source.init is not None and source.init.tables is not Take.none:
@@ -55,7 +55,7 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     tables = {name: table for name, table in config.tables.items() if table.mapping is IdMappingType.vocabulary}
     pruned = {name: table for name, table in config.tables.items() if table.kept_rows is not None}
     goes_on = source is not None and source.goes_on
-    inherited = Facts() if source is None else world.from_rank_zero(lambda: _of_source(config, source, tables))
+    inherited = Facts() if source is None else world.from_rank_zero(lambda: _inherited(config, source, tables))
     rows = _row_counter(inputs, inherited)
     facts = _learned(inputs, source, tables, inherited, rows)
     kept_rows = world.from_rank_zero(lambda: _kept_rows(pruned, inherited, goes_on))
@@ -63,17 +63,16 @@ def learn_facts(inputs: Inputs, run_dir: Path, source: Source | None = None) -> 
     if goes_on:
         world.from_rank_zero(lambda: _compare_files(tables, facts))
     sized = {name: replace(table, num_embeddings=_num_rows(name, table, facts)) for name, table in tables.items()}
-    known_inputs = Inputs(
-        replace(config, tables={**config.tables, **sized}), inputs.datasets, inputs.corpus, world, facts
-    )
+    config = replace(config, tables={**config.tables, **sized})
+    learned = Inputs(config, inputs.datasets, inputs.corpus, world, facts)
     if rows is not None:
-        facts = known_inputs.facts = _with_row_counts(known_inputs, facts, rows)
-    # What is there already is not written again: checkpoints know it by its checksum.
+        facts = learned.facts = _with_row_counts(learned, facts, rows)
+    # A run that goes on keeps its files as they are, since its checkpoints hold their checksums.
     new = Facts(row_counts=facts.row_counts if rows else {}) if goes_on else facts
     world.from_rank_zero(lambda: new.save(run_dir / FACTS))
-    known_inputs.facts = replace(facts, unseen_runs={})  # the next run asks for them, from the file
-    give_unused_back()  # what counting and looking at the first rows took is never wanted again
-    return known_inputs
+    learned.facts = replace(facts, unseen_runs={})  # only a next run needs them, and reads them from the file
+    give_unused_back()  # the memory of counting, which is done once
+    return learned
 
 
 def _check_ids(inputs: Inputs, source: Source) -> None:
@@ -84,7 +83,7 @@ def _check_ids(inputs: Inputs, source: Source) -> None:
 
 
 def _row_counter(inputs: Inputs, inherited: Facts) -> RowCounter | None:
-    """Return what counts the rows that the model wants to know the shares of, unless they are known or not there."""
+    """Return a counter of the table rows whose shares the model needs; None if it needs none, or they are inherited."""
     config, feature = inputs.config, inputs.config.model.needs().log_shares_of
     if feature is None or feature in inherited.row_counts or "train" not in inputs.datasets:
         return None
@@ -94,11 +93,11 @@ def _row_counter(inputs: Inputs, inherited: Facts) -> RowCounter | None:
 
 
 def _with_row_counts(inputs: Inputs, facts: Facts, rows: RowCounter) -> Facts:
-    """Return the facts with the counts of all ranks; the inputs have the vocabularies that ids are mapped by."""
+    """Return the facts with row counts of all ranks; the inputs must have the final mappings."""
     feature = inputs.config.model.needs().log_shares_of or ""
     size = inputs.config.tables[inputs.config.features[feature].table or ""].num_embeddings
-    mine, num_ids = rows.counts(inputs.id_column(feature), size)
-    counts = inputs.world.sum(torch.from_numpy(mine)).numpy()
+    own, num_ids = rows.counts(inputs.id_column(feature), size)
+    counts = inputs.world.sum(torch.from_numpy(own)).numpy()
     num_counted = {**facts.num_counted, counts_of(feature): num_ids}
     return replace(facts, row_counts={feature: counts}, num_counted=num_counted)
 
@@ -111,7 +110,7 @@ def facts_entries(facts: Facts | None, run_dir: Path) -> dict[str, tuple[int, st
 def _learned(
     inputs: Inputs, source: Source | None, tables: dict[str, TableConfig], inherited: Facts, rows: RowCounter | None
 ) -> Facts:
-    """Return the facts that are inherited from the source, and what the training data and files tell besides."""
+    """Return the inherited facts, and those measured on the training data or read from files."""
     config, world = inputs.config, inputs.world
     goes_on = source is not None and source.goes_on
     given = {} if goes_on else world.from_rank_zero(lambda: _given(tables, inherited, source))
@@ -130,7 +129,7 @@ def _learned(
     vocabularies = {**inherited.vocabularies, **given, **measured.vocabularies}
     unseen_runs = {**inherited.unseen_runs, **measured.unseen_runs}
     kept = {} if goes_on else _kept_ids(config, inherited, vocabularies, measured)
-    _tell_files_of(config, {name: kept[name] for name in given if grows and name in kept}, vocabularies)
+    _warn_of_files(config, {name: kept[name] for name in given if grows and name in kept}, vocabularies)
     floats = {**inherited.floats, **measured.floats}
     return Facts(vocabularies, floats, inherited.row_counts, measured.num_counted, unseen_runs, kept)
 
@@ -138,8 +137,8 @@ def _learned(
 def _kept_ids(
     config: Config, inherited: Facts, vocabularies: dict[str, pa.Array], measured: Facts
 ) -> dict[str, KeptIds]:
-    """Return and tell by table which ids of its vocabulary are those of the run whose weights are taken."""
-    kept, go_on = {}, deciding_tables(config)
+    """Return the ids of each table's vocabulary whose weights are inherited, and log how many they are."""
+    kept, overflowing = {}, deciding_tables(config)  # those hand the ids that they lack room for to the next expert
     for name, before in inherited.vocabularies.items():
         table = config.tables[name]
         kept[name] = measured.kept.get(name) or KeptIds(len(before))
@@ -151,26 +150,26 @@ def _kept_ids(
             "table %s: ids that keep their rows: %d, new ones: %d%s; num_embeddings allows %d new ones",
             *(name, stay, new, where, room),
         )
-        if kept[name].num_left_out and name not in go_on:  # whose other ids the next expert has
+        if kept[name].num_left_out and name not in overflowing:
             text = "table %s is full: new ids that share the rows of num_buckets: %d; %s"
             _log.warning(text, name, kept[name].num_left_out, _more_room(name, config.train.init.evict_after_runs))
     return kept
 
 
 def _more_room(table: str, evict_after: int | None) -> str:
-    """Return what gives more of the new ids a row."""
+    """Return advice on how more new ids get rows of their own."""
     key = "train.init.evict_after_runs"
-    instead = "" if evict_after == 1 else f", or lower {key}={evict_after}"
+    other = "" if evict_after == 1 else f", or lower {key}={evict_after}"
     if evict_after is None:
-        instead = f", or set {key}, so that ids that come no more give their rows to new ones"
-    return f"raise tables.{table}.num_embeddings{instead}"
+        other = f", or set {key}, so that ids that come no more give their rows to new ones"
+    return f"raise tables.{table}.num_embeddings{other}"
 
 
-def _tell_files_of(config: Config, kept: dict[str, KeptIds], vocabularies: dict[str, pa.Array]) -> None:
-    """Tell where tables that are to grow have files of ids, by which they do not, or by which no id is evicted."""
-    for name, known in kept.items():
+def _warn_of_files(config: Config, kept: dict[str, KeptIds], vocabularies: dict[str, pa.Array]) -> None:
+    """Warn of files of ids that keep growing tables from growing, or their ids from being evicted."""
+    for name, ids in kept.items():
         key = f"tables.{name}.vocabulary"
-        if len(vocabularies[name]) == known.num_ids:
+        if len(vocabularies[name]) == ids.num_ids:
             what = "names no new ids"
         elif config.train.init.evict_after_runs is not None:
             what = "says which ids there are, of which train.init.evict_after_runs evicts none"
@@ -180,20 +179,20 @@ def _tell_files_of(config: Config, kept: dict[str, KeptIds], vocabularies: dict[
         _log.warning(text, config.tables[name].vocabulary, key, what, key)
 
 
-def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
-    """Return the facts that go with what is taken of a checkpoint."""
+def _inherited(config: Config, source: Source, tables: Iterable[str]) -> Facts:
+    """Return the facts that go with the tensors loaded from a checkpoint."""
     floats, marker = with_figures(config), source.marker
     if source.init is not None:
         here, there = meaning(config), marker.meaning
         changed = {key.split(".")[1] for key in {**here, **there} if "." in key and here.get(key) != there.get(key)}
         floats = [name for name in floats if name not in changed and source.init.dense is not Take.none]
-        there_too = [table for table in tables if vocabulary_file(table) in marker.facts]
-        tables = there_too if source.init.tables is not Take.none else []
+        saved = [table for table in tables if vocabulary_file(table) in marker.facts]
+        tables = saved if source.init.tables is not Take.none else []
     counted = [] if source.init else [name for name in id_features(config) if _counts_file(name) in marker.facts]
     pruned = [name for name, table in config.tables.items() if table.kept_rows is not None]
     if source.init is not None:
-        there_too = [name for name in pruned if kept_rows_file(name) in marker.facts]
-        pruned = there_too if source.init.tables is not Take.none else []
+        saved = [name for name in pruned if kept_rows_file(name) in marker.facts]
+        pruned = saved if source.init.tables is not Take.none else []
     names = [*map(vocabulary_file, tables), *([FLOATS_FILE] if floats else []), *map(_counts_file, counted)]
     check_facts(source.path, marker, [*names, *map(kept_rows_file, pruned)])
     facts = Facts.load(facts_of(source.path), list(tables), floats, counted, pruned)
@@ -201,7 +200,7 @@ def _of_source(config: Config, source: Source, tables: Iterable[str]) -> Facts:
 
 
 def _kept_rows(pruned: dict[str, TableConfig], inherited: Facts, goes_on: bool) -> dict[str, KeptRows]:
-    """Return the rows kept of tables: those that go with weights of the source, else those of files."""
+    """Return the kept rows of pruned tables: those inherited with weights, else those of files."""
     kept_rows = {}
     for name, table in pruned.items():
         before, key = inherited.kept_rows.get(name), f"config key 'tables.{name}.kept_rows'"
@@ -224,7 +223,7 @@ def _counts_file(feature: str) -> str:
 
 
 def _given(tables: dict[str, TableConfig], inherited: Facts, source: Source | None) -> dict[str, pa.Array]:
-    """Return the vocabularies that the config names files of, behind the ids whose rows are taken of the source."""
+    """Return the vocabularies of files named by the config, appended to the ids inherited from the source."""
     vocabularies = {}
     for name, table in tables.items():
         if table.vocabulary is None:
@@ -251,7 +250,7 @@ def _given(tables: dict[str, TableConfig], inherited: Facts, source: Source | No
 
 
 def _compare_files(tables: dict[str, TableConfig], facts: Facts) -> None:
-    """Tell where a file that the config names is not the vocabulary that the run has, and goes on with."""
+    """Warn of vocabulary files that differ from the vocabulary that a run goes on with."""
     for name, table in tables.items():
         path = Path(table.vocabulary or "")
         if path.is_file() and not read_vocabulary(path).equals(facts.vocabularies[name]):

@@ -1,4 +1,4 @@
-"""Memory reports of a run in progress: prediction and measurement, written at its end, however it ends."""
+"""Memory reports of a run, predicted and measured; written at its end, however it ends."""
 
 import hashlib
 import json
@@ -58,12 +58,12 @@ class MemoryLog:
         return report
 
     def write_alone(self, status: str, extra: dict[str, Any]) -> None:
-        """Write this rank's report and the pages over those there are, after a failure that others may share.
+        """Write this rank's report, and pages on the reports present, after a failure; not collective.
 
         Args:
             extra: further parts of the report.
         """
-        with suppress(Exception):  # the failure itself is what is to be told
+        with suppress(Exception):  # so that the failure itself is reported
             write_rank(self._folder, self._report(status) | extra)
             write_page(self._folder, self._layers)
 

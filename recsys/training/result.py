@@ -66,7 +66,7 @@ def run_result(
 
 
 def _data_report(inputs: Inputs, state: TrainState) -> dict[str, Any]:
-    """Return for each epoch the rows to be trained, those that were, and those that were not; and ids by feature."""
+    """Return the rows expected, seen, bad and skipped in each epoch, and reports of ids and experts."""
     train, position, config = inputs.datasets["train"], state.position, inputs.config
     num_left_out = train.num_rows % config.train.global_batch_size if config.data.drop_last else 0
     epochs = []
@@ -86,7 +86,7 @@ def _data_report(inputs: Inputs, state: TrainState) -> dict[str, Any]:
 
 
 def _use_of_experts(config: Config, ids: dict[str, dict[str, Any]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return by table with experts, and by each of these, the ids looked up in training and their share of all."""
+    """Return the ids looked up in training, and their share, by table with experts and by expert."""
     use = {}
     for name in (name for name, table in config.tables.items() if table.experts):
         lookups = {
@@ -135,7 +135,7 @@ def how_to_go_on(config: Config, run_dir: Path, world: World) -> str:
 
 
 def _command() -> list[str]:
-    """Return the command line of the launcher, which ends as this process's own does, or else that of this process."""
+    """Return the command line of the launcher, if it ends like this process's own, else that of this process."""
     own, words = sys.argv, list(sys.orig_argv)
     with suppress(psutil.Error, OSError):
         parent = psutil.Process(os.getppid()).cmdline()
@@ -143,21 +143,21 @@ def _command() -> list[str]:
         for tail in (own, ["-m", "recsys", *own[1:]]):
             if parent[-len(tail) :] == tail:
                 words = parent
-    # A script such as torchrun is shown by the name that it was called by.
+    # A script on the path, such as torchrun, is shown by its name.
     if len(words) > 1 and words[1] == shutil.which(Path(words[1]).name):
         words = [Path(words[1]).name, *words[2:]]
     return words
 
 
 def is_finished(run_dir: Path, source: Source, inputs: Inputs, text: str) -> bool:
-    """Return whether a run that goes on was done, and its config, now `text`, asks for nothing else than then.
+    """Return whether a run that goes on is done already, with a config (`text`) that asks for nothing new.
 
-    That is told by result.json, since config.yaml may be of a later start, which asked for more and failed. How to
-    train asks for nothing where no step is left.
+    It is compared with result.json, since config.yaml may be of a later start that failed. A change of how to train
+    asks for nothing new if no step is left.
     """
     try:
         result = Record(run_dir).result
-    except UserError:  # a file that is damaged
+    except UserError:  # the file is damaged
         return False
     state = source.marker.state
     if result.get("status") != "done" or result["steps"] != state.step:
@@ -170,7 +170,7 @@ def is_finished(run_dir: Path, source: Source, inputs: Inputs, text: str) -> boo
 
 
 def asked_of(text: str) -> list[str]:
-    """Return digests of a config: of what changes a number of a run, and of that without how it is trained."""
+    """Return digests of a config: of all sections that change results, and of these but `train` and `optimizer`."""
     sections = re.split(r"\n(?=\S)", text.rstrip())
     whole = [section for section in sections if not section.startswith(("run:", "topology:", "memory:"))]
     evaluated = [section for section in whole if not section.startswith(("train:", "optimizer:"))]

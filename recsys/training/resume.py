@@ -37,7 +37,7 @@ def check_files(inputs: Inputs, source: Source) -> None:
 
 
 def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir: Path) -> TrainState:
-    """Load weights, optimizers and position into a built model; return the training state; collective.
+    """Load what the run starts from into a built model; return the training state; collective.
 
     Args:
         source: what the run starts from, if anything.
@@ -52,12 +52,12 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         state = source.marker.state
         loaded = load_tensors(source.path, source.marker, tensors, world)
         world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
-        # A run that goes on in FP16, and was in another type, begins with the scale of the config.
+        # A checkpoint that was not trained in FP16 has no scale: the config's is the first.
         if state.loss_scale is not None and inputs.config.precision.autocast is Autocast.fp16:
             scale = built.step.dense.loss_scale
             scale.value, scale.good_steps = state.loss_scale, state.loss_scale_good_steps
         logger.info("resumed at step %d from %s", state.step, source.path)
-        state.fingerprints = _fingerprints(inputs) | state.fingerprints  # of data.valid too, where it stops early now
+        state.fingerprints = _fingerprints(inputs) | state.fingerprints  # also of data.valid, if early stopping is new
         return state
     if source is not None:
         kept_ids = inputs.facts.kept if inputs.facts else {}
@@ -65,7 +65,7 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
         world.from_rank_zero(lambda: loaded.write(run_dir / "loaded.json"))
         logger.info("weights and optimizers taken from %s", source.path)
         if world.rank == 0:
-            _tell_unfinished(Path(inputs.config.train.init_from or ""), source)
+            _warn_unfinished(Path(inputs.config.train.init_from or ""), source)
         for line in loaded.lines():
             logger.info("%s", line)
         updates_before = {table: source.marker.state.updates_of(table) for table in loaded.optimized_tables()}
@@ -74,25 +74,25 @@ def start_training(inputs: Inputs, built: Built, source: Source | None, run_dir:
     return TrainState(position=Position(), fingerprints=_fingerprints(inputs), updates_before=updates_before)
 
 
-def _tell_unfinished(run_dir: Path, source: Source) -> None:
-    """Tell where a run has not come to its end: what begins with its weights lacks what it has still to learn."""
+def _warn_unfinished(run_dir: Path, source: Source) -> None:
+    """Warn of a source run that is not finished, so that its weights are not fully trained."""
     step, record = source.marker.state.step, Record(run_dir)
-    with suppress(UserError):  # a file that is damaged
+    with suppress(UserError):  # the file is damaged
         is_done = record.result.get("status") == "done" and record.result["steps"] >= step
-        # A copy may have checkpoints alone; of a run there is the file from its start, before its first line.
+        # Without metrics.jsonl, which a run makes at its start, this is a copy of checkpoints alone.
         if not (is_done or record.status in ("done", "compressed")) and (run_dir / "metrics.jsonl").exists():
             text = "'%s' has not come to its end (%s), and these are its weights of step %d; let it go on first"
             logger.warning(text, run_dir, record.status, step)
 
 
 def _fingerprints(inputs: Inputs) -> dict[str, str]:
-    """Return those of the data that a position, and the best metric of early stopping, stand for."""
+    """Return fingerprints of the data that the position, and the best metric of early stopping, refer to."""
     roles = ("train", "valid", "items") if inputs.config.train.early_stop.metric else ("train",)
     return {role: dataset.fingerprint for role, dataset in inputs.datasets.items() if role in roles}
 
 
 def _import_tables(inputs: Inputs, built: Built) -> dict[str, int]:
-    """Set rows of tables from files; return by table how many updates the optimizer's state there has seen."""
+    """Set rows of tables from files; return by table the number of updates of the optimizer's state in the file."""
     config, facts, updates = inputs.config, inputs.facts, {}
     for table, path in config.train.init.from_parquet.items():
         settings, targets = config.tables[table], built.tensors.to_load()

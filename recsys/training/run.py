@@ -50,8 +50,8 @@ _WRITTEN = (
     *(PAGE, TENSORBOARD, "mlflow.json", FACTS, FOOTERS, "bad_steps", "evaluations", "profile"),
 )
 MARKER = ".recsys-run"
-_BEGUN = "run_dir"  # where the launch's store keeps the run directory,
-_LOCK = "run_lock"  # and the lock of its last start
+_RUN_DIR = "run_dir"  # key of the run directory in the launch's store,
+_LOCK = "run_lock"  # and of the lock of its last start
 _SNAPSHOT_ENTRIES = 200_000  # the last allocations and frees, with their stacks
 _WATCHDOG_LEAD_S = 120  # a stuck rank is named before collectives time out
 STOPPED_STATUS = 143  # as a process that SIGTERM ended: the job is not done
@@ -78,9 +78,10 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
         if asked.memory.snapshot and world.device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_ENTRIES)
         store = world.launch_store
-        again = world.from_rank_zero(lambda: store.check([_BEGUN]))  # torchrun has started this run's ranks once more
-        begun = replace(asked.run, dir=store.get(_BEGUN).decode(), resume=True, overwrite=False) if again else asked.run
-        config = replace(asked, run=begun)
+        config = asked
+        if world.from_rank_zero(lambda: store.check([_RUN_DIR])):  # torchrun has restarted the ranks of this run
+            settings = replace(asked.run, dir=store.get(_RUN_DIR).decode(), resume=True, overwrite=False)
+            config = replace(asked, run=settings)
         instead = world.from_rank_zero(lambda: check_device(config, world.device.type == "cuda", world.world_size))
         # The data first: a mistake in them leaves no run directory behind.
         config = with_scores(config, world)
@@ -94,7 +95,7 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
             check_shared(run_dir / MARKER, world)
             if world.rank == 0:
                 store.set(_LOCK, lock.id)
-            store.set(_BEGUN, str(run_dir))
+            store.set(_RUN_DIR, str(run_dir))
             log = start_logging(run_dir / "logs", world.rank)
             with Watchdog(world, math.inf if config.debug else config.run.stuck_after_s, log) as watchdog:
                 session = _Session(run_dir, footers, instead, timeline, explained, watchdog, lock)
@@ -103,11 +104,11 @@ def run(asked: Config, publisher_of: Callable[[Inputs, Built], Publishes] | None
 
 @dataclass(frozen=True)
 class _Session:
-    """What a run has open, from its data to its end.
+    """Resources of a run, from the opening of its data to its end.
 
     Attributes:
-        footers: folder with what the data's footers say, until it may go into the run directory.
-        instead: what the device does in place of what the config asks for, in sentences.
+        footers: temporary folder with cached footers of the data, until they may go into the run directory.
+        instead: sentences on what the device does in place of settings that it lacks.
     """
 
     run_dir: Path
@@ -120,7 +121,7 @@ class _Session:
     start: float = field(default_factory=time.monotonic)
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """Note progress, as `Watchdog.enter`, in a run directory that is still this run's."""
+        """Note progress, as `Watchdog.enter`; raise if another start has taken the run directory."""
         self.lock.check()
         self.watchdog.enter(phase, step)
 
@@ -161,15 +162,15 @@ def _run(opened: Inputs, session: _Session, publisher_of: Callable[[Inputs, Buil
 def _train(
     inputs: Inputs, built: Built, session: _Session, source: Source | None, publisher: Publishes | None
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train a model that is built; return the run's result, and what each rank reports of its memory."""
+    """Train a built model; return the run's result, and the memory report of each rank."""
     world, run_dir, timeline = inputs.world, session.run_dir, session.timeline
     with timeline.phase("load"):
         trainer = Trainer(inputs, built, run_dir, timeline, source, session.enter, publisher)
     memory = MemoryLog(inputs, built, trainer, timeline, run_dir / "memory")
     world.from_rank_zero(lambda: save_plan(built.shards, world.world_size, run_dir / "plan.json"))
-    # Not before the data are known to be those of the checkpoint, if there is one.
+    # Only now are the data checked to be those of the checkpoint, if there is one.
     world.from_rank_zero(lambda: copy_files(session.footers, run_dir / FOOTERS))
-    give_unused_back()  # what planning and predicting took
+    give_unused_back()  # the memory of planning and predicting
     session.explained.write = memory.write_alone
     if world.rank == 0:
         plan = "\n".join(describe_plan(built.shards))
@@ -193,7 +194,7 @@ def _end(
     reports: list[dict[str, Any]],
     changes: list[Change],
 ) -> int:
-    """Write result.json and tell the last lines of the log; return the exit status."""
+    """Write result.json and the last lines of the log; return the exit status."""
     world, run_dir = inputs.world, session.run_dir
     result |= {"instead": session.instead, "fitted": [str(change) for change in changes]}
     if world.rank == 0:
@@ -215,11 +216,11 @@ def _log_start(inputs: Inputs, session: _Session) -> None:
 
 
 def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[Inputs, list[Change]]:
-    """Return the inputs with what is learned of the data, and a config that fits if it asks for that, with the changes.
+    """Return the inputs with facts of the data and, with memory.fit, a config that fits; and the changes for that.
 
     Raises:
-        UserError: rows and numbers of the source would stand for something else; told before anything is learned,
-            save where fitting may yet make them alike.
+        UserError: rows and numbers of the source would mean something else; raised before facts are measured, unless
+            fitting may still make the configs agree.
     """
     asked = opened.config
     if source is not None and not asked.memory.fit:
@@ -236,18 +237,18 @@ def _settle(opened: Inputs, session: _Session, source: Source | None) -> tuple[I
 
 
 def _write_unbuilt(folder: Path, world: World, status: str, sections: dict[str, Any]) -> None:
-    """Leave a report of a run for which memory was short before its tables were there."""
-    if not sections:  # another failure, such as a start that is refused: an earlier report stays
+    """Write a report of a run that ran out of memory before its tables were made."""
+    if not sections:  # another failure, such as a refused start: an earlier report stays
         return
     content = {"schema_version": SCHEMA_VERSION, "identity": {"rank": world.rank, "status": status}, **sections}
-    with suppress(OSError):  # the failure itself is what is to be told
+    with suppress(OSError):  # so that the failure itself is reported
         write_rank(folder, content)
 
 
 def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) -> Path:
     """Make the run directory and lock it, refuse or clear an earlier run in it, and save the config there.
 
-    A folder is taken for ours by a marker file, so that nothing else is ever cleared.
+    Only a folder with a marker file is cleared, so that no other folder ever is.
     """
     if config.run.resume and config.run.dir is None:
         raise UserError(
@@ -260,7 +261,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
             run_dir.mkdir(parents=True, exist_ok=True)
         else:
             run_dir = unused_folder(run_dir)
-        # A copy may lack hidden files, and what goes on clears nothing.
+        # A copy of a run may lack the marker, which is hidden; going on clears nothing.
         goes_on = config.run.resume and any(run_dir.glob(f"checkpoints/step-*/{CHECKPOINT}"))
         is_run = (run_dir / MARKER).exists() or goes_on
         if not is_run and any(map(_is_of_others, beside_lock(run_dir))):
@@ -270,7 +271,7 @@ def _prepare_run_dir(config: Config, lock: RunLock, earlier: str | None = None) 
             _clear(run_dir, config)
         (run_dir / MARKER).touch()
         (run_dir / "checkpoints").mkdir(exist_ok=True)
-        if not goes_on:  # else only once it is known to go with what is there
+        if not goes_on:  # else once the config is checked against the checkpoint
             replace_file(run_dir / "config.yaml", _saved_text(config, config))
     except OSError as error:
         raise cannot_write("run.dir", run_dir, error) from error
@@ -285,17 +286,19 @@ def _is_of_others(path: Path) -> bool:
 
 
 def _saved_text(config: Config, asked: Config) -> str:
-    """Return what config.yaml holds: the config, with the rows that tables may have, as they were asked for."""
-    # Not those that vocabularies take so far: these may grow in another run.
+    """Return the text of config.yaml: the config, but with num_embeddings as asked for.
+
+    Vocabularies may take fewer rows so far, and grow in another run.
+    """
     bounds = {name: table.num_embeddings for name, table in asked.tables.items()}
     tables = {name: replace(table, num_embeddings=bounds[name]) for name, table in config.tables.items()}
-    # What to do with an earlier run is asked each time, and is no part of what this run is.
+    # How to treat an earlier run is asked at each start, and no property of the run.
     settings = replace(config.run, resume=False, overwrite=False)
     return config_text(replace(config, tables=tables, run=settings))
 
 
 def _clear(run_dir: Path, config: Config) -> None:
-    # A run that a mistake ended before its first step has left nothing to keep.
+    # A run that ended before its first step has nothing worth keeping.
     metrics = run_dir / "metrics.jsonl"
     trained = any(run_dir.glob("checkpoints/step-*")) or (metrics.exists() and metrics.stat().st_size > 0)
     if trained and not config.run.overwrite:
@@ -318,10 +321,10 @@ def _clear(run_dir: Path, config: Config) -> None:
 
 
 def _check_sources(run_dir: Path, config: Config) -> None:
-    """Refuse what a run starts from where it is not there, or lies in the run directory that is about to be cleared.
+    """Refuse sources of a run that lie in the run directory, which is about to be cleared, or do not exist.
 
     Raises:
-        UserError: names the key; the earlier run is as it was.
+        UserError: names the key; nothing is cleared.
     """
     train = config.train
     sources = {"train.init_from": train.init_from, "run.plan": config.run.plan}

@@ -1,4 +1,4 @@
-"""What a run counts of its steps: rows, losses, steps that were left out; read at once, or a step later."""
+"""Counts of a run's steps: rows, losses, skipped steps; read at once, or a step later."""
 
 from collections import deque
 from pathlib import Path
@@ -12,11 +12,11 @@ from recsys.step.output import StepOutput
 
 
 class StepCounts:
-    """Reads the sums that steps leave, and counts them in the run's state.
+    """Reads the totals of steps, and counts them in the run's state.
 
     Args:
-        state: its `epoch_rows`, `bad_steps`, `overflows` and loss scale are kept here.
-        progress: told rows and losses of each step.
+        state: whose `epoch_rows`, `bad_steps`, `overflows` and loss scale are updated.
+        progress: gets rows and losses of each step.
         run_dir: rows of a step that is not finite are written to `bad_steps` in it.
     """
 
@@ -28,15 +28,15 @@ class StepCounts:
         self._unread: deque[tuple[int, int, StepOutput, float]] = deque()
 
     def add(self, step: int, epoch: int, output: StepOutput, waited: float) -> None:
-        """Take what a step has left, to be read later.
+        """Queue the output of a step, to be read later.
 
         Args:
-            epoch: that its rows are of. waited: seconds for its batch.
+            epoch: of its rows. waited: seconds for its batch.
         """
         self._unread.append((step, epoch, output, waited))
 
     def read(self, but_the_last: bool = False) -> bool:
-        """Count the steps that are unread, all or all but the last; return whether one asks to stop.
+        """Read and count the queued steps, all or all but the last; return whether one asks to stop.
 
         Raises:
             UserError: more rows cannot be read, or more steps are not finite, than the config allows.
@@ -67,7 +67,7 @@ class StepCounts:
             self._count_bad_step(step, output)
 
     def _count_bad_step(self, step: int, output: StepOutput) -> None:
-        """Keep the rows that are to blame, and end the run where bad steps are more than it allows."""
+        """Save the rows of a step that is not finite, and end the run if there are too many such steps."""
         most = self._config.train.max_bad_steps
         self._state.bad_steps += 1
         if not output.finite_here:

@@ -1,4 +1,4 @@
-"""Scores of a teacher on data.train, written before a run that learns from them begins."""
+"""Scores of a teacher on data.train, written before a run that is distilled from them begins."""
 
 import time
 from dataclasses import replace
@@ -15,14 +15,14 @@ from recsys.runtime.run_lock import OUTPUT_TAKEN, is_locked
 from recsys.runtime.world import World
 
 _KEY = "config key 'train.distill.teacher'"
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 def with_scores(config: Config, world: World) -> Config:
     """Return a config whose data.train has the scores of `train.distill.teacher`, if it names one; collective.
 
-    They are made by `recsys predict` on rank 0. Scores of the same rows and columns that are there stay, and those that
-    another run has made just now are waited for.
+    Rank 0 makes them by `recsys predict`. Existing scores of the same rows and columns are used, and those that another
+    run is writing are waited for.
 
     Raises:
         UserError: data.train is a list, or the teacher cannot score it.
@@ -52,7 +52,7 @@ def _score(config: Config, teacher: str, scores: str) -> None:
             raise UserError(*problem.within(f"{_KEY}: recsys predict failed").args, where)
         with Task(f"waiting for another run, such as a trial of the same sweep, which writes to {scores}"):
             while is_locked(Path(scores)):
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
 
 def scored_path(config: Config) -> str:

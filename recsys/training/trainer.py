@@ -38,9 +38,9 @@ from recsys.training.step_counts import StepCounts
 
 
 def num_steps(loader: Loader, config: Config, state: TrainState) -> int:
-    """Return the steps of a whole run, by where it stands."""
-    most = state.step + loader.steps_left(state.position, config.train.epochs)
-    return min(most, config.train.max_steps or most)
+    """Return the number of steps of the whole run, of which `state` has trained some."""
+    total = state.step + loader.steps_left(state.position, config.train.epochs)
+    return min(total, config.train.max_steps or total)
 
 
 class Trainer:
@@ -48,13 +48,13 @@ class Trainer:
 
     Args:
         source: what it starts from, if anything.
-        enter_phase: told what training comes to: the phase, and with a new step its number.
+        enter_phase: called with the phase, and at a new step its number, when training makes progress.
         publisher: publishes the model at the steps that it asks for, and at the end of training.
 
     Attributes:
-        state: as of checkpoints; metrics: of the last evaluation of each dataset by this process.
-        loader: of data.train; progress: speed so far; growth: of memory over the steps.
-        writer: takes figures; one that drops them, until it is set.
+        state: saved in checkpoints. metrics: of the last evaluation of each dataset by this process.
+        loader: of data.train. progress: speed so far. growth: of memory over the steps.
+        writer: of figures; drops them until it is replaced.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class Trainer:
             while state.step < self._num_steps and not self._should_stop_early():
                 if self._run_until(min(self._num_steps, self._next_evaluation()), batches):
                     return True
-                # All batches handed to the pipeline are trained here, so it holds none while the tables are read.
+                # The pipeline holds no batch here: all that it was given are trained.
                 self._pipeline.detach()
                 if self._at_boundary():
                     return True
         return False
 
     def _at_boundary(self) -> bool:
-        """Evaluate and save if it is time; return whether a signal came meanwhile (resuming evaluates then)."""
+        """Evaluate and save if due; return whether a signal stopped the evaluation, which a resumed run repeats."""
         try:
             if self._evaluation_is_due() and self.state.evaluated_step != self.state.step:
                 self._evaluate_and_compare()
@@ -173,18 +173,18 @@ class Trainer:
             output = self._pipeline.progress(timed)
             self._step_traced()
             self._advance(output, timed.seconds - waited)
-            is_told = state.step % train.log_every_steps == 0 or state.step == boundary
-            stops = self._counts.read(but_the_last=not (is_told or self._is_save_due() or train.check_every_step))
-            # No line of its own for a stop, so that after it the lines are those of a run that went on.
-            if is_told:
-                self._tell()
+            is_logged = state.step % train.log_every_steps == 0 or state.step == boundary
+            stops = self._counts.read(but_the_last=not (is_logged or self._is_save_due() or train.check_every_step))
+            # A stop gets no line of its own, so that metrics.jsonl has the same lines as without it.
+            if is_logged:
+                self._log()
             if output.publish:
                 self._publish()
             if stops:
                 self._counts.read()
                 logger.info("stop requested: saving step %d", state.step)
                 return True
-            if state.step < boundary:  # there an evaluation comes first, which belongs into the checkpoint
+            if state.step < boundary:  # at the boundary an evaluation comes first, to be in the checkpoint
                 self._save_if_due()
         return False
 
@@ -196,7 +196,7 @@ class Trainer:
 
     def _rates_factor(self, step: int) -> float:
         schedule = self._config.optimizer.schedule
-        # A run may go on with another schedule than the plateau that has lowered its rates.
+        # The factor of an earlier plateau schedule does not count once the schedule is another one.
         plateau_factor = self.state.rate_factor if schedule.name is Schedule.plateau else 1.0
         return schedule_factor(schedule, self._num_steps, step) * plateau_factor
 
@@ -208,7 +208,7 @@ class Trainer:
         self._give_back()
         self._counts.add(state.step, epoch, output, waited)
 
-    def _tell(self) -> None:
+    def _log(self) -> None:
         warning = self.growth.sample(self.state.step, self.loader.host_bytes)
         if warning is not None:
             logger.warning("step %d: %s", self.state.step, warning)
@@ -223,9 +223,9 @@ class Trainer:
             return self._stop_requested()
 
         with self.progress.pause():
-            give_unused_back()  # what steps leave free lies elsewhere than what an evaluation takes, and the reverse
+            give_unused_back()  # an evaluation cannot use memory that steps have freed, nor the reverse
             with self._timeline.phase("evaluation"):
-                # In training's pipeline, which holds nothing now: another would have streams, so memory, of its own.
+                # In training's pipeline, which is empty now: another one would take streams and memory of its own.
                 metrics = evaluate_dataset(self._inputs, self._built.model, role, stop_requested, self._pipeline)
                 give_unused_back()
             self.metrics[role] = self.state.metrics[role] = metrics
@@ -265,13 +265,13 @@ class Trainer:
         return stop.metric is not None and self.state.bad_evaluations >= stop.patience
 
     def _final_evaluation(self) -> bool:
-        """Evaluate what the run is about, the best step or the last; return whether a signal ended it early."""
+        """Evaluate the best step, or the last; return whether a signal ended it early."""
         state, step = self.state, self.state.step
         if state.best_step is not None and state.best_step != step:
             step = state.best_step
             self._checkpoints.wait()
             best = self._checkpoints.path(step)
-            tensors = replace(self._built.tensors, statistics={})  # what has been counted since stays
+            tensors = replace(self._built.tensors, statistics={})  # counts of ids stay as they are
             load_tensors(best, verify_checkpoint(best, self._world), tensors, self._world)
             logger.info("early stopping: back to step %d, the best by %s", step, self._config.train.early_stop.metric)
         try:
@@ -293,13 +293,13 @@ class Trainer:
 
     def _save(self) -> None:
         self._enter_phase("saving the checkpoint", self.state.step)
-        is_told = self._world.rank == 0
-        with self.progress.pause(), self._timeline.phase("save"), Task("saving the checkpoint", is_shown=is_told):
+        is_shown = self._world.rank == 0
+        with self.progress.pause(), self._timeline.phase("save"), Task("saving the checkpoint", is_shown=is_shown):
             self._checkpoints.save(self._built.tensors, self.state)
         self._saved_at = self.state.step
 
     def _publish(self) -> None:
-        """Publish the model as it is, unless it has been."""
+        """Publish the model, unless that is done for this step."""
         if self._publisher is not None and self._published_at != self.state.step:
             self._published_at = self.state.step
             self._enter_phase("publishing", self.state.step)
@@ -307,16 +307,16 @@ class Trainer:
                 self._publisher.publish(self.state.step, self._saved)
 
     def _saved(self) -> Path:
-        """Return the folder of a checkpoint of the step, saved if it is not yet."""
+        """Return the folder of this step's checkpoint, after saving it if it is not saved yet."""
         if self._saved_at != self.state.step:
             self._save()
         self._checkpoints.wait()
         return self._checkpoints.path(self.state.step)
 
     def _stop_requested(self) -> bool:
-        """Return whether this rank wants to end; the step's all-reduce carries its wish to the others."""
+        """Return whether this rank asks to stop; a step's totals tell the other ranks."""
         if self._checkpoints.failed:
-            self._stop.request()  # all ranks end at one step, and then wait for the save, which raises its error
+            self._stop.request()  # all ranks stop at the same step, and waiting for the save raises its error
         return self._stop.requested()
 
 
