@@ -99,10 +99,10 @@ def _with_label_sections(layer: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(labels, dict):
         return layer
     sections = dict(labels)
-    for name, given in labels.items():
-        if isinstance(given, str):
-            word, other = ("column", "expression") if re.fullmatch(r"[\w.-]+", given) else ("expression", "column")
-            sections[name] = {word: given, other: None}  # whatever a layer below gave
+    for name, text in labels.items():
+        if isinstance(text, str):
+            word, other = ("column", "expression") if re.fullmatch(r"[\w.-]+", text) else ("expression", "column")
+            sections[name] = {word: text, other: None}  # None overrides what a layer below gave
     return {**layer, "data": {**layer["data"], "labels": sections}}
 
 
@@ -166,9 +166,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not os.path.exists(path) or path.is_dir():
         folder = path if os.path.isdir(path) else path.parent
         near = [str(p) for p in sorted(folder.glob("*.yaml"))]
-        there = f"; there are: {', '.join(near[:8])}{', …' * (len(near) > 8)}" if near else ""
+        others = f"; there are: {', '.join(near[:8])}{', …' * (len(near) > 8)}" if near else ""
         wrong = "is a folder, not a file" if folder == path else "does not exist"
-        raise UserError(f"config file '{path}' {wrong}{nearest(str(path), near) or there}")
+        raise UserError(f"config file '{path}' {wrong}{nearest(str(path), near) or others}")
     try:
         # OmegaConf's loader, not plain yaml: it reads 1e-3 as a number and refuses a key given twice.
         content = OmegaConf.to_container(OmegaConf.load(path, max_yaml_expanded_nodes=MOST_YAML_NODES))
@@ -216,8 +216,8 @@ def _fields(expected: Any, model: type | None) -> dict[str, Any]:
     """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
     expected = _required(expected)
     hints = typing.get_type_hints(expected) if dataclasses.is_dataclass(expected) else {}
-    there = dataclasses.fields(expected) if hints else ()
-    fields = {field.name: hints[field.name] for field in there if not field.metadata.get("omegaconf_ignore")}
+    keys = dataclasses.fields(expected) if hints else ()
+    fields = {field.name: hints[field.name] for field in keys if not field.metadata.get("omegaconf_ignore")}
     return fields | {"model": model or dict} if expected is Config else fields
 
 

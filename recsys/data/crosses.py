@@ -25,17 +25,17 @@ def with_crosses(table: pa.Table, crosses: Mapping[str, Sequence[str]]) -> pa.Ta
 
 def _cross(by_name: Mapping[str, pa.Array]) -> pa.Array:
     columns = by_name.values()
-    known = np.logical_and.reduce([column.is_valid().to_numpy(zero_copy_only=False) for column in columns])
-    mask = None if known.all() else pa.array(known)
-    hashes = np.zeros(int(known.sum()), np.uint64)
+    valid = np.logical_and.reduce([column.is_valid().to_numpy(zero_copy_only=False) for column in columns])
+    mask = None if valid.all() else pa.array(valid)
+    hashes = np.zeros(int(valid.sum()), np.uint64)
     for place, (name, column) in enumerate(by_name.items()):  # the place is the seed, so that a × b is not b × a
         try:
             hashes = hash_integers(hashes ^ hash_column(column if mask is None else column.filter(mask), place))
         except UserError as error:
             raise error.within(f"column '{name}' of a cross") from error
-    ids = np.zeros(len(known), np.int64)
-    ids[known] = hashes.view(np.int64)
-    return pa.array(ids, mask=None if mask is None else ~known)
+    ids = np.zeros(len(valid), np.int64)
+    ids[valid] = hashes.view(np.int64)
+    return pa.array(ids, mask=None if mask is None else ~valid)
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:

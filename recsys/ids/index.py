@@ -142,12 +142,13 @@ class VocabularyMapping(IndexMapping):
 
     def usage(self, hashes: np.ndarray, weight: float) -> tuple[float, float]:
         absent = hashes[self._find_hashes(hashes) == 0]
-        known, unknown = weight * (len(hashes) - len(absent)), weight * len(absent)
-        used = shared = expected_share(unknown, self._num_buckets)
+        num_found, num_absent = weight * (len(hashes) - len(absent)), weight * len(absent)
+        used = shared = expected_share(num_absent, self._num_buckets)
         if weight == 1:
             buckets = self._bucket(absent)[:, None]
             used, shared = len(np.unique(buckets)) / self._num_buckets, share_of_collisions(buckets)
-        return (known + used * self._num_buckets) / (self.num_rows - 1), unknown * shared / max(1.0, known + unknown)
+        share_used = (num_found + used * self._num_buckets) / (self.num_rows - 1)
+        return share_used, num_absent * shared / max(1.0, num_found + num_absent)
 
     def _bucket(self, hashes: np.ndarray) -> np.ndarray:
         buckets = hashes.copy()

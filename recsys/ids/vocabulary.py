@@ -99,28 +99,28 @@ def choose_vocabulary(counts: pa.Table, min_count: int, max_size: int) -> pa.Arr
     return ordered.slice(0, max_size).column("id").combine_chunks()
 
 
-def is_new(ids: pa.Array, known: pa.Array) -> np.ndarray:
+def is_new(ids: pa.Array, vocabulary: pa.Array) -> np.ndarray:
     """Return which ids a vocabulary does not have, bool [len(ids)].
 
     Raises:
         UserError: numbers on one side, and texts on the other.
     """
     places = np.empty(len(ids), np.int64)
-    IndexMapping(known).map(ids, places)
+    IndexMapping(vocabulary).map(ids, places)
     return places < 0
 
 
-def joined(known: pa.Array, new: pa.Array) -> pa.Array:
+def joined(vocabulary: pa.Array, new: pa.Array) -> pa.Array:
     """Return a vocabulary with further ids behind its own, of a type that holds both.
 
     Raises:
         UserError: there is none.
     """
-    if not (len(known) and len(new)):
-        return known if len(known) else new
-    if is_text(known.type):
-        return _strings(pa.concat_arrays([ids.cast(pa.large_binary()) for ids in (known, new)]))
-    parts = [pa.table({"id": ids, "count": pa.array(np.zeros(len(ids), np.int64))}) for ids in (known, new)]
+    if not (len(vocabulary) and len(new)):
+        return vocabulary if len(vocabulary) else new
+    if is_text(vocabulary.type):
+        return _strings(pa.concat_arrays([ids.cast(pa.large_binary()) for ids in (vocabulary, new)]))
+    parts = [pa.table({"id": ids, "count": pa.array(np.zeros(len(ids), np.int64))}) for ids in (vocabulary, new)]
     return _same_type(parts).column("id").combine_chunks()
 
 

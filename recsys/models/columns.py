@@ -164,10 +164,10 @@ class _Blocks:
         n, (rows, dim), others = len(vectors), vectors[0].shape, beside(vectors[1:])
         if len(others) == 1 and others[0].stride(1) == 1 and all(tensor.dtype is self.dtype for tensor in vectors):
             for start in self.starts(rows):
-                some = slice(start, start + self.at_once)
-                yield some, others[0][some].view(-1, n - 1, dim)
+                rows_of_block = slice(start, start + self.at_once)
+                yield rows_of_block, others[0][rows_of_block].view(-1, n - 1, dim)
             return
-        yield from ((some, stacked[:, 1:n]) for some, stacked in self.of(vectors))
+        yield from ((block, stacked[:, 1:n]) for block, stacked in self.of(vectors))
 
     def of(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the rows of a block and their vectors, [rows, places, dim], in the memory of the block before."""

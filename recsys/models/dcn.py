@@ -75,8 +75,8 @@ class DCN(Model):
         )
         self.mlp = mlp(width, config.mlp, None, *layers)
         self.is_stacked = config.structure is CrossStructure.stacked
-        given = config.mlp[-1] if config.mlp else width
-        self.last = nn.Linear(given if self.is_stacked else given + width, max(1, len(inputs.labels)))
+        mlp_width = config.mlp[-1] if config.mlp else width
+        self.last = nn.Linear(mlp_width if self.is_stacked else mlp_width + width, max(1, len(inputs.labels)))
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits, [rows] for one label, or [rows, labels]."""

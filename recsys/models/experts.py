@@ -32,9 +32,9 @@ class ExpertGate(InParts, nn.Module):
             return 2 * self.bias.sigmoid()
         return 2 * in_parts(self._logits, self.num_parts, torch.cat(others, dim=1)).sigmoid()
 
-    def _logits(self, given: torch.Tensor) -> torch.Tensor:
+    def _logits(self, inputs: torch.Tensor) -> torch.Tensor:
         assert self.weight is not None
-        return F.linear(given, self.weight, self.bias)
+        return F.linear(inputs, self.weight, self.bias)
 
 
 class ExpertSums(nn.ModuleDict):

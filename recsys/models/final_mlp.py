@@ -87,8 +87,8 @@ class FinalMLP(Model):
         outputs = []
         for names, gate, stream in zip(self.gate_features, self.gates, self.streams, strict=True):
             # Without features a gate reads a constant, and is the same for all rows.
-            given = torch.cat([vectors[name] for name in names], dim=1) if names else inputs.new_ones(len(inputs), 1)
-            outputs.append(stream(2 * gate(given).sigmoid() * inputs))
+            read = torch.cat([vectors[name] for name in names], dim=1) if names else inputs.new_ones(len(inputs), 1)
+            outputs.append(stream(2 * gate(read).sigmoid() * inputs))
         first, second = (output.view(len(inputs), self.products.shape[1], -1) for output in outputs)
         products = in_parts(self._products, self.num_parts, first, second)
         return (self.linear(torch.cat(outputs, dim=1)) + products).squeeze(1)

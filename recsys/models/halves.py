@@ -19,7 +19,7 @@ from recsys.config.choices import Autocast
 from recsys.models.dropout import RowDropout
 
 _ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
-_MOST_PIECES = 256  # of a weight however large: each costs some operators, and two of so many little memory
+_MOST_BLOCKS = 256  # of a weight however large: each costs some operators, and two of so many little memory
 _COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
 _LONG = 512  # sums of more products may be shared out over threads
 _FEW_ROWS = 16  # fewer than that have on some processors a product of their own on two threads
@@ -338,12 +338,12 @@ def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     outputs, width = gradients.shape[2], inputs.shape[2]
     if outputs == 1 or width == 1:
         wide, narrow = (gradients, inputs) if width == 1 else (inputs, gradients)
-        sums = [(some * narrow).sum(1).sum(0) for some in wide.split(_COLUMNS_AT_ONCE, dim=2)]
+        sums = [(columns * narrow).sum(1).sum(0) for columns in wide.split(_COLUMNS_AT_ONCE, dim=2)]
         return torch.cat(sums).view(outputs, width)
-    pieces = min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2, _MOST_PIECES)
-    if pieces == 1:
+    blocks = min(-(-outputs * width // _ELEMENTS_AT_ONCE), outputs // 2, _MOST_BLOCKS)
+    if blocks == 1:
         return torch.bmm(gradients.mT, inputs).sum(0)
     result = gradients.new_empty(outputs, width)
-    for piece, some in zip(result.tensor_split(pieces), gradients.tensor_split(pieces, dim=2), strict=True):
-        torch.sum(torch.bmm(some.mT, inputs), 0, out=piece)
+    for out, block in zip(result.tensor_split(blocks), gradients.tensor_split(blocks, dim=2), strict=True):
+        torch.sum(torch.bmm(block.mT, inputs), 0, out=out)
     return result

@@ -58,8 +58,8 @@ class ItemVectors:
 
     def _best_of_all(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and positions of the best items of this rank's users among those of all ranks."""
-        given = [] if batch.lists is None else batch.lists.keys()
-        lists = {key: torch.stack(pairs_of(batch, key), dim=1) for key in ("candidates", "seen") if key in given}
+        keys = [] if batch.lists is None else batch.lists.keys()
+        lists = {key: torch.stack(pairs_of(batch, key), dim=1) for key in ("candidates", "seen") if key in keys}
         if self._world.world_size == 1:
             return self._best_of_own(users, k, lists)
         # Users go to the items, which are more: each rank answers all ranks' users with the best that it has.
@@ -137,8 +137,8 @@ def pairs_of(batch: Batch, key: str, rows: slice = slice(0, None)) -> tuple[torc
     lengths, offsets = jagged.lengths()[rows].long(), jagged.offsets().long()
     values = jagged.values()[offsets[rows.start] : offsets[rows.start + len(lengths)]]
     row = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
-    known = values >= 0
-    return row[known], values[known].long()
+    in_corpus = values >= 0
+    return row[in_corpus], values[in_corpus].long()
 
 
 def _of_rows(pairs: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:

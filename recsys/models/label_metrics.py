@@ -167,8 +167,8 @@ class LabelEvaluator:
             counted = values[2] > 0
             values = values[:, counted]
             for start in range(0, values.shape[1], _ROWS_AT_ONCE):
-                piece = values[:, start : start + _ROWS_AT_ONCE].astype(np.float64)
-                self._sums[i] += np.r_[piece.shape[1], _sums(loss, *piece)]
+                block = values[:, start : start + _ROWS_AT_ONCE].astype(np.float64)
+                self._sums[i] += np.r_[block.shape[1], _sums(loss, *block)]
             if loss.is_binary:
                 self._packed[i].add(pack(*values))
             elif units is not None:

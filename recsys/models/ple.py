@@ -47,12 +47,12 @@ class PLE(TaskModel):
 
     def __init__(self, config: PLEConfig, inputs: DenseInputs) -> None:
         super().__init__(config, inputs)
-        given, last = config.expert_mlp[-1] if config.expert_mlp else self.width, config.num_levels - 1
+        width, last = config.expert_mlp[-1] if config.expert_mlp else self.width, config.num_levels - 1
         self.levels = nn.ModuleList(
-            Extraction(config, given if level else self.width, len(inputs.labels), level == last)
+            Extraction(config, width if level else self.width, len(inputs.labels), level == last)
             for level in range(config.num_levels)
         )
-        self.towers = self.make_towers(given)
+        self.towers = self.make_towers(width)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, labels]."""

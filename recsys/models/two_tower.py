@@ -196,8 +196,8 @@ class _LossOfRows(torch.autograd.Function):
         first = dist.get_rank() * len(items) // dist.get_world_size()
         own = torch.arange(first, first + len(users), device=users.device)
         losses, of_users, of_items = torch.empty_like(weights), torch.empty_like(users), torch.zeros_like(items)
-        some = max(1, num_scores // len(items), len(users) // _MOST_PARTS)
-        for rows in pieces(len(users), some, most_pieces):
+        step = max(1, num_scores // len(items), len(users) // _MOST_PARTS)
+        for rows in pieces(len(users), step, most_pieces):
             scores = torch.addmm(offsets, users[rows], items.T)
             positives = own[rows, None]
             barred = (items_keys == -1)[None, :] | (items_keys[None, :] == keys[rows, None])

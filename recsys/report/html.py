@@ -16,11 +16,11 @@ def document(title: str, head: str, sections: Mapping[str, str]) -> str:
         head: HTML under the title. sections: HTML by heading.
     """
     style = files("recsys.report").joinpath("style.css").read_text()
-    there = {heading: content for heading, content in sections.items() if content}
-    links = "".join(f"<li><a href='#{_key(heading)}'>{escape(heading)}</a></li>" for heading in there)
+    sections = {heading: content for heading, content in sections.items() if content}
+    links = "".join(f"<li><a href='#{_key(heading)}'>{escape(heading)}</a></li>" for heading in sections)
     body = "".join(
         f"<section aria-labelledby='{_key(heading)}'><h2 id='{_key(heading)}'>{escape(heading)}</h2>{content}</section>"
-        for heading, content in there.items()
+        for heading, content in sections.items()
     )
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"

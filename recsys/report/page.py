@@ -82,8 +82,8 @@ def _head(run: Record) -> str:
         figures[f"{name}, {role}"] = number(value)
     figures |= run.endings
     problems = [text for _, level, text in run.log if level != "WARNING" and _ENDS.get(status) == "bad"]
-    told = f"<p class=problem>{escape(problems[-1][:2000])}</p>" if problems else ""
-    return f"<p class=quiet>{line} · {read}</p>{told}{tiles(figures) if figures else ''}"
+    problem = f"<p class=problem>{escape(problems[-1][:2000])}</p>" if problems else ""
+    return f"<p class=quiet>{line} · {read}</p>{problem}{tiles(figures) if figures else ''}"
 
 
 def _results(run: Record) -> str:

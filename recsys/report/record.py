@@ -99,11 +99,13 @@ class Record:
     @property
     def status(self) -> str:
         """One of done, stopped, failed, out of memory, running, compressed and killed."""
-        known = str(self.endings_of_ranks[0]["identity"]["status"]) if self.endings_of_ranks else ""
-        if self.error or (known != "done" and self._failed_since()):  # what has been done stays so, if more is refused
-            return known if known == "out of memory" else "failed"
-        if known:
-            return known
+        ending = str(self.endings_of_ranks[0]["identity"]["status"]) if self.endings_of_ranks else ""
+        if self.error or (
+            ending != "done" and self._failed_since()
+        ):  # a done run stays done if a further start is refused
+            return ending if ending == "out of memory" else "failed"
+        if ending:
+            return ending
         if is_locked(self.folder):
             return "running"
         return "compressed" if self.compression and not self.figures.last else "killed"

@@ -150,11 +150,11 @@ class TensorBoard(Writer):
         self._writer.add_text(name, re.sub("^", "    ", text, flags=re.MULTILINE))  # Markdown's preformatted text
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
-        middles, there = (limits[:-1] + limits[1:]) / 2, np.flatnonzero(counts)
+        middles, filled = (limits[:-1] + limits[1:]) / 2, np.flatnonzero(counts)
         self._writer.add_histogram_raw(
             name,
-            min=limits[there[0]] if len(there) else 0.0,
-            max=limits[there[-1] + 1] if len(there) else 0.0,
+            min=limits[filled[0]] if len(filled) else 0.0,
+            max=limits[filled[-1] + 1] if len(filled) else 0.0,
             num=int(counts.sum()),
             sum=(counts * middles).sum(),
             sum_squares=(counts * middles**2).sum(),
@@ -272,8 +272,8 @@ class Writers(Writer):
                 self._trackers[tracker] = use(self._trackers[tracker]) or self._trackers[tracker]
             except Exception as error:  # of a network or a disk, in any library's words
                 del self._trackers[tracker]
-                told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-                logger.warning("%s takes no more figures of this run (%s)", _PACKAGES[tracker], told)
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+                logger.warning("%s takes no more figures of this run (%s)", _PACKAGES[tracker], reason)
 
 
 def import_trackers(config: Config) -> None:

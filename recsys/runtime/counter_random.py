@@ -59,13 +59,13 @@ def _random_bits(key: int, rows: np.ndarray, columns: np.ndarray) -> Iterator[tu
     in_order = len(rows) > step and bool((np.diff(rows) == 1).all())
     first = of_rows[:step, None] + of_columns if in_order else bits
     for start in range(0, len(rows), step):
-        some = slice(start, min(start + step, len(rows)))
-        x, aside = bits[: some.stop - start], shifted[: some.stop - start]
+        block = slice(start, min(start + step, len(rows)))
+        x, aside = bits[: block.stop - start], shifted[: block.stop - start]
         if in_order:
             np.add(first[: len(x)], np.uint64((start << COLUMN_BITS) * INCREMENT % (1 << 64)), out=x)
         else:
-            np.add(of_rows[some, None], of_columns, out=x)
+            np.add(of_rows[block, None], of_columns, out=x)
         for shift, factor in MIXING:
             np.bitwise_xor(x, np.right_shift(x, np.uint64(shift), out=aside), out=x)
             np.multiply(x, np.uint64(factor), out=x)
-        yield some, x
+        yield block, x

@@ -212,12 +212,12 @@ class Watchdog:
                 f"progress for {age:.0f} s, and config key 'run.stuck_after_s' allows {self._limit_s:g}; its Python "
                 f"stack is in '{self._log}'"
             )
-        there = beats[rank]
+        beat = beats[rank]
         # It has come so far after this one and may still go on, or else it ends by itself, and says more.
-        if there.age_s is None or there.age_s < self._limit_s + 3 * self._interval_s:
+        if beat.age_s is None or beat.age_s < self._limit_s + 3 * self._interval_s:
             return None
         return LostPeerError(
-            f"rank {rank} on {there.host} is stuck in {there.place}: no progress for {there.age_s:.0f} s; rank "
+            f"rank {rank} on {beat.host} is stuck in {beat.place}: no progress for {beat.age_s:.0f} s; rank "
             f"{self._world.rank} waits for it in {self._place()}"
         )
 

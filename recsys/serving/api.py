@@ -76,9 +76,9 @@ def train(config: str | Path | Mapping[str, Any], *overrides: str, num_processes
             torchrun = ["-c", _TORCHRUN, "--standalone", "--local-addr=127.0.0.1"]
             launcher = [*torchrun, f"--nproc_per_node={num_processes}", *launcher]
         command = [sys.executable, *launcher, str(path), *overrides, f"run.dir={as_value(run_dir)}"]
-        told = Path(folder) / "error.json"  # as torchrun asks ranks for their errors, and hands on the first
-        if status := run_attended(command, {**environment_of_called(), LAUNCHER_FILE: str(told)}):
-            raise read_launcher_error(told) or subprocess.CalledProcessError(status, command)
+        error_file = Path(folder) / "error.json"  # torchrun copies the first error of a rank to its own such file
+        if status := run_attended(command, {**environment_of_called(), LAUNCHER_FILE: str(error_file)}):
+            raise read_launcher_error(error_file) or subprocess.CalledProcessError(status, command)
     return open_run(run_dir, trust_code=True)  # whoever trains a class has named it
 
 
@@ -94,9 +94,9 @@ def _config_file(config: Any, folder: Path) -> Path:
     try:
         OmegaConf.save(OmegaConf.create(content), folder / "config.yaml")
     except OmegaConfBaseException as error:
-        told = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         raise UserError(
-            f"config key '{error.full_key}': {told}; values are texts, numbers, booleans, None, lists and mappings"
+            f"config key '{error.full_key}': {reason}; values are texts, numbers, booleans, None, lists and mappings"
         ) from error
     return folder / "config.yaml"
 

@@ -229,9 +229,9 @@ def _ids_in(run: Finished, world: World, table: str, data: str | list[str]) -> t
     config = run.config
     features = {name: config.features[name] for name in role_features(config, "rows")}
     mine = {name: feature for name, feature in features.items() if feature.table == table and not feature.boundaries}
-    there = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
+    present = world.from_rank_zero(lambda: column_names(Given.key, data, config.data.retries))
     needed = {name: needed_columns(replace(config, features={name: feature}), "rows") for name, feature in mine.items()}
-    chosen = {name: feature for name, feature in mine.items() if needed[name].keys() <= there} or mine
+    chosen = {name: feature for name, feature in mine.items() if needed[name].keys() <= present} or mine
     config = replace(config, features=chosen)
     given = run.given("rows", data, None)
     inputs = open_inputs(config, world, known=run.run_dir / FOOTERS, roles=[], given=[given])

@@ -168,9 +168,9 @@ def _slices(opened: OpenRun, asked: Asked) -> _Slices:
     def slices_of(values: pa.Array) -> list[str]:
         if pa.types.is_nested(values.type):
             raise UserError(f"--cold: column '{column}' is {values.type}; it goes by a column of one id a row")
-        known = values.is_valid().to_numpy(zero_copy_only=False)
+        has_id = values.is_valid().to_numpy(zero_copy_only=False)
         texts = np.full(len(values), "null", object)
-        texts[known] = np.where(np.isin(hash_column(values.drop_null()), warm), "warm", "cold")
+        texts[has_id] = np.where(np.isin(hash_column(values.drop_null()), warm), "warm", "cold")
         return list(texts)
 
     return slices_of

@@ -289,9 +289,9 @@ def has_field(kind: pa.DataType, name: str) -> bool:
     """Tell whether structs, or those in lists, however they are held, have a field `name`, or one inside a field."""
     if (inner := getattr(kind, "value_type", getattr(kind, "storage_type", None))) is not None:
         return has_field(inner, name)
-    fields = {each.name: each.type for each in kind} if pa.types.is_struct(kind) else {}
-    begins = (each for each in fields if name.startswith(f"{each}."))
-    return name in fields or any(has_field(fields[each], name[len(each) + 1 :]) for each in begins)
+    fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {}
+    outer = (field for field in fields if name.startswith(f"{field}."))
+    return name in fields or any(has_field(fields[field], name[len(field) + 1 :]) for field in outer)
 
 
 def column(table: pa.Table, name: str, untyped: bool = False) -> pa.Array:
@@ -330,14 +330,14 @@ def as_table(rows: Any) -> pa.Table:
 def crossed(table: pa.Table, names: list[str]) -> pa.Array:
     """Return an id for each combination of the ids in some columns, null where one is."""
     columns = [column(table, name) for name in names]
-    known = np.logical_and.reduce([array.is_valid().to_numpy(zero_copy_only=False) for array in columns])
-    hashes = np.zeros(int(known.sum()), np.uint64)
+    valid = np.logical_and.reduce([array.is_valid().to_numpy(zero_copy_only=False) for array in columns])
+    hashes = np.zeros(int(valid.sum()), np.uint64)
     for place, array in enumerate(columns):
-        keys = read_keys(array.filter(pa.array(known)))
+        keys = read_keys(array.filter(pa.array(valid)))
         hashes = hash_numbers(hashes ^ keys.spread(keys.hashes(place)), 0)
-    ids = np.zeros(len(known), np.int64)
-    ids[known] = hashes.view(np.int64)
-    return pa.array(ids, mask=~known)
+    ids = np.zeros(len(valid), np.int64)
+    ids[valid] = hashes.view(np.int64)
+    return pa.array(ids, mask=~valid)
 
 
 # Mappings: keys to rows of a table, int64 [keys, rows of an id]
@@ -478,10 +478,10 @@ def convert_ids(table: pa.Table, feature: dict[str, Any], mappings: dict[str, Ma
         rows, present = rows[here], valid.copy()
         present[valid] = here
     if nulls != "empty" and not valid.all():
-        known, present = present, present | ~valid
-        some, rows = rows, np.full((len(array), rows.shape[1]), NULL_ROW)
-        rows[known] = some
-        rows = rows[present]
+        mapped, all_rows = present, np.full((len(array), rows.shape[1]), NULL_ROW)
+        all_rows[mapped] = rows
+        present = present | ~valid
+        rows = all_rows[present]
     if not present.all():
         weights = None if weights is None else weights.filter(pa.array(present))
         row_of = np.repeat(np.arange(len(table)), 1 if lengths is None else lengths)
