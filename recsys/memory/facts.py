@@ -1,4 +1,4 @@
-"""What a prediction of memory goes by, facts of data and dense part, and its result: a rank's bytes by kind."""
+"""The inputs of a prediction of memory, facts of data and dense part, and its result, a rank's bytes by kind."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,12 @@ class Decoding:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What is known of the data.
+    """Facts of the data, measured or assumed.
 
     Attributes:
         mean_ids: by feature, the table rows looked up for one row of data, on average.
-        eval_ids: the same of a row of each kind of batch that an evaluation has, 0 for a feature that it has not: of
-            rows to score, or of users and of items.
+        eval_ids: the same for each kind of batch of an evaluation, which has rows to score, or users and items; 0 for a
+            feature that the batch lacks.
         id_bytes: of one table row number, as the loader holds it.
         window_bytes, eval_window_bytes: host memory of a rank's windows, of data.train and of the data set to evaluate
             that takes most. decoding: by rank, that of what becomes windows.
@@ -41,8 +41,8 @@ class DataFacts:
         counted_ids: by table, distinct ids that its vocabulary is chosen from; by `counts_of` a feature, those counted.
         source: where the figures come from, in words.
         statistics_bytes: host memory of the counts of ids, once the data have been seen.
-        num_items: that an evaluation ranks. listed_items: of a user's lists, to find and to leave out.
-        most_ids: as `mean_ids`, of the rows of the largest of some hundred batches of training; none: not known.
+        num_items: items that an evaluation ranks. listed_items: items of a user's lists, on average.
+        most_ids: as `mean_ids`, in the largest of some hundred batches of training; empty: unknown.
         counted_bytes: of what is decoded for vocabularies, means and deviations, by a rank at once.
     """
 
@@ -63,7 +63,7 @@ class DataFacts:
     eval_window_bytes: int = 0
 
     def of_large_batches(self) -> "DataFacts":
-        """Return the same with the rows of large batches of training in place of rows on average."""
+        """Return the facts with `most_ids` in place of `mean_ids`, if they are known."""
         return replace(self, mean_ids=self.most_ids or self.mean_ids)
 
 
@@ -73,7 +73,7 @@ class DenseFacts:
 
     Attributes:
         parameter_bytes, buffer_bytes, gradient_bytes: of one rank. optimizer_bytes: by rank.
-        rows: of a rank that the other two are for.
+        rows: of a rank's batch, for which the following are.
         step_bytes: the most that activations and temporaries take at once, forward and backward, above parameters,
             gradients and pooled embeddings; pooled gradients are among them.
         eval_bytes: the same of a forward pass alone, of each kind of batch in `DataFacts.eval_ids`.

@@ -1,4 +1,4 @@
-"""What this process takes of memory now, and over the time of a run."""
+"""Memory of this process, now and over the time of a run."""
 
 import ctypes
 import os
@@ -40,7 +40,7 @@ def peak_rss() -> int:
 
 
 def reset_peak_rss() -> None:
-    """Let `peak_rss` begin anew; where the kernel forbids it, it goes on."""
+    """Reset `peak_rss`, if the kernel allows it."""
     try:
         (_PROCESS / "clear_refs").write_text("5")
     except OSError:
@@ -92,12 +92,12 @@ class Timeline:
 
     Attributes:
         baseline_bytes: resident memory when it began; step: the one that is being trained, set by the trainer.
-        spans: phases in their order; phases inside others end these, which go on afterwards. Of many, some are left
-            out, but never the highest of a phase.
+        spans: phases in order; a phase inside another one splits that. Of many, some are dropped, but never the highest
+            of a phase.
         samples: (seconds, bytes), evenly thinned when there are many.
         device_peaks: by phase, the most that a GPU's allocator gave out in any; empty without.
-        seen_bytes: the peak of the last phases, when it was last held against the budget.
-        failed_phase: the innermost that an error ended, if any did.
+        seen_bytes: the peak of the last phases at the last `check`.
+        failed_phase: the innermost phase that an error ended, if any.
         device_reserved_peak: the most that it has taken of the GPU; 0 without.
     """
 
@@ -191,7 +191,7 @@ class Timeline:
                 self.device_reserved_peak = max(self.device_reserved_peak, reserved)
 
     def _thin_spans(self) -> None:
-        """Leave out every second span of each phase, but for the highest."""
+        """Drop every second span of each phase, but not the highest."""
         highest = {span.phase: span for span in sorted(self.spans, key=lambda span: span.peak_bytes)}
         number, kept = dict.fromkeys(highest, 0), []
         for span in self.spans:
@@ -234,7 +234,7 @@ def process_memory(device: torch.device, timeline: Timeline) -> dict[str, Any]:
 
 
 def allocator(device: torch.device) -> dict[str, Any] | None:
-    """Return what CUDA's caching allocator says of itself; None on CPU."""
+    """Return statistics of CUDA's caching allocator; None on CPU."""
     if device.type != "cuda":
         return None
     stats = torch.cuda.memory_stats(device)

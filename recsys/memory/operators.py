@@ -1,4 +1,4 @@
-"""The operators of the dense part's step: what they multiply, move and exchange, traced on fake tensors."""
+"""Operators of a step of the dense part, traced on fake tensors: products, bytes moved and bytes exchanged."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from recsys.memory.speeds import Speeds
 
-_FEW = 8  # matrices of a batch, which are multiplied as each by itself
+_FEW = 8  # matrices of a batch, up to which each is multiplied by itself
 # Operators by what an element costs; all others are `plain`: they read, add or multiply, and write.
 _KINDS = {
     "costly": (
@@ -35,7 +35,7 @@ _KINDS = {
 
 @dataclass
 class Work:
-    """What a step's operators do.
+    """The work of a step's operators.
 
     Attributes:
         num_operators: all that are called, views too.
@@ -71,10 +71,10 @@ class OperatorTrace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         space, name = func.namespace, func._schema.name.partition("::")[2]
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         num_outs = sum(argument.is_out for argument in func._schema.arguments)  # the last; each is a result too
         results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        tensors = given[: len(given) - num_outs] + results
+        tensors = inputs[: len(inputs) - num_outs] + results
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if space == "prim":
             return result

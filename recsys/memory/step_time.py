@@ -1,4 +1,4 @@
-"""How long a step takes on devices whose speeds were measured: what a rank has to do, times what that takes there."""
+"""Prediction of the time of a step: the work of the busiest rank, by measured speeds of devices."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +28,12 @@ _TRACED_ROWS = 8192  # at most, of a loss that does not compare all rows; more t
 
 @dataclass(frozen=True)
 class Load:
-    """What the busiest rank has to do in a step.
+    """The work of the busiest rank in a step.
 
     Attributes:
-        amounts: how much there is of what `DATA_AMOUNTS` and `STEP_AMOUNTS` name.
-        work: of the dense part's operators, for the rows of `repeats` of 1.
-        repeats: how often that much is done.
+        amounts: by the names of `DATA_AMOUNTS` and `STEP_AMOUNTS`.
+        work: of the dense part's operators, for a part of the rows.
+        repeats: how many such parts the rows have.
         sent: pairs of a collective and the bytes that this rank sends in it.
     """
 
@@ -142,7 +142,7 @@ def speeds_of(config: Config, topology: Topology, price_per_hour: float | None) 
 
 
 def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topology, shards: Iterable[Shard]) -> Load:
-    """Return what the busiest rank has to do in a step of a plan.
+    """Return the work of the busiest rank in a step under a plan.
 
     A process group of as many ranks must be there, such as that of `rehearse_world`.
     """
@@ -183,9 +183,9 @@ def step_load(config: Config, data: DataFacts, dense: DenseFacts, topology: Topo
 
 
 def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequence[Shard]) -> tuple[int, float]:
-    """Return in how many ways torchrec shards what it looks up, and the ids of a row that it takes to their ranks.
+    """Return the number of torchrec's sharded lookups, and the ids of a row that they route to ranks.
 
-    What `recsys.tables.lookup` looks up is not among them.
+    Lookups by `recsys.tables.lookup` do not count.
     """
     by_id = config.unpooled_tables()
     names: dict[tuple[bool, str], set[str]] = {}
@@ -205,10 +205,10 @@ def _routed(config: Config, data: DataFacts, topology: Topology, shards: Sequenc
 def _sent(
     data: DataFacts, dense: DenseFacts, ids: float, vectors: Sequence[float], ranks: int, work: Work
 ) -> tuple[tuple[str, float], ...]:
-    """Return what goes over the ranks: ids, what is found by them and its gradients, the dense part's gradients.
+    """Return the bytes of each collective: ids, looked-up vectors and their gradients, gradients of the dense part.
 
     Args:
-        vectors: bytes of what is found by ids, and of its gradients.
+        vectors: bytes of the looked-up vectors, and of their gradients.
     """
     if ranks == 1:
         return ()
@@ -223,7 +223,7 @@ def _dense_work(config: Config, data: DataFacts, rows: int, topology: Topology) 
     with fake_tensors():
         step = fake_step(config).train()
         model = step.dense.model
-        if topology.on_gpu:  # a rehearsal on CPU leaves out what is like what came before
+        if topology.on_gpu:  # a rehearsal for CPUs leaves out repeated work
             model.rehearse(topology.device)
         elif is_in_halves(model, config):
             sum_in_halves(model, topology.world_size)
@@ -239,7 +239,7 @@ def _dense_work(config: Config, data: DataFacts, rows: int, topology: Topology) 
 def fit_amounts(
     amounts: list[Mapping[str, float]], names: tuple[str, ...], seconds: list[float], weights: list[float]
 ) -> dict[str, float]:
-    """Return what one of each amount takes, none less than 0, by least squares of errors relative to `weights`.
+    """Return the seconds per unit of each amount, none below 0, by least squares of errors relative to `weights`.
 
     Coordinate descent on the normal equations (Franc et al. 2005, "Sequential coordinate-wise algorithm for the
     non-negative least squares problem").

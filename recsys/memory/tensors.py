@@ -17,23 +17,23 @@ Bytes = dict[str, int]
 def table_entries(
     config: Config, shards: Sequence[Shard], rank: int, weights: Mapping[str, Any], states: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the report's entry of each table with a shard on `rank`, with what was predicted and what is held.
+    """Return the report's entry of each table with a shard on `rank`: predicted and measured bytes.
 
     Args:
         weights: by table; states: by TABLE/STATE; ShardedTensors, or tensors that every rank holds.
     """
     entries = []
     for name, predicted in rank_tables(config, shards, rank).items():
-        mine = [shard for shard in shards if shard.rank == rank and shard.table == name]
+        own = [shard for shard in shards if shard.rank == rank and shard.table == name]
         of_table = [value for state, value in states.items() if state.split("/")[0] == name]
         entries.append(
             {
                 "name": name,
-                "pieces": [{"offset": list(p.offset), "rows": p.size[0], "columns": p.size[1]} for p in mine],
+                "pieces": [{"offset": list(p.offset), "rows": p.size[0], "columns": p.size[1]} for p in own],
                 "data_type": config.tables[name].data_type.name,
                 "optimizer": config.table_optimizer(name).name.name,
-                "sharding_type": mine[0].sharding_type,
-                "compute_kernel": mine[0].compute_kernel,
+                "sharding_type": own[0].sharding_type,
+                "compute_kernel": own[0].compute_kernel,
                 "predicted": {"weight_bytes": predicted.weight, "optimizer_bytes": predicted.optimizer},
                 "measured": {"weight_bytes": _held_bytes(weights[name]), "optimizer_bytes": _held_bytes(*of_table)},
             }
@@ -48,20 +48,20 @@ def _held_bytes(*values: Any) -> int:
 def predict_dense(dense: Any, config: Config, world_size: int) -> dict[str, Any]:
     """Return the bytes of the dense part, a `DenseHalf`, from its parameters' shapes, before a step has been run.
 
-    Of several ranks, what a step sums over them lies among the gradients. `optimizer_bytes` is a tuple by rank.
+    With several ranks, `DenseHalf.sums` counts among the gradients. `optimizer_bytes` is a tuple by rank.
     """
     shapes = [p.shape for p in dense.model.parameters() if p.requires_grad]
-    shared = shards_dense(config, world_size)
-    layout = Layout.of(shapes, world_size if shared else 1)
+    sharded = shards_dense(config, world_size)
+    layout = Layout.of(shapes, world_size if sharded else 1)
     state = [
         4 * sum(_dense_state_elements(layout.shape(cut), config.optimizer.dense) for cut in layout.slices(rank))
         for rank in range(len(layout.cuts) - 1)
     ]
     numbers = sum(shape.numel() for shape in shapes)
     return {
-        "parameter_bytes": 4 * (layout.starts[-1] if shared else numbers),
+        "parameter_bytes": 4 * (layout.starts[-1] if sharded else numbers),
         "gradient_bytes": 4 * (numbers + (dense.sums.numel() if world_size > 1 else 0)),
-        "optimizer_bytes": tuple(state if shared else state * world_size),
+        "optimizer_bytes": tuple(state if sharded else state * world_size),
     }
 
 
@@ -84,7 +84,7 @@ def _dense_state_elements(shape: torch.Size, optimizer: DenseOptimizerConfig) ->
 def dense_update_bytes(dense: Any, config: Config) -> int:
     """Return what a step of the dense part's optimizer takes beside its state: the updates of one parameter or of all.
 
-    Optimizers that ranks share out are none of these.
+    Optimizers that can be sharded are fused, and take nothing.
     """
     sizes = [4 * p.numel() for p in dense.model.parameters() if p.requires_grad]
     match config.optimizer.dense.name:

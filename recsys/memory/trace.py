@@ -1,4 +1,4 @@
-"""A step without memory: what the dense part and the data will take, before anything is trained, and the prediction."""
+"""A step on fake tensors: bytes of the dense part before anything is trained, and predictions made with them."""
 
 import math
 import weakref
@@ -30,13 +30,13 @@ from recsys.tables.spec import Shard, vector_type
 
 _MOST_ROWS = 1 << 24  # of a rank
 _PRECISION = 0.02  # of the largest batch that fits
-_TRACED_PIECES = 2  # of a step in micro-batches; each further one leaves its share of the pooled gradients
-_LAYER_ROWS = 1 << 17  # whose layers are counted; more take more by their number, and pieces of them time
-_MOST_TRACED = 16  # of them where the loss compares all rows
+_TRACED_MICRO_BATCHES = 2  # each further one only adds its share of the pooled gradients
+_LAYER_ROWS = 1 << 17  # for which layers are counted; counts for more rows are proportional
+_MOST_TRACED = 16  # micro-batches, where the loss compares all rows
 
 
 def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -> DenseFacts:
-    """Return what the dense part takes for `rows` rows of a rank on a device, from a step on fake tensors.
+    """Return the bytes of the dense part for `rows` rows of a rank on a device, from a step on fake tensors.
 
     A process group of the number of ranks must be there, such as that of `rehearse_world`.
     """
@@ -67,10 +67,10 @@ def rehearse(config: Config, data: DataFacts, rows: int, device: torch.device) -
 
 
 class _Counted(Offload):
-    """Counts what would be kept on the host; tensors are dropped, and come back without content.
+    """Counts the bytes that would be kept on the host; tensors are dropped, and come back without content.
 
     Args:
-        sizes: a number of bytes is added for this forward pass; CUDA locks powers of two.
+        sizes: gets an entry for this forward pass, in bytes; CUDA locks powers of two.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], sizes: list[int]) -> None:
@@ -95,10 +95,10 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int, dev
         micro = max(1, min(micro, by_ids))
     step.train()
     if not step.dense.model.loss_by_rows:
-        micro = max(micro, -(-rows // _MOST_TRACED))  # what smaller ones take less is little
-    if not step.dense.model.loss_by_rows or rows <= (_TRACED_PIECES + 1) * micro:
+        micro = max(micro, -(-rows // _MOST_TRACED))  # smaller ones take hardly less
+    if not step.dense.model.loss_by_rows or rows <= (_TRACED_MICRO_BATCHES + 1) * micro:
         return _traced(config, data, step, rows, (*range(0, rows, micro), rows), device)
-    traced = micro * _TRACED_PIECES
+    traced = micro * _TRACED_MICRO_BATCHES
     width = 4 * sum(dims_of(config).values())
     peak, heap_bytes = _traced(config, data, step, traced, (*range(0, traced, micro), traced), device)
     return max(peak + (rows - traced) * width, 2 * rows * width), heap_bytes
@@ -107,8 +107,8 @@ def _step_bytes(config: Config, data: DataFacts, step: TrainStep, rows: int, dev
 def _traced(
     config: Config, data: DataFacts, step: TrainStep, rows: int, bounds: tuple[int, ...], device: torch.device
 ) -> tuple[int, int]:
-    """Return the peak of what lives in the dense half beside parameters, all their gradients and its inputs, and the
-    most of it that lies in the heap."""
+    """Return the peak of live bytes in the dense half beside parameters, their gradients and inputs, and the most of
+    them in the heap."""
     parameters = list(step.dense.parameters())
     for parameter in parameters:
         parameter.grad = None
@@ -125,7 +125,7 @@ def _traced(
     )
     with live, torch.set_grad_enabled(step.training):
         step.dense(pooled, [by_id], batch)
-    if dist.get_world_size() > 1:  # gradients live in what ranks exchange all the time
+    if dist.get_world_size() > 1:  # gradients are views of exchange buffers, which always live
         return live.peak, live.heap_peak
     gradients = storage_bytes(p.grad for p in parameters if p.grad is not None)
     return max(0, live.highest - gradients), live.heap_peak
@@ -157,7 +157,7 @@ class LivePeak(TorchDispatchMode):
         self.live = self.highest = self.peak = 0
         self._on_heap = self.heap_peak = 0
         self._apart, self._block_bytes = apart, block_bytes
-        self._known: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
+        self._storages: dict[int, Any] = {id(s): s for s in (t.untyped_storage() for t in outside)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -174,10 +174,10 @@ class LivePeak(TorchDispatchMode):
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        if key in self._known:
+        if key in self._storages:
             return
         size = storage.nbytes()
-        self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
+        self._storages[key] = weakref.ref(storage, lambda _: self._forget(key, size))
         self.live += size
         self._note(self.live)
         if size < self._block_bytes:
@@ -187,7 +187,7 @@ class LivePeak(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self.live -= size
         self._on_heap -= size if size < self._block_bytes else 0
-        del self._known[key]
+        del self._storages[key]
 
 
 def layer_page(config: Config, data: DataFacts, rows: int) -> str:
@@ -216,7 +216,7 @@ def _table_layers(config: Config, data: DataFacts, rows: int) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory of all ranks, and what it follows from."""
+    """The predicted memory of all ranks, and the facts that it follows from."""
 
     ranks: list[RankMemory]
     data: DataFacts
@@ -262,19 +262,18 @@ def _by_rows(base: int, rehearsed: Callable[[int], DenseFacts]) -> Callable[[int
 
     They are linear in the rows, or square where the loss compares all rows of a batch with each other.
     """
-    known = [rehearsed(base << i) for i in range(3)]
+    rehearsals = [rehearsed(base << i) for i in range(3)]
 
     def at(rows: int) -> DenseFacts:
         def value(name: str) -> int:
-            return _parabola(rows / base, [getattr(measured, name) for measured in known])
+            return _parabola(rows / base, [getattr(facts, name) for facts in rehearsals])
 
         return replace(
-            known[0],
+            rehearsals[0],
             rows=rows,
             step_bytes=value("step_bytes"),
             eval_bytes=tuple(
-                _parabola(rows / base, sizes)
-                for sizes in zip(*(measured.eval_bytes for measured in known), strict=True)
+                _parabola(rows / base, sizes) for sizes in zip(*(facts.eval_bytes for facts in rehearsals), strict=True)
             ),
             heap_bytes=value("heap_bytes"),
             host_bytes=value("host_bytes"),
@@ -291,7 +290,7 @@ def _parabola(x: float, values: Sequence[int]) -> int:
 
 
 class Demand(NamedTuple):
-    """What a GPU, a process or the processes of a machine need at their peaks, of the bytes that there are."""
+    """The peak of a GPU, a process or the processes of a machine, and the bytes available there."""
 
     where: str
     size: int
