@@ -114,7 +114,7 @@ def nearest(name: str, allowed: Iterable[str], prefix: str = "") -> str:
     return f"; did you mean '{prefix}{by_lower[matches[0]]}'?" if matches else ""
 
 
-def write_launcher_error(message: str, delay_seconds: int = 0) -> None:
+def write_launcher_error(message: str, delay_seconds: int) -> None:
     """Write `message` to the file of torchrun for this rank's error, so that its summary shows it.
 
     The file's name is given by torchrun in TORCHELASTIC_ERROR_FILE; without torchrun nothing is written. The

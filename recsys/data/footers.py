@@ -214,13 +214,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def read_footers(
-    files: Files, parser: FooterParser, max_bad: int, known: Mapping[FileKey, Footer] | None = None
+    files: Files, parser: FooterParser, max_bad: int, cached: Mapping[FileKey, Footer]
 ) -> tuple[list[Footer | None], list[str]]:
     """Read the footers of files, each once.
 
     Args:
-        max_bad: files whose footer cannot be read are left out, up to so many.
-        known: footers of an earlier run, taken for files that have not changed since.
+        max_bad: the most files that may be left out because their footer cannot be read.
+        cached: footers of an earlier run, used for files that have not changed since.
 
     Returns:
         Footers in the order of the files, None for those left out; and the names of those left out.
@@ -229,8 +229,8 @@ def read_footers(
         UserError: a column is missing or there twice.
         BadDataError: more than `max_bad` footers cannot be read.
     """
-    # A file of which it is not known when it changed may have, at the same size.
-    footers = [known.get(key) if known and key[2] else None for key in file_keys(files)]
+    # Without a time of change, a file of the same size may have changed.
+    footers = [cached.get(key) if key[2] else None for key in file_keys(files)]
     bad: dict[str, str] = {}
     for i, footer in _read_all(files, parser, [i for i, footer in enumerate(footers) if footer is None]):
         if isinstance(footer, Footer):

@@ -122,8 +122,8 @@ def write_page(folder: Path, layers: str) -> None:
     replace_file(folder / "report.md", format_report(reports, layers))
 
 
-def format_report(reports: list[dict[str, Any]], layers: str = "") -> str:
-    """Return report.md from the reports of all ranks."""
+def format_report(reports: list[dict[str, Any]], layers: str) -> str:
+    """Return report.md from the reports of all ranks, and the layers' table."""
     identity = reports[0]["identity"]
     lines = [f"# Memory of {identity['name']}, {identity['status']} at step {identity['step']}", ""]
     lines += [f"- {sentence}" for sentence in _summary(reports)]

@@ -24,7 +24,7 @@ def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
         UserError: one of the folders is no run, or the page cannot be written. OSError: a file cannot be read.
     """
     runs, page = [open_record(folder) for folder in folders], out or Path("compare.html")
-    write_output(page, compare_page(runs), "--out")
+    write_output(page, compare_page(runs))
     print(f"{compare_text(runs)}\n")
     return page
 

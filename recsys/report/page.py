@@ -30,7 +30,7 @@ def write_report(folder: Path, out: Path | None = None, error: str | None = None
         UserError: the folder is no run, or the page cannot be written. OSError: a file cannot be read.
     """
     page, record = out or folder / PAGE, open_record(folder, error)
-    write_output(page, report_page(record), "--out")
+    write_output(page, report_page(record))
     return page
 
 

@@ -87,17 +87,17 @@ def prepare_output(path: Path, argument: str = "OUT") -> None:
     make_folder(path.parent, argument)
 
 
-def write_output(path: Path, content: str, argument: str) -> None:
-    """Replace a file that the user may name by an argument.
+def write_output(path: Path, content: str) -> None:
+    """Replace a file that the user may name by `--out`.
 
     Raises:
         UserError: it is no file, or cannot be written.
     """
-    prepare_output(path, argument)
+    prepare_output(path, "--out")
     try:
         replace_file(path, content)
     except OSError as error:
-        raise UserError(f"'{path}' cannot be written ({why(error)}); name another file by {argument}") from error
+        raise UserError(f"'{path}' cannot be written ({why(error)}); name another file by --out") from error
 
 
 def prepare_json(path: Path, command: str, *keys: str) -> None:
