@@ -1,4 +1,4 @@
-"""What command lines share: parsers, types of arguments, and how a mistake ends a command."""
+"""Shared parts of command lines: parsers, types of arguments, and how a mistake ends a command."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from recsys.runtime.environment import is_first_rank
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises a mistake as the sentence that the process ends with."""
+    """An argument parser that raises mistakes as UserErrors."""
 
     def error(self, message: str) -> NoReturn:
         hint = "changes are written key=value, and " if "key=value" in self.format_usage() else ""
@@ -34,7 +34,7 @@ def names(text: str) -> list[str]:
 
 
 def as_names(columns: Iterable[str]) -> str:
-    """Return the text of which `names` makes these columns."""
+    """Return column names as the text that `names` reads."""
     return ",".join('"' + name.replace('"', '""') + '"' if "," in name or '"' in name else name for name in columns)
 
 
@@ -51,7 +51,7 @@ def price(text: str) -> float:
 
 
 def add_evaluation(parser: argparse.ArgumentParser) -> None:
-    """Add what an evaluation tells besides the metrics of all rows, and `--trust-code`."""
+    """Add the options of an evaluation beyond metrics of all rows, and `--trust-code`."""
     parser.add_argument("--by", metavar="COLUMN", help="of an evaluation: metrics by value of a column, too")
     about = "with --by: slices of values that data.train has in N rows or more (warm), and in fewer (cold)"
     parser.add_argument("--cold", metavar="N", type=positive, default=0, help=about)
@@ -66,7 +66,7 @@ def add_evaluation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_compression(parser: argparse.ArgumentParser) -> None:
-    """Add what a compression does, and what it may lose."""
+    """Add the options of a compression: its methods, and the loss that it may cost."""
     parser.add_argument(
         "--steps", default="quantize,prune", help="of quantize, prune, neurons, distill, in this order (quantize,prune)"
     )
@@ -77,7 +77,7 @@ def add_compression(parser: argparse.ArgumentParser) -> None:
 
 
 def add_table_export(parser: argparse.ArgumentParser) -> None:
-    """Add the export of one table."""
+    """Add the arguments of the export of a table."""
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     export = commands.add_parser("export", help="write one table: row (or raw id), vector, optimizer state")
     export.add_argument(
@@ -88,7 +88,7 @@ def add_table_export(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sweep(parser: argparse.ArgumentParser) -> None:
-    """Add the config of a sweep, what is searched, and how."""
+    """Add the arguments of a sweep: config, space and search."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file, such as configs/dlrm_movielens.yaml")
     add_changes(parser, "changes to the config, in every trial")
     about = "what is searched: key=LOW..HIGH[:log|:STEP], key=[a, b], or a YAML file of such"
@@ -104,7 +104,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def add_calibration(parser: argparse.ArgumentParser, devices: Iterable[str]) -> None:
-    """Add the file that speeds are written to, and what of the machine is measured."""
+    """Add the arguments of a calibration: the file of speeds, and what is measured."""
     parser.add_argument("out", metavar="OUT.json", type=Path, help="what topology.speeds of a dry run names")
     parser.add_argument("--device", choices=[*devices], default="auto", help="to measure (auto)")
     about = "that compute, of a rank on CPU; default: as in training"
@@ -142,7 +142,7 @@ def with_data(words: list[str]) -> list[str]:
 
 @contextmanager
 def told_by_first_rank() -> Iterator[None]:
-    """Let the first rank tell a mistake that every rank finds by itself, and the others end as its echoes."""
+    """Let only the first rank report a mistake that every rank finds by itself; the others end as its echoes."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""A command of this program in a process of its own, whose memory ends with it."""
+"""Commands of this program in a process of their own, whose memory is freed with it."""
 
 import signal
 import subprocess

@@ -49,7 +49,7 @@ def at_least(bound: float, key: int, rows: np.ndarray, columns: np.ndarray) -> n
 
 
 def _random_bits(key: int, rows: np.ndarray, columns: np.ndarray) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield some rows, and their numbers of 64 bits, of which the first 24 are meant; the next ones overwrite them."""
+    """Yield blocks of rows with their 64-bit numbers, of which the upper 24 bits count; blocks share memory."""
     # (row * 2**20 + column) * INCREMENT + key
     of_rows = (rows.astype(np.uint64) << np.uint64(COLUMN_BITS)) * np.uint64(INCREMENT) + np.uint64(key)
     of_columns = columns.astype(np.uint64) * np.uint64(INCREMENT)

@@ -25,7 +25,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHO
 
 
 def processor_name() -> str:
-    """Return the model of this machine's processor, or of which kind it is where the system does not tell."""
+    """Return the model of this machine's processor, or its architecture if the system does not name it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -34,7 +34,7 @@ def processor_name() -> str:
 
 
 def process_bytes(file: str, key: str, process: int | str = "self") -> int | None:
-    """Return a size that the kernel tells of a process, by default this one, in bytes; None if it does not."""
+    """Return a size of a process (default: this one) from /proc, in bytes; None if it is not there."""
     try:
         return int(Path("/proc", str(process), file).read_text().partition(f"\n{key}:")[2].split()[0]) * 1024
     except (OSError, ValueError, IndexError):
@@ -148,7 +148,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed from now on, where the memory that counts is a GPU's.
+    """Let malloc keep freed memory from now on, for runs on a GPU, whose memory is the one that counts.
 
     Threads that decode take and free blocks of megabytes all the time. From the system these come as pages that are
     still to be found and zeroed: on 16 cores beside an H100 that was a quarter of the time of decoding lists, and what
@@ -161,7 +161,7 @@ def keep_freed_memory() -> None:
 
 
 def give_unused_back() -> None:
-    """Let Arrow and glibc give what they keep of freed memory back to the system, after much of it was used once."""
+    """Return the freed memory that Arrow and glibc keep to the system, after work that is done once."""
     if _keeps_freed:
         return
     import pyarrow as pa  # here, because the environment is prepared before
@@ -172,7 +172,7 @@ def give_unused_back() -> None:
 
 
 class GiveBack:
-    """Gives unused memory back once a second, where it is called in between, such as after each step.
+    """Gives unused memory back, once a second at most; to be called often, such as after each step.
 
     Holes of a heap that are not filled again stay, and others come: over twenty steps of layers of 1024 a heap grew
     from one and a half to three times what lived in it. What a step takes anew costs less than a hundredth of a second.

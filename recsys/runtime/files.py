@@ -73,9 +73,9 @@ def cannot_write(key: str, folder: Path, error: OSError) -> UserError:
 
 
 def prepare_output(path: Path, argument: str = "OUT") -> None:
-    """Refuse what is no file where the user has to name one by an argument, and make the folder that the file goes to.
+    """Refuse a path, named by an argument, that cannot be a regular file, and make its folder.
 
-    It is called before any work, which would be lost.
+    It is called before any work, which would be lost otherwise.
 
     Raises:
         UserError: it is a folder, a device or a pipe, or its own folder cannot be made.
@@ -101,7 +101,7 @@ def write_output(path: Path, content: str) -> None:
 
 
 def prepare_json(path: Path, command: str, *keys: str) -> None:
-    """Refuse an OUT that is there, not empty, and none of a command's own files of JSON, which have these keys.
+    """Refuse an existing OUT that is neither empty nor a JSON file of the same command, which has these keys.
 
     Raises:
         UserError: it is such a file, cannot be written, or lies in no folder.
@@ -137,7 +137,7 @@ def unused_folder(path: Path) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a launcher, such as torchrun or Slurm, tells this process by its environment."""
+"""The environment variables by which a launcher, such as torchrun or Slurm, describes this process."""
 
 import ctypes
 import os
@@ -22,7 +22,7 @@ def is_launched() -> bool:
 
 
 def rank_of_several() -> str:
-    """Return which rank of how many a launcher says that this process is, as "rank 0 of 2"; empty where it is alone."""
+    """Return this process's place in its launch, as "rank 0 of 2"; empty for a single process."""
     ranks = os.environ.get("WORLD_SIZE") or "1"
     return f"rank {os.environ['RANK']} of {ranks}" if is_launched() and ranks != "1" else ""
 
@@ -64,7 +64,7 @@ def _check_below(rank_name: str, size_name: str) -> tuple[int, int]:
 
 
 def launch_identity() -> dict[str, Any]:
-    """Return what stays the same when a launcher starts a run again, and the number of Slurm's starts."""
+    """Return identifiers of the launch that a restart keeps, and the number of Slurm's restarts."""
     torchrun = os.environ.get("TORCHELASTIC_RUN_ID")
     return {
         "slurm_job": os.environ.get("SLURM_JOB_ID"),
@@ -74,7 +74,7 @@ def launch_identity() -> dict[str, Any]:
 
 
 def environment_of_one_process() -> dict[str, str]:
-    """Return this process's environment without what its launcher says of ranks, with recsys on the path of imports."""
+    """Return this process's environment without the launcher's variables, and with recsys on the import path."""
     kept = {k: v for k, v in os.environ.items() if k not in _OF_RANKS and not k.startswith("TORCHELASTIC")}
     path = [str(Path(__file__).parents[2]), *filter(None, [kept.get("PYTHONPATH")])]
     return {**kept, "PYTHONPATH": os.pathsep.join(path)}
@@ -96,7 +96,7 @@ def is_called() -> bool:
 
 
 def end_with_parent() -> None:
-    """Let SIGTERM come to this process when the one that started it ends, be it by SIGKILL.
+    """Send SIGTERM to this process when its parent ends, even by SIGKILL.
 
     It is for ranks of torchrun, whose others would not be ended by it any more, and for those that were given
     `environment_of_child`.

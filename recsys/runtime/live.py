@@ -1,4 +1,4 @@
-"""What a person sees while something takes long: a line drawn over again on a terminal, lines of the log elsewhere."""
+"""Progress of long tasks: a line that is redrawn on a terminal, lines of the log elsewhere."""
 
 import logging
 import shutil
@@ -66,7 +66,7 @@ def bar(share: float) -> str:
 
 
 class Task:
-    """Shows how far something is that may take long, from `after_s` on; to be entered.
+    """A context that shows the progress of a task that takes longer than `after_s`.
 
     On a terminal it is a bar; elsewhere lines of the log, ever rarer, up to one a minute.
 
@@ -94,7 +94,7 @@ class Task:
             self._thread.join()
 
     def text(self) -> str:
-        """Return how far it is, in words."""
+        """Return the progress in words."""
         seconds = time.monotonic() - self._start
         if not self._total:
             return f"{self._what}, {seconds:.0f} s so far"

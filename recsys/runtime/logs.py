@@ -47,7 +47,7 @@ def start_logging(folder: Path, rank: int) -> Path:
 
 
 class _Losing(logging.Handler):
-    """Tells once that lines cannot be written, such as for a full disk, and lets the run go on without them."""
+    """Warns once that lines cannot be written, such as for a full disk, and lets the run go on without them."""
 
     place = "standard output"
     _told = False
@@ -148,7 +148,7 @@ class Progress:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave time spent on evaluation or a checkpoint out of the speed; of a pause within another, once."""
+        """Leave time spent on evaluation or a checkpoint out of the speed; pauses may be nested."""
         start, before = time.monotonic(), self._paused
         yield
         seconds = time.monotonic() - start - (self._paused - before)

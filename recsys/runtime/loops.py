@@ -1,4 +1,4 @@
-"""Loops over columns, which most of decoding is: NumPy's passes, or the same compiled into one (numba.pydata.org).
+"""Loops over columns, which take most of the time of decoding, by NumPy or compiled (numba.pydata.org).
 
 A pass of NumPy's over a chunk takes some ten microseconds, and after each a thread asks for Python's lock. With more
 than two or three threads that decode, they wait for each other: of 12 on 16 cores, no more came than of four. A loop
@@ -48,7 +48,7 @@ def are_worth_compiling(num_threads: int, beside_gpu: bool) -> bool:
 
 
 def compile_loops() -> bool:
-    """Have this process's loops run compiled, if numba can be used; return whether it can. The results are the same."""
+    """Compile the loops of this process, if numba can be used; return whether it can. Results are the same."""
     global _compiled
     try:
         _compiled = importlib.import_module("recsys.runtime.compiled")
@@ -68,7 +68,7 @@ def _warn(reason: str) -> None:
 
 
 def are_compiled() -> bool:
-    """Return whether `compile_loops` has found numba, without which the functions that say so are not there."""
+    """Return whether the loops are compiled; functions whose docstring begins with "Compiled" need that."""
     return _compiled is not None
 
 

@@ -29,7 +29,7 @@ FAILURE_KEY = "failure"
 _FAILURE_WAIT_S = 2.0
 _ECHO_WAIT_S = 1.0
 
-# What gloo, NCCL and the store say when the other side is gone; all else keeps its traceback.
+# Messages of gloo, NCCL and the store when the other side is gone; all other errors keep their traceback.
 _LOST_PEER = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting|Socket closed"
 )
@@ -77,8 +77,7 @@ class World:
         return total
 
     def exchange(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Send every rank its part of a host tensor, so many values each, and return those for this one, in order of
-        rank."""
+        """Send rank r the next `sizes[r]` values of a host tensor; return those for this rank, in order of rank."""
         sent = torch.tensor(sizes)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.host_group)
@@ -95,7 +94,7 @@ class World:
         result, error = _attempt(action)
         for rank, other in enumerate(self.gather(error)):
             if other is not None:
-                raise self._told_by(rank, other)
+                raise self._echoed(rank, other)
         assert error is None
         return result  # type: ignore[return-value]
 
@@ -107,15 +106,15 @@ class World:
         dist.broadcast_object_list(outcome, src=0, group=self.host_group)
         result, error = outcome[0]
         if error is not None:
-            raise self._told_by(0, error)
+            raise self._echoed(0, error)
         return result
 
-    def _told_by(self, rank: int, error: Exception) -> Exception:
-        """Return the error of a rank as this one raises it: a mistake that another rank tells is an echo here."""
+    def _echoed(self, rank: int, error: Exception) -> Exception:
+        """Return the error of a rank as this one raises it: a UserError of another rank becomes an echo."""
         return EchoError(*error.args) if rank != self.rank and type(error) is UserError else error
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         dist.barrier(group=self.host_group)
 
     @property
@@ -125,9 +124,9 @@ class World:
         return sum(group._get_sequence_number_for_group() for group in groups.values())  # type: ignore[attr-defined]
 
     def explain(self, error: Exception) -> Exception:
-        """Publish this rank's error; of one that follows from another rank's, return an error that quotes that.
+        """Publish this rank's error; if it follows from another rank's, return an error that quotes that one.
 
-        torchrun's summary shows only the ranks of its own machine, and there the cause may be missing.
+        torchrun's summary shows only the ranks of its own machine, which the cause may not be among.
         """
         if isinstance(error, EchoError):
             return error
@@ -146,7 +145,7 @@ class World:
         return LostPeerError(f"another rank ended: {cause}") if cause else lost
 
     def _wait_for_echoes(self) -> None:
-        """Let ranks that have found the same mistake see it told, before the store goes with the first rank."""
+        """Wait for ranks that have found the same mistake to read it, before the store ends with the first rank."""
         deadline = time.monotonic() + _ECHO_WAIT_S
         num_ranks = self.store.add("mistakes", 1)
         while self.rank == 0 and num_ranks < self.world_size and time.monotonic() < deadline:
@@ -175,7 +174,7 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         explained = disk_problem(error)
         if explained is not error:
             return None, explained
-        # Not every exception can be pickled and rebuilt; its text can, and the rest is printed here.
+        # Not every exception can be pickled, but its text can; the traceback is printed here.
         text = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
             return None, MemoryError(text)
