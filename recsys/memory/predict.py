@@ -285,12 +285,11 @@ class _Rank:
         return {**in_flight, **highest}
 
     def _updates(self, sort: int) -> list[Bytes]:
-        """Return the temporaries of each update: of tables by FBGEMM, with `sort` bytes, or torch; of the dense part."""
+        """Return the temporaries of updates: of tables by FBGEMM, with `sort` bytes, or torch; of the dense part."""
         # Vectors' gradients are held as received, FP16 in FP32 too, and multiplied by the weights of the step's rows.
         # Without weights the factor is 1, and FP32 has no second copy.
         received, alone = self._lookups.number_bytes / 4, self._topology.world_size == 1
-        copies = received + 2 - (received == 1)
-        held = int(copies * (self.pooled_gradient if alone else self.looked_up))
+        held = int((received + 2 - (received == 1)) * (self.pooled_gradient if alone else self.looked_up))
         dense = {"dense_gradient": self._dense.gradient_bytes}
         tables = {"pooled_gradient" if alone else "looked_up_gradient": held, **dense}
         return [
@@ -333,8 +332,7 @@ class _Rank:
         return self._trained(), {**self._loader(), "save_copies": copies, "published_rows": max(0, published)}
 
     def _background_copies(self) -> int:
-        """Return the bytes of tables, dense parameters and their state that are copied to be written while training
-        goes on."""
+        """Return the bytes of tables, dense parameters and their state that are copied for a save in the background."""
         if not self._config.train.async_checkpoints:
             return 0
         dense = self._dense.parameter_bytes + self._dense.buffer_bytes + self._dense.optimizer_bytes[self._rank]

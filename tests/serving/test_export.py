@@ -114,8 +114,7 @@ def test_only_predictions_are_overwritten(ranker: Path, tmp_path: Path) -> None:
         assert score(ranker / "out", "predict", data, out, "--keep", "user_id").startswith(f"{out}: ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow) for seed in range(40)])
 def test_random_runs(seed: int, tmp_path: Path) -> None:
     run = train(tmp_path, write_random(tmp_path, seed))
     recsys("export", run, tmp_path / "out")
