@@ -74,8 +74,8 @@ def convert_log(inputs: Sequence[Path], out: Path, options: LogOptions, overwrit
     """Write the interactions of Parquet files, globs or folders of them, below ``out`` as `write_retrieval` does.
 
     Of a user's rows with one item the first counts, unless users are the rows of train; of an existing split, the first
-    of the first part. Features are those of the user's, or item's, last row. The columns are held in memory, histories
-    too: some 900 bytes a row.
+    of the first part. Features are those of the user's, or item's, last row. The columns are held in memory,
+    some 150 bytes a row of integer ids, and lists for some rows at a time.
 
     Raises:
         UserError: a column that is not there, is null somewhere or is no time; nothing to hold out.
