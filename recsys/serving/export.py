@@ -171,7 +171,8 @@ class _Export:
         model = load_dense(config, self._source)
         dims = dims_of(config)
         weighted = self._inputs.spec("rows").weighted
-        inputs = export_dense.Inputs(dims, len(float_columns(config)), config.unpooled_features(), weighted)
+        sequences = {name: config.features[name].max_length for name in config.unpooled_features()}
+        inputs = export_dense.Inputs(dims, len(float_columns(config)), sequences, weighted)
         dense = DenseExport(self._files, model, inputs, config.precision.dense_int8)
         weights = {} if config.precision.dense_int8 else {"weights": dense.write_weights()}
         features = role_features(config, "rows")

@@ -74,13 +74,14 @@ class Inputs:
     """What the dense part reads.
 
     Attributes:
-        dims: embedding_dim of the id features. sequences: those of which it reads a vector for each id.
+        dims: embedding_dim of the id features. sequences: by those of which it reads a vector for each id, how many ids
+            a list may have; None: any number.
         weighted: ids have weights.
     """
 
     dims: Mapping[str, int]
     num_floats: int
-    sequences: Sequence[str]
+    sequences: Mapping[str, int | None]
     weighted: bool
 
     def names(self, features: Sequence[str]) -> list[str]:
@@ -98,8 +99,9 @@ class Inputs:
             if name not in self.sequences:
                 tensors.append(torch.randn(num_rows, self.dims[name], generator=generator))
                 continue
-            lengths = torch.randint(0, 5, (num_rows,), generator=generator)
-            lengths[-1] = 3  # so that there are some
+            longest = min(4, self.sequences[name] or 4)
+            lengths = torch.randint(0, longest + 1, (num_rows,), generator=generator)
+            lengths[-2:] = min(3, longest)  # of one id alone torch.export would make a constant
             ids = int(lengths.sum())
             tensors += [torch.randn(ids, self.dims[name], generator=generator), lengths]
             tensors += [torch.rand(ids, generator=generator)] if self.weighted else []
