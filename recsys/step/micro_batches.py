@@ -1,6 +1,5 @@
 """The passes of the dense half of a step: looked-up vectors cut into micro-batches, forward, loss and backward."""
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -18,10 +17,10 @@ from recsys.models.base import Model, Vectors, row_of_each_id, sum_by_row
 from recsys.models.columns import Columns
 from recsys.models.halves import sum_of_rows
 from recsys.step.exchange import SumOverRanks, Totals, all_finite, filled
+from recsys.step.loss_scale import vector_lift, weight_lift
 from recsys.tables.row_codes import quantize_rows
 
 _MOST_IN_FP16 = 32752  # half of FP16's largest number: later factors are at most 1.4
-_ROWS_IN_FP16 = 32  # gradients of a mean over so many rows lie in the middle of FP16's range
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,19 @@ class Lookup:
             torch.autograd.backward([vectors for vectors, _ in pairs], [gradient for _, gradient in pairs])
 
     def add_l2(
-        self, gradients: Sequence[torch.Tensor | None], factors: Mapping[str, float], weights: torch.Tensor
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        factors: Mapping[str, float],
+        weights: torch.Tensor,
+        unpooled: Collection[str],
     ) -> None:
         """Add to the gradients by `tensors` those of the penalty: factor / 2 × weight × square of each vector.
 
+        The vector of a pooled list is its sum, also where its ids are looked up one by one, as of experts or to be
+        quantised.
+
         Args:
-            factors: by feature. weights: of rows, [rows].
+            factors: by feature. weights: of rows, [rows]. unpooled: as of `vectors`.
         """
         rest = list(zip(self.tensors, gradients, strict=True))
         if self.pooled is not None:
@@ -103,8 +109,14 @@ class Lookup:
             if gradient is not None:
                 gradient.addcmul_(vectors.detach() * by_column, weights[:, None])
         for (name, jagged), (vectors, gradient) in zip(self.by_id.items(), rest, strict=True):
-            if gradient is not None and name in factors:
-                gradient.addcmul_(vectors.detach() * factors[name], weights[row_of_each_id(jagged)][:, None])
+            if gradient is None or name not in factors:
+                continue
+            rows, scaled = row_of_each_id(jagged), vectors.detach().float() * factors[name]  # as FP16 it may become 0
+            if name not in unpooled:
+                id_weights = self.ids[name].weights_or_none()
+                scaled = sum_by_row(JaggedTensor(scaled, lengths=jagged.lengths(), weights=id_weights))[rows]
+                scaled = scaled if id_weights is None else scaled * id_weights[:, None]
+            gradient.addcmul_(scaled, weights[rows][:, None])
 
     def pooled_by_feature(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the columns of `values`, which are rows of `pooled` or their gradient, by feature."""
@@ -227,24 +239,6 @@ class LastInBackward(torch.autograd.Function):
         return ctx.gradient(), None
 
 
-@torch.no_grad()
-def _lift(weight: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the power of two that brings the mean weight of a row to between 0.7 and 1.4; collective.
-
-    Gradients are divided by the sum of weights only after their exchange. In FP16, those of rows with small weights
-    would be 0 until then.
-    """
-    sums = torch.stack([weight, *filled([num_rows], weight[None])])
-    SumOverRanks(sums).wait()
-    return torch.where(sums[0] > 0, (sums[1] / sums[0]).log2().round().exp2(), 1.0)
-
-
-def _vector_lift(num_rows: int) -> float:
-    """Return the power of two that makes gradients of a mean over a rank's rows as large as those of a mean over
-    `_ROWS_IN_FP16` rows: with 65,536 rows they are about 1e-7, and FP16 has no number between 0 and 6e-8."""
-    return 2.0 ** max(0, round(math.log2(max(1, num_rows) / _ROWS_IN_FP16)))
-
-
 class MicroBatches:
     """The passes of one step, and their gradients.
 
@@ -264,7 +258,7 @@ class MicroBatches:
         rows, self.vector_lift = len(batch.weights), 1.0
         self.lift: float | torch.Tensor = 1.0
         if dense.travels_in_fp16:
-            self.lift, self.vector_lift = _lift(loss.weight, rows), _vector_lift(rows)
+            self.lift, self.vector_lift = weight_lift(loss.weight, rows), vector_lift(rows)
         # The loss is a sum over rows, and the gradients exchanged are of the mean, but for weights and rows left out.
         self._factor = self.lift * (dense.loss_scale.value / rows)
         self._by_part: list[list[torch.Tensor | None]] = []
@@ -320,7 +314,7 @@ class MicroBatches:
             torch._foreach_div_(own, dense.loss_scale.value)
         if dense.l2:
             factors = {name: factor / len(weights) for name, factor in dense.l2.items()}
-            self._lookup.add_l2(self.gradients, factors, weights * self.lift)
+            self._lookup.add_l2(self.gradients, factors, weights * self.lift, dense.unpooled)
         if self.vector_lift != 1 and own:
             torch._foreach_mul_(own, self.vector_lift)
         self.is_finite = all_finite([self.loss.total, self.loss.weight, *own])

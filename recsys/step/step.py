@@ -58,6 +58,7 @@ class DenseHalf(nn.Module):
         replicated: trains the replicated tables, on their ids and gradients by feature.
         loss_scale: 1 unless the model computes in FP16. travels_in_fp16: gradients by vectors are, or may be, FP16.
         l2: by feature, the factor of the penalty on its vectors; see `TableConfig`.
+        unpooled: features of which the model reads a vector for each id of a list.
         codes: by feature, the code that its vectors are quantised to. in_int8: linear layers are, outside training.
         late_exchange: gradients by vectors are sent behind the totals: a GPU queues both exchanges, and its host waits
             for the totals alone. On CPUs they are sent before the host waits for the totals.
@@ -71,7 +72,7 @@ class DenseHalf(nn.Module):
         super().__init__()
         self.model, self._seed = model, config.seed
         self._clip_norm = config.optimizer.dense.clip_norm
-        self._averaged, self._unpooled = averaged_features(config), config.unpooled_features()
+        self._averaged, self.unpooled = averaged_features(config), config.unpooled_features()
         tables = {name: config.tables[config.features[name].table or ""] for name in id_features(config)}
         self.l2 = {name: table.l2 for name, table in tables.items() if table.l2}
         self.codes, self.in_int8 = quantized_features(config), config.precision.dense_int8
@@ -245,7 +246,7 @@ class DenseHalf(nn.Module):
             return self._outputs(lookup, part, tensors, rows)
 
     def _outputs(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch) -> Outputs:
-        vectors = lookup.vectors(part, tensors, self._averaged, self._unpooled)
+        vectors = lookup.vectors(part, tensors, self._averaged, self.unpooled)
         model: nn.Module = self.model if self._replica is None else self._replica
         if self._dtype is None:
             return model(vectors, rows.floats)

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from test_plans import folder, reference, trained, write
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from recsys.config import load_config
 from recsys.errors import UserError
+from recsys.step.micro_batches import Lookup
 
 __all__ = ["folder"]  # a fixture
 
@@ -25,6 +27,25 @@ def test_l2_of_what_is_looked_up(options: tuple[str, ...], folder: Path) -> None
         torch.testing.assert_close(tables[name], weights, rtol=1e-5, atol=1e-5)
     without = reference(folder, *options)[1]
     assert weights_size(expected_tables) < 0.9 * weights_size(without)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_l2_of_lists_that_are_summed(kind: torch.dtype, weighted: bool) -> None:
+    """Where a plan or a code has their ids looked up one by one, it is of the sum too; and small in FP16 it is no 0."""
+    lengths, rows, factor = torch.tensor([2, 0, 3]), torch.tensor([0, 0, 2, 2, 2]), 1e-7
+    vectors, of_ids = torch.rand(5, 4).to(kind), torch.rand(5) if weighted else None
+    ids = KeyedJaggedTensor(["list"], torch.arange(5), of_ids, lengths)
+    lookup = Lookup(ids, None, {"list": JaggedTensor(vectors.requires_grad_(), lengths=lengths)}, {})
+    weights, gradient = torch.tensor([1.0, 5.0, 0.5]), torch.zeros(5, 4)
+    lookup.add_l2([gradient], {"list": factor}, weights, unpooled=())
+    leaf = vectors.detach().float().requires_grad_()
+    sums = torch.zeros(3, 4).index_add(0, rows, leaf if of_ids is None else leaf * of_ids[:, None])
+    (factor / 2 * weights[:, None] * sums.square()).sum().backward()
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-5, atol=0)
+    by_id = torch.zeros(5, 4)
+    lookup.add_l2([by_id], {"list": factor}, weights, unpooled=["list"])
+    torch.testing.assert_close(by_id, factor * weights[rows][:, None] * vectors.detach().float(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(
