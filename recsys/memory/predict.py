@@ -8,14 +8,13 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from recsys.config import Config, DataType
-from recsys.config.choices import Autocast
 from recsys.config.features import evaluated_rows
 from recsys.memory.facts import DataFacts, DenseFacts, RankMemory
+from recsys.memory.libraries import library_bytes
 from recsys.memory.lookups import Lookups
 from recsys.memory.ranking import ranking_bytes
 from recsys.memory.tensors import Bytes
 from recsys.runtime.environment import HEAP_BLOCK_BYTES
-from recsys.runtime.loops import are_worth_compiling
 from recsys.runtime.machine import Topology
 from recsys.runtime.threads import batches_ahead, decode_in_processes, decoding_threads
 from recsys.step.dense_shards import shards_dense
@@ -27,15 +26,10 @@ CUDA_CONTEXT_BYTES = 700 << 20  # of a GPU: the context, kernels of torch and FB
 NCCL_BYTES = 1 << 30  # of a GPU: the channels' buffers of one communicator among many ranks
 ALLOCATOR_SHARE = 0.05  # of the other device memory: what CUDA's caching allocator holds beyond what lives
 HOST_PROCESS_BYTES = {"cuda": 3 << 30, "cpu": 450 << 20}  # interpreter and libraries
-# Measured on CPU: what libraries load and keep on their first use, up to the end of the initialisation and after.
-_LIBRARY_BYTES = {"init": 5 << 20, "later": 30 << 20}
 _TABLE_MODULE_BYTES = 1 << 19  # of a table of a rank: its modules, and what autograd and FBGEMM keep of it
 _MODULES_BYTES = 8 << 20  # of all of them, at most: 200 tables took 11 MiB, and next to none in steps
-_RANK_ZERO_BYTES = {"init": 8 << 20, "later": 8 << 20}  # rank 0 reads the footers and plans
-_COMPILER_BYTES = 106 << 20  # numba, and the loops over ids that it compiles
 # Of processes that decode: the one that forks them, by whether torch is built for CUDA, and each of them.
 _FORKING_BYTES, _FORKED_BYTES = {False: 176 << 20, True: 301 << 20}, 46 << 20
-_AUTOCAST_BYTES = 12 << 20  # on a CPU, its compiled products of halves
 # Where blocks of many sizes come and go there is a hole for every two that live (the fifty-percent rule; Knuth, The Art
 # of Computer Programming, 2.5), or somewhat more, as random runs have shown. Those of steps lie in the training
 # thread's heap.
@@ -124,13 +118,9 @@ class _Rank:
         return {"vocabularies": {"device": {}, "host": _present(host)}}
 
     def _libraries(self, when: str) -> int:
-        """Return the bytes of libraries and, on rank 0, of footers and plan, in "init" or "later"."""
-        halves = when == "later" and self._config.precision.autocast is not Autocast.none
-        size = _LIBRARY_BYTES[when] + (_RANK_ZERO_BYTES[when] if self._rank == 0 else 0)
-        in_threads = not self._decoding_processes or self._data.eval_rows  # evaluations always decode by threads
-        if when == "later" and in_threads and are_worth_compiling(self._decoding_threads, self._topology.on_gpu):
-            size += _COMPILER_BYTES
-        return size + (_AUTOCAST_BYTES if halves and not self._topology.on_gpu else 0)
+        # Evaluations decode by threads, wherever training does.
+        num_threads = 0 if self._decoding_processes and not self._data.eval_rows else self._decoding_threads
+        return library_bytes(self._config, when, self._rank, num_threads, self._topology.on_gpu)
 
     def _heaps(self, in_evaluation: bool) -> int:
         """Return the bytes of heap on CPU beyond live blocks: holes of the training thread's heap, and of gloo's."""

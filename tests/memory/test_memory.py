@@ -1,6 +1,7 @@
 """Predicted bytes of tensors are those that live, to the byte; predicted peaks are near those of the process."""
 
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import random_runs
 import yaml
-from launch import fork_train
+from launch import fork_train, run_train
 from storages import walk
 
 from recsys.config import ShardingChoice
@@ -67,6 +68,17 @@ def test_loops_that_are_compiled_are_predicted(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         peak = json.loads((run / "memory/rank_0.json").read_text())["peak"]
         assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on CPU")
+def test_what_torch_compile_takes_is_predicted(tmp_path: Path) -> None:
+    """In a process of its own: those that are forked have imported a part of it before."""
+    options = ("train.compile=true", "train.max_steps=4", "data.valid=null", "data.test=null", "run.num_threads=1")
+    done = run_train("configs/dlrm_sample.yaml", f"run.dir={tmp_path}/run", *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    peak = json.loads((tmp_path / "run/memory/rank_0.json").read_text())["peak"]
+    assert peaks.is_near(peak["predicted_bytes"], peak["measured_bytes"]), peak
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
