@@ -62,7 +62,7 @@ def test_gradients_that_weights_change_are_there_twice(output: str) -> None:
     numbers, dtype = 65536 * 6 * 8, {"FP32": torch.float32, "BF16": torch.bfloat16}[output]
     gate, scale = UpdateGate(), torch.tensor(0.5)
     vectors, gradient = torch.zeros(numbers, dtype=dtype, requires_grad=True), torch.ones(numbers, dtype=dtype)
-    gate.given = dtype
+    gate.output_dtype = dtype
     torch.autograd.backward([gate.cut(vectors.view_as(vectors))], [gradient])
     with LivePeak((vectors,)) as live:
         gate.open(scale)

@@ -177,7 +177,7 @@ def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
         return None
 
     monkeypatch.setattr(taught, "run_command", predict)
-    monkeypatch.setattr(taught, "_LOOK_S", 0.01)
+    monkeypatch.setattr(taught, "_POLL_S", 0.01)
     world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
     config = load_config("configs/dlrm_sample.yaml", [f"train.distill={{teacher: runs/t, scores: {tmp_path}}}"])
     with ThreadPoolExecutor(4) as pool:
