@@ -94,6 +94,7 @@ class DenseHalf(nn.Module):
         self.shards: DenseShards | None = None
         self._replica: DistributedDataParallel | None = None  # with several ranks of GPUs
         self._joined: JoinedGradients | None = None  # with several ranks of CPUs
+        self._reached: set[nn.Parameter] = set()  # with a replica: by the backward pass of this micro-batch
         self._running: Iterator[torch.Tensor] = iter(())
         self._norm: torch.Tensor | None = None  # where gradients are clipped
 
@@ -110,6 +111,9 @@ class DenseHalf(nn.Module):
             gradient_as_bucket_view=True,
         )
         object.__setattr__(self, "_replica", replica)  # not as a submodule, since `model` is one already
+        for parameter in self._dense_parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._reached.add)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the dense part."""
@@ -223,15 +227,21 @@ class DenseHalf(nn.Module):
 
     def exchanging(self, last: bool) -> AbstractContextManager[Any]:
         """Return the context of a micro-batch's passes: gradients are summed locally, and exchanged with the last."""
+        self._reached.clear()
         return nullcontext() if last or self._replica is None else self._replica.no_sync()
 
     def complete(self) -> None:
         """Give parameters that no row has used gradients of 0, on any number of ranks.
 
-        Optimizers leave out a parameter without a gradient, decay and momentum too, and DistributedDataParallel waits
-        for the gradients of all.
+        Optimizers leave out a parameter without a gradient, decay and momentum too. DistributedDataParallel waits until
+        the last micro-batch has given gradients to all, also to those that have some of earlier ones.
         """
-        if unused := [p for p in self._dense_parameters if p.requires_grad and p.grad is None]:
+        trained = [parameter for parameter in self._dense_parameters if parameter.requires_grad]
+        if self._replica is None:
+            unused = [parameter for parameter in trained if parameter.grad is None]
+        else:
+            unused = [parameter for parameter in trained if parameter not in self._reached]
+        if unused:
             torch.autograd.backward(unused, [torch.zeros_like(parameter) for parameter in unused])
 
     def outputs(self, lookup: Lookup, part: Part, tensors: list[torch.Tensor], rows: Batch) -> Outputs:

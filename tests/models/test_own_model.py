@@ -202,6 +202,42 @@ def test_weights_that_a_step_does_not_use_have_gradients_of_0(
         del dense, used, unused
 
 
+class UsedByFirstRows(Own):
+    layer = nn.Linear(4, 4)
+
+    def forward(self, vectors: Any, floats: torch.Tensor) -> torch.Tensor:
+        rows = vectors["user_id"][:, :4]
+        layers = self.net if (rows > 0).any() else self.net[:1]
+        return layers(rows).sum(1)
+
+
+def test_weights_that_only_the_first_micro_batch_uses_keep_its_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DistributedDataParallel waits for gradients of all weights in the last one."""
+    monkeypatch.setattr(Own, "layer", UsedByFirstRows.layer, raising=False)
+    config = load_config(config_of_own(tmp_path), [f"model.name={__name__}.UsedByFirstRows"])
+    with open_world(Device.cpu, 1):
+        by_order = {}
+        for late in (False, True):
+            torch.manual_seed(0)
+            dense = build_dense_half(config, lambda: (torch.zeros(0), 0))
+            dense.late_exchange = late
+            dense.replicate(torch.device("cpu"))
+            pooled, by_id, batch = fake_inputs(config, data_facts(config, None, 1), 8, (0, 4, 8))
+            assert pooled is not None
+            for tensor, value in ((batch.labels, 1), (batch.weights, 1), (pooled.values().detach(), -1)):
+                tensor.fill_(value)
+            pooled.values().detach()[:4] = 1
+            for _ in range(2):
+                dense.zero_grad()
+                dense(pooled, [by_id], batch)
+            by_order[late] = [layer.weight.grad for layer in dense.model.net]
+            del dense
+        assert by_order[True][1].any()
+        torch.testing.assert_close(by_order[True], by_order[False])
+
+
 class Undecorated(OwnConfig):
     width = 8
 
