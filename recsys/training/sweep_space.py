@@ -1,8 +1,10 @@
 """What keys of a config may be in a search: ranges and choices, as they are written; checked without torch."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
@@ -116,7 +118,10 @@ class Space:
         return space
 
     def bounds(self) -> dict[str, list[Any]]:
-        """Return by key low, high and step of a range (a number, `log` or None), or the choices of a list as JSON."""
+        """Return by key low, high and step of a range (a number, `log` or None), or the choices of a list as JSON.
+
+        With a step, high is the last value that steps from low come to.
+        """
         bounds: dict[str, list[Any]] = {}
         for key, text in self.texts.items():
             if isinstance(text, list) and text:
@@ -129,12 +134,15 @@ class Space:
             try:
                 ends, step = [kind(low), kind(high)], None if how in ("", "log") else kind(how)
                 is_range = ends[0] < ends[1] and (how != "log" or ends[0] > 0) and (step is None or step > 0)
+                is_range &= all(map(math.isfinite, (*ends, step or 0)))
             except ValueError:
                 is_range = False
             if not is_range:
                 raise UserError(
                     f"--space: {key}={text} is no range; write LOW..HIGH, LOW..HIGH:log, LOW..HIGH:STEP or a list"
                 )
+            if step is not None:
+                ends[1] = _last_step(ends[0], ends[1], step)
             bounds[key] = [*ends, how if how == "log" else step]
         return bounds
 
@@ -193,6 +201,13 @@ class Space:
         """Return by key the two ends of a range, or the choices of a list."""
         is_range = {key: not isinstance(text, list) for key, text in self.texts.items()}
         return {key: values[:2] if is_range[key] else values for key, values in self.bounds().items()}
+
+
+def _last_step(low: float, high: float, step: float) -> float:
+    """Return the last of low, low + step, low + 2 step, … up to high, as of the decimals that are written."""
+    first, size = Decimal(str(low)), Decimal(str(step))
+    last = first + (Decimal(str(high)) - first) // size * size
+    return int(last) if isinstance(high, int) else float(last)
 
 
 def _first_that_loads(load: Callable[[list[str]], Config], choices: Sequence[Sequence[str]]) -> Config:

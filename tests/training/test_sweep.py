@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,15 @@ def test_ranges_and_choices(tmp_path: Path) -> None:
     assert space.samples()[0] == ["a.rate=0.0001", "b=[64]", "c=4", "d=0.0", "e=1", "f=0.0"]
 
 
+@pytest.mark.parametrize(("word", "last"), [("a=8..30:8", 24), ("a=0.1..0.8:0.2", 0.7), ("a=1..3:5", 1)])
+def test_steps_that_do_not_reach_the_end_stop_before_it(word: str, last: float) -> None:
+    space = Space.parse([word])
+    assert space.samples()[-1] == [f"a={last}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Optuna's of such ranges
+        assert space.distributions()["a"].high == last
+
+
 def test_choices_are_read_as_configs_are(tmp_path: Path) -> None:
     """Of plain YAML 1e-3 is a text, and the name of a folder may be a day."""
     (tmp_path / "space.yaml").write_text("data.train: [2026-11-01, 2026-11-02]\n")
@@ -44,7 +54,9 @@ def test_choices_are_read_as_configs_are(tmp_path: Path) -> None:
     assert space.bounds() == {"data.train": ['"2026-11-01"', '"2026-11-02"'], "a": ["0.001", "null", "true"]}
 
 
-@pytest.mark.parametrize("word", ["a=3", "a=5..1", "a=0..1:log", "a=x..y", "a=1..9:0", "a=[]", "no/such/file"])
+@pytest.mark.parametrize(
+    "word", ["a=3", "a=5..1", "a=0..1:log", "a=x..y", "a=1..9:0", "a=[]", "no/such/file", "a=1..inf", "a=0..5:inf"]
+)
 def test_what_is_no_space(word: str) -> None:
     with pytest.raises(UserError, match=r"^--space: "):
         Space.parse([word])
@@ -119,6 +131,7 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
 def test_values_that_fit_with_some_of_the_others_are_searched(tmp_path: Path) -> None:
     steps, epochs = "train.eval_every_steps=[2, null]", "train.eval_every_epochs=[1, null]"
     assert opened(tmp_path, steps, epochs).space.texts.keys() == {"train.eval_every_steps", "train.eval_every_epochs"}
+    opened(tmp_path, "data.keep_negatives=0.5..1.2:0.4")  # of which 0.9 is the last
     with pytest.raises(UserError, match="exclude each other"):
         opened(tmp_path, steps.replace("null", "3"), epochs.replace("null", "2"))
 
