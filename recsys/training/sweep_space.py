@@ -24,8 +24,14 @@ _OF_SWEEP = {
     "run.overwrite": "a trial that was cut short is begun anew",
     "run.resume": "a trial that was cut short is begun anew",
     "data.test": "trials are compared on data.valid",
+    "train.publish.dir": "trials publish nothing",
 }
-OF_TRIALS = ("run.overwrite=true", "run.resume=false", "data.test=null")  # the other words: see `Space.parse`
+OF_TRIALS = (
+    "run.overwrite=true",
+    "run.resume=false",
+    "data.test=null",
+    "train.publish.dir=null",
+)  # the other words: see `Space.parse`
 _TRIED = 8  # combinations with a value before it is said to fit with none
 
 

@@ -16,7 +16,7 @@ from recsys.config import load_config
 from recsys.errors import UserError
 from recsys.training.sweep import Sweep, table_bytes
 from recsys.training.sweep_report import Tried, pareto, write_report
-from recsys.training.sweep_space import Space, open_space
+from recsys.training.sweep_space import OF_TRIALS, Space, open_space
 
 optuna = pytest.importorskip("optuna")
 RATE = "optimizer.dense.learning_rate=[0.001]"
@@ -126,6 +126,15 @@ def test_the_folder_of_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").touch()
     with pytest.raises(UserError, match=f"--out: '{tmp_path}' holds a run"):
         opened(tmp_path, RATE)
+
+
+def test_trials_publish_nothing(tmp_path: Path) -> None:
+    """Scorers would follow a folder that each of them begins anew, and of several at a time only one may have it."""
+    publish = f"train.publish={{dir: {tmp_path}, every_steps: 1}}"
+    assert load_config(ROOT / CONFIG, [publish]).train.publish.dir is not None
+    assert load_config(ROOT / CONFIG, [publish, *OF_TRIALS]).train.publish.dir is None
+    with pytest.raises(UserError, match=r"--space: 'train\.publish\.dir' is set by the sweep itself \(trials publish"):
+        opened(tmp_path, "train.publish.dir=[a, b]")
 
 
 def test_values_that_fit_with_some_of_the_others_are_searched(tmp_path: Path) -> None:
