@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from recsys.config import Config
 from recsys.config.choices import ROW_SPLITS, ShardingChoice
 from recsys.config.features import dims_of
+from recsys.tables.plan import fbgemm_output
 from recsys.tables.spec import Shard, vector_type
 from recsys.tables.updates import in_fbgemm
 
@@ -19,13 +20,14 @@ class Lookups:
         shards: of tables on this rank. ranks: all there are.
 
     Attributes:
-        number_bytes: of a number of the vectors that tables give.
+        number_bytes: of a number of the vectors that tables give. given_bytes: of one that FBGEMM gives before that.
     """
 
     def __init__(self, config: Config, shards: Sequence[Shard], ranks: int, on_gpu: bool) -> None:
         self._config, self._shards, self._ranks, self._on_gpu = config, shards, ranks, on_gpu
         self._dims, self._by_id = dims_of(config), config.unpooled_tables()
         self.number_bytes = vector_type(config, on_gpu).itemsize
+        self.given_bytes = 4 if fbgemm_output(config, on_gpu) is None else self.number_bytes
 
     def _num_vectors(self, feature: str, rows: int, means: Mapping[str, float]) -> float:
         """Return how many vectors are looked up for a feature of `rows` rows."""
@@ -53,7 +55,7 @@ class Lookups:
         for shard in self._shards:
             split = ShardingChoice(shard.sharding_type) in ROW_SPLITS
             for name, of_rows, of_ids in self._features(shard, rows, means):
-                size = self._num_vectors(name, of_rows, means) * shard.size[1] * 4
+                size = self._num_vectors(name, of_rows, means) * shard.size[1] * self.given_bytes
                 vectors += size
                 reduced += size if split else 0
                 ids += of_ids

@@ -85,6 +85,7 @@ class _Rank:
         per_row = 4 * (len(config.features) + 2)
         self.batch_bytes = int(self.ids * (data.id_bytes + 4 * weighted) + rows * per_row)
         self.looked_up, self.reduced, self.exchanged_ids = self._lookups.of_ranks(rows, data.mean_ids)
+        self.looked_up_gradient = 4 * self.looked_up // self._lookups.given_bytes  # FP32, or sent and received
 
     def memory(self) -> RankMemory:
         moments = {"init": self._init(), "step": self._step(), "save": self._save()}
@@ -257,7 +258,7 @@ class _Rank:
                 **given,
                 "pooled": self.pooled,
                 "pooled_gradient": self.pooled_gradient + joined * self.pooled,
-                "looked_up_gradient": self.looked_up if ranks > 1 else 0,
+                "looked_up_gradient": self.looked_up_gradient if ranks > 1 else 0,
                 "collective_copies": copies,
                 "kernel_temporaries": sort,
                 "dense_gradient": dense.gradient_bytes,
@@ -279,7 +280,7 @@ class _Rank:
         # Vectors' gradients are held as received, FP16 in FP32 too, and multiplied by the weights of the step's rows.
         # Without weights the factor is 1, and FP32 has no second copy.
         received, alone = self._lookups.number_bytes / 4, self._topology.world_size == 1
-        held = int((received + 2 - (received == 1)) * (self.pooled_gradient if alone else self.looked_up))
+        held = int((received + 2 - (received == 1)) * (self.pooled_gradient if alone else self.looked_up_gradient))
         dense = {"dense_gradient": self._dense.gradient_bytes}
         tables = {"pooled_gradient" if alone else "looked_up_gradient": held, **dense}
         return [

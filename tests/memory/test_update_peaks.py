@@ -9,8 +9,10 @@ from launch import ROOT
 
 from recsys.config import load_config
 from recsys.memory.dry_run import rehearse_run
+from recsys.memory.lookups import Lookups
 from recsys.memory.trace import LivePeak
 from recsys.tables.lookup import UpdateGate
+from recsys.tables.spec import Shard
 
 _LISTS = ("train.global_batch_size=16384", "train.max_steps=3", "data.prefetch_batches=0")
 _WIDE = {"top_mlp": [4096, 4096]}
@@ -67,3 +69,14 @@ def test_gradients_that_weights_change_are_there_twice(output: str) -> None:
     with LivePeak((vectors,)) as live:
         gate.open(scale)
     assert predicted == live.highest + gradient.nbytes
+
+
+@pytest.mark.parametrize(("output", "given", "sent"), [("FP32", 4, 4), ("FP16", 4, 2), ("BF16", 2, 2)])
+def test_vectors_have_the_bytes_that_fbgemm_gives(output: str, given: int, sent: int) -> None:
+    """FP16 ones are rounded behind it."""
+    config = load_config(str(ROOT / "configs/dlrm_sample.yaml"), [f"precision.output_dtype={output}"])
+    means = {name: 1.0 for name in config.features}
+    shard = Shard("item", 0, (0, 0), (1000, 8), "table_wise", "fused")
+    lookups = Lookups(config, [shard], 4, on_gpu=True)
+    assert lookups.of_ranks(64, means) == (4 * 64 * 2 * 8 * given, 0, 4 * 64 * 2)  # item_id and history
+    assert lookups.pooled(64, means) == 64 * 6 * 8 * sent
