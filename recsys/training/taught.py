@@ -8,6 +8,7 @@ from recsys.config import Config
 from recsys.data.filters import parse_filter
 from recsys.data.wanted import needed_columns, row_filter
 from recsys.errors import UserError
+from recsys.report.record import Record
 from recsys.runtime.arguments import as_names
 from recsys.runtime.command import run_command
 from recsys.runtime.live import Task
@@ -41,7 +42,9 @@ def _score(config: Config, teacher: str, scores: str) -> None:
     taught, filter = set(config.taught_columns().values()), row_filter(config, "train")
     read = [*needed_columns(config, "train"), *(sorted(parse_filter(filter).columns()) if filter else ())]
     columns = [column for column in dict.fromkeys(read) if column not in taught]
-    words = ("predict", teacher, data, scores, "--keep", as_names(columns))
+    words = ["predict", teacher, data, scores, "--keep", as_names(columns)]
+    if Record(Path(teacher)).config.get("model.name") == config.model.name:
+        words.append("--trust-code")  # who has this config train a class of his own trusts it in the teacher, too
     while True:
         with Task(f"{teacher} scores {data}, to {scores}"):
             problem = run_command(*words, shown=False)

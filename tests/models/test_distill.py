@@ -159,6 +159,19 @@ def test_a_student_has_the_columns_of_its_filter(
     assert sorted(kept) == sorted({*COLUMNS.split(","), *more})
 
 
+def test_a_class_that_the_student_has_is_trusted_in_its_teacher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another class, which only the run directory names, no code is executed."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(taught, "run_command", lambda *words, **_: commands.append(words))
+    world: Any = SimpleNamespace(from_rank_zero=lambda action: action())
+    for name in ("dlrm", "my_models.FM"):
+        (tmp_path / "config.yaml").write_text(f"model: {{name: {name}}}")
+        taught.with_scores(load_config("configs/dlrm_sample.yaml", [f"train.distill.teacher={tmp_path}"]), world)
+    assert ["--trust-code" in words for words in commands] == [True, False]
+
+
 def test_runs_that_begin_at_once_wait_for_the_scores_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
