@@ -1,6 +1,6 @@
 """The configuration: dataclasses (`schema`), YAML and `key=value` loading (`load`), cross-checks (`checks`).
 
-Nothing here imports torch, so that a mistake in a config is told before the heavy imports.
+Nothing here imports torch, so that a mistake in a config is reported before the slow imports.
 """
 
 from recsys.config.choices import (

@@ -10,7 +10,11 @@ LARGE = 1e30  # still finite in FP32
 
 
 def bounded(default: Any, least: float, most: float = MOST, below: float | None = None) -> Any:
-    """Return a dataclass field of a number, a list of numbers or null: from `least` to `most`, or below `below`."""
+    """Return a dataclass field for a number, a list of numbers or null, within bounds that `check_bounds` checks.
+
+    Args:
+        least, most: inclusive bounds. below: exclusive upper bound, in place of `most`.
+    """
     metadata = {"bounds": (least, most, below)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -34,9 +38,9 @@ def check_bounds(section: Any, key: str = "") -> None:
         elif dataclasses.is_dataclass(value):
             check_bounds(value, full)
         elif isinstance(value, dict):
-            for name, part in value.items():
-                if dataclasses.is_dataclass(part):
-                    check_bounds(part, f"{full}.{name}")
+            for name, entry in value.items():
+                if dataclasses.is_dataclass(entry):
+                    check_bounds(entry, f"{full}.{name}")
 
 
 def check_number(key: str, number: float | None, least: float, most: float = MOST, below: float | None = None) -> None:

@@ -208,7 +208,7 @@ def _check_tables(config: Config) -> None:
 
 
 def check_sharding(config: Config, name: str, table: TableConfig) -> None:
-    """Raise a UserError where a table's optimizer, kernel or features do not go with its sharding type."""
+    """Raise a UserError if a table's optimizer, kernel or features do not go with its sharding type."""
     optimizer, choice = config.table_optimizer(name), table.sharding_type
     key = config.table_optimizer_key(name)
     if choice in COLUMN_SPLITS and optimizer.name.is_row_wise and not optimizer.allow_column_split:
@@ -265,7 +265,7 @@ def _check_mapping(config: Config, name: str, table: TableConfig) -> None:
             f"that are to be told apart"
         )
     if table.mapping is IdMappingType.quotient_remainder and table.num_ids is not None and table.kept_rows is None:
-        # With q quotients and m remainders there are q * m pairs: most with q and m alike, beside the null row.
+        # q quotients and m remainders give q * m pairs, most if q and m are about equal; one more row is the null row.
         least = 2 + isqrt(4 * table.num_ids - 1)
         if table.num_embeddings < least:
             raise UserError(
@@ -291,12 +291,12 @@ def _check_paths(config: Config) -> None:
 
 
 def _check_filter(config: Config) -> None:
-    given = config.data.filter
+    setting = config.data.filter
     roles = ("train", "valid", "test", "items")
-    if isinstance(given, dict):
-        for role in given:
+    if isinstance(setting, dict):
+        for role in setting:
             one_of("data.filter", str(role), roles, "dataset")
-    expressions = list(given.values()) if isinstance(given, dict) else [given]
+    expressions = list(setting.values()) if isinstance(setting, dict) else [setting]
     for text in expressions:
         if text is not None and not (isinstance(text, str) and text.strip()):
             raise UserError(

@@ -72,51 +72,51 @@ class LabelLoss(Enum):
 
     @property
     def is_binary(self) -> bool:
-        """Whether a label is 0 or 1, and what a model gives a logit; else both are any numbers."""
+        """Whether a label is 0 or 1 and the model's output a logit; else both are any numbers."""
         return self is not LabelLoss.squared
 
 
 class SequenceLayer(Enum):
     """Layer of a sequence model.
 
-    `sasrec`: attention, then two linear layers with a ReLU, each of what came in normalised, and added to what came in.
-    `original`: the same, each added to the normalised, and keys and values of what is not, as in the code of SASRec's
-    authors (github.com/kang205/SASRec); `sasrec` is the formula of their paper.
-    `ligr`: as `sasrec` with SwiGLU, each added times a gate (Borisyuk et al. 2025, arXiv:2502.03417; as eSASRec,
-    arXiv:2508.06450). `hstu`: attention by SiLU, not by softmax, times a gate, and no other layers (Zhai et al. 2024,
-    arXiv:2402.17152).
+    `sasrec`: attention, then two linear layers with a ReLU; both read their input normalised, and are added to the
+    input itself, which is the formula of the paper. `original`: the code of SASRec's authors
+    (github.com/kang205/SASRec): both are added to the normalised input, and keys and values are of the input itself.
+    `ligr`: as `sasrec` with SwiGLU, and a gate on what is added (Borisyuk et al. 2025, arXiv:2502.03417; as eSASRec,
+    arXiv:2508.06450). `hstu`: attention by SiLU in place of softmax, times a gate, and no other layers (Zhai et al.
+    2024, arXiv:2402.17152).
     """
 
     sasrec, original, ligr, hstu = "sasrec", "original", "ligr", "hstu"
 
 
 class SequenceLoss(Enum):
-    """Loss of a sequence's next item against items that are drawn.
+    """Loss of a sequence's next item against drawn negatives.
 
-    `softmax`: the cross-entropy among them all. `gbce`: binary cross-entropies, the next item's calibrated to how few
-    are drawn (Petrov & Macdonald 2023, arXiv:2308.07192).
+    `softmax`: the cross-entropy among all of these. `gbce`: binary cross-entropies, of which the next item's is
+    calibrated to the share of items that are drawn (Petrov & Macdonald 2023, arXiv:2308.07192).
     """
 
     softmax, gbce = "softmax", "gbce"
 
 
 class RetrievalLoss(Enum):
-    """Loss of a user's item against items that are drawn, by the scores of the model: cosines, or dot products.
+    """Loss of a user's item against drawn negatives, by the scores of the model: cosines, or dot products.
 
-    `softmax`: the cross-entropy among them all. `contrastive`: one less the item's cosine, and the mean of what
-    negatives' cosines exceed a margin by (Mao et al. 2021, arXiv:2109.12613). `binary`: binary cross-entropies. `bpr`:
-    cross-entropies of the item coming before a negative, in the mean (Rendle et al. 2009, arXiv:1205.2618).
+    `softmax`: the cross-entropy among all of these. `contrastive`: 1 minus the item's cosine, plus the mean excess of
+    the negatives' cosines over a margin (Mao et al. 2021, arXiv:2109.12613). `binary`: binary cross-entropies. `bpr`:
+    the mean of -log sigmoid(item's score - negative's score) (Rendle et al. 2009, arXiv:1205.2618).
     """
 
     softmax, contrastive, binary, bpr = "softmax", "contrastive", "binary", "bpr"
 
 
 class RetrievalMetric(Enum):
-    """What is told of the best K items of users, those of users without targets aside.
+    """Metric of the best K items of each user; users without targets do not count.
 
-    Means over users: the share of targets among them (`recall`); discounted gain over the best possible (`ndcg`);
-    whether there is one (`hit_rate`); 1 over the place of the first (`mrr`); average precision over the number of
-    targets (`map`). `coverage`: the share of all items that is among anyone's.
+    Means over users: the share of targets among the K (`recall`); discounted gain over the best possible (`ndcg`);
+    whether a target is among them (`hit_rate`); 1 / rank of the first target (`mrr`); average precision over the
+    number of targets (`map`). `coverage`: the share of all items that are among any user's K.
     """
 
     recall, ndcg, hit_rate, mrr = "recall", "ndcg", "hit_rate", "mrr"
@@ -185,11 +185,11 @@ class ShardingChoice(Enum):
     grid_shard = "grid_shard"
 
 
-# Those that keep a vector for each id of a list, which torchrec has for these.
+# Sharding types for which torchrec can look up a vector for each id of a list.
 UNPOOLED = (ShardingChoice.auto, ShardingChoice.table_wise, ShardingChoice.row_wise, ShardingChoice.column_wise)
 COLUMN_SPLITS = (ShardingChoice.column_wise, ShardingChoice.table_column_wise, ShardingChoice.grid_shard)
 MACHINE_SPLITS = (ShardingChoice.table_row_wise, ShardingChoice.grid_shard)
-# Ranks look up parts of a list's vector, and add them up.
+# Splits of rows: each rank sums the rows of a list that it holds, and the ranks' sums are added up.
 ROW_SPLITS = (ShardingChoice.row_wise, ShardingChoice.table_row_wise, ShardingChoice.grid_shard)
 
 
@@ -200,15 +200,15 @@ class DenseOptimizer(Enum):
 
 
 class DenseSharding(Enum):
-    """What ranks share out of the dense part, in place of holding all of it each.
+    """What of the dense part is split over the ranks, in place of a copy on each.
 
-    `none`: nothing. `optimizer`: the state of its optimizer (ZeRO-1), which then trains each number by itself.
+    `none`: nothing. `optimizer`: the state of its optimizer (ZeRO-1), which must then be elementwise.
     """
 
     none, optimizer = "none", "optimizer"
 
 
-# Those that train each number by itself.
+# Optimizers whose update of a weight depends on no other weight.
 ELEMENTWISE = (DenseOptimizer.adam, DenseOptimizer.adamw, DenseOptimizer.adagrad, DenseOptimizer.sgd)
 
 
@@ -231,7 +231,7 @@ class Tracker(Enum):
 
 
 class Saver(Enum):
-    """Changes of `memory.fit` after which something else is learned.
+    """Changes of `memory.fit` that change what is learned.
 
     `row_order`: data.window_mib, and with it the order of the rows. `bf16_autocast`: precision.autocast.
     `row_wise_state`: the tables' optimizer, to its row-wise kind. `fp16_tables`: their data_type.

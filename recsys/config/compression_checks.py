@@ -1,4 +1,4 @@
-"""Checks of what makes tables small enough to serve: quantised vectors, rows that become 0, and that were pruned."""
+"""Checks of settings that make models small enough to serve: quantised vectors, sparsity, pruned rows, INT8 layers."""
 
 from recsys.config.choices import COLUMN_SPLITS, UNPOOLED, ComputeKernel, IdMappingType, RowCode
 from recsys.config.schema import Config, TableConfig
@@ -7,7 +7,7 @@ from recsys.errors import UserError
 
 
 def check_dense_int8(config: Config) -> None:
-    """Raise a UserError where the dense part is to be in INT8, and to be published, which hands on FP32."""
+    """Raise a UserError if the dense part is to be in INT8 and published too, since publications hold FP32 layers."""
     if config.precision.dense_int8 and config.train.publish.dir is not None:
         raise UserError(
             "config key 'precision.dense_int8': train.publish hands on FP32 layers; set it to false, or drop "
@@ -21,7 +21,7 @@ def takes_code(table: TableConfig, code: RowCode) -> bool:
 
 
 def check_compression(config: Config, name: str, table: TableConfig) -> None:
-    """Raise a UserError where a table's vectors cannot be quantised as it says, or its rows not have been pruned."""
+    """Raise a UserError if a table cannot have the quantised vectors, kept rows or sparsity that it asks for."""
     key = f"config key 'tables.{name}"
     if table.quantize is not None and table.sharding_type not in UNPOOLED:
         raise UserError(
@@ -50,7 +50,8 @@ def check_compression(config: Config, name: str, table: TableConfig) -> None:
 def _check_sparsity(config: Config, name: str, table: TableConfig) -> None:
     key, optimizer = f"config key 'tables.{name}", config.table_optimizer(name)
     assert table.sparsity is not None
-    # Rules in torch that go on from the weights themselves, on every plan.
+    # The penalty is part of rules in torch. It needs one that goes on from the weights (ftrl computes them from its
+    # state) and does the same on every plan.
     able = [
         candidate
         for candidate in TableOptimizer

@@ -1,6 +1,7 @@
 """Checks of a config against its device and the number of ranks.
 
-What a device has no kernel for is refused where something else would be learned, and otherwise replaced.
+A setting that the device has no kernel for is refused if its replacement would learn something else, and otherwise
+replaced.
 """
 
 import math
@@ -15,8 +16,8 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
     """Return a sentence for each setting that the device has no kernel for, saying what replaces it.
 
     Raises:
-        UserError: what would be done in its place would learn something else, a batch has fewer rows than ranks, or
-            vectors cannot be sent between ranks as the config has it.
+        UserError: the replacement of a setting would learn something else, a batch has fewer rows than ranks, or
+            vectors cannot be sent between ranks in the types of the config.
     """
     check_ranks(config, world_size)
     if world_size > 1:
@@ -51,7 +52,7 @@ def check_device(config: Config, on_gpu: bool, world_size: int = 1) -> list[str]
 
 
 def check_table_on_gpu(config: Config, name: str) -> None:
-    """Refuse what neither FBGEMM's GPU kernel of an optimizer takes nor the rule in torch that stands in for it.
+    """Refuse a table that neither FBGEMM's GPU kernel of its optimizer nor the rule in torch can train.
 
     Raises:
         UserError: a table that is not in FP32 lies in host memory, or has weight decay.
@@ -60,16 +61,16 @@ def check_table_on_gpu(config: Config, name: str) -> None:
     rule, table = optimizer.name.value, config.tables[name]
     if rule.path is None or rule.in_fbgemm(True, table.data_type):
         return
-    only, found = f"FBGEMM's {optimizer.name.name} trains tables in FP32 alone on GPUs", table.data_type.name
+    only, data_type = f"FBGEMM's {optimizer.name.name} trains tables in FP32 alone on GPUs", table.data_type.name
     instead = f"use tables.{name}.data_type=FP32, or {key}.name={rule.row_wise}"
     if table.compute_kernel is not ComputeKernel.fused:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': {only}, and a rule in torch those in device memory, found "
-            f"{found} and {table.compute_kernel.name}; {instead}, or fused"
+            f"{data_type} and {table.compute_kernel.name}; {instead}, or fused"
         )
     if optimizer.weight_decay:
         raise UserError(
-            f"config key '{key}.weight_decay': {only}, and a rule in torch others without it, found {found} and "
+            f"config key '{key}.weight_decay': {only}, and a rule in torch others without it, found {data_type} and "
             f"{optimizer.weight_decay}; {instead}, or weight_decay=0"
         )
 
@@ -88,27 +89,27 @@ def _check_dense_sharding(config: Config, world_size: int) -> list[str]:
 
 
 def _check_wires(config: Config, on_gpu: bool) -> None:
-    """Refuse wires that FBGEMM's codecs, which are made for vectors of FP32, do not send narrower ones through.
+    """Refuse wire types in which FBGEMM's codecs, made for FP32 vectors, cannot send vectors of a narrower type.
 
-    Forward, FP32 refuses what is narrower, and BF16 what has not its range; behind FP16 and BF16 vectors are FP32.
+    Forward, the codec of FP32 takes no narrower vectors, and that of BF16 no FP16; both FP16 and BF16 arrive as FP32.
     """
     precision = config.precision
-    given, forward, backward = precision.output_dtype, precision.forward_wire, precision.backward_wire
-    if given is FloatType.BF16 and not on_gpu:
-        given = FloatType.FP32
-    if given is FloatType.FP32 or (forward, backward) == (FloatType.FP32, FloatType.FP32):
+    output, forward, backward = precision.output_dtype, precision.forward_wire, precision.backward_wire
+    if output is FloatType.BF16 and not on_gpu:
+        output = FloatType.FP32
+    if output is FloatType.FP32 or (forward, backward) == (FloatType.FP32, FloatType.FP32):
         return
-    allowed = [FloatType.FP16] if given is FloatType.FP16 else [FloatType.BF16, FloatType.FP16]
+    allowed = [FloatType.FP16] if output is FloatType.FP16 else [FloatType.BF16, FloatType.FP16]
     if forward not in allowed:
         raise UserError(
-            f"config key 'precision.forward_wire': vectors of precision.output_dtype={given.name} are sent between "
-            f"ranks as {' or '.join(kind.name for kind in allowed)}, or with both wires FP32, found {forward.name} and "
-            f"backward_wire={backward.name}; set it to {given.name}, or both to FP32"
+            f"config key 'precision.forward_wire': vectors of precision.output_dtype={output.name} are sent between "
+            f"ranks as {' or '.join(wire.name for wire in allowed)}, or with both wires FP32, found {forward.name} and "
+            f"backward_wire={backward.name}; set it to {output.name}, or both to FP32"
         )
 
 
 def _unused_wires(config: Config, world_size: int) -> list[str]:
-    """Return a sentence for each type that vectors are to be sent in, where none are sent."""
+    """Return a sentence for each wire type that is set though one rank sends no vectors."""
     wires = {key: getattr(config.precision, key) for key in ("forward_wire", "backward_wire")}
     is_changed = {key: wire for key, wire in wires.items() if world_size == 1 and wire is not FloatType.FP32}
     return [f"precision.{key}={wire.name} changes nothing on one rank" for key, wire in is_changed.items()]
@@ -147,7 +148,8 @@ def repeated_decoding(config: Config, world_size: int) -> str | None:
     streams = config.data.num_streams
     if streams % world_size == 0:
         return None
-    # Laid beside each other, streams and ranks have so many pieces in common.
+    # The borders of streams and ranks cut an epoch into streams + ranks - gcd intervals, each of which costs the
+    # decoding of its stream.
     times = (streams + world_size - math.gcd(streams, world_size)) / streams
     better = world_size * min(-(-streams // world_size), config.train.global_batch_size // world_size)
     return (

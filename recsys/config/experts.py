@@ -1,4 +1,4 @@
-"""Experts of a table: further tables, over which the vectors of its features are gated sums of those that an id has."""
+"""Experts of a table: further tables; a feature's vector is the gated sum of those of its ids in some of them."""
 
 from dataclasses import dataclass, field, replace
 from math import comb
@@ -18,9 +18,9 @@ _MOST_CHOICES = 2**16  # of experts by hash
 class ExpertsConfig:
     """Section `tables.X.experts`: vectors of the table's features are gated sums over this table and others.
 
-    The id alone says in which of them it is looked up, where batches are made, so that bytes that are read and sent
-    follow `active`. Mixture of experts: Shazeer et al. 2017, arXiv:1701.06538; mixed dimensions: Ginart et al. 2019,
-    arXiv:1909.11810.
+    The id alone decides in which of them it is looked up, when batches are made, so that the bytes read and sent are
+    proportional to `active`. Mixture of experts: Shazeer et al. 2017, arXiv:1701.06538; mixed dimensions: Ginart et al.
+    2019, arXiv:1909.11810.
     """
 
     others: list[str] = field(default_factory=list)  # further tables, which no feature names, of the same model width
@@ -30,13 +30,13 @@ class ExpertsConfig:
 
 
 def expert_tables(config: "Config", table: str) -> list[str]:
-    """Return a table and the others of its experts, in order; the table alone without such."""
+    """Return a table and its further experts, in order; the table alone if it has none."""
     experts = config.tables[table].experts
     return [table, *(experts.others if experts else ())]
 
 
 def experts_with(config: "Config", table: str) -> tuple[ExpertsConfig, list[str]] | None:
-    """Return the section by which a table is an expert, and all experts of it in order; None: it is none."""
+    """Return the section that makes a table an expert, and all experts of that section in order; None: it is none."""
     for name, settings in config.tables.items():
         if settings.experts is not None and table in (names := expert_tables(config, name)):
             return settings.experts, names
@@ -44,13 +44,13 @@ def experts_with(config: "Config", table: str) -> tuple[ExpertsConfig, list[str]
 
 
 def experts_by_id(config: "Config") -> set[str]:
-    """Return the experts that are looked up id by id: a sum for each row would be sent for rows without an id too."""
+    """Return the experts that are looked up id by id, since pooled vectors would be sent for rows without an id too."""
     names = {expert for name, table in config.tables.items() if table.experts for expert in expert_tables(config, name)}
     return {name for name in names if config.tables[name].sharding_type in UNPOOLED}
 
 
 def deciding_tables(config: "Config") -> set[str]:
-    """Return the experts whose vocabulary says which ids they have, so that an id that it loses goes to another one."""
+    """Return the experts whose vocabulary decides which ids they have; an id that it drops goes to another expert."""
     groups = (
         expert_tables(config, n) for n, t in config.tables.items() if t.experts and t.experts.by is Route.frequency
     )
@@ -58,9 +58,9 @@ def deciding_tables(config: "Config") -> set[str]:
 
 
 def add_expert_features(config: "Config") -> None:
-    """Add to the features of a checked config one for each further expert of theirs, `FEATURE+TABLE`, behind them.
+    """Add a feature `FEATURE+TABLE` for each further expert of a feature's table, right behind it, to a checked config.
 
-    A null with a row of its own has it in the first expert.
+    Under `nulls: reserved` a null id has its row in the first expert alone.
     """
     features = {}
     for name, feature in config.features.items():
@@ -73,7 +73,7 @@ def add_expert_features(config: "Config") -> None:
 
 
 def check_experts(config: "Config") -> None:
-    """Raise a UserError where the experts of a table do not fit to each other, or to what reads them."""
+    """Raise a UserError if the experts of a table do not fit each other, or the features and the model."""
     owner: dict[str, str] = {}
     for name in config.tables:
         for other in expert_tables(config, name)[1:]:
@@ -150,7 +150,7 @@ def _check_features(config: "Config", name: str, experts: ExpertsConfig) -> None
 
 
 def gate_inputs(config: "Config", feature: str) -> list[str]:
-    """Return the id features whose vectors the gates of a feature are learned from: the others of its side."""
+    """Return the id features whose vectors are the input of a feature's gates: the others of its side."""
     needs = config.model.needs()
     others = (
         name

@@ -10,8 +10,8 @@ from recsys.errors import UserError
 class Take(Enum):
     """Which tensors of a kind are loaded.
 
-    `all`: every one, and both sides must have the same. `matching`: those that both sides have alike; what is here
-    alone is initialised, what is there alone is skipped. `none`: all is initialised.
+    `all`: every one, and this config and the checkpoint must have the same. `matching`: those that both have alike;
+    what only this config has is initialised, what only the checkpoint has is skipped. `none`: all are initialised.
     """
 
     all, matching, none = "all", "matching", "none"
@@ -40,7 +40,7 @@ class InitConfig:
 
 
 def check_init(init: InitConfig, init_from: str | None) -> None:
-    """Refuse settings of a start from another run where there is none."""
+    """Refuse settings of train.init that differ from their defaults without train.init_from."""
     initial = InitConfig(from_parquet=init.from_parquet)
     changed = [name for name, value in vars(init).items() if value != getattr(initial, name)]
     if changed and init_from is None:

@@ -1,4 +1,4 @@
-"""Loading a config: YAML plus `key=value` into a checked `Config`; a mistake is a sentence with the full key."""
+"""Loading of a config: YAML plus `key=value` into a checked `Config`; a mistake is a sentence with the full key."""
 
 import dataclasses
 import json
@@ -33,7 +33,7 @@ from recsys.config.ranges import expand_override, without_ranges
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
-# What --debug sets beneath the user's own `key=value`: one thread, no reading ahead, a slice of the data.
+# Settings of --debug, which the user's own `key=value` override: one thread, no reading ahead, a slice of the data.
 DEBUG_OVERRIDES = {
     "debug": True,
     "data": {"num_threads": 0, "prefetch_batches": 0, "max_rows": 20_000},
@@ -83,7 +83,7 @@ def load_config(
 
 @cache
 def _model_nodes(model: type) -> DictConfig:
-    """Return the keys of a section `model` with types and defaults."""
+    """Return OmegaConf's nodes of a section `model`: its keys with types and defaults."""
     try:
         return OmegaConf.structured(model())
     except (OmegaConfBaseException, TypeError) as error:
@@ -94,31 +94,31 @@ def _model_nodes(model: type) -> DictConfig:
 
 
 def _with_label_sections(layer: dict[str, Any]) -> dict[str, Any]:
-    """Return a layer whose labels that are given by their column or expression alone are sections, with that alone."""
+    """Return a layer with labels of the short form, NAME: TEXT, written out as sections with a column or expression."""
     labels = layer["data"].get("labels") if isinstance(layer.get("data"), dict) else None
     if not isinstance(labels, dict):
         return layer
     sections = dict(labels)
     for name, text in labels.items():
         if isinstance(text, str):
-            word, other = ("column", "expression") if re.fullmatch(r"[\w.-]+", text) else ("expression", "column")
-            sections[name] = {word: text, other: None}  # None overrides what a layer below gave
+            key, other = ("column", "expression") if re.fullmatch(r"[\w.-]+", text) else ("expression", "column")
+            sections[name] = {key: text, other: None}  # None overrides the value of a layer below
     return {**layer, "data": {**layer["data"], "labels": sections}}
 
 
 def config_text(config: Config) -> str:
     """Return the config as YAML that `load_config` reads back to an equal `Config`.
 
-    What was given as `${oc.env:NAME}` stays so, as it may be a secret.
+    A value written as `${oc.env:NAME}` stays so, as it may be a secret.
     """
     features = {name: feature for name, feature in config.features.items() if feature.expert_of is None}
     now = _with_references(_plain(dataclasses.replace(config, features=features)), *config.given)
-    # As OmegaConf.to_yaml, which would first make a node of each value, for four fifths of the time.
+    # The same as OmegaConf.to_yaml, which spends four fifths of its time on making a node of each value.
     return yaml.dump(now, Dumper=get_omega_conf_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False)
 
 
 def _plain(value: Any) -> Any:
-    """Return dataclasses as mappings, and choices as names; through OmegaConf it would take a hundred times as long."""
+    """Return dataclasses as mappings and enums as names, a hundred times as fast as through OmegaConf."""
     if dataclasses.is_dataclass(value):
         keys = [key.name for key in dataclasses.fields(value) if not key.metadata.get("omegaconf_ignore")]
         return {key: _plain(getattr(value, key)) for key in keys}
@@ -129,19 +129,19 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
-def _with_references(now: Any, given: Any, resolved: Any) -> Any:
-    """Return values with the references that they were given by, save those that have been changed since."""
-    if isinstance(given, str) and "${" in given:
-        return given if now == _plain(resolved) else now
-    if isinstance(given, dict) and isinstance(now, dict):
-        return {key: _with_references(value, given.get(key), resolved.get(key)) for key, value in now.items()}
-    if isinstance(given, list) and isinstance(now, list) and len(now) == len(given):
-        return [_with_references(*values) for values in zip(now, given, resolved, strict=True)]
+def _with_references(now: Any, written: Any, resolved: Any) -> Any:
+    """Return values (`now`) as they were `written`, with `${…}` references, save those changed since (`resolved`)."""
+    if isinstance(written, str) and "${" in written:
+        return written if now == _plain(resolved) else now
+    if isinstance(written, dict) and isinstance(now, dict):
+        return {key: _with_references(value, written.get(key), resolved.get(key)) for key, value in now.items()}
+    if isinstance(written, list) and isinstance(now, list) and len(now) == len(written):
+        return [_with_references(*values) for values in zip(now, written, resolved, strict=True)]
     return now
 
 
 def _read_with_bases(path: Path, above: tuple[Path, ...] = ()) -> list[dict[str, Any]]:
-    """Return what the chain of bases of a file holds, and then the file, which wins; `above` are the files over it."""
+    """Return the layers of a file's chain of bases, then the file, which wins; `above` are the files based on it."""
     content = _read_yaml(path)
     base = content.pop("base", None)
     if base is None:
@@ -182,7 +182,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def as_value(text: object) -> str:
-    """Return a text, such as a path, as the value of a `key=value`: in quotes where YAML reads something else of it."""
+    """Return a text, such as a path, as the value of a `key=value`: in quotes if YAML would read something else."""
     try:
         is_read = OmegaConf.from_dotlist([f"key={text}"]).key == str(text)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError):
@@ -213,7 +213,7 @@ def _model_name(layers: Sequence[dict[str, Any]]) -> str:
 
 @cache
 def _fields(expected: Any, model: type | None) -> dict[str, Any]:
-    """Return name → type of what stands under a dataclass; the type of `model` is the one that its name selects."""
+    """Return name → type of the keys under a dataclass; the type of `model` is the one that its name selects."""
     expected = _required(expected)
     hints = typing.get_type_hints(expected) if dataclasses.is_dataclass(expected) else {}
     keys = dataclasses.fields(expected) if hints else ()
@@ -228,7 +228,7 @@ def _required(expected: Any) -> Any:
 
 
 def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> None:
-    """Refuse a key that is not known, or a plain value where a section should be; OmegaConf is brief on the latter."""
+    """Refuse unknown keys, and plain values in place of sections, which OmegaConf reports less clearly."""
     fields, is_mapping = _fields(expected, model), expected is dict or typing.get_origin(expected) is dict
     required, is_count = _required(expected), isinstance(section, int | float) and section not in (0, 1)
     if section is None and expected != required:
@@ -247,7 +247,7 @@ def _check_keys(section: Any, key: str, expected: Any, model: type | None) -> No
 
 
 def _is_list(value: Any) -> bool:
-    """Return whether a value is a list of plain values, or a reference, which may be to one."""
+    """Return whether a value is a list of plain values, or a reference, which may refer to one."""
     if isinstance(value, list):
         return not any(isinstance(item, list | dict) for item in value)
     return isinstance(value, str) and "${" in value
@@ -310,7 +310,7 @@ def _wrong_value(error: Exception, model: type) -> str:
 
 
 def _library_text(error: Exception) -> str:
-    """Return what OmegaConf says, without the key, which it names its own way."""
+    """Return the text of an error of OmegaConf, without the key, which it writes in its own way."""
     return _one_line(error).split(" full_key:")[0]
 
 
@@ -319,7 +319,7 @@ def _wrong_name(error: KeyValidationError) -> str:
 
 
 def _type_of(key: str, model: type) -> Any:
-    """Return the type of a key, or None of one under a name with a dot, which no table or feature may have."""
+    """Return the type of a key; None if it is under a name with a dot, which no table or feature may have."""
     expected: Any = Config
     for name in key.replace("[", ".[").split("."):
         fields = _fields(expected, model)

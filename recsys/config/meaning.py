@@ -1,6 +1,6 @@
-"""Meaning of a checkpoint's rows and numbers: the settings that must be the same where it is loaded.
+"""Settings that give a checkpoint's rows and numbers their meaning, and must be the same where it is loaded.
 
-Every key of a config counts unless it is listed here as free, so that a key that is added later is compared too.
+Every key of a config is compared unless it is listed here as free, so that a key that is added later is compared too.
 """
 
 import json
@@ -20,16 +20,16 @@ from recsys.config.names import flat
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
-# Keys that may be others where a checkpoint is loaded.
+# Keys that may differ where a checkpoint is loaded.
 FREE = (
-    # where a run writes, what it runs on, and what is foretold and measured of it
+    # where a run writes, what it runs on, and what is predicted and measured of it
     *("run.*", "memory.*", "topology.*", "debug"),
-    # which files, since these are told by their footers; how they are read
+    # which files, since they are compared by their footers; how they are read
     *("data.train", "data.valid", "data.test", "data.items", "data.filter.*", "data.num_threads"),
     "data.processes",
     *("data.prefetch_batches", "data.verify_checksums", "data.retries", "data.max_bad_*", "data.drop_last"),
     "data.candidates_column",
-    # how fast and in what pieces training goes on, what is kept of it, and types of numbers that are not kept
+    # how fast and in what micro-batches training goes on, what is saved of it, and types of numbers that are not saved
     *("train.eval_batch_size", "train.micro_batch_*", "train.epochs", "train.max_*steps", "train.*_every_*"),
     *("train.keep_checkpoints", "train.async_checkpoints", "train.activation_checkpointing", "train.compile"),
     *("train.activation_offload", "train.dense_sharding", "train.check_every_step"),
@@ -43,7 +43,7 @@ FREE = (
     ),
     *(f"*optimizer*.{name}" for name in ("learning_rate", "eps", "l1", "beta1", "beta2", "momentum", "weight_decay")),
     *("*optimizer*.state_dtype", "*optimizer*.allow_column_split", "optimizer.dense.clip_norm"),
-    # of tables: where their rows lie, and what they began from; a vocabulary's ids are told by its digest
+    # of tables: where their rows lie, and their first weights; a vocabulary's ids are compared by its digest
     *("tables.*.sharding_type", "tables.*.compute_kernel", "tables.*.cache_load_factor"),
     *(
         "tables.*.stochastic_rounding",
@@ -55,23 +55,23 @@ FREE = (
     ),
     "tables.*.min_count",
 )
-# What a position in the data, and the best metric so far, stand for, and how weights are read: not what another run
-# takes.
+# Keys that a run that goes on must keep, and one that starts from its weights need not: they give their meaning to the
+# position in the data and the best metric so far, or say how weights are read.
 _OF_ONE_RUN = (
     *("seed", "data.shuffle", "data.num_streams", "data.window_mib", "data.max_rows", "data.filter"),
     *("data.keep_negatives", "train.global_batch_size", "tables.*.quantize", "train.distill*"),
 )
 _STOPPING = ("train.early_stop.metric", "data.targets_column", "data.seen_column")
-# What changes the shape of a tensor, which is looked at where tensors are loaded, with options of its own.
+# Keys that change the shape of a tensor, which is compared when tensors are loaded, with options of its own.
 _SHAPES = ("tables.*.data_type", "tables.*.embedding_dim", "tables.*.projected_dim", "features.*.dim")
 _INPUTS = "inputs."
 _NOT_SET = "not set"
 
 
 def meaning(config: Config) -> dict[str, Any]:
-    """Return these settings by full key, with defaults filled in, as JSON holds them.
+    """Return the settings that are compared, by full key, with defaults filled in, as JSON holds them.
 
-    `inputs.PARAMETER` are the features that a layer of the dense part reads, in order.
+    `inputs.PARAMETER` holds the features that a layer of the dense part reads, in order.
     """
     content = asdict(config)
     content.pop("given")
@@ -95,7 +95,7 @@ def meaning(config: Config) -> dict[str, Any]:
 
 
 def changed_inputs(saved: dict[str, Any], config: Config) -> set[str]:
-    """Return the dense parameters that read other features than in a checkpoint, or in another order.
+    """Return the dense parameters that read other features than in a checkpoint, or the same in another order.
 
     Args:
         saved: the `meaning` of the config that wrote it.
@@ -113,14 +113,14 @@ def refuse_differences(config: Config, saved: dict[str, Any], path: object, init
     """Raise a UserError if rows or numbers of a checkpoint mean something else in this config.
 
     Args:
-        saved: the `meaning` of the config that wrote it. path: names it in messages.
-        init: allows differences to a run that begins with its weights; None: the run goes on.
+        saved: the `meaning` of the config that wrote it. path: of the checkpoint, for messages.
+        init: differences allowed to a run that starts from its weights; None: the run goes on.
 
     Raises:
         UserError: names each such key, its value here and there, and what to set.
     """
     here = meaning(config)
-    # A key of the model that the checkpoint lacks came later, with a default that is what there was before.
+    # A key of the model that the checkpoint lacks was added later, with a default that changes nothing.
     defaults = {key: _plain(value) for key, value in flat("model", asdict(type(config.model)()))}
     saved = {**{key: value for key, value in defaults.items() if key in here}, **saved}
     changed = {key: _shown_key(key, config) for key in {**here, **saved} if here.get(key) != saved.get(key)}
@@ -170,8 +170,8 @@ def _check_allowed(init: InitConfig, keys: list[str]) -> None:
 def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> list[str]:
     """Return patterns of keys that are not compared."""
     tables = {key.split(".")[1] for key in saved if key.startswith("tables.")}
-    # A table of one side alone is told by its tensors, and a feature by the layer that reads it.
-    both = tables & set(config.tables)
+    # A table of one config alone is compared by its tensors, and a feature by the layer that reads it.
+    common = tables & set(config.tables)
     free = [f"tables.{name}.*" for name in tables ^ set(config.tables)]
     features = {key.split(".")[1] for key in saved if key.startswith("features.")}
     free += [f"features.{name}.*" for name in features ^ set(config.features)]
@@ -179,19 +179,19 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
         free += _STOPPING
     if init is None:
         sizes = config.train.global_batch_size, saved.get("train.global_batch_size", 1)
-        # Streams are then equally long, whatever a step takes of them.
+        # The streams are then equally long, whatever the rows of a step.
         if not any(size % config.data.num_streams for size in sizes):
             free.append("train.global_batch_size")
         return free
     free += [*_OF_ONE_RUN, *_STOPPING, *_SHAPES, *(f"model.{key}" for key in config.model.shapes)]
-    # What is not taken need not agree.
-    loaded = both if init.tables is not Take.none else set()
+    # What is not loaded need not agree.
+    loaded = common if init.tables is not Take.none else set()
     free += [f"tables.{name}.*" for name in config.tables if name not in loaded]
     free += [f"tables.{n}.num_embeddings" for n, t in config.tables.items() if t.mapping is IdMappingType.identity]
     for name, feature in config.features.items():
         if init.dense is Take.none if feature.type is FeatureType.float else feature.table not in loaded:
             free.append(f"features.{name}.*")
-    # An entry of a mapping in `model` that one side alone has is told by the tensors of its layer.
+    # An entry of a mapping in `model` that one config alone has is compared by the tensors of its layer.
     free += [key for key in meaning(config).keys() ^ saved.keys() if re.match(r"model\.\w+\.", key)]
     if init.dense is not Take.all:
         free += [f"{_INPUTS}*", "model.interaction"]
@@ -205,7 +205,7 @@ def _free(config: Config, saved: dict[str, Any], init: InitConfig | None) -> lis
 
 
 def _inputs(config: Config) -> dict[str, list[str]]:
-    """Return the features that a layer reads side by side, by its parameter; of vectors with their dimension."""
+    """Return the features that a layer reads side by side, by its parameter; vectors as NAME[DIM]."""
     inputs = config.model.layer_inputs(model_features(config), float_features(config))
     dims = {name: feature.dim for name, feature in config.features.items() if feature.dim is not None}
     return {layer: [f"{n}[{dims[n]}]" if n in dims else n for n in names] for layer, names in inputs.items()}
@@ -222,13 +222,13 @@ def _pattern(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 def _shown_key(key: str, config: Config) -> str:
-    """Return the key as a user writes it."""
+    """Return a key of `meaning` as a user writes it in a config."""
     if key.startswith(_INPUTS):
         return "features"
-    section, _, rest = key.partition(".")
-    name, _, rest = rest.partition(".")
-    if section == "tables" and rest.startswith("optimizer.") and name in config.tables:
-        return f"{config.table_optimizer_key(name)}.{rest.removeprefix('optimizer.')}"
+    section, _, below = key.partition(".")
+    name, _, below = below.partition(".")
+    if section == "tables" and below.startswith("optimizer.") and name in config.tables:
+        return f"{config.table_optimizer_key(name)}.{below.removeprefix('optimizer.')}"
     return key
 
 

@@ -1,4 +1,4 @@
-"""Section `model` of a config: keys that every model has, what it needs of the data, and where its class is."""
+"""Section `model` of a config: keys that every model has, its needs of the data, and where its class is."""
 
 import importlib
 import os
@@ -39,17 +39,17 @@ class Needs:
     """Data that a model reads beside all features of a row.
 
     Attributes:
-        labels: it is trained and evaluated on labels of rows.
-        sequences: id features that it reads a vector of for each id of a list, not one for the list.
-        item_id: of a retrieval model, the feature that tells the items of data.items apart.
-        item_features: of a retrieval model, what it reads of items; all other features are a user's.
-        items_in_rows: of a retrieval model, rows of data.train hold an item with its features; else only those that are
-            drawn do.
-        training_features: that it reads in training alone; no other data need a column of them.
+        labels: whether it is trained and evaluated on labels of rows.
+        sequences: id features whose lists it reads as a vector for each id, not one for the list.
+        item_id: of a retrieval model, the feature that identifies the items of data.items.
+        item_features: of a retrieval model, the features of items; all others are a user's.
+        items_in_rows: of a retrieval model, whether rows of data.train hold an item with its features; else only drawn
+            items have rows.
+        training_features: features that it reads in training alone; other data need no column of them.
         vector_dim: of a retrieval model, the width of the vectors of users and items.
-        log_shares_of: id feature whose table rows' shares of data.train it wants the logarithms of.
-        sampled_items: how many items of data.items it wants drawn for a global batch, as rows behind those of the data.
-        sampling_power: what their counts in data.train are raised to, to draw by; above 0, needs `log_shares_of`.
+        log_shares_of: id feature for whose table rows it reads the logarithms of their shares of data.train.
+        sampled_items: number of items of data.items drawn for a global batch, as rows behind those of the data.
+        sampling_power: power of an item's count in data.train that it is drawn by; above 0, needs `log_shares_of`.
     """
 
     labels: bool = True
@@ -69,9 +69,10 @@ class ModelConfig:
     """Section of a model; each model's `Config` extends it.
 
     Attributes:
-        free: names of keys that may be others where a checkpoint of the model is loaded.
-        shapes: names of keys that change the shape of a tensor, which is compared where tensors are loaded.
-        mlps: by key with the widths of an MLP's layers its module, if it alone has them: its neurons may be pruned.
+        free: names of keys that may differ where a checkpoint of the model is loaded.
+        shapes: names of keys that change the shape of a tensor, which is compared when tensors are loaded.
+        mlps: key with the widths of an MLP's layers → its module, of MLPs whose neurons may be pruned: no other module
+            has its widths by that key.
     """
 
     name: str = MISSING
@@ -85,14 +86,14 @@ class ModelConfig:
         return Needs()
 
     def check(self, config: "Config") -> None:
-        """Refuse a section that does not fit to features and tables; numbers are held against their bounds before.
+        """Refuse a section that does not fit the features and tables; bounds of numbers are checked before.
 
         Raises:
             UserError: names the key, what was found and what is allowed.
         """
 
     def metric_names(self, config: "Config") -> list[str]:
-        """Return the names of the metrics that an evaluation gives."""
+        """Return the names of the metrics of an evaluation."""
         labels = config.labels()
         return [
             f"{name}.{metric}" if len(labels) > 1 else metric
@@ -101,11 +102,11 @@ class ModelConfig:
         ]
 
     def layer_inputs(self, ids: Sequence[str], floats: Sequence[str]) -> dict[str, list[str]]:
-        """Return, by parameter, the features that a layer reads side by side; `ids` and `floats` are all there are."""
+        """Return the features that a layer reads side by side, by its parameter, of all `ids` and `floats`."""
         return {"model": [*ids, *floats]}
 
     def meaning(self, config: "Config") -> dict[str, Any]:
-        """Return the keys with what they stand for, to be compared where a checkpoint is loaded."""
+        """Return the settings of the model that are compared where a checkpoint is loaded, by key."""
         return asdict(self)
 
 
@@ -113,10 +114,10 @@ def find_model(name: str, is_trusted: bool = True) -> Any:
     """Return the class of a model: one of `MODELS`, or a user's own by its dotted name, which is imported.
 
     Args:
-        is_trusted: the user has named the class, and not only a run directory.
+        is_trusted: whether the user has named the class, not a run directory alone.
 
     Raises:
-        UserError: there is no such model, it cannot be imported, or it is none.
+        UserError: there is no such model, it cannot be imported, or the class is no model.
     """
     key = "config key 'model.name'"
     if name not in MODELS and not re.fullmatch(r"(?:[^\W\d]\w*\.)+[^\W\d]\w*", name):

@@ -9,14 +9,16 @@ from typing import Any
 from recsys.config.schema import Config
 from recsys.errors import UserError, nearest
 
-MOST_YAML_NODES = 10_000_000  # of a config file; OmegaConf reads 10,000, and what a run of 150 tables saves has more
-_MOST_BYTES = 150  # a file system takes 255, and what is written aside has a longer name
+MOST_YAML_NODES = (
+    10_000_000  # of a config file; OmegaConf's limit is 10,000, and the saved config of 150 tables has more
+)
+_MOST_BYTES = 150  # a file system takes 255, and temporary files have longer names
 _NAME = re.compile(r"\w[\w-]*")
 _RUN_NAME = re.compile(r"\w[\w.-]*")
 
 
 def check_names(config: Config) -> None:
-    """Refuse names that cannot be part of a path, and text that no path may hold, before anything is written.
+    """Refuse names that cannot be part of a path, and text that no path may contain, before anything is written.
 
     Raises:
         UserError: names the key, and what is allowed.
@@ -65,7 +67,7 @@ def one_of(key: str, name: str, allowed: Iterable[str], what: str) -> None:
 
 
 def run_name_of(path: Path) -> str:
-    """Return the run name of a config file that gives none."""
+    """Return the default name of a run, from the path of its config file."""
     return re.sub(r"[^\w.-]|^[.-]", "_", path.stem)[:30]
 
 
@@ -78,7 +80,7 @@ def _shown(name: str) -> str:
 
 
 def flat(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all that is below a section, by full key."""
+    """Yield the values of nested mappings with their full keys; a list is one value."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from flat(f"{key}.{name}" if key else str(name), item)

@@ -1,4 +1,4 @@
-"""Checks of the optimizers' settings: numbers that nothing reads, and a schedule that nothing drives."""
+"""Checks of the optimizers' settings: numbers that have no effect, and schedules without the metric they follow."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from recsys.errors import UserError
 
 
 def check_optimizers(config: Config) -> None:
-    """Raise a UserError for a setting of an optimizer, or of the schedule, that would do nothing."""
+    """Raise a UserError for a setting of an optimizer, or of the schedule, that would have no effect."""
     for name in config.tables:
         _check_table_optimizer(config.table_optimizer(name), config.table_optimizer_key(name))
     _check_plateau(config)
@@ -34,32 +34,32 @@ def _check_table_optimizer(optimizer: TableOptimizerConfig, key: str) -> None:
 
 
 def check_replicated(config: Config, name: str, table: TableConfig) -> None:
-    """Raise a UserError for what does not go with a table that every rank holds, by its plan or its penalty."""
+    """Raise a UserError for settings that do not go with a table that every rank holds, for its plan or l2_all_rows."""
     optimizer, key = config.table_optimizer(name), config.table_optimizer_key(name)
-    choice, other = table.sharding_type, f"tables.{name}.sharding_type to another"
+    choice, remedy = table.sharding_type, f"tables.{name}.sharding_type to another"
     if table.l2_all_rows:
-        other = f"tables.{name}.l2_all_rows to 0 (tables.{name}.l2 holds back the rows that a step looks up)"
+        remedy = f"tables.{name}.l2_all_rows to 0 (tables.{name}.l2 holds back the rows that a step looks up)"
         by_id = name in config.unpooled_tables()
         if by_id or choice not in (ShardingChoice.auto, ShardingChoice.data_parallel):
             found = "one that is looked up id by id" if by_id else f"sharding_type: {choice.name}"
             raise UserError(
                 f"config key 'tables.{name}.l2_all_rows' is for tables of sums or means of lists that every rank holds "
-                f"(sharding_type: data_parallel), found {found}; set {other}"
+                f"(sharding_type: data_parallel), found {found}; set {remedy}"
             )
     if table.compute_kernel is not ComputeKernel.fused:
         raise UserError(
             f"config key 'tables.{name}.compute_kernel': a table that every rank holds lies in device memory, found "
-            f"{table.compute_kernel.name}; use fused, or set {other}"
+            f"{table.compute_kernel.name}; use fused, or set {remedy}"
         )
     if optimizer.weight_decay:
         raise UserError(
             f"config key '{key}.weight_decay': tables that every rank holds are trained without, found "
-            f"{optimizer.weight_decay}; set it to 0, or {other}"
+            f"{optimizer.weight_decay}; set it to 0, or {remedy}"
         )
     if not optimizer.name.value.in_torch:
         raise UserError(
             f"config key '{key}.name': tables that every rank holds are trained by {optimizer_names('in_torch')}, "
-            f"found {optimizer.name.name}; use one of these, or set {other}"
+            f"found {optimizer.name.name}; use one of these, or set {remedy}"
         )
 
 

@@ -1,6 +1,6 @@
 """Ranges in names: `C{1..26}` stands for C1 to C26, expanded before anything is checked or merged.
 
-Ranges need no look at the data, so that a config says what it trains wherever it is read; a saved one has every name.
+Ranges do not depend on the data, so that a config means the same wherever it is read; a saved one has every name.
 """
 
 import re
@@ -16,12 +16,12 @@ _MOST_NAMES = 10_000
 def without_ranges(layer: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a config layer as layers without ranges; later ones win.
 
-    Names with a range in `features` and `tables` become their names, in their place; a range in what such a name holds
-    takes the same place as the name, so that `C{1..3}: {table: T{1..3}}` gives C2 the table T2. Names that are written
-    out, wherever they stand, win over ranges, and later ranges over earlier ones. Lists in `model` grow likewise.
+    A name with a range in `features` and `tables` is replaced by its names, in place. A range in the values under such
+    a name is counted along, so that `C{1..3}: {table: T{1..3}}` gives C2 the table T2. Names that are written out,
+    wherever they stand, win over ranges, and later ranges over earlier ones. Ranges in lists of `model` are expanded.
 
     Raises:
-        UserError: a range that counts down, has too many names, or not as many as its name.
+        UserError: a range counts down, has too many numbers, or not as many as that of its name.
     """
     order: dict[str, Any] = {}
     ranged: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ def _has_range(text: Any) -> bool:
 
 
 def _names(key: str, text: Any) -> list[str]:
-    """Return the names that a text stands for: itself, where it has no range."""
+    """Return the names that a text stands for: itself, if it has no range."""
     first = _RANGE.search(text) if isinstance(text, str) else None
     count = 1 if first is None else len(_numbers(key, first))
     return [_taken(key, text, i, count) for i in range(count)]
@@ -70,7 +70,7 @@ def _numbers(key: str, match: re.Match[str]) -> range:
 
 
 def _taken(key: str, value: Any, index: int, count: int) -> Any:
-    """Return a value, all that is in it too, with the number at `index` in place of each range."""
+    """Return a value, with the number at `index` in place of each range in it, however deep."""
 
     def number(match: re.Match[str]) -> str:
         numbers = _numbers(key, match)

@@ -1,4 +1,4 @@
-"""Sections of a config for what is served: rows that become 0, learning of a teacher, and publishing."""
+"""Sections of a config for models that are served: sparsity, distillation and publishing."""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ from recsys.config.choices import TableEncoding
 class SparsityConfig:
     """Section `tables.X.sparsity`: strengths of penalties by which rows become exactly 0, so that they can be pruned.
 
-    Each time that a batch touches a row, after its optimizer's step, lengths are made shorter by strength times
-    learning rate, and what is shorter is 0: the proximal step (Parikh & Boyd 2014, doi:10.1561/2400000003).
+    Each time that a batch touches a row, after its optimizer's step, lengths shrink by strength times learning rate,
+    and shorter ones become 0: the proximal step (Parikh & Boyd 2014, doi:10.1561/2400000003).
     """
 
     l1: float = bounded(0.0, 0, LARGE)  # of each element

@@ -1,4 +1,4 @@
-"""Optimizers of tables: a row for each, which all that asks about an optimizer reads."""
+"""Optimizers of tables: one entry each, with all facts that the rest of the code reads."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,20 +8,20 @@ from recsys.config.choices import DataType
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """Facts of an optimizer of tables, as FBGEMM runs it in the backward pass, or a rule in torch.
+    """Facts of an optimizer of tables, which FBGEMM runs in the backward pass, or a rule in torch.
 
     Attributes:
-        path: of torchrec's class that stands for it; None: FBGEMM has no kernel for it.
-        numbers: keys of TableOptimizerConfig that it takes beside the learning rate.
-        row_state, element_state: numbers of state that it keeps for a row, and for an element of a row.
-        counts_updates: its step depends on how many updates there were. norms_rows: on the norms of whole rows.
+        path: of torchrec's class for it; None: FBGEMM has no kernel for it.
+        numbers: keys of TableOptimizerConfig that it reads beside the learning rate.
+        row_state, element_state: how many numbers of state it keeps for a row, and for an element of a row.
+        counts_updates: its step depends on the number of updates so far. norms_rows: on the norms of whole rows.
         on_cpu: FBGEMM has a kernel for CPUs.
         in_torch: `recsys.tables.rules` has it under its name. It then trains tables that every rank holds and, if it
             keeps no state of whole rows, all tables where FBGEMM has no kernel.
-        leaves_idle_rows: a row with a gradient of 0 stays as it is, whatever was before.
-        reads_decay: its GPU kernels read weight decay. decay_has_modes: they take none unless told which kind.
+        leaves_idle_rows: a row with a gradient of 0 stays as it is, whatever its state.
+        reads_decay: its GPU kernels read weight decay. decay_has_modes: they ignore it unless a mode is set.
         bf16_state: state of elements may be BF16. fp32_on_gpu: its GPU kernel trains tables in FP32 alone.
-        row_wise: name of its kind that keeps less, a number for a row in place of one for each element.
+        row_wise: name of the variant with less state, a number for a row in place of one for each element.
     """
 
     path: str | None
@@ -40,13 +40,13 @@ class UpdateRule:
     row_wise: str | None = None
 
     def in_fbgemm(self, on_gpu: bool, data_type: DataType) -> bool:
-        """Return whether FBGEMM has a kernel for it and a table's type on a device."""
+        """Return whether FBGEMM has a kernel for it, on a device and for a table's data type."""
         of_device = (data_type is DataType.FP32 or not self.fp32_on_gpu) if on_gpu else self.on_cpu
         return self.path is not None and of_device
 
     @property
     def trains_on_cpu(self) -> bool:
-        """Whether tables that are split can be trained by it on CPUs."""
+        """Whether it can train tables that are split over CPU ranks."""
         return self.on_cpu or (self.in_torch and not self.row_state)
 
 
@@ -102,17 +102,17 @@ class TableOptimizer(Enum):
 
     @property
     def is_row_wise(self) -> bool:
-        """Whether a number of a whole row goes into its step, so that rows split by columns learn otherwise."""
+        """Whether its step depends on a number of the whole row, so that splits by columns change what is learned."""
         return self.value.row_state > 0 or self.value.norms_rows
 
     @property
     def nearest_on_cpu(self) -> "TableOptimizer":
-        """The optimizer for CPUs that keeps state for rows or for elements as this one does."""
-        wanted = self.value.row_state > 0, self.value.element_state > 0 and not self.value.row_state
+        """The optimizer for CPUs that keeps state by row, by element or not at all, as this one does."""
+        state_kinds = self.value.row_state > 0, self.value.element_state > 0 and not self.value.row_state
         rules = {optimizer: optimizer.value for optimizer in TableOptimizer if optimizer.value.trains_on_cpu}
-        return next(o for o, rule in rules.items() if (rule.row_state > 0, rule.element_state > 0) == wanted)
+        return next(o for o, rule in rules.items() if (rule.row_state > 0, rule.element_state > 0) == state_kinds)
 
 
 def optimizer_names(attribute: str) -> str:
-    """Return the names of the optimizers whose rule has an attribute, for messages."""
+    """Return the names of the optimizers whose rule has a true attribute, for messages."""
     return ", ".join(optimizer.name for optimizer in TableOptimizer if getattr(optimizer.value, attribute))

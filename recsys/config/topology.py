@@ -44,10 +44,10 @@ def num_bytes(key: str, value: Any) -> int:
     """Return the bytes of a size such as `80GiB`, `1.5 TB` or a number.
 
     Args:
-        key: the config key that it was given by.
+        key: the config key of the size, for messages.
 
     Raises:
-        UserError: it is no size.
+        UserError: the value is no size.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
     factor = _UNITS.get(match[2].lower()) if match and not isinstance(value, bool) else None
@@ -61,7 +61,7 @@ def num_bytes(key: str, value: Any) -> int:
 
 
 def check_topology(topology: TopologyConfig) -> None:
-    """Raise a UserError for machines that cannot be.
+    """Refuse numbers of ranks and sizes of memory that no machines can have.
 
     Raises:
         UserError: names the key, what was found and what is allowed.
