@@ -12,21 +12,22 @@ from recsys.report.text import number, size
 
 NUM_COLOURS = 8  # classes c0 … c7 of style.css
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 200, 46, 10, 10, 30
-_FEW = 15  # points that are drawn as such
-_MOST_POINTS = 240  # of a curve; of more, neighbours become their mean, within a band from least to most
+_FEW = 15  # points: curves with no more get dots
+_MOST_POINTS = 240  # of a curve; in longer ones neighbours are averaged, within a band from least to most
 Points = Sequence[tuple[float, float | None]]
 Bucket = tuple[float, float, float, float]  # x, mean, least, most
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What a chart is of.
+    """Title, axes and annotations of a chart.
 
     Attributes:
-        show: writes a value, on the axis too.
-        base: 1024 where ticks are to be round in bytes.
+        show: formats a value, on the axis too.
+        base: 1024 for ticks that are round numbers of bytes.
         least: the axis begins here or below; None: near the smallest value.
-        bands: spans of x with a name, such as phases. level: a value to compare with, and its name.
+        bands: spans of x with a name, such as phases. level: a horizontal line to compare with, and its name.
+        marks: names of vertical lines, by x.
     """
 
     title: str
@@ -41,7 +42,7 @@ class Axis:
 
 
 def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
-    """Return a figure with a curve for each series; values that are None leave a gap. Empty without any value."""
+    """Return a figure with a curve for each series; None is a gap. Empty if no series has a value."""
     curves = {name: _runs(points) for name, points in series.items()}
     everything = [bucket for runs in curves.values() for run in runs for bucket in run]
     if not everything:
@@ -51,11 +52,11 @@ def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
     high = max([*(bucket[3] for bucket in everything), *level])
     ticks = _ticks(low if axis.least is None else min(low, axis.least), high, axis.base)
     ends = [bucket[0] for bucket in everything] + [end for start, stop, _ in axis.bands for end in (start, stop)]
-    left, right = min(ends), max(ends)
-    steps = _ticks(left, right)
+    first, last = min(ends), max(ends)
+    steps = _ticks(first, last)
 
     def x(value: float) -> float:
-        return round(_LEFT + (value - left) / ((right - left) or 1) * (_WIDTH - _LEFT - _RIGHT), 1)
+        return round(_LEFT + (value - first) / ((last - first) or 1) * (_WIDTH - _LEFT - _RIGHT), 1)
 
     def y(value: float) -> float:
         return round(_HEIGHT - _BOTTOM - (value - ticks[0]) / (ticks[-1] - ticks[0]) * (_HEIGHT - _BOTTOM - _TOP), 1)
@@ -66,7 +67,7 @@ def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
         parts.append(f"<path class=grid d='M{_LEFT} {y(tick)}H{_WIDTH - _RIGHT}'/>")
         parts.append(f"<text x={_LEFT - 6} y={y(tick) + 3.5} text-anchor=end>{escape(text)}</text>")
     for tick in steps:
-        if left <= tick <= right:
+        if first <= tick <= last:
             parts.append(
                 f"<text x={x(tick)} y={_HEIGHT - _BOTTOM + 15} text-anchor=middle>{tick:,.{_digits(steps)}f}</text>"
             )
@@ -81,20 +82,20 @@ def line_chart(axis: Axis, series: Mapping[str, Points]) -> str:
 
 
 def _figure(axis: Axis, curves: Mapping[str, list[list[Bucket]]], drawing: str) -> str:
-    """Put a drawing into a figure with a caption, a description in words, and a legend where there are several."""
-    told = []
-    there = {name: (f"c{i % NUM_COLOURS}", runs) for i, (name, runs) in enumerate(curves.items()) if runs}
-    for name, (_, runs) in there.items():
+    """Return a drawing as a figure with a caption, a description in words, and a legend if it has several curves."""
+    descriptions = []
+    drawn = {name: (f"c{i % NUM_COLOURS}", runs) for i, (name, runs) in enumerate(curves.items()) if runs}
+    for name, (_, runs) in drawn.items():
         points = [bucket for run in runs for bucket in run]
         least, most = min(points, key=lambda p: p[2]), max(points, key=lambda p: p[3])
         ends = f"from {axis.show(points[0][1])} to {axis.show(points[-1][1])}"
         extremes = f"least {axis.show(least[2])} at {number(least[0])}, most {axis.show(most[3])} at {number(most[0])}"
-        told.append(f"{name}: {ends}, {extremes}")
-    entries = [(kind, name) for name, (kind, _) in there.items()] if len(curves) > 1 else []
+        descriptions.append(f"{name}: {ends}, {extremes}")
+    entries = [(style, name) for name, (style, _) in drawn.items()] if len(curves) > 1 else []
     entries += [(f"b{i}", name) for i, name in enumerate(_names(axis))]
     entries += [("level", axis.level[1])] if axis.level else []
     entries += [("mark", name) for name in axis.marks.values()]
-    described = escape(f"{axis.title} over {axis.x_label}. {'; '.join(told)}.")
+    described = escape(f"{axis.title} over {axis.x_label}. {'; '.join(descriptions)}.")
     return (
         f"<figure><figcaption>{escape(axis.title)} <span>{escape(axis.unit)}</span></figcaption>"
         f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='{described}'>"
@@ -104,18 +105,19 @@ def _figure(axis: Axis, curves: Mapping[str, list[list[Bucket]]], drawing: str) 
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """Return swatches with names; of pairs of a class of style.css and a name."""
-    items = "".join(f"<li><i class='{kind}'></i>{escape(name)}</li>" for kind, name in entries)
+    """Return a legend as HTML, from pairs of a class of style.css and a name."""
+    items = "".join(f"<li><i class='{style}'></i>{escape(name)}</li>" for style, name in entries)
     return f"<ul class=legend>{items}</ul>" if entries else ""
 
 
 def stacked_bars(
     rows: Mapping[str, Mapping[str, float]], show: Callable[[float], str] = size, plain: str = "the rest"
 ) -> str:
-    """Return a bar for each row, split by the parts of it; the parts that are largest over all rows have colours.
+    """Return a bar for each row, split by its parts; the parts with the largest totals have colours.
 
     Args:
-        plain: a part that has none, and is drawn as an outline.
+        rows: values of parts by name, by label of the row. show: formats a value.
+        plain: name of a part without a colour, which is drawn as an outline.
     """
     totals: dict[str, float] = {}
     for row in rows.values():
@@ -128,22 +130,22 @@ def stacked_bars(
     bars = []
     for label, row in rows.items():
         parts = [(f"c{i}", name, row.get(name, 0)) for i, name in enumerate(shown)]
-        kind, name = ("whole", plain) if plain in row else ("rest", "the rest")
-        parts.append((kind, name, sum(row.values()) - sum(value for _, _, value in parts)))
+        css, name = ("whole", plain) if plain in row else ("rest", "the rest")
+        parts.append((css, name, sum(row.values()) - sum(value for _, _, value in parts)))
         boxes = "".join(
-            f"<span class={kind} style='width:{value / longest:.2%}' title='{escape(f'{name}: {show(value)}')}'></span>"
-            for kind, name, value in parts
+            f"<span class={css} style='width:{value / longest:.2%}' title='{escape(f'{name}: {show(value)}')}'></span>"
+            for css, name, value in parts
             if value > 0
         )
-        told = ", ".join(f"{name} {show(value)}" for _, name, value in parts if value > 0)
-        bar = f"<div class=bar role=img aria-label='{escape(f'{label}: {told}')}'>{boxes}</div>"
+        described = ", ".join(f"{name} {show(value)}" for _, name, value in parts if value > 0)
+        bar = f"<div class=bar role=img aria-label='{escape(f'{label}: {described}')}'>{boxes}</div>"
         bars.append(f"<div class=row><span>{escape(label)}</span>{bar}<b>{show(sum(row.values()))}</b></div>")
     entries = [(f"c{i}", name) for i, name in enumerate(shown)] + [("rest", "the rest")] * (len(shown) < len(largest))
     return f"<div class=bars>{''.join(bars)}{legend(entries)}</div>"
 
 
 def _runs(points: Points) -> list[list[Bucket]]:
-    """Return the curve in pieces without gaps, of no more points than can be seen."""
+    """Return the stretches of a curve between its gaps, thinned to as many points as can be seen."""
     runs: list[list[tuple[float, float]]] = [[]]
     for at, value in points:
         if value is not None and math.isfinite(value):
@@ -160,18 +162,18 @@ def _bucket(points: list[tuple[float, float]]) -> Bucket:
 
 
 def _curve(
-    run: list[Bucket], kind: str, name: str, axis: Axis, x: Callable[[float], float], y: Callable[[float], float]
+    run: list[Bucket], style: str, name: str, axis: Axis, x: Callable[[float], float], y: Callable[[float], float]
 ) -> str:
-    """Draw a piece of a curve, the band that it lies in, and a tip at each point."""
+    """Draw a stretch of a curve, its band from least to most, and a tip at each point."""
     line = " ".join(f"{x(at)},{y(mean)}" for at, mean, _, _ in run)
-    parts = [f"<polyline class='{kind}' points='{line}'/>"]
+    parts = [f"<polyline class='{style}' points='{line}'/>"]
     if any(least != most for _, _, least, most in run):
         edge = [f"{x(at)},{y(most)}" for at, _, _, most in run] + [f"{x(at)},{y(low)}" for at, _, low, _ in run[::-1]]
-        parts.insert(0, f"<polygon class='{kind}' points='{' '.join(edge)}'/>")
+        parts.insert(0, f"<polygon class='{style}' points='{' '.join(edge)}'/>")
     for at, mean, _, _ in run:
         tip = escape(f"{name} {axis.show(mean)}, {axis.x_label} {number(at)}".strip())
         if len(run) <= _FEW:
-            parts.append(f"<circle class='{kind}' cx={x(at)} cy={y(mean)} r=2.5 />")
+            parts.append(f"<circle class='{style}' cx={x(at)} cy={y(mean)} r=2.5 />")
         parts.append(f"<circle class=tip cx={x(at)} cy={y(mean)} r=6><title>{tip}</title></circle>")
     return "".join(parts)
 
@@ -188,10 +190,10 @@ def _names(axis: Axis) -> list[str]:
 def _ticks(low: float, high: float, base: int = 1) -> list[float]:
     """Return about five round numbers from at most `low` to at least `high`, round in units of `base` ** n.
 
-    With a base there are no parts of a byte; what is 0 everywhere lies on the lower edge, since most things that are
-    drawn cannot be less.
+    With a base there are no fractions of a byte. A curve that is 0 everywhere lies on the lower edge, since most
+    figures cannot be negative.
     """
-    if high - low <= 1e-12 * max(abs(low), abs(high)):  # the same but for rounding, which has no ticks between
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # equal but for rounding, so that no ticks fit between
         gap = abs(high) * 0.1 or 1.0
         low, high = low - gap if low else low, high + gap
     unit = float(base ** int(math.log(max(abs(low), abs(high), 1), base))) if base > 1 else 1.0
@@ -204,6 +206,6 @@ def _ticks(low: float, high: float, base: int = 1) -> list[float]:
 
 
 def _digits(ticks: list[float]) -> int:
-    """Return the digits behind the point that tell neighbouring ticks apart."""
+    """Return the number of decimals with which neighbouring ticks differ."""
     step = ticks[1] - ticks[0]
     return next((digits for digits in range(9) if abs(round(step, digits) - step) < step * 1e-6), 9)

@@ -15,13 +15,13 @@ _TITLES = {"samples_per_s": "samples/s", "wait_share": "share of time waiting fo
 
 
 def compare(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Print what runs have and what they came to, write a page with their curves, and return its path.
+    """Print differing settings and results of runs, write a page with their curves, and return its path.
 
     Args:
         out: default: compare.html in the working directory.
 
     Raises:
-        UserError: one of the folders is no run, or the page cannot be written. OSError: a file cannot be read.
+        UserError: one of the folders holds no run, or the page cannot be written. OSError: a file cannot be read.
     """
     runs, page = [open_record(folder) for folder in folders], out or Path("compare.html")
     write_output(page, compare_page(runs))
@@ -50,7 +50,7 @@ def _sections(run: Record) -> set[str]:
 
 
 def _missing_section(key: str, sections: Sequence[set[str]]) -> str | None:
-    """Return the widest section around a key, such as a feature, that another run has nothing of; None: all have.
+    """Return the widest section around a key, such as a feature, that some run has no key of; None: there is none.
 
     Args:
         sections: of each run, as `_sections` returns them.
@@ -61,7 +61,7 @@ def _missing_section(key: str, sections: Sequence[set[str]]) -> str | None:
 
 
 def results(runs: Sequence[Record]) -> list[list[str]]:
-    """Return the figures that runs end with, each over all runs."""
+    """Return rows of final figures, each with a value for every run."""
     names: dict[str, list[str]] = {}
     for i, run in enumerate(runs):
         metrics = {f"{role} {name}": number(value) for role in run.metrics for name, value in run.metrics[role].items()}
@@ -72,7 +72,7 @@ def results(runs: Sequence[Record]) -> list[list[str]]:
 
 
 def names_of(runs: Sequence[Record]) -> list[str]:
-    """Return a name for each run that tells it from the others: its folder's, with those above where needed."""
+    """Return a distinct name for each run: that of its folder, with as many parent folders as it takes."""
     parts = [run.folder.resolve().parts for run in runs]
     depth = next((n for n in range(1, 99) if len({folders[-n:] for folders in parts}) == len(set(parts))), 99)
     return ["/".join(folders[-depth:]) for folders in parts]

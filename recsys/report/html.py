@@ -1,11 +1,11 @@
-"""The frame of an HTML page, its sections and its tables: one file, without JavaScript and without a network."""
+"""Frame, sections and tables of an HTML page: one file, without JavaScript and without network access."""
 
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 
-_LONG = 60  # characters, of which a cell may have several lines
+_LONG = 60  # characters: longer cells may have several lines
 _NUMBER = re.compile(r"–$|≈? ?-?[\d,]+(\.\d+)?(e[+-]\d+)?($|%| (bytes|[KMGTP]iB)|[^ ]? \()")
 
 
@@ -40,7 +40,7 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], n
     """Return a table whose first column names its rows.
 
     Args:
-        numbers: set columns right of which most cells are numbers.
+        numbers: align columns to the right if most of their cells are numbers.
     """
     if not rows:
         return ""
@@ -54,9 +54,9 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], n
             for cell, side in zip(cells, sides[1:], strict=True)
         )
         body.append(f"<tr><th scope=row>{_inner(name)}</th>{line}</tr>")
-    told = escape(caption)
+    label = escape(caption)
     return (
-        f"<div class=scroll tabindex=0 role=region aria-label='{told}'><table><caption>{told}</caption>"
+        f"<div class=scroll tabindex=0 role=region aria-label='{label}'><table><caption>{label}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
     )
 
@@ -70,18 +70,18 @@ def _inner(cell: str) -> str:
 
 
 def charts(*figures: str) -> str:
-    """Put figures beside each other, as many as there is room for."""
+    """Return figures as HTML, side by side as far as there is room."""
     return f"<div class=charts>{''.join(figures)}</div>" if any(figures) else ""
 
 
 def tiles(figures: Mapping[str, str]) -> str:
-    """Return the figures that a page begins with, by what they are."""
+    """Return the figures at the top of a page, by name."""
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in figures.items())
     return f"<dl class=tiles>{items}</dl>"
 
 
 def folded(title: str, text: str) -> str:
-    """Return a text as it is, which the reader may open."""
+    """Return a preformatted text that the reader may unfold; empty without a text."""
     if not text:
         return ""
     label = escape(title)

@@ -1,4 +1,4 @@
-"""RUN/report.html: one page on a run, made of the files in its directory."""
+"""RUN/report.html: one page on a run, made from the files in its directory."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ from recsys.report.text import listed, number, placements, size
 from recsys.runtime.files import write_output
 
 PAGE = "report.html"
-_MOST_RANKS = 8  # that are drawn, the fullest
+_MOST_RANKS = 8  # drawn: those with the highest peaks
 _MOST_WARNINGS = 50
 _ENDS = {"done": "good", "compressed": "good", "failed": "bad", "out of memory": "bad", "killed": "bad"}
 
@@ -24,10 +24,10 @@ def write_report(folder: Path, out: Path | None = None, error: str | None = None
     """Write the page of a run, and return its path.
 
     Args:
-        out: default: report.html in the run directory. error: why the run ends just now.
+        out: default: report.html in the run directory. error: of the run that is ending.
 
     Raises:
-        UserError: the folder is no run, or the page cannot be written. OSError: a file cannot be read.
+        UserError: the folder holds no run, or the page cannot be written. OSError: a file cannot be read.
     """
     page, record = out or folder / PAGE, open_record(folder, error)
     write_output(page, report_page(record))
@@ -36,20 +36,20 @@ def write_report(folder: Path, out: Path | None = None, error: str | None = None
 
 @contextmanager
 def reported(is_writer: bool) -> Iterator[Callable[[Path], None]]:
-    """Yield a function that is told the run directory; the page is written there in the end, however that comes."""
+    """Yield a function that takes the run directory, and write the page there at the end, also after an error."""
     folders: list[Path] = []
     error: BaseException | None = None
     try:
         yield folders.append
-    except BaseException as found:
-        error = found
+    except BaseException as raised:
+        error = raised
         raise
     finally:
         if is_writer and folders and folders[-1].exists():
             try:
                 write_report(folders[-1], error=None if error is None else f"{error}" or type(error).__name__)
-            except Exception as other:  # the run's own end is what counts
-                print(f"warning: {folders[-1] / PAGE} was not written ({other})", file=sys.stderr)
+            except Exception as problem:  # the run's own end is what counts
+                print(f"warning: {folders[-1] / PAGE} was not written ({problem})", file=sys.stderr)
 
 
 def report_page(run: Record) -> str:
@@ -116,7 +116,7 @@ def _learning(run: Record) -> str:
 
 
 def _below(name: str, curves: dict[str, Any]) -> dict[str, Any]:
-    """Return the curves of a mapping in the lines, by their names in it."""
+    """Return the curves whose names begin with `name/`, without that prefix."""
     return {key.removeprefix(f"{name}/"): points for key, points in curves.items() if key.startswith(f"{name}/")}
 
 
@@ -133,7 +133,7 @@ def _speed(run: Record) -> str:
 
 
 def _profile(run: Record) -> str:
-    """Return where the time of profiled steps went, as rank 0 has written it."""
+    """Return the time of profiled steps by operator, as rank 0 has written it."""
     path = run.folder / "profile" / "rank_0.txt"
     return (
         f"<pre tabindex=0 role=region aria-label='Time of the profiled steps'>{escape(path.read_text())}</pre>"
@@ -143,7 +143,7 @@ def _profile(run: Record) -> str:
 
 
 def _memory(run: Record) -> str:
-    """Draw what was predicted by kind and measured for each rank's peak, and the memory over time."""
+    """Draw the predicted peak of each rank by kind beside the measured one, and the memory over time."""
     if not run.memory:
         return ""
     fullest = sorted(run.memory, key=lambda report: report["peak"]["measured_bytes"] or 0, reverse=True)[:_MOST_RANKS]
@@ -183,7 +183,7 @@ def _both(values: dict[str, Any]) -> str:
 
 
 def _timeline(report: dict[str, Any]) -> str:
-    """Draw a rank's resident memory over its phases; its peak is known where no sample fell on it."""
+    """Draw a rank's resident memory over its phases, with its peak in the title, which samples may miss."""
     spans = [span for span in report["timeline"]["spans"] if span["phase"] not in ("step", "other")]
     top = max((span["peak_bytes"] for span in report["timeline"]["spans"]), default=0)
     predicted = report["host"]["baseline_bytes"] + report["peak"]["predicted_bytes"]
@@ -202,24 +202,24 @@ def _timeline(report: dict[str, Any]) -> str:
 
 
 def _plan(run: Record) -> str:
-    """Draw what each rank holds of the tables, and say it in words."""
+    """Draw the shards of tables on each rank, and list them."""
     ranks: dict[int, dict[str, float]] = {}
     for report in run.memory:
         for entry in report["tables"]:
-            held = ranks.setdefault(report["identity"]["rank"], {})
-            held[entry["name"]] = sum(entry["measured"].values())
+            tables = ranks.setdefault(report["identity"]["rank"], {})
+            tables[entry["name"]] = sum(entry["measured"].values())
     show: Callable[[float], str] = size
     if not ranks:
         show = lambda value: f"{value:,.0f} numbers"  # noqa: E731
         for shard in run.shards:
-            held = ranks.setdefault(shard.rank, {})
-            held[shard.table] = held.get(shard.table, 0) + shard.size[0] * shard.size[1]
+            tables = ranks.setdefault(shard.rank, {})
+            tables[shard.table] = tables.get(shard.table, 0) + shard.size[0] * shard.size[1]
     by_fill = sorted(ranks, key=lambda rank: sum(ranks[rank].values()), reverse=True)
     shown = sorted(by_fill if len(by_fill) <= 16 else [*by_fill[:8], *by_fill[-8:]])
-    kinds = {entry["name"]: entry["data_type"] for report in run.memory for entry in report["tables"]}
+    data_types = {entry["name"]: entry["data_type"] for report in run.memory for entry in report["tables"]}
     rows = [
-        [name, kind.replace("_", " "), kernel.replace("_", " "), kinds.get(name, "–"), where]
-        for (name, kind, kernel), where in placements(run.shards).items()
+        [name, split.replace("_", " "), kernel.replace("_", " "), data_types.get(name, "–"), where]
+        for (name, split, kernel), where in placements(run.shards).items()
     ]
     among = ""
     if len(shown) < len(ranks):
@@ -256,7 +256,7 @@ def _ids(run: Record) -> str:
 
 
 def _ids_over_time(run: Record) -> str:
-    """Draw how many ids the features have had, and how many of them collide, as of the evaluations on the way."""
+    """Draw the numbers of distinct and of colliding ids of features over the evaluations."""
     last = float(run.step)
     most = sorted(run.ids, key=lambda name: run.ids[name]["distinct_ids"], reverse=True)[:NUM_COLOURS]
     shown = {"distinct_ids": Axis("Distinct ids", "so far", least=0)}

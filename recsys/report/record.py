@@ -1,4 +1,4 @@
-"""What a run directory tells of its run, whether that is done, failed, was killed or still goes on."""
+"""Record of a run, read from its directory: of a run that is done, failed, was killed or still goes on."""
 
 import json
 import math
@@ -29,7 +29,7 @@ _LOG_TAIL = 1 << 20  # bytes of a log that are read
 _TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
 _LOG_LINE = re.compile(rf"({_TIME}),\d+ (WARNING|ERROR|CRITICAL) [\w.]+: (?:error: )?(.*)", re.DOTALL)
 _FOR_DEVELOPERS = re.compile(r"\S+: (Future|Deprecation|PendingDeprecation)Warning:")
-IDS = "ids/"  # begins the kind of lines on the ids of a feature
+IDS = "ids/"  # prefix of the kind of lines on the ids of a feature
 _NO_FIGURES = ("kind", "time", "step")
 _NO_CURVES = ("epoch", "rows", "users", "seconds_left")
 Points = list[tuple[float, float | None]]  # steps and values; None is not a number
@@ -40,7 +40,7 @@ class Record:
     """A run, read from its directory.
 
     Args:
-        error: why the run ends just now, which its log does not tell yet.
+        error: of the run that is ending, which is not in its log yet.
     """
 
     folder: Path
@@ -48,7 +48,7 @@ class Record:
 
     @cached_property
     def result(self) -> dict[str, Any]:
-        """result.json of a run that has ended in order, and of no earlier start of it; else empty."""
+        """result.json, if the last start of the run ended without an error; else empty."""
         identity = self.endings_of_ranks[0]["identity"] if self.endings_of_ranks else {}
         return self._json("result.json", RESULT) if identity.get("status") in ("done", "stopped") else {}
 
@@ -59,13 +59,13 @@ class Record:
 
     @cached_property
     def endings_of_ranks(self) -> list[dict[str, Any]]:
-        """What each rank has left at its end, by rank; empty before the end of a run."""
+        """Report of each rank, written at its end, by rank; empty before the end of a run."""
         reports = [_read_json(path, ENDING) for path in self._of_ranks()]
         return sorted(reports, key=lambda report: report["identity"]["rank"])
 
     @cached_property
     def memory(self) -> list[dict[str, Any]]:
-        """The memory reports among these: ranks that had no tables yet have none, only why they ended."""
+        """Memory reports of the ranks; one that ended before it had tables has none."""
         reports = [report for report in self.endings_of_ranks if "peak" in report]
         for report in reports:
             _check(self.folder / f"memory/rank_{report['identity']['rank']}.json", report, MEMORY)
@@ -73,7 +73,7 @@ class Record:
 
     @cached_property
     def shards(self) -> list[Any]:
-        """The pieces of the plan, as `recsys.tables.spec.Shard`."""
+        """Shards of the plan, with the attributes of `recsys.tables.spec.Shard`."""
         return [SimpleNamespace(**shard) for shard in self._json("plan.json", PLAN).get("shards", ())]
 
     @cached_property
@@ -112,7 +112,7 @@ class Record:
 
     @cached_property
     def figures(self) -> "Figures":
-        """What the lines of metrics.jsonl hold."""
+        """Figures of metrics.jsonl."""
         return Figures(self.folder / "metrics.jsonl")
 
     def curves(self, kind: str) -> dict[str, Points]:
@@ -126,13 +126,13 @@ class Record:
             return self.result["metrics"]
         last = {kind: line for kind, line in self.figures.last.items() if kind in ("valid", "test")}
         if self.compression.get("stages") and not last:
-            stage = self.compression["stages"][-1]  # a step that was left out repeats the one before it
+            stage = self.compression["stages"][-1]  # a stage that was skipped repeats the one before it
             return {self.compression["data"]: stage["metrics"]} | ({"test": stage["test"]} if stage["test"] else {})
         return {kind: dict(figures(line)) for kind, line in last.items()}
 
     @property
     def endings(self) -> dict[str, str]:
-        """Figures that any run ends with, by what they are, as a person reads them; those that are known."""
+        """Final figures that any run may have, by name, formatted for people; those that are available."""
         losses = [value for _, value in self.figures.curve("train", "loss")]
         endings = {"training loss": number(losses[-1])} if losses else {}
         if self.result:
@@ -145,7 +145,7 @@ class Record:
 
     @cached_property
     def ids(self) -> dict[str, dict[str, Any]]:
-        """What is known of the ids of each feature, as of the end or of the last evaluation on the way."""
+        """Figures on the ids of each feature, at the end or at the last evaluation so far."""
         last = {kind.removeprefix(IDS): line for kind, line in self.figures.last.items() if kind.startswith(IDS)}
         return self.result.get("data", {}).get("ids", last)
 
@@ -157,7 +157,7 @@ class Record:
 
     @cached_property
     def log(self) -> list[tuple[str, str, str]]:
-        """Times, levels and texts of the warnings and errors of all ranks, in order, those alike once."""
+        """Times, levels and texts of the warnings and errors of all ranks, in order, without duplicates."""
         messages: dict[str, tuple[str, str, str]] = {}
         for path in sorted(self.folder.glob("logs/rank_*.log")):
             for match in map(_LOG_LINE.fullmatch, _entries(path)):
@@ -171,13 +171,13 @@ class Record:
         """Name, time and bytes of each checkpoint, the oldest first."""
         checkpoints = []
         for path in sorted(self.folder.glob(f"checkpoints/step-*[0-9]/{MARKER}")):
-            with suppress(FileNotFoundError):  # a run that goes on may remove it just now
+            with suppress(FileNotFoundError):  # a run in progress may remove it meanwhile
                 num_bytes = sum(file.stat().st_size for file in path.parent.iterdir())
                 checkpoints.append((path.parent.name, path.stat().st_mtime, num_bytes))
         return checkpoints
 
     def _failed_since(self) -> bool:
-        """Return whether the log ends in an error, and no memory report is from after that."""
+        """Return whether the log ends in an error that is later than all memory reports."""
         if not self.log or self.log[-1][1] != "ERROR":
             return False
         at = time.mktime(time.strptime(self.log[-1][0], "%Y-%m-%d %H:%M:%S"))
@@ -193,14 +193,14 @@ class Record:
 
 
 class Figures:
-    """The figures of metrics.jsonl, 16 bytes each: a run may have as many lines as steps.
+    """Figures of metrics.jsonl, 16 bytes each, since a run may have as many lines as steps.
 
     Args:
-        path: of the file, which need not be there. A process or machine that was killed may leave lines that are cut
-            off, which are left out.
+        path: of the file, which need not exist. Truncated lines, which a killed process or machine may leave, are
+            skipped.
 
     Attributes:
-        last: the last line of each kind; those on ids only where all figures are there. step: the last one.
+        last: the last line of each kind; of those on ids, the last with all figures. step: the last step.
     """
 
     def __init__(self, path: Path) -> None:
@@ -224,13 +224,13 @@ class Figures:
         return list(self._curves.get(kind, ()))
 
     def curve(self, kind: str, name: str) -> Points:
-        """Return a figure of a kind of lines over the steps; empty where there is none."""
+        """Return a figure of a kind of lines over the steps; empty if there is none."""
         steps, values = self._curves.get(kind, {}).get(name, ((), ()))
         return [(step, None if value != value else value) for step, value in zip(steps, values, strict=True)]
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl that are whole."""
+    """Yield the valid lines of metrics.jsonl."""
     if not path.exists():
         return
     with path.open(errors="replace") as file:
@@ -244,19 +244,19 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def figures(line: dict[str, Any]) -> Iterator[tuple[str, float | None]]:
-    """Yield the numbers of a line by name, those of a mapping as NAME/INNER; None for what is null."""
+    """Yield the numbers of a line by name, those of a mapping as NAME/INNER; None for null."""
     for name, value in line.items():
         inner = value.items() if isinstance(value, dict) else [("", value)]
-        for part, figure in inner:
+        for key, figure in inner:
             if name not in _NO_FIGURES and not misfit(figure, FIGURE):
-                yield f"{name}/{part}" if part else name, figure
+                yield f"{name}/{key}" if key else name, figure
 
 
 def open_record(path: Path, error: str | None = None) -> Record:
     """Return the record of a run directory; `error` as of `Record`.
 
     Raises:
-        UserError: it is none.
+        UserError: the folder holds no run.
     """
     if (path / MARKER).exists():
         above = os.path.normpath(path / ".." / "..")
@@ -286,7 +286,7 @@ def _damaged(path: Path, problem: str) -> UserError:
 
 
 def read_config(text: str) -> Any:
-    """Return what a run's config.yaml holds, as nested mappings; references to variables stay references."""
+    """Parse a run's config.yaml to nested mappings; references to variables stay references."""
     return OmegaConf.to_container(OmegaConf.create(text or "{}", max_yaml_expanded_nodes=MOST_YAML_NODES))
 
 
@@ -300,7 +300,7 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _entries(path: Path) -> list[str]:
-    """Return the entries of a log, each with the lines that go on below it, of its last megabyte."""
+    """Return the entries in the last megabyte of a log, each with its further lines."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _LOG_TAIL))
         text = file.read().decode("utf-8", "replace")

@@ -1,7 +1,7 @@
-"""What pages read of a run's JSON files, by its type: files that were edited may hold something else.
+"""Shapes of the values that pages read from a run's JSON files, since edited files may hold something else.
 
-A shape is a type (float: any number), None, a tuple of shapes that a value may have, a list of the one shape of all its
-values or of a shape for each, or a mapping of names to shapes. A name with `?` need not be there; `str` is any name.
+A shape is a type (float: any number), None, a tuple of alternative shapes, a list of the one shape of all its values or
+of a shape for each, or a mapping of names to shapes. A name with `?` is optional; `str` is any name.
 """
 
 import json
@@ -43,7 +43,7 @@ MEMORY = {
 
 
 def misfit(value: Any, shape: Any, place: str = "it") -> str:
-    """Return in words which part of a value is not of its shape, the first one; nothing where all of it is.
+    """Return in words the first part of a value that does not have its shape; empty if all have.
 
     Args:
         place: what the value is called, such as metrics.valid.auc.
@@ -58,18 +58,18 @@ def misfit(value: Any, shape: Any, place: str = "it") -> str:
 
 def _misfit(value: Any, shape: Any, place: str) -> str:
     if isinstance(shape, dict) and isinstance(value, dict):
-        lacking = [name for name in shape if name is not str and not name.endswith("?") and name not in value]
-        if lacking:
-            return f"{place} lacks {lacking[0]}"
+        missing = [name for name in shape if name is not str and not name.endswith("?") and name not in value]
+        if missing:
+            return f"{place} lacks {missing[0]}"
         shapes = {name: shape.get(name, shape.get(f"{name}?", shape.get(str))) for name in value}
-        parts = [(value[name], inner, name) for name, inner in shapes.items() if inner is not None]
+        items = [(value[name], inner, name) for name, inner in shapes.items() if inner is not None]
     elif isinstance(shape, list) and isinstance(value, list) and len(shape) in (1, len(value)):
         shapes_of_values = shape * len(value) if len(shape) == 1 else shape
-        parts = [(part, inner, str(i)) for i, (part, inner) in enumerate(zip(value, shapes_of_values, strict=True))]
+        items = [(item, inner, str(i)) for i, (item, inner) in enumerate(zip(value, shapes_of_values, strict=True))]
     else:
         return "" if _is_plain(value, shape) else f"{place} is {json.dumps(value)[:40]}, and must be {_word(shape)}"
     below = "" if place == "it" else f"{place}."
-    return next(filter(None, (misfit(part, inner, f"{below}{name}") for part, inner, name in parts)), "")
+    return next(filter(None, (misfit(item, inner, f"{below}{name}") for item, inner, name in items)), "")
 
 
 def _is_plain(value: Any, shape: Any) -> bool:

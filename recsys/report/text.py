@@ -43,7 +43,7 @@ def listed(numbers: Iterable[int], noun: str = "rank") -> str:
 
 
 def placements(shards: Iterable[Any]) -> dict[tuple[str, str, str], str]:
-    """Return where the pieces of each table are, in words, by table, sharding type and compute kernel.
+    """Return in words on which ranks the shards of each table are, by table, sharding type and compute kernel.
 
     Args:
         shards: with the attributes of `recsys.tables.spec.Shard`.
@@ -62,9 +62,9 @@ def placements(shards: Iterable[Any]) -> dict[tuple[str, str, str], str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as people say it: 8.5 s, 3 min 20 s, 2 h 5 min."""
+    """Return a duration in words: 8.5 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
-    whole = round(seconds)  # before it is cut into parts, of which none is 60
-    minutes, hours = whole // 60 % 60, whole // 3600
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole % 60} s"
+    rounded = round(seconds)  # before the division, so that neither minutes nor seconds are 60
+    minutes, hours = rounded // 60 % 60, rounded // 3600
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rounded % 60} s"

@@ -1,6 +1,6 @@
-"""Writers of the figures of a run while it goes on: metrics.jsonl, TensorBoard, W&B and MLflow.
+"""Writers of the figures of a running run: metrics.jsonl, TensorBoard, W&B and MLflow.
 
-Rank 0 alone imports the last three, and not before they are asked for.
+Rank 0 alone imports the last three, and only those that the config asks for.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _PACKAGES = {Tracker.tensorboard: "tensorboard", Tracker.wandb: "wandb", Tracker
 
 
 class Writer:
-    """A place that figures go to; this one drops them, and others take what they can show."""
+    """Destination of figures: this one drops them, and subclasses write what they can show."""
 
     def log(self, kind: str, values: dict[str, Any]) -> None:
         """Write a line.
@@ -42,37 +42,37 @@ class Writer:
             values: `step`, and figures or mappings of these.
 
         Raises:
-            OSError: to metrics.jsonl, which cannot be written.
+            OSError: metrics.jsonl cannot be written.
         """
         self.write({"kind": kind, "time": round(time.time(), 3), **values})
 
     def write(self, line: dict[str, Any]) -> None:
-        """Take a line of metrics.jsonl: `kind`, `time`, and values as of `log`."""
+        """Write a line of metrics.jsonl: `kind`, `time`, and values as of `log`."""
 
     def last(self, line: dict[str, Any]) -> None:
-        """Take a line of figures that metrics.jsonl leaves to result.json and to memory/; without its time."""
+        """Write a line of final figures, without `time`, which are in result.json and memory/, not in metrics.jsonl."""
 
     def text(self, name: str, text: str) -> None:
-        """Take a text on the run as a whole."""
+        """Write a text on the run as a whole."""
 
     def settings(self, values: dict[str, Any]) -> None:
-        """Take the config, as nested mappings."""
+        """Write the config, as nested mappings."""
 
     def histogram(self, name: str, step: int, counts: np.ndarray, limits: np.ndarray) -> None:
-        """Take how many values lie between each two of the limits: [n] and [n + 1]."""
+        """Write a histogram: the number of values in each bin, [n], and the limits of the bins, [n + 1]."""
 
     def vectors(self, name: str, step: int, vectors: np.ndarray, ids: Sequence[Any]) -> None:
-        """Take vectors, [ids, dimensions], with their raw ids."""
+        """Write vectors, [ids, dimensions], with their raw ids."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Flush and close."""
 
 
 class JsonLines(Writer):
-    """Appends to metrics.jsonl, which has one line of a kind and a step: the last that is written takes its place.
+    """Writer of metrics.jsonl, which has one line for each kind and step: the last that is written.
 
     Args:
-        step: where the run goes on; lines of later steps, from before a crash, are dropped.
+        step: at which the run goes on; lines of later steps, from before a crash, are dropped.
     """
 
     def __init__(self, path: Path, step: int) -> None:
@@ -84,15 +84,15 @@ class JsonLines(Writer):
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line, or replace that of the same kind and step, such as of an evaluation that is done again.
+        """Append a line, or replace that of the same kind and step, such as of a repeated evaluation.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         key, text = (line["kind"], line["step"]), to_json(line).encode() + b"\n"
         if key in self._keys:
             lines = _lines_until(self._path, math.inf)
-            replace_file(self._path, b"".join(text if other == key else before for other, before in lines))
+            replace_file(self._path, b"".join(text if existing == key else content for existing, content in lines))
             self._file.close()
             self._file = self._path.open("ab", buffering=0)
             return
@@ -113,7 +113,7 @@ def _lines_until(path: Path, step: float) -> list[tuple[tuple[str, int], bytes]]
             line = json.loads(text)
             if line["step"] <= step:
                 lines.append(((str(line["kind"]), line["step"]), text + b"\n"))
-        except (ValueError, KeyError, TypeError):  # the last line of a killed process may be cut
+        except (ValueError, KeyError, TypeError):  # the last line of a killed process may be truncated
             continue
     return lines
 
@@ -171,7 +171,7 @@ class TensorBoard(Writer):
 
 
 class WeightsAndBiases(Writer):
-    """Writes to a run of Weights & Biases, which goes on where this run does."""
+    """Writes to a run of Weights & Biases, which is resumed when this run is."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         import wandb
@@ -198,16 +198,16 @@ class WeightsAndBiases(Writer):
 
 
 class Mlflow(Writer):
-    """Writes to a run of MLflow, at the address that MLFLOW_TRACKING_URI names; it goes on where this run does."""
+    """Writes to a run of MLflow, at the address in MLFLOW_TRACKING_URI; it is resumed when this run is."""
 
     def __init__(self, config: Config, run_dir: Path, step: int) -> None:
         import mlflow
 
-        self._mlflow, kept = mlflow, run_dir / "mlflow.json"
+        self._mlflow, file = mlflow, run_dir / "mlflow.json"
         mlflow.set_experiment(config.run.track.project)
-        self._earlier = json.loads(kept.read_text())["run_id"] if step and kept.exists() else None
+        self._earlier = json.loads(file.read_text())["run_id"] if step and file.exists() else None
         run = mlflow.start_run(run_id=self._earlier, run_name=config.run.name)
-        replace_file(kept, json.dumps({"run_id": run.info.run_id}))
+        replace_file(file, json.dumps({"run_id": run.info.run_id}))
 
     def write(self, line: dict[str, Any]) -> None:
         self._mlflow.log_metrics(_named_for_mlflow(_scalars(line)), step=line["step"], synchronous=False)
@@ -224,7 +224,7 @@ class Mlflow(Writer):
 
 
 def _named_for_mlflow(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values by names that MLflow takes: letters, digits and a few signs, of which @ is none."""
+    """Return the values by names that MLflow accepts: letters, digits and a few signs, but no @."""
     return {re.sub(r"[^\w\-. /]", "_", name): value for name, value in values.items()}
 
 
@@ -236,7 +236,7 @@ _WRITERS: dict[Tracker, Callable[[Config, Path, int], Writer]] = {
 
 
 class Writers(Writer):
-    """Hands everything to metrics.jsonl and to each tracker; one that fails is told of and left out from then on."""
+    """Writes everything to metrics.jsonl and to each tracker; one that fails is reported once and dropped."""
 
     def __init__(self, first: Writer, trackers: Mapping[Tracker, Callable[[], Writer]]) -> None:
         self._first = first
@@ -270,14 +270,14 @@ class Writers(Writer):
         for tracker in list(self._trackers):
             try:
                 self._trackers[tracker] = use(self._trackers[tracker]) or self._trackers[tracker]
-            except Exception as error:  # of a network or a disk, in any library's words
+            except Exception as error:  # of a network or a disk, of a type that each library chooses
                 del self._trackers[tracker]
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
                 logger.warning("%s takes no more figures of this run (%s)", _PACKAGES[tracker], reason)
 
 
 def import_trackers(config: Config) -> None:
-    """Import what `run.track.to` names, early, so that its memory counts as that of libraries.
+    """Import the packages of `run.track.to` early, so that their memory counts as that of libraries.
 
     Raises:
         UserError: a package is not installed.
@@ -293,22 +293,22 @@ def import_trackers(config: Config) -> None:
 
 
 def asked_trackers(config: Config) -> list[Tracker]:
-    """Return the trackers that a config asks for: by default TensorBoard, where it is installed."""
+    """Return the trackers that a config asks for: by default TensorBoard, if it is installed."""
     if config.run.track.to is not None:
         return config.run.track.to
     return [Tracker.tensorboard] if find_spec("tensorboard") else []
 
 
 def open_writers(config: Config, run_dir: Path, step: int, plan: str) -> Writers:
-    """Return what takes the figures of a run: metrics.jsonl, and the trackers that the config asks for.
+    """Open the writers of a run's figures: metrics.jsonl, and the trackers that the config asks for.
 
     Args:
-        step: where the run goes on. plan: in words.
+        step: at which the run goes on. plan: the sharding plan in words.
     """
-    asked = asked_trackers(config)
-    if config.run.track.to is None and not asked:
+    chosen = asked_trackers(config)
+    if config.run.track.to is None and not chosen:
         logger.info("no curves for TensorBoard: `pip install 'recsys[tensorboard]'` brings them; report.html has some")
-    trackers = {tracker: partial(_WRITERS[tracker], config, run_dir, step) for tracker in asked}
+    trackers = {tracker: partial(_WRITERS[tracker], config, run_dir, step) for tracker in chosen}
     writers = Writers(JsonLines(run_dir / "metrics.jsonl", step), trackers)
     text = config_text(config)
     writers.text("config", text)
