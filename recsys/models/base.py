@@ -1,4 +1,4 @@
-"""What a model is, its default losses and metrics, and layers that models share."""
+"""Base class of models, with default losses and metrics, and layers that models share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,21 +26,22 @@ from recsys.models.items import ItemVectors
 from recsys.models.label_metrics import LabelEvaluator
 from recsys.models.metrics import Evaluator
 
-# By feature a vector for each row, [rows, width], or for each id of each row's list.
+# Vectors by feature: of each row, [rows, width], or a JaggedTensor with one of each id of each row's list.
 Vectors = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class DenseInputs:
-    """What the dense part is given.
+    """Inputs of the dense part.
 
     Attributes:
-        dims: `TableConfig.model_dim` of the id features, in order. floats: of each column of the floats, in order,
-            the name of its feature; a vector has several.
-        labels: what is learned of rows, in the order of a batch's columns.
-        distill: how they are learned of a teacher too, whose scores stand behind them in a batch.
-        log_shares: of the table rows of `Needs.log_shares_of`, [num_embeddings] float32, if the model wants them.
-        num_counted: ids of data.train that these are shares of.
+        dims: `TableConfig.model_dim` of the id features, in order. floats: feature of each column of the floats, in
+            order; a vector has several columns.
+        labels: labels to learn, in the order of a batch's columns.
+        distill: settings of a teacher, whose scores are behind the labels in a batch; None: there is none.
+        log_shares: logarithms of the shares of data.train of the table rows of `Needs.log_shares_of`,
+            [num_embeddings] float32, if the model needs them.
+        num_counted: number of ids of data.train that the shares are of.
     """
 
     dims: dict[str, int]
@@ -51,7 +52,7 @@ class DenseInputs:
     num_counted: int = 0
 
     def float_columns(self) -> dict[str, tuple[int, int]]:
-        """Return the columns of each float feature: the first, and the one behind the last."""
+        """Return the columns of each float feature, as (start, stop)."""
         names = list(dict.fromkeys(self.floats))
         starts = list(map(self.floats.index, names))
         return dict(zip(names, pairwise([*starts, len(self.floats)]), strict=True))
@@ -68,7 +69,7 @@ def _squared_error(values: torch.Tensor, labels: torch.Tensor, weights: torch.Te
 def _softened_cross_entropy(
     logits: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """Return the cross-entropy to a teacher's probabilities, both softened, scaled to the gradients of a hard one."""
+    """Return the cross-entropy to a teacher's probabilities, both softened by a temperature, times its square."""
     taught = (scores.logit(eps=torch.finfo(scores.dtype).eps) / temperature).sigmoid()
     return temperature**2 * _cross_entropy(logits / temperature, taught, weights)
 
@@ -77,14 +78,15 @@ _SUMS = {LabelLoss.binary: _cross_entropy, LabelLoss.squared: _squared_error}
 
 
 class Model(InParts, nn.Module):
-    """The dense part of a model. A subclass is made as `Subclass(config.model, inputs)`, with a `DenseInputs`.
+    """The dense part of a model; it is made as `Subclass(config.model, inputs)`, with a `DenseInputs`.
 
-    It must not keep state that training changes outside its parameters (no BatchNorm), and must not draw random numbers
-    but by `RowDropout`: rows are computed in micro-batches and on any number of ranks, and learn the same on all.
+    It must not keep state that training changes outside its parameters (no BatchNorm), and must draw random numbers by
+    `RowDropout` alone: rows are computed in micro-batches and on any number of ranks, and what is learned must not
+    depend on that.
 
     Attributes:
         Config: the dataclass of its section of a config, derived from ModelConfig.
-        loss_by_rows: the loss of a batch is the sum of the losses of its parts.
+        loss_by_rows: whether the loss of a batch is the sum of the losses of its rows.
     """
 
     Config: ClassVar[type[ModelConfig]]
@@ -107,7 +109,7 @@ class Model(InParts, nn.Module):
         raise NotImplementedError
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
-        """Return by task the sum over this rank's rows of weight times loss, scalars; rows of weight 0 add nothing.
+        """Return, by task, the sum over this rank's rows of weight times loss, a scalar; rows of weight 0 add nothing.
 
         By default a task is a label, with the loss that the config gives it, and outputs are [rows] for one label, or
         [rows, labels].
@@ -124,24 +126,24 @@ class Model(InParts, nn.Module):
         return {name: (1 - share) * losses[name] + share * loss for name, loss in zip(losses, taught, strict=True)}
 
     def _taught(self, i: int, column: torch.Tensor, batch: Batch, temperature: float) -> torch.Tensor:
-        """Return the sum of weight times loss by a teacher of a label, by its number."""
+        """Return the sum over rows of weight times the loss of label number `i` against its teacher."""
         scores, weights = batch.labels[:, len(self.labels) + i], batch.label_weights(i)
         if list(self.labels.values())[i].loss.is_binary:
             return _softened_cross_entropy(column, scores, weights, temperature)
         return _squared_error(column, scores, weights)
 
     def denominator(self, batch: Batch) -> torch.Tensor:
-        """Return what this rank adds to what the step's losses are divided by, a scalar; the sum of the rows' weights.
+        """Return this rank's part of the denominator of the step's losses, a scalar; by default the rows' weights.
 
-        A model whose losses have another number of terms in each row adds up the weights of these.
+        A model whose losses have another number of terms in each row adds up the weights of the terms.
         """
         return sum_of_rows(batch.weights, self.num_parts)
 
     def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-        """Return what a finished run tells of rows, by the name of its column: each [rows] float32.
+        """Return the predictions of a finished run for rows, by the name of their column: each [rows] float32.
 
-        By default `score` for one label, and `score_LABEL` for each of several: the probability that a binary one is 1,
-        and the number that another is.
+        By default `score` for one label, and `score_LABEL` for each of several: the probability that a binary label is
+        1, and the value of another.
         """
         columns = by_label(outputs, self.labels, len(outputs))
         names = [f"score_{name}" for name in self.labels] if len(self.labels) > 1 else ["score"]
@@ -152,7 +154,7 @@ class Model(InParts, nn.Module):
         }
 
     def evaluator(self, items: ItemVectors | None) -> Evaluator:
-        """Return what collects outputs and gives metrics; by default those of the labels.
+        """Return an evaluator, which collects outputs and computes metrics; by default those of the labels.
 
         Args:
             items: of a retrieval model, the vectors of all items, [items, vector_dim].
@@ -160,14 +162,14 @@ class Model(InParts, nn.Module):
         return LabelEvaluator(self.labels)
 
     def rehearse(self, device: torch.device) -> None:
-        """Compute from now on only what shows the peak of memory that a step has on `device`; for fake tensors."""
+        """Compute from now on only as much as shows the peak memory of a step on `device`; for fake tensors."""
 
 
 WIDEST = 2**24  # of a layer
 
 
 def checkpoint_mlps(model: nn.Module) -> None:
-    """Let every MLP keep its input alone, and compute its layers again in the backward pass.
+    """Make every MLP keep its input alone, and compute its layers again in the backward pass.
 
     Dropout draws the same masks again, since they are a function of the step and the row.
     """
@@ -184,14 +186,14 @@ def mlp(
     """Return Linear-ReLU-Dropout layers of the hidden widths, then a plain Linear if there is an output width.
 
     Args:
-        layer_norm: what each hidden layer gives for a row is normalised before the ReLU (arXiv:1607.06450).
+        layer_norm: normalise the output of each hidden layer, by row, before the ReLU (arXiv:1607.06450).
     """
     layers: list[nn.Module] = []
     for width in hidden:
         linear = nn.Linear(input_dim, width)
         if layer_norm:
-            nn.init.zeros_(linear.bias)  # else vectors that begin small would be lost in it
-        # Without it nothing is in between, where earlier versions had the ReLU: parameters keep their names.
+            nn.init.zeros_(linear.bias)  # else it would hide vectors, which are small at first
+        # The Identity stands where earlier versions had the ReLU, so that parameters keep their names.
         layers += [linear, nn.LayerNorm(width) if layer_norm else nn.Identity(), RowDropout(dropout, relu=True)]
         input_dim = width
     if output_dim is not None:
@@ -200,14 +202,14 @@ def mlp(
 
 
 def check_equal_widths(config: Config, why: str) -> None:
-    """Raise UserError, which begins with `why`, unless the vectors of all tables have one width."""
+    """Raise a UserError, which begins with `why`, unless the vectors of all tables have the same width."""
     dims = {f"tables.{name}.embedding_dim": table.model_dim for name, table in config.tables.items()}
     if len(set(dims.values())) > 1:
         raise UserError(f"{why}: {', '.join(f'{key}={dim}' for key, dim in dims.items())}")
 
 
 def row_of_each_id(jagged: JaggedTensor) -> torch.Tensor:
-    """Return the row that each id belongs to, [ids] int64."""
+    """Return the row of each id, [ids] int64."""
     rows = torch.arange(len(jagged.lengths()), device=jagged.lengths().device)
     return rows.repeat_interleave(jagged.lengths(), output_size=jagged.values().shape[0])
 

@@ -1,4 +1,4 @@
-"""Intervals of metrics by bootstrap: what they would be on other rows, or users, of the same kind."""
+"""Confidence intervals of metrics by bootstrap over rows, or groups of rows such as users."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ import numpy as np
 from recsys.runtime.counter_random import make_key, uniform_numbers
 from recsys.runtime.world import World
 
-_POISSON = np.cumsum([exp(-1) / factorial(k) for k in range(12)])  # of mean 1: probabilities of at most k
+_POISSON = np.cumsum([exp(-1) / factorial(k) for k in range(12)])  # distribution function at k, for mean 1
 
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """Draws of units with replacement, as many times as a Poisson variable of mean 1 says (Chamandy et al. 2012).
+    """Poisson bootstrap of units: each is drawn a Poisson number of times, of mean 1 (Chamandy et al. 2012).
 
-    How often a unit is drawn is a function of seed, repeat and unit, so that neither order nor ranks change it.
+    The number is a function of seed, repeat and unit, so that neither order nor ranks change it.
     """
 
     repeats: int
@@ -25,11 +25,11 @@ class Bootstrap:
     def intervals(
         self, world: World, units: np.ndarray, names: Sequence[str], measure: Callable[[np.ndarray], Sequence[float]]
     ) -> dict[str, list[float]]:
-        """Return by name of a metric the bounds that 95 % of draws lie in; collective, each rank does its share.
+        """Return, by metric, the bounds that hold 95 % of draws; collective, each rank computes its share of them.
 
         Args:
             units: of all rows, uint64 [rows], the same on every rank.
-            measure: from how often each row is drawn, float64 [rows], to the metrics.
+            measure: computes the metrics from the number of times that each row is drawn, float64 [rows].
         """
         distinct, place = np.unique(units, return_inverse=True)
         key, measured = make_key(self.seed, "bootstrap"), []

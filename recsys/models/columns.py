@@ -1,4 +1,4 @@
-"""Columns of tensors, beside each other in memory or by label; rows picked out of tensors; dot products of vectors."""
+"""Operations on tensors of [rows, width]: adjacent columns, outputs by label, picked rows, pairwise dot products."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import torch.nn.functional as F
 
 from recsys.errors import UserError
 
-_ELEMENTS_AT_ONCE = 1 << 18  # of vectors, on CPUs: with their products they stay in a core's own cache
-_LANES = 16  # a CPU multiplies by as many columns in the time of one
+_ELEMENTS_AT_ONCE = 1 << 18  # of vectors, on CPUs: they and their products fit into a core's own cache
+_LANES = 16  # columns that a CPU multiplies by in the time of one
 
 
 def beside(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors, [rows, width] each, where neighbours lie beside each other in memory as one; under no_grad."""
+    """Join tensors, [rows, width] each, that are adjacent in memory, as views without a copy; under no_grad."""
     if torch.compiler.is_compiling():
         return list(tensors)
     first: list[torch.Tensor] = []
@@ -38,11 +38,11 @@ def beside(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Columns(torch.autograd.Function):
-    """A tensor cut into columns; the gradients by them are one without a copy where they lie beside each other."""
+    """Split of a tensor into columns, whose gradients are joined without a copy if they are adjacent in memory."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, widths: list[int]) -> tuple[torch.Tensor, ...]:
-        """Return tensors of some widths, in the memory of one, [rows, columns]."""
+        """Return views of a tensor, [rows, columns], with the given widths."""
         return tensor.split(widths, dim=1)
 
     @staticmethod
@@ -52,9 +52,9 @@ class Columns(torch.autograd.Function):
 
 
 def take_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return `tensor[rows]`, [n, ...], for rows of one dimension, int64 [n], with gradients summed in their order.
+    """Return `tensor[rows]`, [n, ...], for rows int64 [n], with gradients summed in the order of the rows.
 
-    On a CPU an index has its gradient summed by several threads in the order of chance, in seven times the time.
+    On a CPU the gradient of indexing is summed by several threads in an arbitrary order, in seven times the time.
     """
     return tensor.index_select(0, rows) if tensor.device.type == "cpu" else tensor[rows]
 
@@ -68,7 +68,7 @@ def by_label(
         outputs: [rows, labels], or of one label [rows].
 
     Raises:
-        UserError: they are something else, as a model of one's own may give them.
+        UserError: they have another shape, as those of a user's own model may.
     """
     shapes = [[num_rows], [num_rows, 1]] if len(labels) == 1 else [[num_rows, len(labels)]]
     if not isinstance(outputs, torch.Tensor) or list(outputs.shape) not in shapes:
@@ -83,11 +83,11 @@ def by_label(
 
 
 class PairwiseDots:
-    """Computes the dot products, on CPUs a block of rows after the other.
+    """Computes the dot products of all pairs of a row's vectors, on CPUs one block of rows after another.
 
     Attributes:
-        like: computes as on a device of this type, of several blocks the first alone, for fake tensors; None: as suits
-            the device of the vectors.
+        like: for fake tensors, the type of device to compute as on, of several blocks only the first; None: that of the
+            vectors.
     """
 
     def __init__(self) -> None:
@@ -105,45 +105,45 @@ class PairwiseDots:
             below, others = torch.tril_indices(number, number, offset=-1)
             stacked = torch.stack(list(vectors), dim=1)
             return torch.bmm(stacked, stacked.mT)[:, below, others]
-        whole = (self.like or device.type) != "cpu" or torch.compiler.is_compiling()
-        key = number, number if whole else -(-number // _LANES) * _LANES, device
+        in_one_block = (self.like or device.type) != "cpu" or torch.compiler.is_compiling()
+        key = number, number if in_one_block else -(-number // _LANES) * _LANES, device
         if key not in self._pairs:
             self._pairs[key] = _Pairs.of(*key)
-        num_blocks = 1 if whole else max(1, -(-rows * number * dim // _ELEMENTS_AT_ONCE))
-        how = -(-rows // num_blocks), dtype or vectors[-1].dtype, bool(self.like), whole
-        blocks = _Blocks(self._pairs[key].columns, *how)
+        num_blocks = 1 if in_one_block else max(1, -(-rows * number * dim // _ELEMENTS_AT_ONCE))
+        settings = -(-rows // num_blocks), dtype or vectors[-1].dtype, bool(self.like), in_one_block
+        blocks = _Blocks(self._pairs[key].columns, *settings)
         products: torch.Tensor = _PairwiseDots.apply(self._pairs[key], blocks, *vectors)
         return products
 
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Where the pairs of n vectors are in their matrix of products, of n rows and `columns`.
+    """Places of the pairs of n vectors in the flattened matrix of their products, of n rows and `columns`.
 
     Attributes:
         below: the places below the diagonal, [pairs] int64.
-        both: the pair of each place of the matrix without further columns; the diagonal's is none, [n * n].
+        pair_of_place: the pair of each place of the n × n matrix, or the number of pairs on the diagonal, [n * n].
         but_first: the same without the first column, [n * (n - 1)].
     """
 
     columns: int
     below: torch.Tensor
-    both: torch.Tensor
+    pair_of_place: torch.Tensor
     but_first: torch.Tensor
 
     @staticmethod
     def of(n: int, columns: int, device: torch.device) -> "_Pairs":
         """Return the places on a device."""
         rows, others = torch.tril_indices(n, n, offset=-1)
-        both = torch.full((n, n), len(rows))
-        both[rows, others] = both[others, rows] = torch.arange(len(rows))
-        below, but_first = rows * columns + others, both[:, 1:]
-        return _Pairs(columns, *(indices.flatten().to(device) for indices in (below, both, but_first)))
+        pair_of_place = torch.full((n, n), len(rows))
+        pair_of_place[rows, others] = pair_of_place[others, rows] = torch.arange(len(rows))
+        below, but_first = rows * columns + others, pair_of_place[:, 1:]
+        return _Pairs(columns, *(indices.flatten().to(device) for indices in (below, pair_of_place, but_first)))
 
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How vectors are stacked: of `at_once` rows, `places` vectors each, the last of them 0; `whole`: of all rows."""
+    """Blocks of stacked vectors: `at_once` rows of `places` vectors each, the last of them 0; `whole`: one block."""
 
     places: int
     at_once: int
@@ -157,9 +157,9 @@ class _Blocks:
         return starts[:1] if self.only_first else starts
 
     def but_first(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the rows of a block and their vectors but the first, [rows, vectors - 1, dim], where they lie.
+        """Yield the rows of each block and their vectors without the first, [rows, vectors - 1, dim], as views.
 
-        Those that do not lie beside each other, or are of another type, are copied as `of` does.
+        Vectors that are not adjacent in memory, or have another type, are copied as by `of`.
         """
         n, (rows, dim), others = len(vectors), vectors[0].shape, beside(vectors[1:])
         if len(others) == 1 and others[0].stride(1) == 1 and all(tensor.dtype is self.dtype for tensor in vectors):
@@ -170,7 +170,7 @@ class _Blocks:
         yield from ((block, stacked[:, 1:n]) for block, stacked in self.of(vectors))
 
     def of(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the rows of a block and their vectors, [rows, places, dim], in the memory of the block before."""
+        """Yield the rows of each block and their vectors, [rows, places, dim], which the next block overwrites."""
         tensors, (rows, dim) = beside(vectors), vectors[0].shape
         memory = vectors[0].new_empty(self.at_once, self.places * dim, dtype=self.dtype)
         memory[:, len(vectors) * dim :] = 0
@@ -185,8 +185,8 @@ class _Blocks:
 class _PairwiseDots(torch.autograd.Function):
     """The dot products of all pairs of a row's vectors, below the diagonal.
 
-    Autograd's own backward takes two batched products where one is enough, since the products are symmetric; and what
-    it stacks, multiplies and picks goes through memory, which takes a CPU longer than to compute it.
+    Autograd's own backward takes two batched products where one is enough, since the products are symmetric. And all of
+    its stacked and picked tensors go through memory, which takes a CPU longer than computing them.
     """
 
     @staticmethod
@@ -210,7 +210,7 @@ class _PairwiseDots(torch.autograd.Function):
         if blocks.whole:
             ((_, stacked),) = blocks.of(vectors)
             padded = F.pad(gradient.to(blocks.dtype), (0, 1))  # with what the diagonal takes
-            by_vectors = torch.bmm(padded.index_select(1, pairs.both).view(-1, n, n), stacked[:, :n])
+            by_vectors = torch.bmm(padded.index_select(1, pairs.pair_of_place).view(-1, n, n), stacked[:, :n])
             return None, None, *by_vectors.to(vectors[0].dtype).unbind(1)
         of_first, of_others = vectors[0].new_empty(rows, dim), vectors[-1].new_empty(rows, (n - 1) * dim)
         for some, others in blocks.but_first(vectors):
@@ -218,8 +218,8 @@ class _PairwiseDots(torch.autograd.Function):
             factors = padded.index_select(1, pairs.but_first).view(-1, n, n - 1)
             block = torch.bmm(factors, others)
             of_first[some] = block[:, 0]
-            # What the first vector adds comes last, whether the others had to be copied or not: sums do not depend on
-            # how vectors lie, which is for the plan to decide.
+            # The first vector's term is added last, whether the others had to be copied or not, so that sums do not
+            # depend on the layout of vectors, which the plan decides.
             by_first = factors[:, 0, :, None], vectors[0][some, None].to(blocks.dtype)
             torch.addcmul(block[:, 1:], *by_first, out=of_others[some].view(-1, n - 1, dim))
         return None, None, of_first, *of_others.split(dim, 1)

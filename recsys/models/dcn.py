@@ -36,7 +36,7 @@ class DCNConfig(ModelConfig):
 
 
 class _CrossNet(CrossNet):
-    """torchrec's layers in fewer passes over [rows, width], which are most of what they take on GPUs."""
+    """torchrec's cross layers with fewer passes over [rows, width], which take most of their time on GPUs."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = input
@@ -46,7 +46,7 @@ class _CrossNet(CrossNet):
 
 
 class _LowRankCrossNet(LowRankCrossNet):
-    """As `_CrossNet`."""
+    """torchrec's low-rank cross layers, likewise with fewer passes."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         x = input

@@ -85,9 +85,10 @@ class DLRMConfig(ModelConfig):
 
 
 class TargetAttention(nn.Module):
-    """The sum of a list's vectors, each times how it matches another vector (DIN: Zhou et al. 2018, arXiv:1706.06978).
+    """Attention of a vector to a list: the sum of its vectors by learned factors (DIN: Zhou et al. 2018,
+    arXiv:1706.06978).
 
-    As there, the factors are not normalised, so that long lists weigh more.
+    As in the paper, the factors are not normalised, so that long lists weigh more.
     """
 
     def __init__(self, dim: int, hidden: list[int]) -> None:
@@ -104,8 +105,8 @@ class TargetAttention(nn.Module):
 class DLRM(Model):
     """Dot products of all pairs of vectors, then an MLP (Naumov et al. 2019, arXiv:1906.00091).
 
-    A float feature or more makes one more vector of them, by the bottom MLP. An id feature whose embedding_dim is not
-    that of the vectors is brought to it by a matrix (mixed dimensions: Ginart et al. 2019, arXiv:1909.11810).
+    The float features, if there are any, become one more vector by the bottom MLP. Vectors of another width are
+    projected to embedding_dim by a matrix (mixed dimensions: Ginart et al. 2019, arXiv:1909.11810).
     """
 
     Config = DLRMConfig

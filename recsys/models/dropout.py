@@ -18,7 +18,7 @@ class RowDropout(nn.Module):
     `set_dropout_keys` must be called before each training step.
 
     Args:
-        p: the share of elements that are dropped. relu: negative ones become 0 too; in training, x may be changed.
+        p: the share of elements that are dropped. relu: negative ones become 0 too; in training, x may be overwritten.
     """
 
     def __init__(self, p: float, relu: bool = False) -> None:
@@ -31,7 +31,7 @@ class RowDropout(nn.Module):
         """Zero elements of x, [rows, columns], with probability p, and scale the rest by 1 / (1 - p).
 
         Args:
-            row: which row each of x is dropped like, [len(x)]; default: x has all rows, in order.
+            row: of each row of x, the row whose mask it takes, [len(x)]; default: x has all rows, in order.
         """
         if self.share == 1:
             return nn.functional.relu(x, inplace=self.training) if self.relu else x
@@ -41,13 +41,13 @@ class RowDropout(nn.Module):
 
     @property
     def share(self) -> float:
-        """What elements that are kept are divided by."""
+        """Share of elements that are kept, by which these are divided."""
         return 1 - self.p if self.training else 1.0
 
     def without_autograd(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` gives with `relu` where elements are dropped, without its gradient.
+        """Return the result of `forward` with `relu` and dropped elements, without a gradient.
 
-        That goes through where the result is above 0, divided by `share`.
+        The gradient by x is that by the result divided by `share` where the result is above 0, and else 0.
         """
         return _dropped(x, self._mask(x), self.share, relu=True)
 
@@ -56,22 +56,22 @@ class RowDropout(nn.Module):
         return kept(self.key, self.rows, torch.arange(x.shape[1], device=x.device), self.p)
 
 
-def _dropped(x: torch.Tensor, kept: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
-    result = kept.to(x.dtype).mul_(x)
+def _dropped(x: torch.Tensor, mask: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
+    result = mask.to(x.dtype).mul_(x)
     return (result.relu_() if relu else result).div_(share)
 
 
 class _Kept(torch.autograd.Function):
-    """The elements of a mask divided by their share, and 0 elsewhere; with `relu` also in place of negative ones.
+    """Elements where the mask is true divided by `share`, and 0 elsewhere; with `relu`, 0 for negative ones too.
 
-    A product of numbers and a mask makes numbers of the mask first: here the result lies where these are. With `relu`
-    that result, which the next layer keeps too, is all that the gradient needs.
+    Torch's product of numbers and a mask converts the mask to numbers first; here the result takes their memory. With
+    `relu` the gradient needs nothing but the result, which the next layer keeps anyway.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
-        result = _dropped(x, kept, share, relu)
-        ctx.save_for_backward(result if relu else kept)
+    def forward(ctx: Any, x: torch.Tensor, mask: torch.Tensor, share: float, relu: bool) -> torch.Tensor:
+        result = _dropped(x, mask, share, relu)
+        ctx.save_for_backward(result if relu else mask)
         ctx.share, ctx.relu = share, relu
         return result
 
@@ -84,8 +84,8 @@ class _Kept(torch.autograd.Function):
 
 
 def dropouts(model: nn.Module) -> dict[str, RowDropout]:
-    """Return what drops elements of a model, by name."""
-    # As the layers were called once, so that earlier runs draw the same masks.
+    """Return the layers of a model that drop elements, by name."""
+    # These names are those of earlier versions, so that earlier runs draw the same masks.
     return {
         f"module.{parameter_name(name)}": module
         for name, module in model.named_modules()
@@ -94,10 +94,10 @@ def dropouts(model: nn.Module) -> dict[str, RowDropout]:
 
 
 def set_dropout_keys(layers: Mapping[str, RowDropout], seed: int, step: int, rows: torch.Tensor) -> None:
-    """Give layers by their names, as of `dropouts`, their keys for some rows of a step.
+    """Set the keys and rows by which layers, as of `dropouts`, draw their masks in a step.
 
     Args:
-        step: any number that no two steps share. rows: their places in the global batch, int64.
+        step: any number that no two steps share. rows: places of the rows in the global batch, int64.
     """
     for name, layer in layers.items():
         layer.key, layer.rows = make_key(seed, "dropout", step, name), rows

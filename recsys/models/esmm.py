@@ -1,4 +1,4 @@
-"""Entire space multi-task model: what can only happen after something else, learned of all rows."""
+"""Entire space multi-task model: labels that can only follow each other, all learned from all rows."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -35,7 +35,7 @@ class ESMMConfig(TaskConfig):
 
 
 class ESMM(TaskModel):
-    """A tower for each label gives its probability after the label before; a label's own is the product so far."""
+    """A tower for each label, with its probability given the label before; its own is the product of these so far."""
 
     Config = ESMMConfig
 
@@ -48,7 +48,7 @@ class ESMM(TaskModel):
         x = self.read(vectors, floats)
         logits = [tower(x) for tower in self.towers]
         for i in range(1, len(logits)):
-            logits[i] = both(logits[i - 1], logits[i])
+            logits[i] = joint_logit(logits[i - 1], logits[i])
         return torch.cat(logits, dim=1)
 
     def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ class ESMM(TaskModel):
         return super().predictions(outputs) | after
 
 
-def both(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def joint_logit(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return the logit of the product of the probabilities of two logits, finite and exact however large they are.
 
     1 / p - 1 of p = 1 / ((1 + e^-a) (1 + e^-b)) is e^-a + e^-b + e^-(a + b).

@@ -1,4 +1,4 @@
-"""Gated sums of the vectors that the experts of a feature give, each brought to the width that the model reads."""
+"""Gated sums of the vectors of a feature's experts."""
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,13 @@ from recsys.models.base import Vectors
 from recsys.models.halves import InParts, in_parts
 from recsys.tables.module_names import module_name
 
-GATES = "expert_gates"  # its name in a model
+GATES = "expert_gates"  # name of `ExpertSums` in a model
 
 
 class ExpertGate(InParts, nn.Module):
-    """Factors of a feature's experts, [rows, experts]: 2 sigmoid(x), x a bias of each and a function of other vectors.
+    """Factors of a feature's experts: 2 sigmoid(x), where x is a bias of each plus a linear function of other vectors.
 
-    Both are 0 at first, so that all factors are 1: the experts begin as a plain sum.
+    Both are 0 at first, so that all factors are 1, and the experts begin as a plain sum.
     """
 
     def __init__(self, num_experts: int, width: int) -> None:
@@ -27,7 +27,7 @@ class ExpertGate(InParts, nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_experts, width)) if width else None
 
     def forward(self, others: list[torch.Tensor]) -> torch.Tensor:
-        """Return the factors, [rows, experts], or of each expert alone [experts]; `others` are [rows, width] each."""
+        """Return the factors, [rows, experts], or [experts] if they do not depend on `others`, [rows, width] each."""
         if self.weight is None:
             return 2 * self.bias.sigmoid()
         return 2 * in_parts(self._logits, self.num_parts, torch.cat(others, dim=1)).sigmoid()
@@ -38,7 +38,7 @@ class ExpertGate(InParts, nn.Module):
 
 
 class ExpertSums(nn.ModuleDict):
-    """The sums of features with experts, whose gates, by feature, are those of tables that have one."""
+    """Sums of the experts' vectors of features, gated if their table says so; a mapping of gates by feature."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class ExpertSums(nn.ModuleDict):
         gated = {}
         for name, others in self._gate_inputs.items():
             factors = self[module_name(name)]([plain[other] for other in others])
-            parts = [vector * factors[..., i, None] for i, vector in enumerate(of_experts[name])]
-            gated[name] = sum(parts[1:], start=parts[0])
+            weighted = [vector * factors[..., i, None] for i, vector in enumerate(of_experts[name])]
+            gated[name] = sum(weighted[1:], start=weighted[0])
         return plain | gated, floats
 
 
 def add_experts(model: nn.Module, config: Config) -> None:
-    """Let a model read the vectors of features with experts by `ExpertSums`, which becomes a part of it."""
+    """Add `ExpertSums` to a model, which then reads one vector for each feature with experts."""
     if any(table.experts for table in config.tables.values()):
         sums = ExpertSums(config)
         model.add_module(GATES, sums)

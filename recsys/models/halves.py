@@ -1,7 +1,7 @@
 """Gradients of parameters summed over the first half of a batch, then over the second, as two processes sum them.
 
-Sums of floats follow their order. One process that adds up all rows at once is a rounding apart from two that have a
-half each; optimizers that divide by a gradient's size, and layers with a kink, make 1e-4 of it within 100 steps.
+Sums of floats depend on their order. One process that adds up all rows at once differs by a rounding from two that have
+a half each; optimizers that divide by a gradient's size, and layers with a kink, make 1e-4 of it within 100 steps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,35 +18,36 @@ from recsys.config import Config
 from recsys.config.choices import Autocast
 from recsys.models.dropout import RowDropout
 
-_ELEMENTS_AT_ONCE = 1 << 18  # of a weight, whose gradients by halves are in memory side by side
-_MOST_BLOCKS = 256  # of a weight however large: each costs some operators, and two of so many little memory
-_COLUMNS_AT_ONCE = 1 << 10  # of what is multiplied with one column
-_LONG = 512  # sums of more products may be shared out over threads
-_FEW_ROWS = 16  # fewer than that have on some processors a product of their own on two threads
-_MOST_ROWS = 768  # of a sum over rows, which MKL shares out beyond that
-_CHUNKED_ELEMENTS = 1 << 22  # of products of chunks of rows, which are in memory side by side
+_ELEMENTS_AT_ONCE = 1 << 18  # elements of a weight whose gradients by halves are in memory at the same time
+_MOST_BLOCKS = 256  # of a weight: each costs some operators, and so many keep the memory small
+_COLUMNS_AT_ONCE = 1 << 10  # columns that are multiplied with one column at a time
+_LONG = 512  # products: longer sums may be split over threads
+_FEW_ROWS = 16  # rows: with fewer, some processors multiply differently on two threads
+_MOST_ROWS = 768  # rows: MKL splits longer sums over threads
+_CHUNKED_ELEMENTS = 1 << 22  # elements of the products of chunks of rows that are in memory at the same time
 
 
 class InParts:
-    """A module that reads parameters of its own through `in_parts`; `sum_in_halves` sets in how many."""
+    """A module that reads its own parameters through `in_parts`; `sum_in_halves` sets the number of parts."""
 
     num_parts = 1
 
 
 class PartByPart(InParts):
-    """A model that computes one part of a batch's rows after the other, by layers of [rows, width].
+    """A model that computes the parts of a batch's rows one after another, by layers of [rows, width].
 
     Attributes:
-        has_kinks: layers have, such as ReLU's. Without, roundings stay small, and parts are not worth what they cost.
+        has_kinks: whether layers have kinks, as of ReLU. Without any, roundings stay small, and parts not worth their
+            cost.
     """
 
     has_kinks = True
 
 
 def is_in_halves(model: Any, config: Config) -> bool:
-    """Return whether gradients can be summed in halves on a CPU: layers are called as they are, for all rows of a rank.
+    """Return whether gradients can be summed in halves on a CPU: plain layers, called once for all rows of a rank.
 
-    What is computed again in the backward pass must not have changed meanwhile, as it does from part to part.
+    Activations computed again in the backward pass would be those of another part of a `PartByPart` model.
     """
     train = config.train
     by_part = isinstance(model, PartByPart) and model.has_kinks and not train.activation_checkpointing
@@ -55,12 +56,11 @@ def is_in_halves(model: Any, config: Config) -> bool:
 
 
 def sum_in_halves(model: nn.Module, world_size: int) -> None:
-    """Have one process sum gradients of a model's linear layers in halves, and those of what is `InParts`.
+    """Replace a model's layers by ones that sum gradients in halves on one process, and in that order on several.
 
-    Several processes get layers that sum in the same order. All are to read rows in the order of the batch, in FP32, on
-    a CPU. One process on one thread or two, and two processes on one thread each, then sum alike to the last bit.
-
-    A model that goes `PartByPart` has layers that know of one part only.
+    This covers linear and norm layers, MLPs and modules that are `InParts`. They are to read rows in the order of the
+    batch, in FP32, on a CPU. One process on one thread or two, and two processes on one thread each, then get the same
+    sums to the last bit. The layers of a model that is `PartByPart` see one part at a time.
     """
     if isinstance(model, PartByPart):
         model.num_parts = 2 if world_size == 1 else 1
@@ -84,23 +84,23 @@ def sum_in_halves(model: nn.Module, world_size: int) -> None:
 
 
 def sum_of_rows(values: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """Return the sum of numbers of rows, [rows], added up part by part as so many ranks would."""
+    """Return the sum of values, [rows], added up part by part, as `num_parts` ranks would."""
     first, *others = (part.sum() for part in values.tensor_split(num_parts))
     return sum(others, start=first)
 
 
 def in_parts(function: Callable[..., torch.Tensor], num_parts: int, *rows: torch.Tensor) -> torch.Tensor:
-    """Return what a function of rows gives, called for one part of them after the other.
+    """Call a function of rows for one part of the rows after another, and join the results.
 
-    Gradients of what it reads beside them are then summed part by part.
+    Gradients of the parameters that it reads are then summed part by part.
 
     Args:
-        num_parts: 1 or 2. rows: [rows, ...] each, as many.
+        num_parts: 1 or 2. rows: tensors with equally many rows, [rows, ...].
     """
     if not torch.is_grad_enabled():
         return function(*rows)
     if num_parts == 1:
-        return function(*(tensor.view_as(tensor) for tensor in rows))  # gradients by them are summed by themselves too
+        return function(*(tensor.view_as(tensor) for tensor in rows))  # views: their gradients are summed apart, too
     first, second = zip(*(tensor.tensor_split(2) for tensor in rows), strict=True)
     return torch.cat([function(*first), function(*second)])
 
@@ -114,7 +114,7 @@ class _Linear(InParts, nn.Linear):
 
 
 class _LinearInParts(torch.autograd.Function):
-    """`F.linear`; to split what it reads and to join what it gives would copy both."""
+    """`F.linear` without `in_parts`, which would copy both input and output."""
 
     @staticmethod
     def forward(
@@ -133,7 +133,7 @@ class _LinearInParts(torch.autograd.Function):
 
 
 def _is_mlp(module: nn.Module) -> bool:
-    """Return whether these are layers as of `models.base.mlp`."""
+    """Return whether a module is an MLP as of `models.base.mlp`, with a hidden layer at least."""
     layers = list(module.children())
     return (
         isinstance(module, nn.Sequential)
@@ -157,28 +157,28 @@ class _MLP(InParts, nn.Sequential):
 
 
 def _computed_again(checkpoint: Callable[..., torch.Tensor], layers: _MLP, input: torch.Tensor) -> torch.Tensor:
-    """Return what layers give; they keep their input alone, and by themselves where `checkpoint` would have them."""
+    """Return the output of layers that keep their input alone, without `checkpoint` if they can do so themselves."""
     return layers(input, keep=False) if input.dim() == 2 else checkpoint(layers, input)
 
 
 class _MLPInParts(torch.autograd.Function):
-    """The layers of an MLP, each as `_LinearInParts`, and the gradient behind a ReLU in the memory of that before it.
+    """The layers of an MLP, each as `_LinearInParts`, with gradients of ReLUs computed in place.
 
-    On a CPU, new memory for it takes longer than what is computed there; and a step of a thousand rows waits for
-    autograd to go from layer to layer.
+    On a CPU, new memory for such a gradient takes longer than computing it, and in a step of a thousand rows autograd's
+    own way from layer to layer takes time.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, num_parts: int, keep: bool, relus: list[RowDropout], *parameters: torch.Tensor
     ) -> torch.Tensor:
-        """Return what the last layer gives.
+        """Return the output of the last layer.
 
         Args:
-            keep: what the others give, for the backward pass. parameters: a weight and a bias for each layer.
+            keep: keep the other layers' outputs for the backward pass. parameters: a weight and a bias for each layer.
         """
         ctx.num_parts, ctx.relus = num_parts if len(x) % num_parts == 0 else 1, relus
-        ctx.hidden = []  # not among what is saved for all of the backward pass: each goes when it is used
+        ctx.hidden = []  # beside save_for_backward, so that each can be freed when it has been used
         for passed in _passed(x, ctx.num_parts, relus, parameters):
             ctx.hidden += [passed] * keep
         ctx.hidden = ctx.hidden[:-1]
@@ -209,7 +209,7 @@ class _MLPInParts(torch.autograd.Function):
 def _passed(
     x: torch.Tensor, num_parts: int, relus: list[RowDropout], parameters: Sequence[torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield what each layer of an MLP gives, behind its ReLU if it has one."""
+    """Yield the output of each layer of an MLP, behind its ReLU if it has one."""
     for weight, bias, relu in zip_longest(parameters[::2], parameters[1::2], relus):
         x = _times(x, weight.T, bias, num_parts)
         if relu is not None:
@@ -266,7 +266,7 @@ def _normalised(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
 
 
 class _LayerNormByColumns(torch.autograd.Function):
-    """`F.layer_norm` of [rows, width]; PyTorch's sums gradients by weight and bias for each thread."""
+    """`F.layer_norm` of [rows, width], since PyTorch sums the gradients of weight and bias by thread."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
@@ -283,24 +283,24 @@ class _LayerNormByColumns(torch.autograd.Function):
         return of_x, (x - mean).mul_(scale).mul_(gradient).sum(0), gradient.sum(0), None
 
 
-def product_over_rows(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return one.T @ other, [p, q], of [rows, p] and [rows, q]; the same on one thread of a CPU and on two."""
-    if one.device.type != "cpu" or len(one) <= _MOST_ROWS:
-        return one.T @ other
-    whole = len(one) // _MOST_ROWS * _MOST_ROWS
-    result = one[whole:].T @ other[whole:]
+def product_over_rows(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return first.T @ second, [p, q], of [rows, p] and [rows, q]; the same on one thread of a CPU and on two."""
+    if first.device.type != "cpu" or len(first) <= _MOST_ROWS:
+        return first.T @ second
+    end = len(first) // _MOST_ROWS * _MOST_ROWS
+    result = first[end:].T @ second[end:]
     at_once = max(1, _CHUNKED_ELEMENTS // max(1, result.numel()))
-    chunks = (matrix[:whole].reshape(-1, _MOST_ROWS, matrix.shape[1]).split(at_once) for matrix in (one, other))
-    for some, others in zip(*chunks, strict=True):
-        result += torch.bmm(some.mT, others).sum(0)
+    chunks = (matrix[:end].reshape(-1, _MOST_ROWS, matrix.shape[1]).split(at_once) for matrix in (first, second))
+    for first_chunks, second_chunks in zip(*chunks, strict=True):
+        result += torch.bmm(first_chunks.mT, second_chunks).sum(0)
     return result
 
 
-def add_products(total: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Add one @ other, of [rows, n] and [n, width], to `total` and return it; the same on one thread and on two."""
-    at_once = _LONG if one.device.type == "cpu" else max(1, len(other))
-    for some, others in zip(one.split(at_once, dim=1), other.split(at_once), strict=True):
-        total.addmm_(some, others)
+def add_products(total: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Add first @ second, of [rows, n] and [n, width], to `total` and return it; the same on one thread and on two."""
+    at_once = _LONG if first.device.type == "cpu" else max(1, len(second))
+    for columns, rows in zip(first.split(at_once, dim=1), second.split(at_once), strict=True):
+        total.addmm_(columns, rows)
     return total
 
 
@@ -324,16 +324,16 @@ def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, num
 def _by_parameters(
     gradient: torch.Tensor, x: torch.Tensor, num_parts: int, of_weight: bool, of_bias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the gradients of a layer's weight and bias, those wanted, by that of what it gives and what it reads."""
+    """Return the gradients of a layer's weight and bias, or None, from the gradient of its output and its input."""
     gradients, inputs = (matrix.reshape(num_parts, -1, matrix.shape[-1]) for matrix in (gradient, x))
     return _products(gradients, inputs) if of_weight else None, gradients.sum(1).sum(0) if of_bias else None
 
 
 def _products(gradients: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of a weight, [outputs, inputs], by parts of the rows, [parts, rows, outputs or inputs].
+    """Return the gradient of a weight, [outputs, inputs], from parts of the rows, [parts, rows, outputs or inputs].
 
-    A product alone is shared out over threads, along what is summed up if that is long; of two in a batch, each thread
-    has one. With a vector, two in a batch are summed otherwise than one.
+    A single product is split over threads, and a long sum too; of two in a batch, each thread has one. Two products
+    with a vector in a batch are summed in another order than one.
     """
     outputs, width = gradients.shape[2], inputs.shape[2]
     if outputs == 1 or width == 1:

@@ -13,15 +13,15 @@ _SCORES_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 25}
 
 
 def rows_at_once(num_items: int, device_type: str) -> int:
-    """Return for how many users all items are scored together."""
+    """Return the number of users that are scored against all items at once."""
     return max(1, _SCORES_AT_ONCE[device_type] // max(1, num_items))
 
 
 class ItemVectors:
-    """The vectors of a corpus, of which each rank holds those that it has computed.
+    """Vectors of the items of a corpus, spread over the ranks: each holds those that it has computed.
 
     Args:
-        vectors: of this rank's items, [own, dim]; positions: where these are in the corpus, int64 [own].
+        vectors: of this rank's items, [own, dim]. positions: of these in the corpus, int64 [own].
         num_items: of the corpus.
     """
 
@@ -29,7 +29,7 @@ class ItemVectors:
         order = positions.argsort()
         self._vectors, self._positions = vectors[order].to(world.device), positions[order].to(world.device)
         self._num_items, self._world = num_items, world
-        # The users asked for last, and their best items: one value, since several threads may ask.
+        # The users of the last call, and their best items: one tuple, since several threads may call.
         self._last: tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]] = None, (vectors, vectors)
 
     def __len__(self) -> int:
@@ -44,8 +44,8 @@ class ItemVectors:
     def best(self, users: torch.Tensor, k: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and positions of the best items of a batch's rows, best first: each [batch, k].
 
-        Items that a row has in `seen`, and where there are `candidates` those that are none, have a score of -inf. Of
-        fewer than k items all come. Collective where `users` are others than the last time.
+        Items that a row has in `seen`, or not in `candidates` if it has these, have a score of -inf. Of fewer than k
+        items all are returned. Collective if `users` are others than the last time.
 
         Args:
             users: of the batch, [batch, dim].
@@ -62,7 +62,7 @@ class ItemVectors:
         lists = {key: torch.stack(pairs_of(batch, key), dim=1) for key in ("candidates", "seen") if key in keys}
         if self._world.world_size == 1:
             return self._best_of_own(users, k, lists)
-        # Users go to the items, which are more: each rank answers all ranks' users with the best that it has.
+        # Users are sent to the items, which are more: each rank returns its best items for the users of all ranks.
         of_ranks = zip(_gathered(users), *(_gathered(pairs) for pairs in lists.values()), strict=True)
         best = [self._best_of_own(asking, k, dict(zip(lists, pairs, strict=True))) for asking, *pairs in of_ranks]
         most = max(len(scores) for scores, _ in best)
@@ -79,8 +79,8 @@ class ItemVectors:
     def _best_of_own(
         self, users: torch.Tensor, k: int, lists: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return scores and positions of this rank's best items for users, [users, k]; behind fewer than k follow some
-        of a score of -inf.
+        """Return scores and positions of this rank's best items for users, [users, k]; if it has fewer than k, the rest
+        has a score of -inf.
 
         Args:
             lists: `candidates` and `seen` of the users: rows and positions, int64 [pairs, 2], in order of the rows.
@@ -105,7 +105,7 @@ class ItemVectors:
         return scores, positions
 
     def _own(self, pairs: torch.Tensor) -> torch.Tensor:
-        """Return the pairs whose items are this rank's, with their places among these."""
+        """Return the pairs whose items are on this rank, with the places of the items in its vectors."""
         if not len(self._positions):
             return pairs[:0]
         places = torch.searchsorted(self._positions, pairs[:, 1].contiguous()).clamp(max=len(self._positions) - 1)
@@ -113,9 +113,9 @@ class ItemVectors:
 
 
 def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the k highest of each row, and their places, [rows, k]; of equal ones the first, whatever else there is.
+    """Return the k highest scores of each row, and their places, [rows, k]; of equal ones the first.
 
-    `topk` takes any of them: items whose ids share a table row would be other ones on another number of ranks.
+    `topk` returns any of equal ones, so that among items whose ids share a table row the number of ranks would decide.
     """
     highest, places = scores.topk(min(k + 1, scores.shape[1]), dim=1)
     last, below, places = highest[:, k - 1 : k], highest[:, k:], places[:, :k]
@@ -131,8 +131,8 @@ def _best(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pairs_of(batch: Batch, key: str, rows: slice = slice(0, None)) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row and position of each item in the lists of some rows of a batch, in order of the rows, which count from
-    the first of them."""
+    """Return row and position of each item in a list of some rows of a batch, in the order of the rows, which are
+    counted from the first of `rows`."""
     jagged = batch.lists[key]  # type: ignore[index]
     lengths, offsets = jagged.lengths()[rows].long(), jagged.offsets().long()
     values = jagged.values()[offsets[rows.start] : offsets[rows.start + len(lengths)]]
@@ -142,38 +142,38 @@ def pairs_of(batch: Batch, key: str, rows: slice = slice(0, None)) -> tuple[torc
 
 
 def _of_rows(pairs: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return rows, counted from the first, and places of the pairs of some rows."""
+    """Return rows, counted from the first of `rows`, and places of the pairs of these rows."""
     first, last = torch.searchsorted(pairs[:, 0].contiguous(), pairs.new_tensor([rows.start, rows.stop])).tolist()
     row, place = pairs[first:last].unbind(1)
     return row - rows.start, place
 
 
 def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return every rank's tensor, of whose rows each may have another number."""
+    """Return the tensors of all ranks, which may have different numbers of rows; collective."""
     counts = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
     rows = gather(_filled(tensor, max(counts))).split(max(counts)) if max(counts) else [tensor] * len(counts)
     return [of_rank[:count] for of_rank, count in zip(rows, counts, strict=True)]
 
 
 def _filled(tensor: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return a tensor with zeros behind its rows, so that it has so many."""
+    """Return a tensor padded with zeros to a number of rows."""
     return torch.cat([tensor, tensor.new_zeros(num_rows - len(tensor), *tensor.shape[1:])])
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the rows of all ranks, which have as many each, in order of rank."""
+    """Return the rows of all ranks, which have equally many each, in order of rank; collective."""
     gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, tensor)
     return torch.cat(gathered)
 
 
 def barred_scores(keys: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return which of the drawn items are no negatives of a user, who has them, or of nobody, [rows, keys] bool.
+    """Return which drawn items are no negatives of a user, who has them, or are fill, [rows, keys] bool.
 
     Args:
-        keys: of the items drawn, ascending; those below 0 are none. ids: of all users' items, row: their users, [ids].
+        keys: of the drawn items, ascending; those below 0 are fill. ids: of all users' items. row: their users, [ids].
     """
-    place = torch.searchsorted(keys, ids)  # of several alike the first
+    place = torch.searchsorted(keys, ids)  # the first of equal keys
     place = torch.where(keys[place.clamp(max=len(keys) - 1)] == ids, place, len(keys))
     barred = torch.zeros(num_rows, len(keys) + 1, dtype=torch.bool, device=keys.device)
     barred[row, place] = True

@@ -1,4 +1,4 @@
-"""Causal attention on jagged lists: lists of about one length are padded together, and nothing else is."""
+"""Causal attention on jagged lists, which are padded in buckets of about equal length."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,26 +12,26 @@ from recsys.models.columns import take_rows
 
 _MOST_PADDING = 1.25  # places of a bucket for each id in it
 
-# Of queries, keys and values, each [lists, heads, length, width], the result in the same shape; no id sees later ones.
+# Takes queries, keys and values, and returns a result, each [lists, heads, length, width]; no id attends to later ones.
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def softmax_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the means of values by the softmax of scaled products, over an id and those before it."""
+    """Return causal attention: means of values, weighted by the softmax of scaled products of queries and keys."""
     return F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
 
 
 @dataclass(frozen=True)
 class Lists:
-    """Where the ids of a batch's lists lie, and the buckets that they are padded in.
+    """Places of the ids of a batch's lists, and the buckets in which the lists are padded.
 
-    Lists are sorted by their lengths, and cut where padding to the longest of a bucket would take more than 1.25 places
-    an id. On a GPU a kernel for lists of any length (torch.nn.attention.varlen) would need no buckets.
+    Lists are sorted by length, and a new bucket begins where padding to the longest list would take more than 1.25
+    places an id. On a GPU a kernel for lists of any length (torch.nn.attention.varlen) would need no buckets.
 
     Attributes:
-        row: of each id its list, [ids] int64. from_end: how many ids of its list follow, [ids] int64.
-        places: of each id its place among the padded ones, [ids] int64.
-        buckets: lists and padded length of each bucket.
+        row: list of each id, [ids] int64. from_end: number of later ids in its list, [ids] int64.
+        places: place of each id in the padded buckets, [ids] int64.
+        buckets: number of lists and padded length of each bucket.
     """
 
     row: torch.Tensor
@@ -41,7 +41,7 @@ class Lists:
 
     @staticmethod
     def of(lengths: np.ndarray, device: torch.device) -> "Lists":
-        """Return the places of the ids of lists of such lengths, [lists] int64, on a device."""
+        """Return the places of the ids of lists with some lengths, [lists] int64, on a device."""
         row = np.repeat(np.arange(len(lengths)), lengths)
         place = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         longest_first = np.argsort(-lengths, kind="stable")
@@ -55,7 +55,7 @@ class Lists:
         return Lists(row_of_id, from_end, places, buckets)
 
     def attend(self, qkv: torch.Tensor, num_heads: int, attention: Attention = softmax_attention) -> torch.Tensor:
-        """Return what attention gives for each id, [ids, width].
+        """Return the output of attention for each id, [ids, width].
 
         Args:
             qkv: queries, keys and values side by side, [ids, 3 * width].
@@ -71,7 +71,7 @@ class Lists:
 
 
 class PaddedLists:
-    """The same with every list padded to one length, for `torch.export`, which takes no shapes that follow the data.
+    """`Lists` with every list padded to one length, for `torch.export`, which takes no shapes that depend on the data.
 
     Attributes: as of `Lists`.
     """
@@ -84,7 +84,7 @@ class PaddedLists:
         self._places = self.row * longest + place
 
     def attend(self, qkv: torch.Tensor, num_heads: int, attention: Attention = softmax_attention) -> torch.Tensor:
-        """Return what attention gives for each id, [ids, width]; see `Lists.attend`."""
+        """Return the output of attention for each id, [ids, width]; see `Lists.attend`."""
         width = qkv.shape[1] // 3
         padded = qkv.new_zeros(self._num_lists * self._longest, 3 * width).index_copy(0, self._places, qkv)
         shape = self._num_lists, self._longest, 3, num_heads, width // num_heads
@@ -93,8 +93,8 @@ class PaddedLists:
 
 
 def host_lengths(lengths: torch.Tensor, num_ids: int) -> np.ndarray:
-    """Return the lengths of lists on the host, [lists] int64; for a fake tensor, which has none, those from 0 to twice
-    the mean, so that there are buckets as of lists."""
+    """Return the lengths of lists on the host, [lists] int64; for a fake tensor, which has no values, lengths from 0 to
+    twice the mean, so that there are realistic buckets."""
     if isinstance(lengths, FakeTensor):
         ends = np.linspace(0, 1, len(lengths) + 1) ** 2 * num_ids
         return np.diff(ends.round().astype(np.int64))
@@ -102,13 +102,13 @@ def host_lengths(lengths: torch.Tensor, num_ids: int) -> np.ndarray:
 
 
 def _buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return the number of lists and the greatest length of each bucket; `lengths` descend, and 0 are in none."""
+    """Return the number of lists and the greatest length of each bucket; `lengths` descend, empty lists are in none."""
     lengths = lengths[lengths > 0]
     ends, buckets, start = np.concatenate([[0], np.cumsum(lengths)]), [], 0
     while start < len(lengths):
         ids = ends[start + 1 :] - ends[start]
         padded = int(lengths[start]) * np.arange(1, len(ids) + 1)
-        # The share of padding grows with each further list, since they descend.
+        # The share of padding grows with each further list, since lengths descend.
         number = int(np.count_nonzero(padded <= _MOST_PADDING * ids))
         buckets.append((number, int(lengths[start])))
         start += number

@@ -1,4 +1,4 @@
-"""Metrics of labels over all ranks, each of which keeps its own rows: AUC, exactly, and what follows from sums."""
+"""Metrics of labels over all ranks, each of which keeps its own rows: exact AUC, and metrics of sums over rows."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,8 +14,8 @@ from recsys.models.columns import by_label
 from recsys.models.packed_rows import PackedRows, pack, unpack
 from recsys.runtime.world import World
 
-_ROWS_AT_ONCE = 1 << 16  # of what takes several FP64 numbers for each row
-_SAMPLED_SCORES = 1 << 10  # of a rank, to find ranges of scores that have about as many rows each
+_ROWS_AT_ONCE = 1 << 16  # for computations that take several FP64 numbers for each row
+_SAMPLED_SCORES = 1 << 10  # of a rank, to find ranges of scores with about equally many rows
 
 
 def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
@@ -30,10 +30,10 @@ def auc(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
 def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> float:
     """Return the mean of the groups' AUCs by their sums of weights (Zhu et al. 2017, doi:10.1145/3097983.3098134).
 
-    Groups in which one class is missing do not count; NaN if all are so.
+    Groups in which one class is missing do not count; NaN if there are no others.
 
     Args:
-        groups: of any type, [rows]. The others: as of `auc`.
+        groups: of any type, [rows]. labels, scores, weights: as of `auc`.
     """
     if not len(labels):
         return float("nan")
@@ -52,12 +52,11 @@ def grouped_auc(groups: np.ndarray, labels: np.ndarray, scores: np.ndarray, weig
 def _ordered_pairs(
     begins: np.ndarray, labels: np.ndarray, scores: np.ndarray, weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return by group the pairs of a positive and a negative row that are in order, ties counted half, and both's rows.
-
-    Each row counts by its weight.
+    """Return, by group, the weights of correctly ordered pairs of a positive and a negative row, of positive and of
+    negative rows; ties count half.
 
     Args:
-        begins: whether a row is the first of its group. Of a group, scores ascend. All [rows], one at least.
+        begins: whether a row is the first of its group. Within a group, scores ascend. All [rows], one at least.
     """
     ties = np.flatnonzero(begins | np.r_[True, scores[1:] != scores[:-1]])  # the first of each set of equal scores
     positive, negative = np.add.reduceat(weights * labels, ties), np.add.reduceat(weights * (1 - labels), ties)
@@ -69,11 +68,11 @@ def _ordered_pairs(
 
 
 def label_metrics(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> dict[str, float]:
-    """Return the metrics of rows; NaN is what they do not tell.
+    """Return the metrics of a label over rows; NaN where they are not defined.
 
     Of a binary label AUC, log loss in nats, normalized entropy (log loss over the entropy of the mean label; He et al.
-    2014, doi:10.1145/2648584.2648589) and calibration (the mean prediction over the mean label), of a number the root
-    of the mean squared error and the mean absolute error.
+    2014, doi:10.1145/2648584.2648589) and calibration (the mean prediction over the mean label); of a number the root
+    mean squared error and the mean absolute error.
 
     Args:
         labels: 0 or 1, or a number; outputs: logits, or numbers; weights: 0 or more. All [rows].
@@ -83,10 +82,11 @@ def label_metrics(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weig
 
 
 def influences(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return by metric what it changes by, to first order, when a row counts once more, float64 [rows].
+    """Return, by metric, its change to first order when a row counts once more, float64 [rows].
 
-    The sum of their squares is the variance of a metric, and that of the differences of two models' the variance of the
-    metric's difference (infinitesimal jackknife, Jaeckel 1972; of AUC that of DeLong et al. 1988, doi:10.2307/2531595).
+    The sum of their squares is the variance of the metric. Likewise, that of the differences of two models' influences
+    is the variance of the metric's difference (infinitesimal jackknife, Jaeckel 1972; for AUC that of DeLong et al.
+    1988, doi:10.2307/2531595).
 
     Args:
         labels, outputs, weights: as of `label_metrics`, without rows of weight 0.
@@ -103,8 +103,8 @@ def influences(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights
 
 
 def _auc_influences(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return of a positive row the share of negative ones below it, of a negative one that of positive ones above it,
-    less AUC, by its share of the rows of its class; ties count half."""
+    """Return, for a positive row, the share of negative rows below it, and for a negative one that of positive rows
+    above it, minus AUC and times its share of its class; ties count half."""
     _, place = np.unique(scores, return_inverse=True)
     positive, negative = np.bincount(place, weights * labels), np.bincount(place, weights * (1 - labels))
     num_positive, num_negative = positive.sum(), negative.sum()
@@ -117,12 +117,12 @@ def _auc_influences(labels: np.ndarray, scores: np.ndarray, weights: np.ndarray)
 
 
 def _sums(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the sums of weights, and of the weighted values of rows that `_from_sums` divides."""
+    """Return the sums over rows that `_from_sums` takes: of weights, and of weighted values."""
     return np.array([terms.sum() for terms in _of_rows(loss, labels, outputs, weights)], np.float64)
 
 
 def _of_rows(loss: LabelLoss, labels: np.ndarray, outputs: np.ndarray, weights: np.ndarray) -> list[np.ndarray]:
-    """Return what rows add to each of `_sums`, [rows] each."""
+    """Return the terms of rows in each of `_sums`, [rows] each."""
     if loss.is_binary:
         losses = np.logaddexp(0, outputs) - labels * outputs
         rates = np.exp(-np.logaddexp(0, -outputs))  # 1 / (1 + exp(-x)) without an overflow
@@ -143,11 +143,11 @@ def _from_sums(loss: LabelLoss, sums: np.ndarray) -> dict[str, float]:
 
 
 class LabelEvaluator:
-    """The metrics of each label, as `label_metrics` has them.
+    """Evaluator of labels, with the metrics of `label_metrics`.
 
-    Their names begin with that of the label where there are several: `click.auc`. Rows whose label is not known do not
-    count for it. For AUC a rank keeps 8 bytes of each of its rows, and where there are other ranks takes as many again
-    to compute it; of other metrics sums are enough, unless rows have units.
+    Their names begin with that of the label if there are several: `click.auc`. Rows whose label is unknown do not count
+    for it. For AUC a rank keeps 8 bytes of each of its rows, and if there are other ranks takes as many again to
+    compute it; other metrics need sums alone, unless rows have units.
     """
 
     def __init__(self, labels: Mapping[str, LabelConfig]) -> None:
@@ -197,11 +197,11 @@ class LabelEvaluator:
         }
 
     def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool) -> dict[str, list[float]]:
-        """Return the intervals of all metrics by draws of units, with `grouped` those of `grouped` too; collective,
-        each rank takes all rows."""
+        """Return the intervals of all metrics by draws of units, and of grouped AUC if `grouped`; collective, each rank
+        holds all rows."""
         intervals: dict[str, list[float]] = {}
         for prefix, loss, values, units in self._of_all(world):
-            order = np.argsort(values[1], kind="stable")  # sorting them again then takes one pass
+            order = np.argsort(values[1], kind="stable")  # so that sorting again, for each draw, takes one pass
             rows, units = values[:, order], units[order]
             with_groups = grouped and loss.is_binary
             names = [*label_metrics(loss, *np.zeros((3, 0))), *(["gauc"] if with_groups else [])]
@@ -210,9 +210,9 @@ class LabelEvaluator:
         return intervals
 
     def influences(self, world: World) -> dict[str, np.ndarray]:
-        """Return by metric what each row of all ranks adds to it, as `influences`; collective.
+        """Return, by metric, the `influences` of the rows of all ranks; collective.
 
-        Of rows that were taken with units: others are in the order of their scores once metrics are computed.
+        Rows must have been added with units: others are sorted by their scores once metrics are computed.
         """
         return {
             f"{prefix}{name}": of_rows
@@ -221,13 +221,13 @@ class LabelEvaluator:
         }
 
     def _prefixed(self) -> Iterator[tuple[str, LabelLoss, int]]:
-        """Yield of each label the prefix of its metrics, its loss and its number."""
+        """Yield, for each label, the prefix of its metrics, its loss and its number."""
         for i, (name, label) in enumerate(self._labels.items()):
             yield f"{name}." if len(self._labels) > 1 else "", label.loss, i
 
     def _of_all(self, world: World) -> Iterator[tuple[str, LabelLoss, np.ndarray, np.ndarray]]:
-        """Yield of each label the prefix of its metrics, its loss, the rows of all ranks, float64 [3, rows], and their
-        units, uint64 [rows]."""
+        """Yield, for each label, the prefix of its metrics, its loss, the rows of all ranks, float64 [3, rows], and
+        their units, uint64 [rows]."""
         for prefix, loss, i in self._prefixed():
             if loss.is_binary:
                 rows = unpack(self._packed[i].joined())
@@ -247,10 +247,10 @@ def _drawn(loss: LabelLoss, rows: np.ndarray, groups: np.ndarray | None, drawn: 
 def _auc_of_ranks(world: World, rows: np.ndarray) -> float:
     """Return the AUC of the rows of all ranks, on every rank; collective.
 
-    Each rank takes the rows of a range of scores. What it lacks is how many negative rows lie below that.
+    Each rank takes the rows of a range of scores; the negative rows below its range are added afterwards.
 
     Args:
-        rows: of this rank, packed; they are sorted where they lie.
+        rows: of this rank, packed; they are sorted in place.
     """
     rows.sort()
     if world.world_size > 1:
@@ -275,7 +275,7 @@ def _of_ranges(world: World, rows: np.ndarray) -> np.ndarray:
 
 
 def _pairs(rows: np.ndarray) -> tuple[float, float, float]:
-    """Return what `_ordered_pairs` does of a single group, in pieces; rows are packed and sorted, and may be none."""
+    """Return `_ordered_pairs` of a single group, chunk by chunk; rows are packed and sorted, and may be none."""
     right = positive = negative = 0.0
     start = 0
     while start < len(rows):

@@ -27,7 +27,7 @@ class LogisticRegressionConfig(ModelConfig):
 
 
 class LogisticRegression(Model):
-    """The sum of a row's weights: of its ids, of its numbers times these, and the bias."""
+    """The sum of the weights of a row's ids, of its numbers times their weights, and of a bias."""
 
     Config = LogisticRegressionConfig
 
@@ -39,7 +39,7 @@ class LogisticRegression(Model):
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> torch.Tensor:
         """Return logits [rows, labels]."""
-        # Not in the order of `vectors`, which is of the plan.
+        # The order of `vectors` depends on the plan, and would change the rounding.
         weights = sum(vectors[name][:, : len(self.bias)] for name in self.features)
         logits = in_parts(self.bias.add, self.num_parts, weights)
         return logits if self.numbers is None else logits + self.numbers(floats)

@@ -1,4 +1,4 @@
-"""What an evaluation collects, and metrics of the best items of users, over all ranks."""
+"""Protocol of evaluators, and metrics of the best items of users, over all ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -14,17 +14,17 @@ from recsys.runtime.world import World
 
 
 class Evaluator(Protocol):
-    """Collects what a model gives for the batches of an evaluation."""
+    """Collects the outputs of a model for the batches of an evaluation, and computes metrics of them."""
 
     def update(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> None:
-        """Take the outputs for one batch of this rank."""
+        """Add the outputs for one batch of this rank."""
 
     def compute(self, world: World) -> dict[str, float]:
         """Return the metrics over the rows of all ranks, on every rank."""
 
 
 def is_higher_better(metric: str) -> bool:
-    """Tell which way a metric improves."""
+    """Return whether a metric improves as it grows."""
     return metric.rpartition(".")[2] not in ("log_loss", "normalized_entropy", "rmse", "mae")
 
 
@@ -54,7 +54,8 @@ def _places(hits: torch.Tensor) -> torch.Tensor:
     return torch.arange(1, hits.shape[1] + 1, device=hits.device).double()
 
 
-# Of hits among the best K, best first, [users, K] of 0 and 1 in FP64, and numbers of targets, [users]: a value a user.
+# Values of users, [users], from hits among their best K, best first, [users, K] of 0 and 1 in FP64, and from their
+# numbers of targets, [users].
 _BY_USER: dict[RetrievalMetric, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     RetrievalMetric.recall: _recall,
     RetrievalMetric.ndcg: _ndcg,
@@ -65,14 +66,14 @@ _BY_USER: dict[RetrievalMetric, Callable[[torch.Tensor, torch.Tensor], torch.Ten
 
 
 class RetrievalEvaluator:
-    """Metrics of the best K items of users among all, items in `seen` left out.
+    """Metrics of the best K items of users, among all items but those in `seen`.
 
     They are defined as in ranx (Bassani 2022, doi:10.1007/978-3-030-99739-7_30), and recall@K and map@K divide by the
     number of a user's targets, be they more than K or not. Users without targets do not count.
 
     Args:
         items: vectors of the whole corpus.
-        top_k: the K's. metrics: what is told of each.
+        top_k: the K's. metrics: computed at each K.
     """
 
     def __init__(self, items: ItemVectors, top_k: Sequence[int], metrics: Sequence[RetrievalMetric]) -> None:
@@ -87,7 +88,7 @@ class RetrievalEvaluator:
     def update(
         self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch, units: np.ndarray | None = None
     ) -> None:
-        """Take the outputs for one batch; `units`, uint64 [rows], say what each row belongs to."""
+        """Add the outputs for one batch; `units`, uint64 [rows], are the groups of rows for intervals."""
         assert batch.lists is not None
         all_scores, all_best = self._items.best(outputs[0], self._most, batch)
         step = rows_at_once(len(self._items), all_best.device.type)
@@ -98,7 +99,7 @@ class RetrievalEvaluator:
             relevant[pairs_of(batch, "targets", rows)] = True
             num_targets = batch.lists["targets"].lengths()[rows]
             counted = (num_targets > 0) & (batch.weights[rows] > 0)
-            # Where K exceeds the number of items not seen, the best K hold some that are: no hits.
+            # If K exceeds the number of items not seen, the best K hold some that are seen, with a score of -inf.
             is_shown = counted[:, None] & (scores > -torch.inf)
             of_users = self._add((relevant.gather(1, best) & is_shown)[counted].double(), num_targets[counted].double())
             if units is not None:
@@ -119,18 +120,20 @@ class RetrievalEvaluator:
         return {**values, "users": users}
 
     def intervals(self, world: World, bootstrap: Bootstrap, grouped: bool = False) -> dict[str, list[float]]:
-        """Return the intervals of all metrics but coverage by draws of units; collective."""
+        """Return the confidence intervals of all metrics but coverage, by draws of units; collective."""
         none = np.zeros((0, len(self._pairs))), np.zeros(0, np.uint64)
         of_ranks = [batch for of_rank in world.gather(self._of_users) for batch in of_rank]
         values, units = (np.concatenate(arrays) for arrays in zip(none, *of_ranks, strict=True))
-        kept = [i for i, (metric, _) in enumerate(self._pairs) if metric is not RetrievalMetric.coverage]
-        names = [f"{metric.value}@{k}" for metric, k in (self._pairs[i] for i in kept)]
-        return bootstrap.intervals(world, units, names, lambda drawn: (drawn @ values[:, kept] / drawn.sum()).tolist())
+        averaged = [i for i, (metric, _) in enumerate(self._pairs) if metric is not RetrievalMetric.coverage]
+        names = [f"{metric.value}@{k}" for metric, k in (self._pairs[i] for i in averaged)]
+        return bootstrap.intervals(
+            world, units, names, lambda drawn: (drawn @ values[:, averaged] / drawn.sum()).tolist()
+        )
 
     def influences(self, world: World) -> dict[str, np.ndarray]:
-        """Return by metric, coverage left out, what it changes by when a user counts once more, float64 [users].
+        """Return, by metric but coverage, its change when a user counts once more, float64 [users]; collective.
 
-        Of the users of all ranks that were taken with units; the sum of squares is the metric's variance. Collective.
+        They are of the users of all ranks that were added with units. The sum of squares is the metric's variance.
         """
         of_ranks = [values for of_rank in world.gather(self._of_users) for values, _ in of_rank]
         values = np.concatenate([np.zeros((0, len(self._pairs))), *of_ranks])
@@ -142,7 +145,7 @@ class RetrievalEvaluator:
         }
 
     def _add(self, hits: torch.Tensor, num_targets: torch.Tensor) -> np.ndarray:
-        """Add users to the sums; return their values, [users, pairs]."""
+        """Add users to the sums; return their values by pair of metric and K, [users, pairs]."""
         zero = hits.new_zeros(len(hits))
         of_pairs = [_BY_USER.get(metric, lambda *_: zero)(hits[:, :k], num_targets) for metric, k in self._pairs]
         self._sums += torch.stack([*(values.sum() for values in of_pairs), hits.new_tensor(len(hits))]).cpu()

@@ -14,12 +14,12 @@ from recsys.models.columns import PairwiseDots
 
 @dataclass
 class TaskConfig(ModelConfig):
-    """What the sections of all models with a tower for each task have; a task is a label."""
+    """Keys of all models with a tower for each task; a task is a label."""
 
     tower_mlp: list[int] = bounded([32], 1, WIDEST)  # hidden widths of a task's tower; the last is 1
     dropout: float = bounded(0.0, 0, below=1)  # after each hidden layer
-    # What is read has the dot products of all pairs of vectors too, as DLRM's top MLP: layers alone are slow to learn
-    # what goes by both of two ids.
+    # The layers read the dot products of all pairs of vectors too, as DLRM's top MLP does: by themselves they are slow
+    # to learn what depends on two ids together.
     dots: bool = False
 
     free: ClassVar[tuple[str, ...]] = ("dropout",)
@@ -31,10 +31,10 @@ class TaskConfig(ModelConfig):
 
 
 class TaskModel(Model):
-    """A model that reads all features side by side, and has a tower for each label.
+    """Base of models that read all features side by side, and have a tower for each label.
 
     Attributes:
-        width: of what it reads.
+        width: number of columns of what `read` returns.
     """
 
     def __init__(self, config: TaskConfig, inputs: DenseInputs) -> None:
@@ -97,6 +97,6 @@ def make_experts(number: int, width: int, config: MMoEConfig) -> nn.ModuleList:
 
 
 def mixtures(gates: list[torch.Tensor], experts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return for each gate, [rows, experts], the mean by its softmax of experts' outputs: each [rows, width]."""
+    """Return, for each gate, [rows, experts], the mean of the experts' outputs by its softmax, [rows, width]."""
     weights = torch.stack([gate.softmax(dim=1) for gate in gates], dim=1)
     return list((weights @ torch.stack(experts, dim=1)).unbind(dim=1))

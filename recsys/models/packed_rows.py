@@ -1,22 +1,22 @@
-"""Rows of a binary label, eight bytes each, that ascend with the score: what exact AUC is computed from."""
+"""Rows of a binary label as integers of eight bytes that ascend with the score, for exact AUC."""
 
 import numpy as np
 
 _SIGN = np.uint32(1 << 31)
-_MOST_IN_BLOCK = 1 << 22  # rows: 32 MiB, from which on glibc never takes a block out of its heap
+_MOST_IN_BLOCK = 1 << 22  # rows, of 32 MiB: glibc never takes blocks of that size from its heap
 
 
 class PackedRows:
-    """Packed rows in a few blocks, the larger the more there are.
+    """Packed rows in a few blocks of growing size.
 
-    One block a batch would leave holes in the heap; large ones lie apart, and go back to the system one by one.
+    One block a batch would leave holes in the heap; large ones are mapped apart, and returned to the system one by one.
     """
 
     def __init__(self) -> None:
         self._blocks, self._used = [np.zeros(0, np.uint64)], 0  # in the last of them
 
     def add(self, rows: np.ndarray) -> None:
-        """Take more rows, of `pack`."""
+        """Add rows, as returned by `pack`."""
         while len(rows):
             if self._used == len(self._blocks[-1]):
                 size = max(len(rows), sum(map(len, self._blocks)))
@@ -27,7 +27,7 @@ class PackedRows:
             self._used, rows = self._used + len(added), rows[len(added) :]
 
     def joined(self) -> np.ndarray:
-        """Return all rows in one array, which takes the place of the blocks."""
+        """Return all rows in one array, which replaces the blocks."""
         if len(self._blocks) > 1:
             self._blocks[-1] = self._blocks[-1][: self._used]
             blocks, self._used = self._blocks[::-1], sum(map(len, self._blocks))

@@ -24,7 +24,7 @@ class PLEConfig(MMoEConfig):
 
 
 class Extraction(nn.Module):
-    """A level: each task mixes its own experts and the shared ones; what is shared mixes all, but at the last level."""
+    """A level: each task mixes its own and the shared experts; below the last level, a shared state mixes all."""
 
     def __init__(self, config: PLEConfig, width: int, num_tasks: int, is_last: bool) -> None:
         super().__init__()
@@ -34,7 +34,8 @@ class Extraction(nn.Module):
         self.gates = nn.ModuleList(nn.Linear(width, number, bias=False) for number in mixed)
 
     def forward(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return of each task, and unless it is the last level of what is shared, [rows, width], from the same."""
+        """Return the states, [rows, width], of each task and, unless this is the last level, the shared one, from those
+        of the level before."""
         own = [[expert(x) for expert in experts.children()] for experts, x in zip(self.experts, inputs, strict=True)]
         mixed = [*(group + own[-1] for group in own[:-1]), [expert for group in own for expert in group]]
         return [mixtures([gate(x)], experts)[0] for gate, x, experts in zip(self.gates, inputs, mixed, strict=False)]

@@ -1,4 +1,4 @@
-"""Vectors of narrow tables, brought to the width that a model reads: a table as a product of two low-rank factors."""
+"""Projections of narrow tables to the width that a model reads: a table as a product of two low-rank factors."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from recsys.config.features import id_features
 from recsys.models.base import Vectors
 from recsys.tables.module_names import module_name
 
-PROJECTIONS = "table_projections"  # its name in a model
+PROJECTIONS = "table_projections"  # name of `TableProjections` in a model
 
 
 class TableProjections(nn.ModuleDict):
-    """By table a matrix of the dense part, [embedding_dim, projected_dim] transposed; its features share it.
+    """A matrix of the dense part for each table, [projected_dim, embedding_dim], which its features share.
 
     Mixed dimensions: Ginart et al. 2019, arXiv:1909.11810.
     """
@@ -45,7 +45,7 @@ class TableProjections(nn.ModuleDict):
 
 
 def add_projections(model: nn.Module, config: Config) -> None:
-    """Let a model read the vectors of narrow tables by `TableProjections`, which become a part of it."""
+    """Add `TableProjections` to a model, which then reads the projected vectors of narrow tables."""
     projections = TableProjections(config)
     if projections:
         model.add_module(PROJECTIONS, projections)

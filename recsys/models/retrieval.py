@@ -1,4 +1,4 @@
-"""What models of retrieval share: scores of vectors, metrics of lists, and rows of all ranks for their losses."""
+"""Base of retrieval models: config keys, predictions and metrics, and rows of all ranks for their losses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ from recsys.models.base import WIDEST, Model
 from recsys.models.items import ItemVectors, gather
 from recsys.models.metrics import Evaluator, RetrievalEvaluator
 
-# Of a loss, at once: what a core's cache holds, or enough for a GPU's many.
+# Scores that a loss computes at once: what fits into a core's cache, or enough to fill a GPU.
 _SCORES = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 @dataclass
 class RetrievalConfig(ModelConfig):
-    """What the sections of all models of retrieval have."""
+    """Keys of all retrieval models."""
 
     top_k: list[int] = bounded([10, 20], 1, 2**31 - 1)  # the K's of the metrics
     metrics: list[RetrievalMetric] = field(default_factory=lambda: [RetrievalMetric.recall, RetrievalMetric.ndcg])
@@ -43,7 +43,7 @@ class RetrievalConfig(ModelConfig):
 
 @dataclass
 class ListConfig(RetrievalConfig):
-    """What the sections of models have whose rows of data.train are users' lists, compared with items of one table.
+    """Keys of models whose rows of data.train are users' lists, compared with items of one table.
 
     Negatives are drawn from data.items, alike for all rows of a global batch.
     """
@@ -67,7 +67,7 @@ class ListConfig(RetrievalConfig):
         )
 
     def check_lists(self, config: Config) -> None:
-        """Raise UserError where the features of lists and of items, which are there, do not fit each other."""
+        """Raise a UserError if the features of lists and of items, which exist, do not fit each other."""
         history, item = config.features[self.history], config.features[self.item_id]
         if history.table != item.table:
             raise UserError(
@@ -81,15 +81,15 @@ class ListConfig(RetrievalConfig):
 
 
 class RetrievalModel(Model):
-    """A model of a vector for each user and for each item, whose dot product is their score.
+    """Base of models of a vector for each user and for each item, whose dot product is their score.
 
-    Its loss is over the whole batch, since rows are compared with items that other rows have, or that were drawn. Its
-    outputs without gradients are vectors of users and of items, each [rows, vector_dim].
+    The loss is over the whole batch, since rows are compared with items of other rows, or drawn ones. In evaluation the
+    outputs are vectors of users and of items, each [rows, vector_dim].
     """
 
     config: Any  # its section of a config, a RetrievalConfig
     loss_by_rows = False
-    _scores: int | None = None  # that the loss makes at once; None: as many as suit the device
+    _scores: int | None = None  # that the loss computes at once; None: as many as suit the device
     _most_pieces: int | None = None
 
     def predictions(self, outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
@@ -104,17 +104,17 @@ class RetrievalModel(Model):
         self._scores, self._most_pieces = _SCORES[device.type], 2
 
     def pieces_of_loss(self, device: torch.device) -> tuple[int, int | None]:
-        """Return how many scores the loss makes at once, and of how many pieces at most, None: of all."""
+        """Return how many scores the loss computes at once, and of at most how many pieces, None: of all."""
         return self._scores or _SCORES[device.type], self._most_pieces
 
 
 def pieces(num_rows: int, step: int, most: int | None) -> Iterator[slice]:
-    """Yield slices of some rows each, at most so many of them."""
+    """Yield slices of `step` rows each, at most `most` of them; None: all."""
     return (slice(start, start + step) for start in range(0, num_rows, step)[:most])
 
 
 def first_ids(batch: Batch, feature: str) -> torch.Tensor:
-    """Return the first table row of each list of a feature, -1 where it is empty: [rows] integers."""
+    """Return the first table row of each list of a feature, -1 if it is empty: [rows] integers."""
     jagged = batch.ids[feature]
     padded = torch.cat([jagged.values(), jagged.values().new_full((1,), -1)])
     first = jagged.offsets()[:-1].long().clamp(max=len(padded) - 1)

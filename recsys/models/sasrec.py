@@ -127,17 +127,17 @@ class SASRec(RetrievalModel, PartByPart):
                 return _joined([states for _, states in parts]), values, self.item_dropout(items)
             lists = Lists.of(on_host, items.device)
         states = self._states(values, lists)
-        # Of a list without ids the vector is 0.
+        # The vector of an empty list is 0.
         ends = torch.where(lengths > 0, lengths.cumsum(0), 0)
         return torch.cat([states.new_zeros(1, states.shape[1]), states])[ends], items
 
     def _of_parts(self, values: torch.Tensor, lengths: np.ndarray) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the vectors of the ids of each part of the lists and the states after them, each [ids, dim] together.
+        """Yield, for each part of the lists, the vectors of the ids and the states after them, each [ids, dim].
 
         Gradients are summed part by part, and lists padded with those of their part, as by processes with a part each.
 
         Args:
-            values: vectors of the ids. lengths: of the lists, those of drawn items, which are empty, at the end.
+            values: vectors of the ids. lengths: of the lists; those of drawn items, which are empty, at the end.
         """
         dropouts = [
             module
@@ -145,21 +145,23 @@ class SASRec(RetrievalModel, PartByPart):
             if isinstance(module, RowDropout) and module.p > 0 and module is not self.item_dropout
         ]
         rows = dropouts[0].rows if dropouts else None
-        parts = np.array_split(
+        part_lengths = np.array_split(
             lengths if self.num_parts == 1 else lengths[: -self.config.sampled_negatives], self.num_parts
         )
         first = 0
-        for part, of_part in zip(parts, values.split([int(part.sum()) for part in parts]), strict=True):
-            lists = Lists.of(part, values.device)
-            for module in dropouts:  # whose masks go by the place of an id in its list too, in place of rows alone
+        for lengths_of_part, part_values in zip(
+            part_lengths, values.split([int(lengths_of_part.sum()) for lengths_of_part in part_lengths]), strict=True
+        ):
+            lists = Lists.of(lengths_of_part, values.device)
+            for module in dropouts:  # so that masks depend on the place of an id in its list too, not on rows alone
                 assert rows is not None
                 module.rows = rows[first + lists.row] * (self.config.max_length + 1) + lists.from_end
-            of_part = self.list_dropout(of_part)
-            yield of_part, self._states(of_part, lists)
-            first += len(part)
+            part_values = self.list_dropout(part_values)
+            yield part_values, self._states(part_values, lists)
+            first += len(lengths_of_part)
 
     def _states(self, values: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
-        # The last id of a list is no input in training, and what would be its state is not used.
+        # The last id of a list is no input in training, and its state is not used.
         place = (lists.from_end - int(self.training)).clamp(0, self.config.max_length - 1)
         x = self.dropout(values + take_rows(self.positions, place))
         for number in range(self.config.num_blocks):
@@ -181,8 +183,8 @@ class SASRec(RetrievalModel, PartByPart):
         listed = None
         if self.config.exclude_listed:
             listed = barred_scores(keys, jagged.values(), row_of_each_id(jagged), len(lengths))
-        told_apart = np.array_split(lengths if self.num_parts == 1 else lengths[: drawn.start], self.num_parts)
-        counts = [int(np.maximum(part - 1, 0).sum()) for part in told_apart]
+        part_lengths = np.array_split(lengths if self.num_parts == 1 else lengths[: drawn.start], self.num_parts)
+        counts = [int(np.maximum(part - 1, 0).sum()) for part in part_lengths]
         settings = counts, *self.pieces_of_loss(states.device), self._beta(), self.config.sampled_negatives
         loss = _LossOfDrawn.apply(
             take_rows(states, inputs), *positives, *negatives, batch.weights[rows], rows, listed, *settings
@@ -194,7 +196,7 @@ class SASRec(RetrievalModel, PartByPart):
         return sum_of_rows(batch.weights * (lengths - 1).clamp(min=0), self.num_parts)
 
     def _beta(self) -> float | None:
-        """Return what the cross-entropy of the next item is multiplied by, as of gBCE; None for the softmax."""
+        """Return gBCE's factor of the cross-entropy of the next item; None for the softmax."""
         config = self.config
         if config.loss is SequenceLoss.softmax or config.num_items is None:
             return None
@@ -203,7 +205,7 @@ class SASRec(RetrievalModel, PartByPart):
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)  # which would copy a part alone
+    return parts[0] if len(parts) == 1 else torch.cat(parts)  # cat would copy a single part
 
 
 def _block(config: SASRecConfig) -> nn.Module:
@@ -213,10 +215,10 @@ def _block(config: SASRecConfig) -> nn.Module:
 
 
 class _LossOfDrawn(torch.autograd.Function):
-    """The losses of positions whose next items are told from the same negatives: their weighted sum.
+    """Weighted sum of the losses of positions, whose next items are compared with the same negatives.
 
-    Scores, [positions, negatives], are what takes memory. Some positions have theirs at a time, and their gradient is
-    made where they lie, in the forward pass.
+    Scores, [positions, negatives], take most memory. So they are computed for some positions at a time, and overwritten
+    by their gradient, in the forward pass.
     """
 
     @staticmethod
@@ -268,7 +270,7 @@ class _LossOfDrawn(torch.autograd.Function):
 
 
 def _pieces_of_parts(counts: list[int], step: int, most: int | None) -> Iterator[tuple[int, slice]]:
-    """Yield the number of a part, and which positions a piece of it has, at most `most` of a part."""
+    """Yield pieces of `step` positions, at most `most` in each part, as the number of the part and a slice."""
     for part, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
         for rows in pieces(count, step, most):
             yield part, slice(end - count + rows.start, min(end - count + rows.stop, end))

@@ -1,4 +1,4 @@
-"""Layers of sequence models: attention over the ids of a list before each, and layers of each id by itself."""
+"""Layers of sequence models: attention over an id and those before it, and layers of each id by itself."""
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ from recsys.models.columns import take_rows
 from recsys.models.dropout import RowDropout
 from recsys.models.jagged import Lists, PaddedLists
 
-_FACTORS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}  # of HSTU's attention: FP32 numbers of several alike
-_FAKE_PARTS = 4  # at most, of fake tensors, since a dry run waits for each and learns little of more
+_FACTORS_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 25}  # of HSTU's attention, in FP32; several tensors have so many
+_FAKE_PARTS = 4  # at most, of fake tensors: each takes a dry run time, and more would add little to what it learns
 
 
 class SwiGLU(nn.Module):
@@ -24,16 +24,16 @@ class SwiGLU(nn.Module):
         self.dropout = RowDropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [ids, dim] of [ids, dim]."""
+        """Return the output, [ids, dim], for x, [ids, dim]."""
         gate, value = self.inner(x).chunk(2, dim=1)
         return self.outer(self.dropout(F.silu(gate) * value))
 
 
 class Block(nn.Module):
-    """Attention over the ids before, then layers of each id by itself; both read what comes in normalised.
+    """Attention over an id and those before it, then a feed-forward network; both read their input normalised.
 
-    What they give is added to what comes in, as of LiGR times a gate, a function of that. As of SASRec's authors it is
-    added to the normalised, and keys and values of attention are of what is not.
+    Their outputs are added to the input, of `ligr` times a gate that is a function of the input. Of `original` they are
+    added to the normalised input, and keys and values of attention are of the input that is not normalised.
     """
 
     def __init__(self, layer: SequenceLayer, dim: int, num_heads: int, width: int | None, dropout: float) -> None:
@@ -53,7 +53,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
-        """Return [ids, dim] of [ids, dim]."""
+        """Return the output, [ids, dim], for x, [ids, dim]."""
         normed = self.norms[0](x)
         qkv = torch.cat([self.query(normed), self.key_value(x)], dim=1) if self.is_original else self.qkv(normed)
         x = self._with(0, x, normed, self.output(lists.attend(qkv, self.num_heads)))
@@ -68,10 +68,10 @@ class Block(nn.Module):
 
 
 class HSTU(nn.Module):
-    """Attention whose factors are SiLUs of products, over a constant; times a gate, and added to what comes in.
+    """Attention whose factors are SiLUs of products over a constant; times a gate, and added to the input.
 
-    To a product a learned number is added, for each distance of two ids. The constant is `max_length`: by the longest
-    list of a batch, other rows would change a row.
+    A learned number is added to each product, by the distance of the two ids. The constant is `max_length`: with the
+    longest list of a batch in its place, rows would depend on each other.
     """
 
     def __init__(self, dim: int, num_heads: int, max_length: int, dropout: float) -> None:
@@ -83,7 +83,7 @@ class HSTU(nn.Module):
         self.distances = nn.Parameter(torch.zeros(max_length + 1))
 
     def forward(self, x: torch.Tensor, lists: Lists | PaddedLists) -> torch.Tensor:
-        """Return [ids, dim] of [ids, dim]."""
+        """Return the output, [ids, dim], for x, [ids, dim]."""
         gate, qkv = F.silu(self.inner(self.norms[0](x))).split([self.dim, 3 * self.dim], dim=1)
         attended = lists.attend(qkv, self.num_heads, self._attention)
         return x + self.outer(self.dropout(self.norms[1](attended) * gate))
@@ -94,7 +94,7 @@ class HSTU(nn.Module):
         added = take_rows(self.distances, between.clamp(min=0).flatten()).view(between.shape)
 
         def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            # In place, since these are the largest tensors; the gradient of SiLU alone needs what came in.
+            # In place, since these are the largest tensors; only the gradient of SiLU needs its input.
             products = (queries @ keys.transpose(2, 3)).add_(added)
             factors = F.silu(products, inplace=not torch.is_grad_enabled()).div_(self.length)
             return factors.masked_fill_(between < 0, 0.0) @ values
@@ -104,5 +104,5 @@ class HSTU(nn.Module):
         at_once = max(1, _FACTORS_AT_ONCE[queries.device.type] // max(1, self.num_heads * len(places) ** 2))
         if isinstance(queries, FakeTensor):
             at_once = max(at_once, -(-len(queries) // _FAKE_PARTS))
-        parts = zip(*(matrix.split(at_once) for matrix in (queries, keys, values)), strict=True)
-        return torch.cat([attend(*part) for part in parts])
+        chunks = zip(*(matrix.split(at_once) for matrix in (queries, keys, values)), strict=True)
+        return torch.cat([attend(*chunk) for chunk in chunks])

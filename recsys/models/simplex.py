@@ -1,4 +1,4 @@
-"""Retrieval by a vector of each user and those of the items that they have: matrix factorization and SimpleX."""
+"""Retrieval by a user's own vector and the mean of those of their items: matrix factorization and SimpleX."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -50,7 +50,7 @@ class SimpleXConfig(ListConfig):
 
 
 def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> None:
-    """Raise UserError unless the features are a user, their items, an item, and those of `lists`, by key."""
+    """Raise a UserError unless the features are a user, their items, an item, and those of `lists`, by key."""
     names = {key: getattr(section, key) for key in ("user_id", "history", "item_id")} | lists
     for key, name in names.items():
         one_of(f"model.{key}", name, config.features, "feature")
@@ -71,10 +71,10 @@ def check_user_items(section: Any, config: Config, lists: dict[str, str]) -> Non
 class SimpleX(RetrievalModel):
     """A user's vector is their own and a linear map of the mean of their items'; a score is a cosine with an item's.
 
-    With `item_bias` the item's own number is added to it; the last column of vectors then counts for nothing else.
+    With `item_bias` a number of the item is added to it: the last column of its vector, which has no other use then.
 
-    In training the mean holds the item that is to be found too, as in the paper, unless `leave_one_out` is set: that
-    item is then searched by what the others tell, as in use. Negatives are compared with the whole mean in both cases.
+    In training the mean includes the item that is to be found, as in the paper. With `leave_one_out` it is the mean of
+    the others, as when the model is used. Negatives are compared with the mean of all items in both cases.
     """
 
     Config = SimpleXConfig
@@ -87,44 +87,44 @@ class SimpleX(RetrievalModel):
         nn.init.eye_(self.map.weight)
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return vectors whose dot products are scores: of users and items, [rows, dim]; in training those of lists'
-        items too, and of users as they search each of these, [ids, dim]."""
+        """Return vectors whose dot products are scores: of users and items, [rows, dim]; in training also of the lists'
+        items, and of their users as queries for each of these, [ids, dim]."""
         history, share = vectors[self.config.history], self.config.history_share
         own, total, lengths = vectors[self.config.user_id], sum_by_row(history), history.lengths()[:, None]
         users = (1 - share) * own + share * self.map(self.dropout(total / lengths.clamp(min=1)))
-        users, items = self._searching(users), self._found(vectors[self.config.item_id])
+        users, items = self._user_vectors(users), self._item_vectors(vectors[self.config.item_id])
         if not self.training:
             return users, items
         positives, row = history.values(), row_of_each_id(history)
         if self.config.leave_one_out:
-            # Of an only item no other is left: without the mask, the two gradients of 0 / |0| would cancel, and take
-            # with them what the negatives tell of that item.
-            others = (take_rows(total, row) - positives).masked_fill((lengths == 1)[row], 0)
-            mean = self.dropout(others / (lengths - 1).clamp(min=1)[row], row)
-            searching = self._searching((1 - share) * take_rows(own, row) + share * self.map(mean))
+            # Without the mask, the two gradients of 0 / |0| of an only item would cancel, and with them that by its
+            # negatives.
+            total_of_others = (take_rows(total, row) - positives).masked_fill((lengths == 1)[row], 0)
+            mean = self.dropout(total_of_others / (lengths - 1).clamp(min=1)[row], row)
+            queries = self._user_vectors((1 - share) * take_rows(own, row) + share * self.map(mean))
         else:
-            searching = take_rows(users, row)
-        return users, items, self._found(positives), searching
+            queries = take_rows(users, row)
+        return users, items, self._item_vectors(positives), queries
 
-    def _searching(self, users: torch.Tensor) -> torch.Tensor:
+    def _user_vectors(self, users: torch.Tensor) -> torch.Tensor:
         if not self.config.item_bias:
             return F.normalize(users, dim=1)
         return F.pad(F.normalize(users[:, :-1], dim=1), (0, 1), value=1.0)
 
-    def _found(self, items: torch.Tensor) -> torch.Tensor:
+    def _item_vectors(self, items: torch.Tensor) -> torch.Tensor:
         if not self.config.item_bias:
             return F.normalize(items, dim=1)
         return torch.cat([F.normalize(items[:, :-1], dim=1), self.config.temperature * items[:, -1:]], dim=1)
 
     def losses(self, outputs: torch.Tensor | tuple[torch.Tensor, ...], batch: Batch) -> dict[str, torch.Tensor]:
-        users, items, positives, searching = outputs
+        users, items, positives, queries = outputs
         start = len(users) if batch.sampled is None else batch.sampled.start
         history, users = batch.ids[self.config.history], users[:start]
         negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, self.config.item_id)[start:])
         keys, order = keys.sort()
         row = row_of_each_id(history)
         barred = barred_scores(keys, history.values(), row, start)
-        own, scores, weights = (searching * positives).sum(1), users @ take_rows(negatives, order).T, batch.weights[row]
+        own, scores, weights = (queries * positives).sum(1), users @ take_rows(negatives, order).T, batch.weights[row]
         if self.config.loss is RetrievalLoss.bpr:
             scores = (scores / self.config.temperature).masked_fill(barred, -torch.inf)
             own, of_pairs = own / self.config.temperature, weights / self.config.sampled_negatives
@@ -137,7 +137,8 @@ class SimpleX(RetrievalModel):
         """Return the loss of each item of the lists, [ids].
 
         Args:
-            own: scores of these. scores: of users with negatives, [rows, negatives]; barred: which do not count.
+            own: scores of these items. scores: of users with negatives, [rows, negatives]. barred: those that do not
+                count.
             row: the user of each item, [ids].
         """
         config = self.config
@@ -159,7 +160,7 @@ class SimpleX(RetrievalModel):
 class _LossOfPairs(torch.autograd.Function):
     """The weighted sum of softplus(negative - own) over all items of the lists, each with all negatives of its user.
 
-    Some items have theirs at a time, and their gradient is made where they lie, in the forward pass.
+    These are computed for some items at a time, and overwritten by their gradient, in the forward pass.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Two-tower retrieval: users and items as vectors, against the other items of the batch and drawn ones."""
+"""Two-tower retrieval: vectors of users and items, trained against the batch's other items and drawn ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,10 +86,10 @@ class TwoTowerConfig(RetrievalConfig):
                 if names.count(name) > 1:
                     raise UserError(f"config key 'model.{key}' names '{name}' twice; name each feature once")
         one_of("model.item_id", self.item_id, self.item_features, "item feature")
-        both = set(self.user_features) & set(self.item_features)
-        if both:
+        shared = set(self.user_features) & set(self.item_features)
+        if shared:
             raise UserError(
-                f"feature '{min(both)}' stands in model.user_features and model.item_features; keep one of them"
+                f"feature '{min(shared)}' stands in model.user_features and model.item_features; keep one of them"
             )
         unused = set(config.features) - set(self.user_features) - set(self.item_features)
         if unused:
@@ -114,7 +114,7 @@ class Tower(nn.Module):
         super().__init__()
         self.features = list(features)
         self.normalize = config.normalize
-        self.floats = floats  # of each feature the first column, and the one behind the last
+        self.floats = floats  # columns of each feature, as (start, stop)
         width = sum(features.values()) + sum(stop - start for start, stop in floats)
         self.mlp = mlp(width, hidden, config.output_dim, config.dropout)
 
@@ -126,11 +126,11 @@ class Tower(nn.Module):
 
 
 class TwoTower(RetrievalModel):
-    """User tower and item tower, trained by comparing the items of the global batch, whose rows all ranks see.
+    """User tower and item tower, trained by comparing each row with the items of the global batch, on all ranks.
 
-    Each row's own item is its positive and every other row's item a negative, except rows of weight 0 and rows with
-    the same item (accidental hits); so is every item that was drawn. With logQ correction a score is lowered by the log
-    of the item's share of all these, because popular items come up as negatives that much more often.
+    Each row's own item is its positive. The items of other rows and drawn items are its negatives, except those of rows
+    of weight 0 and those equal to its own (accidental hits). With logQ correction the log of an item's share of these
+    is subtracted from its score, since popular items come up as negatives that much more often.
     """
 
     Config = TwoTowerConfig
@@ -168,15 +168,15 @@ class TwoTower(RetrievalModel):
                 log_odds = log_q - torch.log1p(-log_q.exp().clamp(max=1 - 1e-6))
         own = users[:end] / self.config.temperature, keys[:end], batch.weights[:end]
         columns = own[0], everyones_items, offsets, own[1], others_keys, own[2], log_odds
-        kind = self.config.loss
-        return {kind.name: _LossOfRows.apply(*columns, kind, *self.pieces_of_loss(users.device))}
+        loss = self.config.loss
+        return {loss.name: _LossOfRows.apply(*columns, loss, *self.pieces_of_loss(users.device))}
 
 
 class _LossOfRows(torch.autograd.Function):
-    """The losses of this rank's rows, each over all items that are not barred for it: their weighted sum.
+    """Weighted sum of the losses of this rank's rows, each over all items that are not barred for it.
 
-    Scores, [rows, items of the global batch], are what takes memory. A few rows have theirs at a time, and their
-    gradient is made where they lie, in the forward pass.
+    Scores, [rows, items of the global batch], take most memory. So they are computed for a few rows at a time, and
+    overwritten by their gradient, in the forward pass.
     """
 
     @staticmethod
@@ -189,7 +189,7 @@ class _LossOfRows(torch.autograd.Function):
         items_keys: torch.Tensor,
         weights: torch.Tensor,
         log_odds: torch.Tensor | None,
-        kind: RetrievalLoss,
+        loss: RetrievalLoss,
         num_scores: int,
         most_pieces: int | None,
     ) -> torch.Tensor:
@@ -202,7 +202,7 @@ class _LossOfRows(torch.autograd.Function):
             positives = own[rows, None]
             barred = (items_keys == -1)[None, :] | (items_keys[None, :] == keys[rows, None])
             barred.scatter_(1, positives, False)
-            if kind is RetrievalLoss.bpr:
+            if loss is RetrievalLoss.bpr:
                 losses[rows], gradient = _of_pairs(scores, positives, barred)
             else:
                 odds = None if log_odds is None else log_odds[rows, None]
@@ -222,10 +222,10 @@ class _LossOfRows(torch.autograd.Function):
 def _of_softmax(
     scores: torch.Tensor, positives: torch.Tensor, barred: torch.Tensor, log_odds: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropies, [rows], and their gradients by scores, [rows, items]."""
+    """Return the cross-entropies, [rows], and their gradients by the scores, [rows, items]."""
     if log_odds is not None:
-        # The others are n draws from all but the row's own item p: with log(n Q / (1 - Q(p))) in place of log Q on
-        # their side, and nothing on its own, the cross-entropy has the gradient of the paper's loss.
+        # The negatives are n draws from all items but the row's own, p: with log(n Q / (1 - Q(p))) in place of log Q
+        # for them, and nothing for p, the cross-entropy has the gradient of the paper's loss.
         number = (~barred).sum(dim=1, keepdim=True) - 1
         scores.scatter_add_(1, positives, log_odds + number.clamp(min=1).log())
     logs = scores.masked_fill_(barred, -torch.inf).log_softmax(dim=1)
@@ -234,7 +234,10 @@ def _of_softmax(
 
 
 def _of_pairs(scores: torch.Tensor, positives: torch.Tensor, barred: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same of BPR: the mean, over the others, of the cross-entropy of a row's own item coming before."""
+    """Return the losses of BPR, [rows], and their gradients by the scores, [rows, items].
+
+    A loss is the mean, over the negatives, of -log sigmoid(own score - negative's score).
+    """
     barred.scatter_(1, positives, True)
     number = (~barred).sum(dim=1, keepdim=True).clamp(min=1)
     margins = (scores - scores.gather(1, positives)).masked_fill_(barred, -torch.inf)

@@ -1,4 +1,4 @@
-"""UltraGCN: vectors of users and items, trained as if graph convolutions had come to rest, without any."""
+"""UltraGCN: vectors of users and items, trained towards the limit of graph convolutions, without computing any."""
 
 import math
 from dataclasses import dataclass, replace
@@ -83,9 +83,9 @@ class UltraGCN(RetrievalModel):
     The loss of a user's item i is w(u, i) · softplus(-s(u, i)), and negative_weight times the mean over the drawn items
     j that are not theirs of w(u, j) · softplus(s(u, j)); that of a neighbour k is its weight times softplus(-s(u, k)).
 
-    The logit s is the score less log(negative_weight), if that is above 1: the odds of an item before anything is known
-    of it. In the paper the logit is the score, and all vectors have to learn these odds first, which takes more steps
-    than the few of a row that is trained once an epoch.
+    The logit s is the score minus log(negative_weight), if that weight is above 1: these are the prior log odds of an
+    item. In the paper the logit is the score, and all vectors have to learn these odds first, which takes more steps
+    than a row has that is trained once an epoch.
     """
 
     Config = UltraGCNConfig
@@ -99,7 +99,7 @@ class UltraGCN(RetrievalModel):
         self._logit_of_zero = -math.log(max(1.0, config.negative_weight))
 
     def forward(self, vectors: Vectors, floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return vectors of users and of items, [rows, dim]; in training those of lists' items too, [ids, dim], and of
+        """Return vectors of users and of items, [rows, dim]; in training also of the lists' items, [ids, dim], and of
         their neighbours."""
         users, items = vectors[self.config.user_id], vectors[self.config.item_id]
         if self.config.item_bias:
@@ -114,25 +114,29 @@ class UltraGCN(RetrievalModel):
         start = len(users) if batch.sampled is None else batch.sampled.start
         users, history = users[:start], batch.ids[config.history]
         row, lengths = row_of_each_id(history), history.lengths()[:start].float()
-        own = self._found(take_rows(users, row), positives) * self._weights(
+        positive_losses = self._positive_losses(take_rows(users, row), positives) * self._weights(
             config.positive_weights, lengths[row], history.values()
         )
         negatives, keys = gather_rows(items[start:]), gather(first_ids(batch, config.item_id)[start:])
         keys, order = keys.sort()
         negatives = take_rows(negatives, order)
-        others = F.softplus(users @ negatives.T + self._logit_of_zero) * self._weights(
+        negative_losses = F.softplus(users @ negatives.T + self._logit_of_zero) * self._weights(
             config.negative_weights, lengths[:, None], keys.clamp(min=0)
         )
-        others = others.masked_fill(barred_scores(keys, history.values(), row, start), 0).sum(1)
+        negative_losses = negative_losses.masked_fill(barred_scores(keys, history.values(), row, start), 0).sum(1)
         squares = negatives[:, : config.dim - config.item_bias].square().sum(1) @ (keys >= 0).float()
-        others = (config.negative_weight * others + config.drawn_l2 / 2 * squares) / config.sampled_negatives * lengths
-        by_row = others.index_add(0, row, own)
+        negative_losses = (
+            (config.negative_weight * negative_losses + config.drawn_l2 / 2 * squares)
+            / config.sampled_negatives
+            * lengths
+        )
+        by_row = negative_losses.index_add(0, row, positive_losses)
         if neighbours:
             by_row = by_row.index_add(0, *self._of_neighbours(users, neighbours[0], batch.ids[config.neighbours or ""]))
         return {"ultragcn": by_row @ batch.weights[:start]}
 
     def _weights(self, weights: list[float], lengths: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Return the weights of pairs in the loss, of the lengths of users' lists and the table rows of items."""
+        """Return the weights of pairs in the loss, from the lengths of users' lists and the table rows of items."""
         by_degrees = ((lengths + 1) / (self.degrees[items] + 1)).sqrt() / lengths.clamp(min=1)
         return weights[0] + weights[1] * by_degrees
 
@@ -141,11 +145,11 @@ class UltraGCN(RetrievalModel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of the neighbours, and their losses, both [ids]."""
         row = row_of_each_id(ids)
-        losses = self._found(take_rows(users, row), vectors)
+        losses = self._positive_losses(take_rows(users, row), vectors)
         return row, self.config.neighbour_weight * losses * ids.weights()
 
-    def _found(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-        """Return the losses of pairs of a user and an item that is to be found, [pairs]."""
+    def _positive_losses(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        """Return the losses of pairs of a user and a positive item, [pairs]."""
         return F.softplus(-((users * items).sum(1) + self._logit_of_zero))
 
     def denominator(self, batch: Batch) -> torch.Tensor:

@@ -15,7 +15,7 @@ from launch import ROOT, fork_train
 from recsys.config import LabelConfig, load_config
 from recsys.errors import UserError
 from recsys.models import DenseInputs
-from recsys.models.esmm import ESMM, ESMMConfig, both
+from recsys.models.esmm import ESMM, ESMMConfig, joint_logit
 from recsys.models.ple import PLE, PLEConfig
 
 LABELS = {"click": LabelConfig(), "buy": LabelConfig()}
@@ -79,13 +79,17 @@ def test_esmm_by_hand() -> None:
 
 def test_a_product_of_probabilities_is_exact_and_finite() -> None:
     a, b = (values.flatten() for values in np.meshgrid([-700.0, -30, -1, 0, 2, 30, 700], [-700.0, -20, 0, 3, 700]))
-    logits = both(torch.tensor(a), torch.tensor(b)).tolist()
+    logits = joint_logit(torch.tensor(a), torch.tensor(b)).tolist()
     for one, other, logit in zip(a, b, logits, strict=True):
         if max(abs(one), abs(other)) < 31:  # log p of p = 1 / ((1 + e^-a)(1 + e^-b)), and log (1 - p)
             log_p = -math.log1p(math.exp(-one)) - math.log1p(math.exp(-other))
             assert logit == pytest.approx(log_p - math.log(-math.expm1(log_p)), rel=1e-6)
     assert all(map(math.isfinite, logits))
-    assert both(torch.tensor(700.0), torch.tensor(1.5)) == both(torch.tensor(1.5), torch.tensor(700.0)) == 1.5
+    assert (
+        joint_logit(torch.tensor(700.0), torch.tensor(1.5))
+        == joint_logit(torch.tensor(1.5), torch.tensor(700.0))
+        == 1.5
+    )
 
 
 @pytest.fixture(scope="module")
